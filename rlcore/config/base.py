@@ -1,0 +1,32 @@
+"""What every section shares: unknown keys are refused, values are checked on assignment too."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A section of the configuration. Keys that it does not declare are errors."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True)
+
+
+class Plugin(Section):
+    """A section that names a plugin; its other keys are the plugin's own keywords, checked where the plugin is built."""
+
+    model_config = ConfigDict(extra="allow", validate_assignment=True)
+
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords for the plugin's constructor: every key that this section does not declare itself."""
+        return dict(self.model_extra or {})

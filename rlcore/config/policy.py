@@ -1,0 +1,70 @@
+"""The policy and how it is laid out over ranks and optimised. The critic shares these sections."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rlcore.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section
+
+
+class ParallelConfig(Section):
+    """Sizes of Megatron's process groups. The data-parallel size is what is left of the world size."""
+
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    virtual_pipeline: PositiveInt = 1
+    context: PositiveInt = 1
+    expert: PositiveInt = 1
+    expert_tensor: PositiveInt | None = None    # default: `tensor`
+    sequence: bool = False                      # sequence parallelism inside the tensor-parallel group
+
+
+class OptimizerConfig(Section):
+    """AdamW with gradient clipping, warm-up and decay, counted in optimizer steps."""
+
+    lr: NonNegativeFloat = 1e-6
+    min_lr: NonNegativeFloat = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: PositiveInt | None = None      # default: every optimizer step of the run
+    weight_decay: NonNegativeFloat = 0.0
+    beta1: Probability = 0.9
+    beta2: Probability = 0.95
+    eps: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = 1.0           # global norm; 0 turns clipping off
+    distributed: bool = False                   # shard optimizer state over data-parallel ranks
+
+
+class LogprobsConfig(Section):
+    """The LM head is worked through in chunks, so that `[tokens, vocabulary]` never exists."""
+
+    chunk_elements: PositiveInt = 1 << 22       # rows x local vocabulary columns of one chunk
+
+
+class PolicyConfig(Section):
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    max_tokens_per_microbatch: PositiveInt = 16384
+    checkpoint: str | None = None               # weights from a training checkpoint instead of `model.path`
+    logprobs: LogprobsConfig = Field(default_factory=LogprobsConfig)
+    megatron: dict[str, Any] = Field(default_factory=dict)     # any field of megatron.core's TransformerConfig
+
+
+class ReferenceConfig(Section):
+    """The frozen model that KL is measured against."""
+
+    path: str | None = None                     # default: the initial policy
+    offload: bool = False                       # keep it in host memory between passes
+
+
+class CriticConfig(Section):
+    """The value model, laid out as the policy is. Used only when the estimator needs values."""
+
+    path: str | None = None                     # default: the initial policy; a reward model brings its head
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    value_clip: PositiveFloat | None = None
+    value_loss_coef: PositiveFloat = 1.0
+    warmup_steps: NonNegativeInt = 0            # steps that train the critic alone
+    offload: bool = False

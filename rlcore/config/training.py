@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlcore.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class TrainingConfig(Section):
+    """How long to train. One of `steps`, `episodes` (samples) or `epochs` (passes over the prompts)."""
+
+    steps: PositiveInt | None = None
+    episodes: PositiveInt | None = None
+    epochs: PositiveFloat | None = None
+    batch_size: PositiveInt = 256               # sft: sequences a step
+    early_stopping: bool = False
+    target_kl: NonNegativeFloat | None = None
+    max_update_kl: PositiveFloat | None = None
+    debug: Literal["rollout_only", "train_only"] | None = None
+    dump_steps: list[int] = Field(default_factory=list)     # save these steps' batches under <run>/dumps/
+    replay: str | None = None                   # train_only: a dumped batch to train on again
+
+
+class EvaluationConfig(Section):
+    """Held-out prompts, scored with the run's reward before the first step, every `every` steps and at the end."""
+
+    every: NonNegativeInt = 0                   # 0: only when `data` is given, at the start and the end
+    paths: list[str] = Field(default_factory=list)
+    samples_per_prompt: PositiveInt = 1
+    temperature: NonNegativeFloat = 0.0
+    max_new_tokens: PositiveInt | None = None   # default: the rollouts'
+    max_prompts: PositiveInt | None = None
+
+
+class CheckpointConfig(Section):
+    every: NonNegativeInt = 0                   # 0: only at the end
+    keep: PositiveInt = 2
+    async_save: bool = False
+    export_hf: bool = True                      # a Hugging Face folder at the end
+
+
+class HubConfig(Section):
+    """Push the final model to a hub. Off unless `repo` is given."""
+
+    repo: str | None = None
+    private: bool = True
+
+
+class WandbConfig(Section):
+    enabled: bool = False
+    project: str = "rlcore"
+    entity: str | None = None
+    mode: Literal["online", "offline"] = "online"
+    tags: list[str] = Field(default_factory=list)
+
+
+class TrackingConfig(Section):
+    """metrics.jsonl is always written."""
+
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    tensorboard: bool = False
+    hub: HubConfig = Field(default_factory=HubConfig)
+    show_samples: NonNegativeInt = 2            # generated samples shown at each report
+    show_every: PositiveInt = 10
+    save_rollouts: bool = True
+
+
+class ClusterConfig(Section):
+    launcher: Literal["local", "torchrun", "ray"] = "local"
+    nodes: PositiveInt = 1
+    processes_per_node: PositiveInt = 1
+    collective_timeout_s: PositiveFloat = 600.0     # a collective that takes longer ends the run, naming the stuck rank
+    start_timeout_s: PositiveFloat = 600.0

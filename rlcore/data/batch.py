@@ -1,0 +1,109 @@
+"""The ragged tensors of one step, and how they are cut and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlcore.data.sample import Sample
+
+PER_SEQUENCE = frozenset({"rewards", "group_ids", "rollout_ids", "baseline_rewards"})
+
+
+def ragged_index(cu: Tensor, sequences: Tensor) -> Tensor:
+    """int64 [m]: flat positions of the chosen `sequences` [b] of a ragged vector with offsets `cu` [B+1], in order."""
+    starts, lengths = cu[sequences], cu[sequences + 1] - cu[sequences]
+    ends = lengths.cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    shift = torch.repeat_interleave(starts - (ends - lengths), lengths, output_size=total)
+    return torch.arange(total) + shift
+
+
+@dataclass
+class RolloutBatch:
+    """B sequences of T tokens, of which M are trainable. Everything is on the CPU.
+
+    `vectors` holds what is known of each trainable token ([M]: rollout_logprobs, versions, advantages, ...) or of each
+    sequence ([B]: the names in PER_SEQUENCE).
+    """
+
+    tokens: Tensor              # int32 [T]
+    cu_tokens: Tensor           # int64 [B+1]
+    loss_mask: Tensor           # bool [T]
+    vectors: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts = torch.zeros(len(self.loss_mask) + 1, dtype=torch.int64)
+        torch.cumsum(self.loss_mask, 0, out=counts[1:])
+        self.cu_seqlens = counts[self.cu_tokens]        # int64 [B+1], over trainable tokens
+        for name, value in self.vectors.items():
+            self._check(name, value)
+
+    def _check(self, name: str, value: Tensor) -> None:
+        expected = self.num_sequences if name in PER_SEQUENCE else self.num_trainable
+        if value.shape != (expected,):
+            raise ValueError(f"batch.{name} has shape {tuple(value.shape)}, expected ({expected},)")
+
+    def set(self, name: str, value: Tensor) -> None:
+        self._check(name, value)
+        self.vectors[name] = value
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_tokens) - 1
+
+    @property
+    def num_trainable(self) -> int:
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [B]: tokens of each sequence, prompt included."""
+        return self.cu_tokens[1:] - self.cu_tokens[:-1]
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[Sample]) -> RolloutBatch:
+        def flat(arrays: list[Any], dtype: Any) -> Tensor:
+            return torch.from_numpy(np.concatenate(arrays).astype(dtype)) if arrays else torch.zeros(0)
+
+        lengths = np.array([0] + [len(s.tokens) for s in samples], dtype=np.int64)
+        return cls(
+            tokens=flat([s.tokens for s in samples], np.int32),
+            cu_tokens=torch.from_numpy(lengths.cumsum()),
+            loss_mask=flat([s.loss_mask for s in samples], np.bool_),
+            vectors={
+                "rewards": torch.tensor([s.reward for s in samples], dtype=torch.float32),
+                "group_ids": torch.tensor([s.group_id for s in samples], dtype=torch.int64),
+                "rollout_ids": torch.tensor([s.rollout_id for s in samples], dtype=torch.int64),
+                "rollout_logprobs": flat([s.rollout_logprobs for s in samples], np.float32),
+                "versions": flat([s.token_versions() for s in samples], np.int64),
+            },
+        )
+
+    def select(self, sequences: Tensor | Sequence[int]) -> RolloutBatch:
+        """The chosen sequences (int64 [b]), in the order given."""
+        rows = torch.as_tensor(sequences, dtype=torch.int64)
+        model, trainable = ragged_index(self.cu_tokens, rows), ragged_index(self.cu_seqlens, rows)
+        cu = torch.zeros(len(rows) + 1, dtype=torch.int64)
+        torch.cumsum(self.lengths[rows], 0, out=cu[1:])
+        picked = {k: v[rows if k in PER_SEQUENCE else trainable] for k, v in self.vectors.items()}
+        return RolloutBatch(self.tokens[model], cu, self.loss_mask[model], picked)
+
+    def save(self, path: Path) -> None:
+        """Written aside and renamed, so that a kill leaves no half file."""
+        aside = path.with_suffix(".tmp")
+        torch.save(
+            {"tokens": self.tokens, "cu_tokens": self.cu_tokens, "loss_mask": self.loss_mask, "vectors": self.vectors},
+            aside,
+        )
+        aside.rename(path)
+
+    @classmethod
+    def load(cls, path: Path) -> RolloutBatch:
+        return cls(**torch.load(path, weights_only=True))

@@ -1,0 +1,104 @@
+"""Which sequence goes to which optimizer step, data-parallel rank and micro-batch. Pure functions of the lengths."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """FLOPs of a sequence of n tokens, up to a factor: `linear * n + quadratic * n^2` (the attention term)."""
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    @classmethod
+    def of_transformer(cls, *, parameters: int, layers: int, heads: int, head_dim: int) -> CostModel:
+        """Forward FLOPs: 2 a parameter and token; causal attention 2 * 2 * heads * head_dim * n / 2 a layer and token."""
+        return cls(2.0 * parameters, 2.0 * layers * heads * head_dim)
+
+    def __call__(self, length: int) -> float:
+        return self.linear * length + self.quadratic * length * length
+
+
+@dataclass(frozen=True)
+class MinibatchPlan:
+    """`microbatches[d][k]`: the sequences of micro-batch k on data-parallel rank d. Every rank has the same number."""
+
+    microbatches: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def sequences(self, rank: int) -> tuple[int, ...]:
+        return tuple(i for micro in self.microbatches[rank] for i in micro)
+
+
+def balance(costs: Sequence[float], bins: int) -> list[list[int]]:
+    """Longest processing time first onto the lightest bin (Graham 1969); every item is placed, bins may stay empty."""
+    heap = [(0.0, b) for b in range(bins)]
+    placed: list[list[int]] = [[] for _ in range(bins)]
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, lightest = heapq.heappop(heap)
+        placed[lightest].append(item)
+        heapq.heappush(heap, (load + costs[item], lightest))
+    return placed
+
+
+def fill(lengths: Sequence[int], items: Sequence[int], limit: int, bins: int) -> list[list[int]]:
+    """Micro-batches of at most `limit` tokens, at least `bins` of them: first fit on lengths in decreasing order."""
+    loads: list[int] = [0] * bins
+    out: list[list[int]] = [[] for _ in range(bins)]
+    for i in sorted(items, key=lambda i: (-lengths[i], i)):
+        # The lightest bin first keeps them even; a new one is opened only when none has room.
+        k = min(range(len(loads)), key=lambda b: (loads[b], b))
+        if loads[k] and loads[k] + lengths[i] > limit:
+            loads.append(0)
+            out.append([])
+            k = len(loads) - 1
+        loads[k] += lengths[i]
+        out[k].append(i)
+    return out
+
+
+def split_minibatches(num_sequences: int, minibatches: int, group_ids: torch.Tensor, *, seed: int) -> list[list[int]]:
+    """Sequences of each optimizer step: whole groups, shuffled by `seed`, as even in number as groups allow."""
+    if minibatches == 1:
+        return [list(range(num_sequences))]
+    groups: dict[int, list[int]] = {}
+    for i, group in enumerate(group_ids.tolist()):
+        groups.setdefault(group, []).append(i)
+    generator = torch.Generator().manual_seed(seed)
+    members = list(groups.values())
+    order = torch.randperm(len(members), generator=generator).tolist()
+    parts = balance([float(len(members[g])) for g in order], minibatches)
+    return [sorted(i for k in part for i in members[order[k]]) for part in parts]
+
+
+def plan_minibatch(
+    sequences: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    max_tokens: int,
+    cost: CostModel,
+    multiple: int = 1,
+) -> MinibatchPlan:
+    """Balance one optimizer step over data-parallel ranks and cut each rank's share into micro-batches.
+
+    Args:
+        sequences: indices into `lengths`.
+        lengths: tokens of every sequence as it will stand in a pack (padding inside the pack included).
+        max_tokens: budget of a micro-batch; a single longer sequence gets one of its own.
+        multiple: the number of micro-batches is rounded up to a multiple of this (the interleaved schedule wants PP).
+    """
+    shares = [[sequences[i] for i in part] for part in balance([cost(lengths[i]) for i in sequences], ranks)]
+    bins = 1
+    while True:
+        packed = [fill(lengths, share, max_tokens, bins) for share in shares]
+        needed = max(len(p) for p in packed)
+        needed += -needed % multiple
+        if all(len(p) == needed for p in packed):
+            return MinibatchPlan(tuple(tuple(tuple(micro) for micro in rank) for rank in packed))
+        bins = max(needed, bins + 1) if needed == bins else needed

@@ -1,0 +1,99 @@
+"""The one record that crosses process borders: a finished response with everything training needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Trainable tokens `[start, end)` of a sample (counted over trainable tokens) were made by policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Sample:
+    """One response to one prompt.
+
+    Tokens are the engine's own: they are never decoded and tokenised again.
+
+        tokens            a  b  c | x  y  eos
+        loss_mask         0  0  0 | 1  1  1
+        rollout_logprobs            .. .. ..      one per trainable token
+    """
+
+    draw: int                               # the draw of the prompt from the data stream: unique in a run, the ledger's key
+    index: int                              # which sample of that draw
+    prompt_id: str                          # the row: "file:line"
+    group_id: int                           # equal for samples of one draw
+    rollout_id: int                         # equal for samples that came from one rollout
+    tokens: NDArray[np.int32]               # [T]
+    loss_mask: NDArray[np.uint8]            # [T], 1 where the policy chose the token
+    rollout_logprobs: NDArray[np.float32]   # [m], m = loss_mask.sum()
+    versions: tuple[VersionSpan, ...]       # cover [0, m) in order
+    finish_reason: FinishReason
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    turns: int = 1
+    prompt_text: str = ""
+    response_text: str = ""
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        where = f"sample {self.index} of draw {self.draw}"
+        if self.tokens.dtype != np.int32 or self.loss_mask.dtype != np.uint8:
+            raise ValueError(
+                f"{where}: tokens and loss_mask must be int32 and uint8, got {self.tokens.dtype}, {self.loss_mask.dtype}"
+            )
+        if self.tokens.shape != self.loss_mask.shape or self.tokens.ndim != 1:
+            raise ValueError(f"{where}: tokens {self.tokens.shape} and loss_mask {self.loss_mask.shape} must be one [T]")
+        if len(self.tokens) and self.loss_mask[0]:
+            raise ValueError(f"{where}: the first token cannot be trainable, nothing predicts it")
+        m = self.num_trainable
+        if self.rollout_logprobs.shape != (m,):
+            raise ValueError(f"{where}: {m} trainable tokens but rollout_logprobs of shape {self.rollout_logprobs.shape}")
+        covered = 0
+        for span in self.versions:
+            if span.start != covered or span.end < span.start:
+                raise ValueError(f"{where}: version spans {self.versions} do not cover [0, {m}) in order")
+            covered = span.end
+        if covered != m:
+            raise ValueError(f"{where}: version spans cover {covered} of {m} trainable tokens")
+
+    @property
+    def num_trainable(self) -> int:
+        return int(self.loss_mask.sum())
+
+    def token_versions(self) -> NDArray[np.int64]:
+        """int64 [m]: the policy version that made each trainable token."""
+        lengths = [span.end - span.start for span in self.versions]
+        return np.repeat(np.array([span.version for span in self.versions], dtype=np.int64), lengths)
+
+    def to_record(self) -> dict[str, Any]:
+        """Everything as JSON-able values, for `rollouts/step_*.jsonl.zst` and the run checkpoint."""
+        record = {name: getattr(self, name) for name in self.__slots__}
+        record["tokens"] = self.tokens.tolist()
+        record["loss_mask"] = self.loss_mask.tolist()
+        record["rollout_logprobs"] = self.rollout_logprobs.tolist()
+        record["versions"] = [[s.version, s.start, s.end] for s in self.versions]
+        return record
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Sample:
+        """The inverse of `to_record`; keys that a file adds (an advantage, say) are ignored."""
+        known = {name: record[name] for name in cls.__slots__ if name in record}
+        known["tokens"] = np.asarray(record["tokens"], dtype=np.int32)
+        known["loss_mask"] = np.asarray(record["loss_mask"], dtype=np.uint8)
+        known["rollout_logprobs"] = np.asarray(record["rollout_logprobs"], dtype=np.float32)
+        known["versions"] = tuple(VersionSpan(*span) for span in record["versions"])
+        return cls(**known)

@@ -1,0 +1,40 @@
+"""Errors that users meet. The command line prints them without a traceback.
+
+    RlcoreError
+    +-- UserError            bad input: exit code 2
+    |   +-- ConfigError
+    |   +-- DataError
+    |   +-- ModelError
+    +-- RunFailed            the run cannot go on: exit code 1
+        +-- DeadlineExceeded
+"""
+
+from __future__ import annotations
+
+
+class RlcoreError(Exception):
+    """Every error that rlcore raises on purpose."""
+
+
+class UserError(RlcoreError, ValueError):
+    """Bad input: names the thing, what was got, what was expected and what to do."""
+
+
+class ConfigError(UserError):
+    """The configuration is wrong."""
+
+
+class DataError(UserError):
+    """A prompt file or a row of it is wrong."""
+
+
+class ModelError(UserError):
+    """A model folder cannot be used."""
+
+
+class RunFailed(RlcoreError):
+    """The run cannot go on: a dead worker, no engine left, an empty batch."""
+
+
+class DeadlineExceeded(RunFailed, TimeoutError):
+    """Something took longer than its limit; the message names who was waited for and which key sets the limit."""

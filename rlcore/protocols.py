@@ -1,0 +1,266 @@
+"""The seams. Each is a `typing.Protocol`; `rlcore/launch/` picks what stands behind it.
+
+Nothing here imports a backend or an engine, and nothing behind one seam sees what is behind another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlcore.data.batch import RolloutBatch
+from rlcore.data.packing import MinibatchPlan
+from rlcore.data.sample import FinishReason, Sample, VersionSpan
+from rlcore.weights import Bucket
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one optimizer step reports; the same on every rank."""
+
+    metrics: dict[str, float]               # loss/policy_avg, policy/approxkl_avg, grad_norm, lr, ... by their public names
+    skipped: bool = False                   # no step was taken (non-finite gradients)
+
+
+class PolicyBackend(Protocol):
+    """The trainer's models on their ranks. Every method is collective: all ranks call it, in the same order.
+
+    Vectors enter and leave on rank 0 in the order of the batch that was loaded; other ranks pass and get None.
+    """
+
+    rank: int
+    world_size: int
+    data_parallel_size: int
+    vocab_size: int
+
+    def plan(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> list[MinibatchPlan]:
+        """Rank 0 only, no communication: lay out each optimizer step over ranks and micro-batches."""
+        ...
+
+    def load_batch(self, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None) -> None:
+        """Give each data-parallel rank its sequences of the step (from rank 0)."""
+        ...
+
+    def score(self, model: Literal["policy", "reference", "critic"], *, entropy: bool = False) -> dict[str, Tensor] | None:
+        """A no-grad pass over the loaded batch: `logprobs` (and `entropy`), or `values` for the critic; fp32 [M]."""
+        ...
+
+    def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
+        """Hand per-token vectors ([M]: advantages, old_logprobs, weights, ...) to the ranks that hold the tokens."""
+        ...
+
+    def update(self, minibatch: int, *, train_policy: bool = True) -> UpdateResult:
+        """One optimizer step on minibatch `minibatch` of the plan, of the policy and of the critic if there is one."""
+        ...
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The static layout of the policy's weights under their Hugging Face names; the same on every rank."""
+        ...
+
+    def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
+        """Each bucket in order, gathered from the ranks that hold its parts: uint8 [num_bytes] on rank 0, else None."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Model, optimizer and schedule as a distributed checkpoint in `folder`."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """The inverse of `save`, under any layout that the checkpoint can be resharded to."""
+        ...
+
+    def export_hf(self, folder: Path) -> None:
+        """Write a Hugging Face folder (safetensors shards, config, tokenizer)."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """Choices that were made (attention, layer spec, optimizer, layout), printed at the start of a run."""
+        ...
+
+    def close(self) -> None: ...
+
+
+# --- generation ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one response is drawn. Log-probs are those of `logits / temperature` over the full vocabulary; `temperature` 0
+    is greedy, with log-probs at temperature 1."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One prompt, `n` samples. The address (seed, draw, sample, turn, token position) fixes every random number."""
+
+    prompt: NDArray[np.int32]               # [P]
+    sampling: SamplingParams
+    draw: int
+    n: int = 1
+    first_sample: int = 0                   # index of the first of the n samples
+    turn: int = 0
+    seed: int = 0
+
+    @property
+    def rid(self) -> str:
+        return f"{self.seed}-{self.draw}-{self.first_sample}-{self.turn}"
+
+
+@dataclass(frozen=True)
+class Completion:
+    tokens: NDArray[np.int32]               # [m], the stop token included
+    logprobs: NDArray[np.float32]           # [m]
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...]       # cover [0, m)
+
+
+PauseMode = Literal["drain", "retract", "in_place", "abort"]
+
+
+class RolloutEngine(Protocol):
+    """An engine: generates, and takes new weights by the steps of a publication."""
+
+    name: str
+
+    async def start(self) -> None:
+        """Ready to answer, within `rollout.engine.start_timeout_s`."""
+        ...
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        """`n` completions a request, in order."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self) -> None:
+        """Stop all requests now; their completions end with finish reason "abort"."""
+        ...
+
+    async def begin_update(self, buckets: Sequence[Bucket]) -> None: ...
+
+    async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
+        """Take one bucket: `flat` by copy inside one process, None when it comes over the process group."""
+        ...
+
+    async def end_update(self) -> None:
+        """All buckets came; the new weights are in force but carry no version yet."""
+        ...
+
+    async def set_version(self, version: int) -> None: ...
+
+    async def checksum(self) -> str:
+        """A digest of every weight by name, to compare with the trainer's."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the data, tokenised."""
+
+    prompt_id: str
+    tokens: NDArray[np.int32]
+    text: str
+    label: Any = None
+    row: dict[str, Any] = field(default_factory=dict)
+
+
+Generate = Callable[[GenerateRequest], Awaitable[list[Completion]]]
+
+
+class Workflow(Protocol):
+    """From a prompt to its samples, unscored. May call `generate` any number of times."""
+
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]: ...
+
+
+# --- reward -------------------------------------------------------------------------------------------------------
+
+
+class Reward(Protocol):
+    """A reward function that users write: any callable `(sample) -> float`, by `package.module:function`.
+
+    It sees `sample.prompt_text`, `sample.response_text`, `sample.label`, `sample.metadata`; it runs in a worker process under
+    `reward.timeout_s`.
+    """
+
+    def __call__(self, sample: Sample) -> float: ...
+
+
+# --- the loop's other partners (rank 0) ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepRollouts:
+    samples: list[Sample]
+    metrics: dict[str, float]               # rollout/*, time/generation: what only the source knows
+    epoch: float                            # passes over the prompts so far
+    snapshot: dict[str, Any]                # the consistent cut after this step's hand-over, JSON-able
+
+
+class RolloutSource(Protocol):
+    """Where batches come from: the rollout service, or the labels of a data set (sft). Rank 0 only."""
+
+    def next_step(self, step: int) -> StepRollouts:
+        """The samples of step `step` (1-based). Waits at most `rollout.timeout_s`."""
+        ...
+
+    def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
+        """Score the evaluation prompts with the current weights."""
+        ...
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-able state from which `restore` continues exactly: cursor, ledger, buffer."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WeightSink(Protocol):
+    """All engines that take part in a publication, seen by the trainer's rank 0; blocking, each call with a deadline."""
+
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        """Pause, agree on the members and the layout, open the update."""
+        ...
+
+    def send(self, bucket: Bucket, flat: Tensor) -> None: ...
+
+    def finish(self, version: int) -> None:
+        """Close the update, verify, set the version, resume."""
+        ...
+
+    def cancel(self) -> None:
+        """Give up this publication; the engines that took part are stale."""
+        ...
+
+
+class Tracker(Protocol):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def show_samples(self, step: int, samples: Sequence[Sample]) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs (wandb's run id)."""
+        ...
+
+    def close(self, status: str) -> None: ...

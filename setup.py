@@ -1,0 +1,5 @@
+"""For installers that do not read pyproject.toml; everything is said there."""
+
+from setuptools import setup
+
+setup()
