@@ -1,0 +1,185 @@
+"""What a Hugging Face folder says about a model, in Megatron's terms. Imports neither torch nor Megatron."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from backends.megatron.convert.families import FAMILIES
+from backends.megatron.convert.table import Family
+from rlcore.errors import ModelError
+
+# Megatron hard-codes these three of Llama 3's RoPE scaling; only the factor is an argument.
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model as its `config.json` describes it.
+
+    `transformer` holds keyword arguments of megatron.core's `TransformerConfig`, without layout, dtype and activation:
+    the model builder adds `activation_func` by the name in `activation` ("silu" is torch's `F.silu`).
+    `rope_scaling` holds further keyword arguments of `GPTModel` (`rope_scaling`, `rope_scaling_factor`,
+    `seq_len_interpolation_factor`), or is None; `rope_theta` is its `rotary_base`.
+    """
+
+    family: str
+    hf_config: dict[str, Any]
+    vocab_size: int                             # without Megatron's padding
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    transformer: dict[str, Any]
+    activation: Literal["silu"] = "silu"
+    head: Literal["lm", "value"] = "lm"         # "value": a `*ForSequenceClassification` folder with one label
+    folder: Path = Path()
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.transformer["num_layers"])
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.transformer["hidden_size"])
+
+    @property
+    def table(self) -> Family:
+        return FAMILIES[self.family]
+
+
+def read_architecture(folder: Path | str) -> Architecture:
+    """Read `config.json` of a folder and check that the folder has weights.
+
+    Raises ModelError: no such folder, no config.json or weights, an architecture or an option that we do not convert.
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    family = _family(folder, config)
+    _check_supported(folder, config)
+    _check_weights(folder)
+    heads = _integer(folder, config, "num_attention_heads")
+    hidden = _integer(folder, config, "hidden_size")
+    theta, scaling = _rope(folder, config)
+    transformer = {
+        "num_layers": _integer(folder, config, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": _integer(folder, config, "intermediate_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": int(config.get("num_key_value_heads") or heads),
+        "kv_channels": int(config.get("head_dim") or family.head_dim or hidden // heads),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "qk_layernorm": family.qk_norm,
+        "add_qkv_bias": family.qkv_bias,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return Architecture(
+        family=family.model_type,
+        hf_config=config,
+        vocab_size=_integer(folder, config, "vocab_size"),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        max_position_embeddings=_integer(folder, config, "max_position_embeddings"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        transformer=transformer,
+        head="value" if _is_classifier(config) else "lm",
+        folder=folder,
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder; model paths are local Hugging Face folders (config.json, *.safetensors)")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder}: no config.json; expected a Hugging Face model folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: got a JSON {type(config).__name__}, expected an object")
+    return config
+
+
+def _is_classifier(config: dict[str, Any]) -> bool:
+    return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+
+
+def _family(folder: Path, config: dict[str, Any]) -> Family:
+    """The family by `model_type`; `architectures`, where given, must name one of its classes."""
+    known = ", ".join(name for family in FAMILIES.values() for name in family.classes)
+    family = FAMILIES.get(str(config.get("model_type")))
+    names = [str(name) for name in config.get("architectures") or ()]
+    if family is None:
+        got = names[0] if names else f"model_type {config.get('model_type')!r}"
+        raise ModelError(f"{folder}: architecture {got} is not converted; converted are: {known}")
+    bare = f"{family.class_prefix}Model"
+    if names and not set(names) & {*family.classes, bare}:
+        raise ModelError(f"{folder}: architecture {names[0]} is not converted; converted are: {known}")
+    return family
+
+
+def _check_supported(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse options that would change the model and that we do not carry over."""
+    refused = {
+        "hidden_act": config.get("hidden_act", "silu") != "silu",
+        "attention_bias": bool(config.get("attention_bias", False)),
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "use_sliding_window": bool(config.get("use_sliding_window", False)),
+        "quantization_config": config.get("quantization_config") is not None,
+        "partial_rotary_factor": float(config.get("partial_rotary_factor") or 1.0) != 1.0,
+    }
+    for key, bad in refused.items():
+        if bad:
+            raise ModelError(f"{folder}/config.json: {key}: {config[key]!r} is not supported by the conversion")
+    if _is_classifier(config):
+        labels = config.get("num_labels") or len(config.get("id2label") or ("", ""))
+        if int(labels) != 1:
+            raise ModelError(
+                f"{folder}: a sequence classifier with {labels} labels; expected one (num_labels: 1): a value or reward head"
+            )
+
+
+def _check_weights(folder: Path) -> None:
+    if (folder / "model.safetensors.index.json").is_file() or any(folder.glob("*.safetensors")):
+        return
+    hint = ""
+    if any(folder.glob("pytorch_model*.bin")):
+        hint = "; it has pytorch_model*.bin: load it in transformers and save it again with safe_serialization=True"
+    raise ModelError(f"{folder}: no weights: no *.safetensors and no model.safetensors.index.json{hint}")
+
+
+def _integer(folder: Path, config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{folder}/config.json: {key}: got {value!r}, expected a positive integer")
+    return value
+
+
+def _rope(folder: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling as GPTModel's keyword arguments), from either spelling.
+
+    transformers 5 writes one `rope_parameters`; before, there were `rope_theta` and `rope_scaling`.
+    """
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, {"seq_len_interpolation_factor": float(rope["factor"])}
+    if kind != "llama3":
+        raise ModelError(f"{folder}/config.json: RoPE type {kind!r} is not supported; expected default, linear or llama3")
+    for key, expected in _LLAMA3_ROPE.items():
+        if float(rope.get(key, expected)) != expected:
+            raise ModelError(
+                f"{folder}/config.json: llama3 RoPE scaling with {key}: {rope[key]}; megatron-core supports {expected:g} alone"
+            )
+    return theta, {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}

@@ -1,0 +1,10 @@
+"""The families that we convert. A new one is a table of its own and a line here."""
+
+from __future__ import annotations
+
+from backends.megatron.convert.llama import LLAMA
+from backends.megatron.convert.qwen2 import QWEN2
+from backends.megatron.convert.qwen3 import QWEN3
+from backends.megatron.convert.table import Family
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
