@@ -1,0 +1,99 @@
+"""The maths of reinforcement learning on ragged vectors: estimators, losses, and how to add your own.
+
+Imports torch and the standard library. Nothing here knows of ranks, meshes or collectives.
+"""
+
+from rlcore.algorithms import estimators as _estimators  # noqa: F401  (registers ours)
+from rlcore.algorithms import losses as _losses  # noqa: F401
+from rlcore.algorithms.aggregation import AggregationMode, loss_weights
+from rlcore.algorithms.errors import (
+    AlgorithmError,
+    DuplicateNameError,
+    EstimatorMutationError,
+    InputError,
+    KeywordError,
+    MissingInputError,
+    OutputError,
+    UnknownNameError,
+)
+from rlcore.algorithms.guard import GuardedEstimator, GuardedPolicyLoss
+from rlcore.algorithms.keywords import Keyword
+from rlcore.algorithms.kl import KLKind, approx_kl, kl_clamped
+from rlcore.algorithms.losses.value import value_clipped, value_loss
+from rlcore.algorithms.metric_table import METRICS, MetricSpec
+from rlcore.algorithms.metrics import explained_variance, rollout_metrics
+from rlcore.algorithms.moments import Moments
+from rlcore.algorithms.ragged import (
+    discounted_suffix_sum,
+    expand_to_tokens,
+    group_count,
+    group_index,
+    group_mean_std,
+    last_token_index,
+    segment_index,
+    segment_lengths,
+    segment_mean,
+    segment_sum,
+    whiten,
+)
+from rlcore.algorithms.registry import (
+    build_estimator,
+    build_policy_loss,
+    estimator_keywords,
+    estimator_names,
+    policy_loss_keywords,
+    policy_loss_names,
+    register_estimator,
+    register_policy_loss,
+)
+from rlcore.algorithms.types import Advantages, EstimatorInputs, PolicyLoss, PolicyLossInputs, check_cu_seqlens
+
+__all__ = [
+    "Advantages",
+    "AggregationMode",
+    "AlgorithmError",
+    "DuplicateNameError",
+    "EstimatorInputs",
+    "EstimatorMutationError",
+    "GuardedEstimator",
+    "GuardedPolicyLoss",
+    "InputError",
+    "KLKind",
+    "Keyword",
+    "KeywordError",
+    "METRICS",
+    "MetricSpec",
+    "MissingInputError",
+    "Moments",
+    "OutputError",
+    "PolicyLoss",
+    "PolicyLossInputs",
+    "UnknownNameError",
+    "approx_kl",
+    "build_estimator",
+    "build_policy_loss",
+    "check_cu_seqlens",
+    "discounted_suffix_sum",
+    "estimator_keywords",
+    "estimator_names",
+    "expand_to_tokens",
+    "explained_variance",
+    "group_count",
+    "group_index",
+    "group_mean_std",
+    "kl_clamped",
+    "last_token_index",
+    "loss_weights",
+    "policy_loss_keywords",
+    "policy_loss_names",
+    "register_estimator",
+    "register_policy_loss",
+    "rollout_metrics",
+    "segment_index",
+    "segment_lengths",
+    "segment_mean",
+    "segment_sum",
+    "value_clipped",
+    "value_loss",
+    "whiten",
+]

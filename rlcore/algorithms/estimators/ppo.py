@@ -1,0 +1,45 @@
+"""Generalised advantage estimation, for PPO with a critic."""
+
+from __future__ import annotations
+
+import torch
+
+from rlcore.algorithms.ragged import discounted_suffix_sum, last_token_index
+from rlcore.algorithms.registry import register_estimator
+from rlcore.algorithms.shaping import check_kl_coef, check_unit_interval, require, shaped_rewards
+from rlcore.algorithms.types import Advantages, EstimatorInputs
+
+
+def _needs(estimator: PPO) -> set[str]:
+    return {"values", "kl"} if estimator.kl_coef != 0.0 else {"values"}
+
+
+@register_estimator("ppo", needs=_needs, optional={"token_rewards"})
+class PPO:
+    """GAE over the trainable tokens of each sequence.
+
+        r_t     = token_rewards_t - kl_coef * kl_t + (reward of the sequence, where t is its last token)
+        delta_t = r_t + gamma * V_{t+1} - V_t             with V = 0 behind the last token
+        A_t     = delta_t + gamma * lam * A_{t+1}
+        returns = A_t + V_t
+
+    t + 1 is the next *trainable* token: the tokens of tools and observations in between are no steps of the policy, so
+    they take neither a gamma nor a lambda. The critic's targets come from the same rewards, KL included.
+
+    J. Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
+    arXiv:1506.02438; KL in the reward: arXiv:2203.02155.
+    """
+
+    def __init__(self, *, gamma: float = 1.0, lam: float = 0.95, kl_coef: float = 0.0) -> None:
+        check_unit_interval("gamma", gamma)
+        check_unit_interval("lam", lam)
+        check_kl_coef(kl_coef)
+        self.gamma, self.lam, self.kl_coef = gamma, lam, kl_coef
+
+    def __call__(self, inputs: EstimatorInputs) -> Advantages:
+        values = require(inputs.values, "values")
+        last = last_token_index(inputs.cu_seqlens)
+        next_values = torch.cat([values[1:], values.new_zeros(min(values.numel(), 1))]).index_fill(0, last, 0.0)
+        delta = shaped_rewards(inputs, self.kl_coef) + self.gamma * next_values - values
+        advantages = discounted_suffix_sum(delta, inputs.cu_seqlens, self.gamma * self.lam)
+        return Advantages(advantages, returns=advantages + values)

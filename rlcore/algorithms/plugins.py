@@ -1,0 +1,164 @@
+"""A table of named algorithms, from three sources: decorators, entry points and import paths."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, TypeVar
+
+from rlcore.algorithms.errors import AlgorithmError, DuplicateNameError, UnknownNameError, known_names
+from rlcore.algorithms.keywords import check_keywords, constructor_keywords
+
+Needs = Collection[str] | Callable[[Any], Collection[str]]
+Factory = TypeVar("Factory", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """One algorithm: how to build it, and which fields of the batch it takes.
+
+    `needs` and `optional` are field names or a function of the built instance that returns them. A batch without a
+    needed field is an error; an optional field is handed over where the batch has it.
+    """
+
+    name: str
+    factory: Callable[..., Any]
+    needs: Needs
+    optional: Needs
+
+
+class Registry:
+    """The algorithms of one kind, by name.
+
+    Args:
+        kind: how messages call them, "estimator".
+        entry_points: the group in which installed packages announce theirs.
+        fields: the record fields that `needs` may name.
+    """
+
+    def __init__(self, kind: str, entry_points: str, fields: Collection[str]) -> None:
+        self.kind = kind
+        self.entry_points = entry_points
+        self.fields = frozenset(fields)
+        self._plugins: dict[str, Plugin] = {}
+
+    def register(self, name: str, needs: Needs | None, optional: Needs | None) -> Callable[[Factory], Factory]:
+        """Return a decorator that enters a class (or a function that builds the algorithm) under `name`."""
+
+        def decorate(factory: Factory) -> Factory:
+            self._enter(name, factory, needs, optional)
+            return factory
+
+        return decorate
+
+    def names(self) -> list[str]:
+        """Return all names, registered or announced by installed packages (which this does not import), sorted."""
+        return sorted({*self._plugins, *(point.name for point in self._points())})
+
+    def resolve(self, name: str) -> Plugin:
+        """Return the algorithm that `name` (a name or `package.module:Name`) stands for."""
+        if ":" in name:
+            return self._of(import_object(name, self.kind), name)
+        points = [point for point in self._points() if point.name == name]
+        objects = [point.load() for point in points]  # may register the name by its own decorator
+        plugin = self._plugins.get(name)
+        if plugin is None and objects:
+            plugin = self._enter(name, objects[0], None, None)
+        if plugin is None:
+            raise UnknownNameError(
+                f"unknown {self.kind} {name!r}; {known_names(name, self.names())}; "
+                f"one of your own is named by its import path, 'package.module:Name'"
+            )
+        for point, found in zip(points, objects):
+            if found is not plugin.factory:
+                raise DuplicateNameError(
+                    f"{self.kind} {name!r} is claimed by {_path(plugin.factory)} and by the entry point {point.value}"
+                )
+        return plugin
+
+    def build(self, name: str, kwargs: dict[str, Any]) -> tuple[Any, frozenset[str], frozenset[str]]:
+        """Check the keywords, build the instance and return it with its resolved `needs` and `optional`."""
+        plugin = self.resolve(name)
+        owner = f"{self.kind} {name!r}"
+        check_keywords(owner, constructor_keywords(plugin.factory, owner), kwargs)
+        instance = plugin.factory(**kwargs)
+        if not callable(instance):
+            raise AlgorithmError(f"{owner}: expected something that can be called on its inputs, got {instance!r}")
+        needs = self._resolve_fields(owner, "needs", plugin.needs, instance)
+        return instance, needs, self._resolve_fields(owner, "optional", plugin.optional, instance) - needs
+
+    def _enter(self, name: str, factory: Callable[..., Any], needs: Needs | None, optional: Needs | None) -> Plugin:
+        if not name or ":" in name:
+            raise AlgorithmError(f"{self.kind} name: expected a non-empty name without ':', got {name!r}")
+        taken = self._plugins.get(name)
+        if taken is not None:
+            raise DuplicateNameError(
+                f"{self.kind} {name!r} is already registered by {_path(taken.factory)}; "
+                f"give {_path(factory)} another name"
+            )
+        constructor_keywords(factory, f"{self.kind} {name!r}")
+        inherited = self._of(factory, name)
+        needs = inherited.needs if needs is None else needs
+        optional = inherited.optional if optional is None else optional
+        plugin = self._plugins[name] = Plugin(name, factory, needs, optional)
+        return plugin
+
+    def _of(self, factory: Callable[..., Any], name: str) -> Plugin:
+        """Describe `factory`: by its decorator, else by its own `needs` and `optional`, else by a decorated base."""
+        if not callable(factory):
+            raise AlgorithmError(f"{self.kind} {name!r}: expected a class or a function, got {factory!r}")
+        registered = {id(plugin.factory): plugin for plugin in self._plugins.values()}
+        for base in getattr(factory, "__mro__", (factory,)):
+            if id(base) in registered:
+                found = registered[id(base)]
+                return Plugin(name, factory, found.needs, found.optional)
+            if "needs" in vars(base) or "optional" in vars(base):
+                break
+        return Plugin(name, factory, _attribute("needs"), _attribute("optional"))
+
+    def _points(self) -> list[importlib.metadata.EntryPoint]:
+        return list(importlib.metadata.entry_points(group=self.entry_points))
+
+    def _resolve_fields(self, owner: str, what: str, declared: Needs, instance: Any) -> frozenset[str]:
+        names = declared(instance) if callable(declared) else declared
+        if isinstance(names, str):
+            raise AlgorithmError(f"{owner}: {what}: expected a set of field names, got the string {names!r}")
+        for field in names:
+            if field not in self.fields:
+                raise AlgorithmError(f"{owner}: {what}: no field {field!r}; {known_names(str(field), self.fields)}")
+        return frozenset(names)
+
+
+def import_object(path: str, kind: str) -> Any:
+    """Import `package.module:Name`; a module or name that does not exist is an `UnknownNameError`."""
+    module_name, _, qualname = path.partition(":")
+    if not module_name or not qualname:
+        raise UnknownNameError(f"{kind} {path!r}: expected 'package.module:Name'")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there; what it imports is not
+        raise UnknownNameError(f"{kind} {path!r}: no module {error.name!r} (is it on PYTHONPATH?)") from error
+    try:
+        return reduce(getattr, qualname.split("."), module)
+    except AttributeError as error:
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise UnknownNameError(f"{kind} {path!r}: {error}; {known_names(qualname, public)}") from error
+
+
+def _attribute(name: str) -> Callable[[Any], Collection[str]]:
+    """Read a set of fields from an instance: an attribute, a property or a method without arguments."""
+
+    def read(instance: Any) -> Collection[str]:
+        value = getattr(instance, name, ())
+        return value() if callable(value) else value
+
+    return read
+
+
+def _path(factory: Callable[..., Any]) -> str:
+    return f"{getattr(factory, '__module__', '?')}:{getattr(factory, '__qualname__', repr(factory))}"

@@ -1,0 +1,143 @@
+"""Operations on ragged vectors: a flat `[M]` tensor cut into B sequences by `cu_seqlens` (`[B+1]`).
+
+Sequence b owns the tokens `cu_seqlens[b] : cu_seqlens[b + 1]`; it may own none. There are no pads and no masks, so
+nothing can leak out of a sequence. Everything here is pure, works on any device and is differentiable in its values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK = 32  # tokens per block of the suffix scan; 16 and 64 are slower on CPU
+
+
+def segment_lengths(cu_seqlens: Tensor) -> Tensor:
+    """Return the number of tokens of each sequence, int64 `[B]`."""
+    return cu_seqlens.diff().long()
+
+
+def segment_index(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
+    """Return the sequence that each token belongs to, int64 `[M]`; M, if given, saves a wait for the device."""
+    num_tokens = int(cu_seqlens[-1]) if num_tokens is None else num_tokens
+    return torch.repeat_interleave(segment_lengths(cu_seqlens), output_size=num_tokens)
+
+
+def last_token_index(cu_seqlens: Tensor) -> Tensor:
+    """Return the position of the last token of each sequence that has one, int64 `[number of non-empty sequences]`."""
+    return cu_seqlens[1:][segment_lengths(cu_seqlens) > 0].long() - 1
+
+
+def expand_to_tokens(per_sequence: Tensor, cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
+    """Repeat a value of each sequence on each of its tokens: `[B]` to `[M]`."""
+    return per_sequence[segment_index(cu_seqlens, num_tokens)]
+
+
+def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum `x` (`[M]`) over each sequence: `[B]`, accumulated in float64; an empty sequence sums to 0."""
+    lengths = segment_lengths(cu_seqlens)
+    if lengths.numel() == 0 or x.numel() == 0:
+        return x.new_zeros(lengths.numel()) + x.sum()  # the sum keeps the result in the graph
+    # unsafe leaves out a check of lengths that would make the host wait for the device
+    return torch.segment_reduce(x.double(), "sum", lengths=lengths, initial=0.0, unsafe=x.is_cuda).to(x.dtype)
+
+
+def segment_mean(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Average `x` (`[M]`) over each sequence: `[B]`; the mean of an empty sequence is defined as 0."""
+    return segment_sum(x, cu_seqlens) / segment_lengths(cu_seqlens).clamp(min=1)
+
+
+def discounted_suffix_sum(x: Tensor, cu_seqlens: Tensor, decay: float) -> Tensor:
+    """Compute `y_t = x_t + decay * y_{t+1}` inside each sequence, with `y = 0` behind its last token.
+
+    Args:
+        x: float `[M]`.
+        cu_seqlens: integer `[B+1]`.
+        decay: between 0 and 1.
+
+    Returns:
+        `[M]`, dtype of `x`. The work is done in float64, which keeps TF32 and autocast away from it.
+
+    A blocked scan: every sequence is cut into blocks of 32 tokens, a triangular matrix product sums inside the blocks,
+    and the first entries of the blocks are themselves a ragged vector, scanned the same way with `decay ** 32`. So the
+    depth is log_32 of the longest sequence, with no step in Python per token or per sequence.
+    """
+    if not 0.0 <= decay <= 1.0:
+        raise ValueError(f"decay: expected a number in [0, 1], got {decay}")
+    if not x.is_floating_point():
+        raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
+    return _suffix_scan(x.double(), cu_seqlens.long(), float(decay)).to(x.dtype)
+
+
+def _suffix_scan(x: Tensor, cu_seqlens: Tensor, decay: float) -> Tensor:
+    """`discounted_suffix_sum` of float64 `x`."""
+    lengths = segment_lengths(cu_seqlens)
+    longest = int(lengths.max()) if lengths.numel() else 0
+    if longest <= 1 or decay == 0.0:
+        return x.clone()
+    block = min(_BLOCK, 1 << (longest - 1).bit_length())  # a batch of short sequences is not padded to 32
+
+    blocks = (lengths + block - 1) // block
+    cu_blocks = torch.nn.functional.pad(blocks.cumsum(0), (1, 0))
+    shift = torch.repeat_interleave(cu_blocks[:-1] * block - cu_seqlens[:-1], lengths, output_size=x.numel())
+    position = torch.arange(x.numel(), device=x.device) + shift
+    padded = x.new_zeros(int(cu_blocks[-1]) * block).index_put((position,), x).view(-1, block)
+
+    step = torch.arange(block, dtype=x.dtype, device=x.device)
+    ahead = step[:, None] - step[None, :]  # [source, target]
+    inside = torch.where(ahead >= 0, decay ** ahead.clamp(min=0), 0.0)
+    y = padded @ inside
+    if longest > block:
+        block_sums = _suffix_scan(y[:, 0], cu_blocks, decay**block)
+        carry = torch.cat([block_sums[1:], block_sums.new_zeros(1)])
+        # index_fill, not a product with a mask: 0 * inf of the next sequence would be NaN here.
+        carry = carry.index_fill(0, last_token_index(cu_blocks), 0.0)
+        y = torch.addcmul(y, carry[:, None], (decay ** (block - step))[None, :])
+    return y.reshape(-1)[position]
+
+
+def whiten(x: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+    """Scale `x` to unit variance: `(x - mean) * rsqrt(var + eps)`, plus the mean again where `shift_mean` is False.
+
+    The variance is unbiased and two-pass, in float64: `E[x^2] - mean^2` in fp32 is noise for mean 50 and std 1e-3.
+    An empty tensor stays empty; a single value, whose variance is taken as 0, becomes 0 (or stays as it is).
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
+    if x.numel() == 0:
+        return x.clone()
+    wide = x.double()
+    mean = wide.mean()
+    centred = wide - mean
+    variance = centred.square().sum() / max(x.numel() - 1, 1)
+    whitened = centred * torch.rsqrt(variance + eps)
+    return (whitened if shift_mean else whitened + mean).to(x.dtype)
+
+
+def group_index(group_ids: Tensor) -> tuple[Tensor, int]:
+    """Number the groups of `group_ids` (any integers, any order) from 0: int64 `[B]` and how many there are."""
+    unique, inverse = torch.unique(group_ids, return_inverse=True)
+    return inverse, unique.numel()
+
+
+def group_count(group_ids: Tensor) -> Tensor:
+    """Return the size of the group of each member, int64 `[B]`."""
+    inverse, num_groups = group_index(group_ids)
+    return torch.bincount(inverse, minlength=num_groups)[inverse]
+
+
+def group_mean_std(x: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and unbiased standard deviation of the group of each member, both `[B]` float64.
+
+    A group of one has std 0. Values are first shifted by the minimum of their group and the variance is two-pass, so a
+    group of equal values has exactly that mean and exactly std 0, whatever the value.
+    """
+    inverse, num_groups = group_index(group_ids)
+    wide = x.double()
+    count = torch.bincount(inverse, minlength=num_groups)
+    origin = wide.new_full((num_groups,), float("inf")).scatter_reduce(0, inverse, wide.detach(), "amin")
+    shifted = wide - origin[inverse]
+    mean = wide.new_zeros(num_groups).index_add(0, inverse, shifted) / count
+    squares = wide.new_zeros(num_groups).index_add(0, inverse, (shifted - mean[inverse]).square())
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    return (origin + mean)[inverse], std[inverse]

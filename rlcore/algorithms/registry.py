@@ -1,0 +1,81 @@
+"""The algorithms by name: register one, build one, list them.
+
+An estimator or policy loss comes from a decorator here, from an entry point of an installed package (groups
+`rlcore.estimators` and `rlcore.policy_losses`) or from an import path `package.module:Name` in the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlcore.algorithms.guard import (
+    ESTIMATOR_ALWAYS,
+    ESTIMATOR_OPTIONAL,
+    POLICY_LOSS_ALWAYS,
+    POLICY_LOSS_OPTIONAL,
+    GuardedEstimator,
+    GuardedPolicyLoss,
+)
+from rlcore.algorithms.keywords import Keyword, constructor_keywords
+from rlcore.algorithms.plugins import Factory, Needs, Registry
+
+_ESTIMATORS = Registry("estimator", "rlcore.estimators", (*ESTIMATOR_ALWAYS, *ESTIMATOR_OPTIONAL))
+_POLICY_LOSSES = Registry("policy loss", "rlcore.policy_losses", (*POLICY_LOSS_ALWAYS, *POLICY_LOSS_OPTIONAL))
+
+
+def register_estimator(
+    name: str, needs: Needs | None = None, *, optional: Needs | None = None
+) -> Callable[[Factory], Factory]:
+    """Enter a class as estimator `name`; its constructor's keywords become its config keys.
+
+    Args:
+        name: unique; a name that is taken is refused.
+        needs: the optional fields of `EstimatorInputs` that it must have, or a function of the built instance that
+            returns them. Without it, a `needs` attribute of the class counts. All other fields are None for it.
+        optional: fields that it takes where the batch has them, in the same form.
+    """
+    return _ESTIMATORS.register(name, needs, optional)
+
+
+def register_policy_loss(
+    name: str, needs: Needs | None = None, *, optional: Needs | None = None
+) -> Callable[[Factory], Factory]:
+    """Enter a class as policy loss `name`, like `register_estimator`.
+
+    The class may define `batch_stats(inputs) -> dict[str, Tensor]`, which is called on the whole optimizer step before
+    it is split and comes back in `inputs.batch_stats`.
+    """
+    return _POLICY_LOSSES.register(name, needs, optional)
+
+
+def build_estimator(name: str, **kwargs: Any) -> GuardedEstimator:
+    """Build the estimator `name` (or `package.module:Name`) with checked keywords, behind its guard."""
+    estimator, needs, optional = _ESTIMATORS.build(name, kwargs)
+    return GuardedEstimator(name, estimator, needs, optional)
+
+
+def build_policy_loss(name: str, **kwargs: Any) -> GuardedPolicyLoss:
+    """Build the policy loss `name` (or `package.module:Name`) with checked keywords, behind its guard."""
+    loss, needs, optional = _POLICY_LOSSES.build(name, kwargs)
+    return GuardedPolicyLoss(name, loss, needs, optional)
+
+
+def estimator_names() -> list[str]:
+    """Return the estimators that are registered or announced by an installed package, sorted."""
+    return _ESTIMATORS.names()
+
+
+def policy_loss_names() -> list[str]:
+    """Return the policy losses that are registered or announced by an installed package, sorted."""
+    return _POLICY_LOSSES.names()
+
+
+def estimator_keywords(name: str) -> dict[str, Keyword]:
+    """Return the config keys of an estimator: name, annotation and default of each."""
+    return constructor_keywords(_ESTIMATORS.resolve(name).factory, f"estimator {name!r}")
+
+
+def policy_loss_keywords(name: str) -> dict[str, Keyword]:
+    """Return the config keys of a policy loss: name, annotation and default of each."""
+    return constructor_keywords(_POLICY_LOSSES.resolve(name).factory, f"policy loss {name!r}")

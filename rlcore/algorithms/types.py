@@ -1,0 +1,174 @@
+"""The records that estimators and policy losses take and return.
+
+Shapes: `[M]` trainable tokens of the whole batch, `[B]` sequences, `[B+1]` borders. All records are frozen and check
+themselves when built; the tensors in them are to be read, not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.algorithms.errors import InputError
+
+_INTEGER_FIELDS = frozenset({"group_ids", "rollout_ids", "versions"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorInputs:
+    """What an advantage estimator may see: M trainable tokens of B sequences, in order.
+
+    Optional fields are None unless the estimator declared them.
+    """
+
+    cu_seqlens: Tensor  # int64 [B+1], from 0 to M, never falling; a sequence may be empty
+    rewards: Tensor  # float [B], outcome reward of each sequence
+    group_ids: Tensor  # int64 [B], equal for samples of one prompt; any integers, any order
+    token_rewards: Tensor | None = None  # float [M], extra per-token (process) rewards
+    logprobs: Tensor | None = None  # float [M], of the policy before the step
+    ref_logprobs: Tensor | None = None  # float [M]
+    rollout_logprobs: Tensor | None = None  # float [M], as the engine reported them
+    kl: Tensor | None = None  # float [M], approximate KL(policy || reference), raw
+    values: Tensor | None = None  # float [M], critic value of the state before each token
+    baseline_rewards: Tensor | None = None  # float [B], e.g. the reward of the greedy sample (ReMax)
+    teacher_logprobs: Tensor | None = None  # float [M], on-policy distillation
+    versions: Tensor | None = None  # int64 [M], policy version that made each token
+    rollout_ids: Tensor | None = None  # int64 [B], equal for samples that came from one rollout
+
+    def __post_init__(self) -> None:
+        _check_record(self, per_sequence=("rewards", "group_ids", "baseline_rewards", "rollout_ids"), per_token=(
+            "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "teacher_logprobs",
+            "versions"))  # fmt: skip
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """M."""
+        return int(self.cu_seqlens[-1])
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """What an estimator returns: one advantage per token, and the targets of the critic where there is one."""
+
+    advantages: Tensor  # float [M]
+    returns: Tensor | None = None  # float [M]
+
+    def __post_init__(self) -> None:
+        for name in ("advantages", "returns"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Tensor):
+                raise InputError(f"Advantages.{name}: expected a tensor [M], got {type(value).__name__}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossInputs:
+    """What a policy loss may see: whole sequences, of a micro-batch or of the whole optimizer step.
+
+    On an accelerator the contents of `cu_seqlens` are not checked: the host would wait for the device once a
+    micro-batch.
+    """
+
+    cu_seqlens: Tensor  # int64 [B+1]
+    logprobs: Tensor  # float [M], with grad
+    old_logprobs: Tensor  # float [M], of the policy before the step
+    advantages: Tensor  # float [M]
+    entropy: Tensor | None = None  # float [M]
+    ref_logprobs: Tensor | None = None  # float [M]
+    rollout_logprobs: Tensor | None = None  # float [M]
+    versions: Tensor | None = None  # int64 [M]
+    weights: Tensor | None = None  # float [M], the loss weights of these tokens (see `loss_weights`)
+    batch_stats: Mapping[str, Tensor] | None = None  # what the loss itself computed from the whole optimizer step
+
+    def __post_init__(self) -> None:
+        waits = isinstance(self.cu_seqlens, Tensor) and self.cu_seqlens.device.type != "cpu"
+        known = self.logprobs.numel() if waits and isinstance(self.logprobs, Tensor) else None
+        _check_record(self, num_tokens=known, per_token=(
+            "logprobs", "old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs", "versions",
+            "weights"))  # fmt: skip
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """M, without asking the device."""
+        return self.logprobs.numel()
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """What a policy loss returns, never reduced: the framework weighs and sums `per_token`."""
+
+    per_token: Tensor  # float [M], with grad
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # detached [M] or [B]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.per_token, Tensor):
+            raise InputError(f"PolicyLoss.per_token: expected a tensor [M], got {type(self.per_token).__name__}")
+
+
+def _check_record(
+    record: Any, *, per_token: Iterable[str] = (), per_sequence: Iterable[str] = (), num_tokens: int | None = None
+) -> None:
+    """Raise `InputError` unless every field has its shape, kind of dtype and the device of `cu_seqlens`.
+
+    M is `cu_seqlens[-1]`, unless `num_tokens` gives it without asking the device.
+    """
+    cu_seqlens = record.cu_seqlens
+    where = type(record).__name__
+    check_cu_seqlens(cu_seqlens, f"{where}.cu_seqlens", contents=num_tokens is None)
+    num_tokens = int(cu_seqlens[-1]) if num_tokens is None else num_tokens
+    num_sequences = cu_seqlens.numel() - 1
+    sizes = [(name, num_tokens, "[M]") for name in per_token]
+    sizes += [(name, num_sequences, "[B]") for name in per_sequence]
+    required = {name for name, f in type(record).__dataclass_fields__.items() if f.default is not None}
+    for name, size, symbol in sizes:
+        value = getattr(record, name)
+        if value is None and name not in required:
+            continue
+        at = f"{where}.{name}"
+        if not isinstance(value, Tensor):
+            raise InputError(f"{at}: expected a tensor {symbol}, got {type(value).__name__}")
+        if tuple(value.shape) != (size,):
+            raise InputError(f"{at}: expected shape {symbol} = [{size}] as in cu_seqlens, got {list(value.shape)}")
+        if name in _INTEGER_FIELDS and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
+            raise InputError(f"{at}: expected an integer dtype, got {value.dtype}")
+        if name not in _INTEGER_FIELDS and not value.is_floating_point():
+            raise InputError(f"{at}: expected a floating dtype, got {value.dtype}")
+        if value.device != cu_seqlens.device:
+            raise InputError(f"{at}: expected device {cu_seqlens.device} as cu_seqlens, got {value.device}")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, at: str = "cu_seqlens", *, contents: bool = True) -> None:
+    """Raise `InputError` unless `cu_seqlens` is an integer vector that starts at 0 and never falls.
+
+    Without `contents` only what the host knows is checked: the device is not waited for.
+    """
+    if not isinstance(cu_seqlens, Tensor):
+        raise InputError(f"{at}: expected an integer tensor [B+1], got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        raise InputError(f"{at}: expected shape [B+1] with B >= 0, got {list(cu_seqlens.shape)}")
+    if cu_seqlens.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"{at}: expected dtype int64 (or int32), got {cu_seqlens.dtype}")
+    if not contents:
+        return
+    borders = cu_seqlens.cpu()
+    if int(borders[0]) != 0:
+        raise InputError(f"{at}: expected to start at 0, got {int(borders[0])}")
+    falls = (borders.diff() < 0).nonzero()
+    if falls.numel():
+        b = int(falls[0])
+        raise InputError(
+            f"{at}: expected never to fall, got {int(borders[b])} -> {int(borders[b + 1])} at sequence {b}"
+        )
