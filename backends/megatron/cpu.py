@@ -1,0 +1,175 @@
+"""Stock Megatron-Core on a machine without CUDA: its CUDA calls are answered on the CPU while a context is open.
+
+Megatron asks for devices by name (`device="cuda"`, `torch.cuda.current_device()`, `tensor.type() == "torch.cuda.FloatTensor"`),
+synchronises streams and keeps CUDA random states. `megatron_device("cpu")` answers all of that with the CPU, for the calls inside
+it; nothing stays installed. With CUDA it is a no-op, so every caller is one code path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_CUDA_TYPE_NAMES = {
+    f"torch.{kind}": f"torch.cuda.{kind}" for kind in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor")
+}
+
+
+def _on_cpu(device: Any) -> Any:
+    """'cuda', 'cuda:0' and torch.device('cuda') become the CPU; anything else stays."""
+    if isinstance(device, str):
+        return _CPU if device.startswith("cuda") else device
+    return _CPU if isinstance(device, torch.device) and device.type == "cuda" else device
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Sends explicit CUDA devices to the CPU, and answers by which Megatron asks "is this on the GPU": `.cuda()`, `.type()`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs:
+            if "device" in kwargs:
+                kwargs["device"] = _on_cpu(kwargs["device"])
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+        else:
+            kwargs = {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.record_stream:
+            return None
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            name = func(*args)
+            return _CUDA_TYPE_NAMES.get(name, name)
+        if func is torch.Tensor.to and len(args) > 1:
+            args = (args[0], _on_cpu(args[1]), *args[2:])
+        return func(*args, **kwargs)
+
+
+class _Nothing:
+    """A stream, an event, a device guard: takes every call, does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event if event is not None else _Nothing()
+
+    def query(self) -> bool:
+        return True
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    """(owner, attribute, stand-in) of every CUDA call that Megatron makes."""
+    cuda: Any = torch.cuda
+    stream = _Nothing()
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    def get_state(device: Any = "cuda") -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, device: Any = "cuda", graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    found: list[tuple[Any, str, Any]] = [(cuda, name, nothing) for name in ("synchronize", "set_device", "empty_cache")]
+    found += [(cuda, name, _Nothing) for name in ("Stream", "Event", "stream", "device")]
+    found += [(cuda, name, lambda *args, **kwargs: stream) for name in ("current_stream", "default_stream")]
+    found += [
+        (cuda, "current_device", lambda: _CPU),
+        (cuda, "is_current_stream_capturing", lambda: False),
+        (cuda.nvtx, "range_push", nothing),
+        (cuda.nvtx, "range_pop", nothing),
+        # One generator: the "CUDA" random state is the CPU's.
+        (cuda, "manual_seed", torch.default_generator.manual_seed),
+        (cuda, "get_rng_state", get_state),
+        (cuda, "set_rng_state", set_state),
+        (cuda.random, "get_rng_state", get_state),
+        (cuda.random, "set_rng_state", set_state),
+        (torch.distributed, "scatter", _contiguous_scatter(torch.distributed.scatter)),
+    ]
+    random = sys.modules.get("megatron.core.tensor_parallel.random")
+    if random is not None:
+        found.append((random, "_set_cuda_rng_state", set_state))
+    return found
+
+
+def _contiguous_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo's scatter sends the raw memory of a non-contiguous chunk, which is silently other data."""
+
+    def call(tensor: Any, scatter_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+        chunks = [chunk.contiguous() for chunk in scatter_list] if scatter_list else scatter_list
+        return scatter(tensor, chunks, *args, **kwargs)
+
+    return call
+
+
+class _Installed:
+    """The stand-ins are global attributes: installed by the first context that opens, removed by the last that closes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                stand_ins = _replacements()
+                self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]
+                for owner, name, stand_in in stand_ins:
+                    setattr(owner, name, stand_in)
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                for owner, name, original in self._originals:
+                    setattr(owner, name, original)
+
+
+_installed = _Installed()
+
+
+@contextlib.contextmanager
+def megatron_device(device: torch.device | str) -> Iterator[None]:
+    """Around calls into Megatron: they run on `device`. Re-entrant; needed in each thread that makes such calls.
+
+    On the CPU every torch call inside costs about a microsecond more, so generation and the like stay outside.
+    """
+    if torch.device(device).type == "cuda":
+        yield
+        return
+    with _installed, _CudaMeansCpu():
+        yield
+
+
+@contextlib.contextmanager
+def importing_megatron() -> Iterator[None]:
+    """Around the first import of megatron.core: without CUDA its `torch.compile` decorators become no-ops.
+
+    They would import the compiler (seconds) and need a C++ compiler when one of the functions is first called.
+    """
+    if torch.cuda.is_available() or "megatron.core.jit" in sys.modules:
+        yield
+        return
+    compiler = torch.compile
+    torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda f: f)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiler
