@@ -95,7 +95,7 @@ def read_architecture(folder: Path | str) -> Architecture:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder; model paths are local Hugging Face folders (config.json, *.safetensors)")
+        raise ModelError(f"{folder}: no such folder; expected a local Hugging Face folder (config.json, *.safetensors)")
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder}: no config.json; expected a Hugging Face model folder")
@@ -120,8 +120,7 @@ def _family(folder: Path, config: dict[str, Any]) -> Family:
     if family is None:
         got = names[0] if names else f"model_type {config.get('model_type')!r}"
         raise ModelError(f"{folder}: architecture {got} is not converted; converted are: {known}")
-    bare = f"{family.class_prefix}Model"
-    if names and not set(names) & {*family.classes, bare}:
+    if names and not set(names) & set(family.classes):
         raise ModelError(f"{folder}: architecture {names[0]} is not converted; converted are: {known}")
     return family
 
@@ -143,7 +142,7 @@ def _check_supported(folder: Path, config: dict[str, Any]) -> None:
         labels = config.get("num_labels") or len(config.get("id2label") or ("", ""))
         if int(labels) != 1:
             raise ModelError(
-                f"{folder}: a sequence classifier with {labels} labels; expected one (num_labels: 1): a value or reward head"
+                f"{folder}: a sequence classifier with {labels} labels; expected one (num_labels: 1), a value or reward"
             )
 
 
@@ -168,18 +167,22 @@ def _rope(folder: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] |
 
     transformers 5 writes one `rope_parameters`; before, there were `rope_theta` and `rope_scaling`.
     """
+    where = folder / "config.json"
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
+    if kind not in ("linear", "llama3"):
+        raise ModelError(f"{where}: RoPE type {kind!r} is not supported; expected default, linear or llama3")
+    if not isinstance(rope.get("factor"), (int, float)):
+        raise ModelError(f"{where}: {kind} RoPE scaling with factor {rope.get('factor')!r}, expected a number")
+    factor = float(rope["factor"])
     if kind == "linear":
-        return theta, {"seq_len_interpolation_factor": float(rope["factor"])}
-    if kind != "llama3":
-        raise ModelError(f"{folder}/config.json: RoPE type {kind!r} is not supported; expected default, linear or llama3")
+        return theta, {"seq_len_interpolation_factor": factor}
     for key, expected in _LLAMA3_ROPE.items():
         if float(rope.get(key, expected)) != expected:
             raise ModelError(
-                f"{folder}/config.json: llama3 RoPE scaling with {key}: {rope[key]}; megatron-core supports {expected:g} alone"
+                f"{where}: llama3 RoPE scaling with {key} {rope[key]}; megatron-core supports {expected:g} alone"
             )
-    return theta, {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    return theta, {"rope_scaling": True, "rope_scaling_factor": factor}

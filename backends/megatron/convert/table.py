@@ -1,4 +1,4 @@
-"""The vocabulary of the conversion tables: which Hugging Face tensors make one Megatron parameter, and how TP splits it."""
+"""The words of the conversion tables: which Hugging Face tensors make a Megatron parameter, and how TP splits it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,118 @@
+"""The arithmetic of a split: which slice of a Hugging Face tensor a TP rank holds, and how its pieces form a parameter.
+
+Both directions are views and copies of the same elements, so that a round trip is exact to the bit:
+
+    load     pieces (the rank's slice of each Hugging Face tensor) -> `pack`   -> the rank's Megatron parameter
+    export   the rank's Megatron parameter                         -> `unpack` -> pieces, as views
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, Entry, Split
+from rlcore.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a full tensor that one rank holds: `start : start + length` along `dim` (None: all of it)."""
+
+    dim: int | None
+    start: int = 0
+    length: int = 0
+
+    def of(self, full: Tensor) -> Tensor:
+        return full if self.dim is None else full.narrow(self.dim, self.start, self.length)
+
+    def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
+        return full if self.dim is None else (*full[: self.dim], self.length, *full[self.dim + 1 :])
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
+    """Megatron's vocabulary: rounded up to a multiple of `divisible_by` times TP."""
+    multiple = divisible_by * tensor_parallel
+    return math.ceil(vocab_size / multiple) * multiple
+
+
+def model_entries(arch: Architecture, head: str) -> list[Entry]:
+    """Every entry of a model with the given head ("lm" or "value"), in the static order of a forward pass."""
+    absent = {VALUE_HEAD} if head == "lm" else {OUTPUT_LAYER}
+    if arch.tie_word_embeddings:
+        absent.add(OUTPUT_LAYER)
+    return [entry for entry in arch.table.expand(arch.num_layers) if entry.megatron not in absent]
+
+
+def hf_shapes(arch: Architecture, entry: Entry) -> list[tuple[int, ...]]:
+    """The full shape of each Hugging Face tensor of an entry, without vocabulary padding."""
+    t = arch.transformer
+    hidden, ffn, head_dim = t["hidden_size"], t["ffn_hidden_size"], t["kv_channels"]
+    query, key = t["num_attention_heads"] * head_dim, t["num_query_groups"] * head_dim
+    if entry.split is Split.VOCAB:
+        return [(arch.vocab_size, hidden)]
+    if entry.split is Split.GATED:
+        return [(ffn, hidden), (ffn, hidden)]
+    if entry.split is Split.QKV:
+        tail = () if entry.megatron.endswith(".bias") else (hidden,)
+        return [(query, *tail), (key, *tail), (key, *tail)]
+    if entry.split is Split.ROW:
+        return [(hidden, ffn if ".mlp." in entry.megatron else query)]
+    if entry.megatron == VALUE_HEAD:
+        return [(1, hidden)]
+    if entry.split is Split.REPLICATED:
+        per_head = entry.megatron.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+        return [(head_dim if per_head else hidden,)]
+    raise NotImplementedError(f"{entry.megatron}: no shape rule for a {entry.split.value} split")
+
+
+def tp_slice(split: Split, shape: tuple[int, ...], rank: int, size: int, padded_vocab: int) -> Slice:
+    """The slice of a Hugging Face tensor of `shape` that TP rank `rank` of `size` holds; empty where all is padding."""
+    if split is Split.REPLICATED:
+        return Slice(None)
+    if split is Split.VOCAB:
+        part = padded_vocab // size
+        start = min(rank * part, shape[0])
+        return Slice(0, start, min(start + part, shape[0]) - start)
+    dim = 1 if split is Split.ROW else 0
+    part = shape[dim] // size
+    return Slice(dim, rank * part, part)
+
+
+def check_tensor_parallel(arch: Architecture, size: int) -> None:
+    """Raise ModelError where TP does not divide what it splits."""
+    for key in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        if arch.transformer[key] % size:
+            raise ModelError(
+                f"{arch.folder}: {key} {arch.transformer[key]} is not divisible by policy.parallel.tensor {size}"
+            )
+
+
+def pack(split: Split, pieces: Sequence[Tensor], head_dim: int, out: Tensor) -> None:
+    """Fill the Megatron parameter `out` from this rank's pieces; vocabulary padding becomes zero."""
+    if split is Split.VOCAB:
+        rows = pieces[0].size(0)
+        out[:rows].copy_(pieces[0])
+        out[rows:].zero_()
+        return
+    for view, piece in zip(unpack(split, out, head_dim, [p.size(0) for p in pieces]), pieces):
+        view.copy_(piece.view(view.shape))
+
+
+def unpack(split: Split, param: Tensor, head_dim: int, rows: Sequence[int]) -> list[Tensor]:
+    """Views of a Megatron parameter, one for each Hugging Face tensor; `rows` are the pieces' sizes along dim 0.
+
+    Those of a QKV split have one leading dimension more, [groups, rows / groups, ...].
+    """
+    if split is Split.QKV:
+        groups = rows[1] // head_dim
+        by_group = param.view(groups, param.size(0) // groups, *param.shape[1:])
+        return list(torch.split(by_group, [n // groups for n in rows], dim=1))
+    if split is Split.GATED:
+        return list(torch.split(param, list(rows), dim=0))
+    return [param[: rows[0]]]

@@ -1,0 +1,121 @@
+"""Hugging Face folder -> Megatron parameters: every rank reads its own slices and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.layout import Slice, check_tensor_parallel, hf_shapes, pack, tp_slice
+from backends.megatron.convert.names import owned_parameters
+from backends.megatron.convert.table import VALUE_HEAD, Entry, Split
+from rlcore.errors import ModelError
+
+
+class TensorParallel(Protocol):
+    """What loading needs of the layout."""
+
+    @property
+    def tensor_rank(self) -> int: ...
+    @property
+    def tensor_size(self) -> int: ...
+
+
+class SafetensorsFolder:
+    """Slices of the tensors of a folder, by name. Files are opened when first needed and mapped, not read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+        self._file_of = self._index()
+
+    def __enter__(self) -> SafetensorsFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def read(self, name: str, shape: tuple[int, ...], part: Slice) -> Tensor:
+        """`part` of tensor `name`, which must have the given full shape."""
+        if name not in self._file_of:
+            raise ModelError(f"{self.folder}: no tensor {name!r} in its safetensors files")
+        stored = self._file(self._file_of[name]).get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            raise ModelError(
+                f"{self.folder}: tensor {name!r} has shape {tuple(stored.get_shape())}, config.json makes it {shape}"
+            )
+        if part.dim is None:
+            return stored[:]
+        if part.length == 0:                # a shard that is all padding; safetensors refuses an empty slice
+            return torch.empty(part.shape(shape))
+        end = part.start + part.length
+        return stored[part.start : end] if part.dim == 0 else stored[:, part.start : end]
+
+    def _index(self) -> dict[str, str]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.is_file():
+            try:
+                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ModelError(f"{index}: not a safetensors index: {error}") from error
+        names: dict[str, str] = {}
+        for path in sorted(self.folder.glob("*.safetensors")):
+            names.update(dict.fromkeys(self._file(path.name).keys(), path.name))
+        return names
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            path = self.folder / name
+            if not path.is_file():
+                raise ModelError(f"{self.folder}: shard {name} is missing; model.safetensors.index.json names it")
+            try:
+                self._open[name] = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except SafetensorError as error:
+                raise ModelError(f"{path}: not a readable safetensors file ({error}); copy the folder again") from error
+        return self._open[name]
+
+
+@torch.no_grad()
+def load_hf(chunks: Sequence[nn.Module], arch: Architecture, folder: Path | str, parallel: TensorParallel) -> list[str]:
+    """Fill this rank's model chunks from a folder, in place; no communication. Vocabulary padding becomes zero.
+
+    `arch` is the built model's architecture; the folder may be another checkpoint of it, or a sequence classifier whose
+    `score.weight` becomes the value head. Returns the parameters that the folder does not have and that keep their
+    values: the value head, where the folder is a language model.
+    Raises ModelError: a shard or tensor that is missing or has another shape; TP not dividing heads or KV groups.
+    """
+    check_tensor_parallel(arch, parallel.tensor_size)
+    kept: list[str] = []
+    with SafetensorsFolder(Path(folder)) as source:
+        for entry, param, _ in owned_parameters(chunks, arch):
+            if entry.megatron == VALUE_HEAD and entry.hf[0] not in source:
+                kept.append(entry.megatron)
+                continue
+            pieces = _read_pieces(source, arch, entry, param, parallel)
+            pack(entry.split, pieces, arch.transformer["kv_channels"], param.data)
+    return kept
+
+
+def _read_pieces(
+    source: SafetensorsFolder, arch: Architecture, entry: Entry, param: Tensor, parallel: TensorParallel
+) -> list[Tensor]:
+    padded = param.size(0) * parallel.tensor_size if entry.split is Split.VOCAB else 0
+    pieces = []
+    for name, shape in zip(entry.hf, hf_shapes(arch, entry)):
+        part = tp_slice(entry.split, shape, parallel.tensor_rank, parallel.tensor_size, padded)
+        pieces.append(source.read(name, shape, part))
+    return pieces

@@ -1,0 +1,58 @@
+"""Which table entry each parameter of a built model belongs to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.nn import Parameter
+
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.table import FUSED_NORMS, OUTPUT_LAYER, VALUE_HEAD, WORD_EMBEDDING, Entry
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+
+
+def unwrap(chunk: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and Float16Module."""
+    while not hasattr(chunk, "decoder"):
+        inner = getattr(chunk, "module", None)
+        if not isinstance(inner, nn.Module):
+            raise TypeError(f"{type(chunk).__name__}: a module without a decoder, expected a GPTModel or a wrapper")
+        chunk = inner
+    return chunk
+
+
+def global_name(model: nn.Module, name: str) -> str:
+    """A parameter's name with its layer counted over the whole model, in the spelling of the local layer spec."""
+    match = _LAYER.match(name)
+    if match is None:
+        return name
+    layer = model.get_submodule(f"decoder.layers.{match[1]}")
+    rest = FUSED_NORMS.get(match[2], match[2])
+    return f"decoder.layers.{int(layer.layer_number) - 1}.{rest}"  # type: ignore[arg-type]
+
+
+def owned_parameters(chunks: Sequence[nn.Module], arch: Architecture) -> Iterator[tuple[Entry, Parameter, bool]]:
+    """(entry, parameter, is a copy) of this rank's chunks.
+
+    With tied embeddings and pipeline stages the last stage holds a copy of the first stage's word embedding as its
+    output layer: it is loaded like the embedding and never exported.
+    """
+    table = {entry.megatron: entry for entry in arch.table.expand(arch.num_layers)}
+    for chunk in chunks:
+        model = unwrap(chunk)
+        for local, param in model.named_parameters():
+            name = global_name(model, local)
+            copy = name == OUTPUT_LAYER and arch.tie_word_embeddings
+            entry = table.get(WORD_EMBEDDING if copy else name)
+            if entry is None:
+                raise KeyError(f"{name}: no entry in the {arch.family} table")
+            yield entry, param, copy
+
+
+def head_of(chunks: Sequence[nn.Module]) -> str:
+    """"value" where these chunks hold a value head, else "lm"."""
+    names = (name for chunk in chunks for name, _ in unwrap(chunk).named_parameters())
+    return "value" if VALUE_HEAD in names else "lm"
