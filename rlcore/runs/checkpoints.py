@@ -1,0 +1,267 @@
+"""Checkpoints of a run: each is one folder, made whole by one rename.
+
+    checkpoints/step_000010/state.json       step, version, source snapshot, tracker state, ...
+                            manifest.json    size of every file, checksum of all but the largest
+                            model/           shards, written by the ranks
+                .step_000020.tmp/            being written; swept at the next start if a kill left it
+
+A kill at any moment leaves the last committed checkpoint loadable. One that was damaged later (a lost shard, a
+truncated file) is found by its manifest and passed over for the one before it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlcore.errors import RunFailed, UserError
+from rlcore.runs.files import files_in, remove_tree, sync, sync_tree, write_atomic
+from rlcore.runs.state import decode_state, encode_state
+
+logger = logging.getLogger(__name__)
+
+STATE, MANIFEST, MODEL = "state.json", "manifest.json", "model"
+CHECKSUM_LIMIT = 64 << 20       # bytes; larger files are checked by size alone, to keep opening quick
+NEARLY_FULL = 16 << 20          # bytes free: torch reports a full disk without saying so
+_STEP = re.compile(r"step_(\d+)")
+_REPLACED = re.compile(r"\.(step_\d+)\.replaced")
+_DISCARDED = re.compile(r"discarded_step_(\d+)")
+
+
+class DamagedCheckpoint(RunFailed):
+    """A checkpoint's files are not what was committed; the message names the file."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint: its files were compared with the manifest."""
+
+    step: int
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def model(self) -> Path:
+        return self.folder / MODEL
+
+
+class CheckpointStore:
+    """The checkpoints of one run, newest last. Rank 0 alone begins, commits and prunes.
+
+    Making one sweeps what killed writes left, so only the run's owner may make it on a live run; readers use
+    `read_checkpoint`.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        self.folder, self.keep = folder, keep
+        folder.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> Path:
+        """Open an empty folder aside for `step`, with `model/` in it for the shards."""
+        aside = self.aside(step)
+        with self._plain_errors(step):
+            shutil.rmtree(aside, ignore_errors=True)
+            (aside / MODEL).mkdir(parents=True)
+        return aside
+
+    def aside(self, step: int) -> Path:
+        return self.folder / f".{_name(step)}.tmp"
+
+    def write_state(self, step: int, state: Mapping[str, Any]) -> None:
+        """Write the run's state beside the shards; see `encode_state` for what it may hold."""
+        with self._plain_errors(step):
+            write_atomic(self.aside(step) / STATE, encode_state(state))
+
+    def commit(self, step: int) -> Path:
+        """All ranks have written: make the checkpoint the newest one, then prune to `keep`.
+
+        Raises `RunFailed` when the disk is full or failing; the previous checkpoint is intact then.
+        """
+        aside, final = self.aside(step), self.path(step)
+        if not (aside / STATE).exists():
+            raise ValueError(f"step {step}: commit before begin and write_state ({aside / STATE} is missing)")
+        with self._plain_errors(step):
+            write_atomic(aside / MANIFEST, json.dumps({"step": step, "files": _manifest(aside)}).encode())
+            sync_tree(aside)
+            if final.exists():
+                os.rename(final, self.folder / f".{final.name}.replaced")
+            os.rename(aside, final)
+            sync(self.folder)
+        self._prune(step)
+        return final
+
+    def abort(self, step: int) -> None:
+        """Give up the checkpoint of `step` that is being written, and its disk space."""
+        shutil.rmtree(self.aside(step), ignore_errors=True)
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """Steps with a committed checkpoint, whole or damaged, in order."""
+        return committed_steps(self.folder)
+
+    def path(self, step: int) -> Path:
+        return self.folder / _name(step)
+
+    def latest(self) -> Checkpoint | None:
+        """See `latest_checkpoint`."""
+        return latest_checkpoint(self.folder)
+
+    def load_state(self, step: int) -> dict[str, Any]:
+        """The state of `step`, after its files were compared with the manifest.
+
+        Raises `DamagedCheckpoint` naming what is missing or wrong.
+        """
+        return read_checkpoint(self.path(step)).state
+
+    def rewind(self, step: int) -> None:
+        """The run goes on from `step`: set later checkpoints aside as `discarded_step_*`, deleted at a later commit."""
+        for later in self.steps():
+            if later > step:
+                discarded = self.folder / f"discarded_{_name(later)}"
+                if discarded.exists():
+                    remove_tree(discarded)
+                os.rename(self.path(later), discarded)
+
+    # --- housekeeping ---------------------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        """Finish or undo what a kill interrupted."""
+        for path in list(self.folder.iterdir()):
+            replaced = _REPLACED.fullmatch(path.name)
+            if replaced and not (self.folder / replaced[1]).exists():
+                os.rename(path, self.folder / replaced[1])      # killed between the two renames of a commit
+            elif replaced or path.name.endswith((".tmp", ".trash")):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _prune(self, newest: int) -> None:
+        """Delete all but the `keep` newest checkpoints up to `newest`, and what it replaced or passed."""
+        doomed = [self.path(step) for step in self.steps() if step <= newest][: -self.keep]
+        for path in self.folder.iterdir():
+            match = _DISCARDED.fullmatch(path.name)
+            if _REPLACED.fullmatch(path.name) or (match and int(match[1]) <= newest):
+                doomed.append(path)
+        for path in doomed:
+            try:
+                remove_tree(path, ignore_errors=True)
+            except OSError as error:    # the new checkpoint is safe; this one only takes space
+                logger.warning("the old checkpoint %s could not be deleted: %s", path, error)
+
+    @contextmanager
+    def _plain_errors(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            failure = self.failure(step, error)
+            with suppress(OSError):     # the next start sweeps again
+                self._sweep()
+            raise failure from error
+
+    def failure(self, step: int, error: BaseException) -> RunFailed:
+        """What to tell the user when writing the checkpoint of `step`, or its shards, failed with `error`."""
+        earlier = [s for s in self.steps() if s != step]
+        intact = f"the checkpoint of step {earlier[-1]} is intact" if earlier else "there is no earlier checkpoint"
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = full or shutil.disk_usage(self.folder).free < NEARLY_FULL
+        advice = f"free space under {self.folder} and continue with --resume" if full else "continue with --resume"
+        return RunFailed(f"the checkpoint of step {step} could not be written: {error}; {intact}; {advice}")
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """Steps that have a folder `step_*` in a run's `checkpoints/`, in order."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(match[1]) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name)))
+
+
+def latest_checkpoint(folder: Path) -> Checkpoint | None:
+    """The newest whole checkpoint in a run's `checkpoints/`, or None if there never was one. Reads only.
+
+    A damaged checkpoint is named in a warning and passed over.
+    Raises `UserError` when there are checkpoints and all are damaged.
+    """
+    damages = []
+    for step in reversed(committed_steps(folder)):
+        try:
+            checkpoint = read_checkpoint(folder / _name(step))
+        except DamagedCheckpoint as error:
+            damages.append(str(error))
+            continue
+        for damage in damages:
+            logger.warning("%s; going back to the checkpoint of step %d", damage, step)
+        return checkpoint
+    if damages:
+        raise UserError(
+            "no whole checkpoint is left: " + "; ".join(damages) + "; restore the files, or start anew with --overwrite"
+        )
+    return None
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`, its files compared with the manifest.
+
+    Raises `DamagedCheckpoint` naming what is missing or wrong.
+    """
+    manifest = _read_json(folder, MANIFEST)
+    files = manifest.get("files")
+    if not isinstance(files, dict) or STATE not in files:
+        raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {MANIFEST} lists no {STATE}")
+    for name, recorded in files.items():
+        wrong = _compare(folder / name, recorded)
+        if wrong:
+            raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {name} {wrong}")
+    return Checkpoint(step=manifest["step"], folder=folder, state=_read_json(folder, STATE))
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _manifest(folder: Path) -> dict[str, dict[str, int]]:
+    """Relative path -> {"bytes": size, "crc32": checksum, unless the file is large}."""
+    files = {}
+    for path in files_in(folder):
+        recorded = {"bytes": path.stat().st_size}
+        if recorded["bytes"] <= CHECKSUM_LIMIT:
+            recorded["crc32"] = zlib.crc32(path.read_bytes())
+        files[path.relative_to(folder).as_posix()] = recorded
+    return files
+
+
+def _compare(path: Path, recorded: Mapping[str, int]) -> str:
+    """What is wrong with a file, or nothing."""
+    try:
+        size = path.stat().st_size
+        if size != recorded["bytes"]:
+            return f"has {size} bytes, {recorded['bytes']} were written"
+        if "crc32" in recorded and zlib.crc32(path.read_bytes()) != recorded["crc32"]:
+            return "has the right size but other content than was written"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error}"
+    return ""
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        return decode_state((folder / name).read_bytes())
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {name} is missing") from None
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {name} cannot be read: {error}") from error

@@ -1,0 +1,178 @@
+"""A run's directory: who may write there, and what lies where.
+
+    runs/<name>/config.yaml                        resolved, with the origin of each value
+                metrics.jsonl                      one object a step
+                rollouts/step_000001.jsonl.zst     every sample
+                checkpoints/step_000010/           see checkpoints.py
+                logs/                              one file a process
+                result.json                        how the run ended; absent while it goes on
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlcore.data.sample import Sample
+from rlcore.errors import UserError
+from rlcore.runs.config_file import render_config
+from rlcore.runs.files import remove_tree, write_atomic
+from rlcore.runs.rollouts import write_rollouts
+
+Status = Literal["completed", "early_stopped", "failed", "interrupted"]
+
+LOCK = ".lock"
+# A folder that holds only these was made by a launcher ahead of the run, not by a run.
+_NOT_A_RUN = frozenset({LOCK, "logs"})
+_MARKS_OF_A_RUN = frozenset({"config.yaml", "metrics.jsonl", "result.json", "checkpoints"})
+_ROLLOUT = re.compile(r"step_(\d+)\.jsonl\.zst")
+
+
+@dataclass
+class RunDirectory:
+    """`path` and what is in it. `create` makes it on rank 0; elsewhere `RunDirectory(path)` finds its files."""
+
+    path: Path
+    resumed: bool = False       # `create` found an earlier part of the run
+    _lock: int | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def create(cls, root: Path | str, name: str, *, resume: bool = False, overwrite: bool = False) -> RunDirectory:
+        """Make `<root>/<name>/`, or enter it, and hold it for this process until `close` or the process's end.
+
+        `resume` enters an existing run and also accepts a new name, so that one command serves a first start and every
+        restart. `overwrite` deletes what is there.
+
+        Raises `UserError` for a name that exists (without either flag) or is no plain name, and when another process
+        holds the run.
+        """
+        if resume and overwrite:
+            raise UserError("--resume and --overwrite contradict each other: keep the run or delete it")
+        if not name or name.startswith(".") or os.sep in name:
+            raise UserError(f"run.name must be a plain folder name that does not start with a dot, got {name!r}")
+        path = Path(root) / name
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path} is a file; a run needs a folder there: choose another run.name")
+        existing = path.is_dir() and any(entry.name not in _NOT_A_RUN for entry in path.iterdir())
+        if existing and not (resume or overwrite):
+            raise UserError(
+                f"run {name!r} exists ({path}): continue it with --resume, replace it with --overwrite, "
+                "or choose another run.name"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path)
+        if existing and overwrite:
+            _check_is_run(path)
+            remove_tree(path)
+            os.close(lock)
+            path.mkdir()
+            lock = _lock(path)
+        run = cls(path, resumed=existing and resume, _lock=lock)
+        for folder in (run.logs, run.rollouts, run.checkpoints):
+            folder.mkdir(exist_ok=True)
+        return run
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def result_path(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def rollouts_path(self, step: int) -> Path:
+        return self.rollouts / f"step_{step:06d}.jsonl.zst"
+
+    def write_config(self, values: Mapping[str, Any], origins: Mapping[str, object] | None = None) -> None:
+        """Write the resolved configuration; `origins` maps dotted keys to where their values came from."""
+        write_atomic(self.config_path, render_config(values, origins or {}).encode())
+
+    def write_rollouts(
+        self, step: int, samples: Sequence[Sample], advantages: Sequence[NDArray[np.float32]] | None = None
+    ) -> Path:
+        """Write every sample of `step`, with its advantages (float32 [m] each) if given."""
+        path = self.rollouts_path(step)
+        write_rollouts(path, step, samples, advantages)
+        return path
+
+    def write_result(self, status: Status, steps: int, reason: str = "", **details: Any) -> None:
+        """Say how the run ended. `details` are JSON-able: `objective_kl`, `target_kl`, ..."""
+        result = {"status": status, "steps": steps, "reason": reason, **details}
+        write_atomic(self.result_path, json.dumps(result, indent=2).encode() + b"\n")
+
+    def read_result(self) -> dict[str, Any] | None:
+        """What `write_result` left, or None while the run goes on or was killed."""
+        if not self.result_path.exists():
+            return None
+        result: dict[str, Any] = json.loads(self.result_path.read_bytes())
+        return result
+
+    def rewind(self, step: int) -> None:
+        """Remove what belongs to later steps, and the result: the run goes on from `step`. Metrics and checkpoints have
+        their own `rewind`."""
+        self.result_path.unlink(missing_ok=True)
+        for path in self.rollouts.iterdir():
+            match = _ROLLOUT.fullmatch(path.name)
+            if path.suffix == ".tmp" or (match and int(match[1]) > step):
+                path.unlink()
+
+    def close(self) -> None:
+        """Let another process take the run."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _check_is_run(path: Path) -> None:
+    if not any((path / name).exists() for name in _MARKS_OF_A_RUN):
+        marks = ", ".join(sorted(_MARKS_OF_A_RUN))
+        raise UserError(f"--overwrite: {path} does not look like a run (it has none of {marks}); delete it yourself")
+
+
+def _lock(path: Path) -> int:
+    """A lock that the operating system gives back when this process dies, however it dies.
+
+    A record lock, not flock: forked children do not inherit it, so a worker that outlives its run blocks nobody.
+    """
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        holder = os.read(descriptor, 200).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise UserError(f"{path} is in use by {holder}: stop that first, or choose another run.name") from None
+    except OSError:
+        return descriptor   # a file system without locks: go on without
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+    return descriptor

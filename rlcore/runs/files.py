@@ -1,0 +1,51 @@
+"""Files that are either whole or absent: written aside, flushed to the disk, renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replace `path` by `content` in one rename. A kill at any moment leaves the old file or the new one."""
+    aside = path.with_name(f".{path.name}.tmp")
+    with open(aside, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until the file or folder is on the disk; for a folder this means its names, not the files in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until everything in `folder` is on the disk."""
+    for path in files_in(folder):
+        sync(path)
+    for name, _, _ in os.walk(folder):
+        sync(Path(name))
+
+
+def files_in(folder: Path) -> Iterator[Path]:
+    """Every regular file below `folder`, in sorted order."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield path
+
+
+def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:
+    """Delete a folder so that no half of it is ever seen under its own name: renamed to `.<name>.trash` first."""
+    trash = folder.with_name(f".{folder.name.lstrip('.')}.trash")
+    shutil.rmtree(trash, ignore_errors=True)
+    os.rename(folder, trash)
+    shutil.rmtree(trash, ignore_errors=ignore_errors)

@@ -1,0 +1,68 @@
+"""metrics.jsonl: one JSON object a step, `{"step": 12, "objective/kl": 0.003, ...}`.
+
+Non-finite values are written as Python's json does (`NaN`, `Infinity`), so that reading gives back what was logged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlcore.errors import DataError
+from rlcore.runs.files import write_atomic
+
+
+class MetricsFile:
+    """The metrics file of a run, for its one writer. A torn last line, left by a kill, is cut off here."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _cut_torn_line(path)
+
+    def append(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the line of `step`. Once this returns, a kill of the process does not lose it."""
+        row = {"step": step, **{name: float(value) for name, value in metrics.items()}}
+        with open(self.path, "ab") as file:
+            file.write(_line(row))
+
+    def rewind(self, step: int) -> None:
+        """Forget every line after `step`, in one rename: the run goes on from there."""
+        rows = read_metrics(self.path)
+        if rows and rows[-1]["step"] > step:
+            write_atomic(self.path, b"".join(_line(row) for row in rows if row["step"] <= step))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All rows, in file order. A last line without its newline is left out: it is being written, or was torn by a kill.
+
+    Raises `DataError` naming the line that is not a JSON object with a `step`.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: not JSON ({error}); delete the line to go on without it") from None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise DataError(f"{path}:{number}: expected an object with an integer `step`, got {line[:80].decode()!r}")
+        rows.append(row)
+    return rows
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with open(path, "r+b") as file:
+            file.truncate(whole)

@@ -1,0 +1,41 @@
+"""The process's global random number generators. Samplers need none of them; third-party code may."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+def rng_state() -> dict[str, Any]:
+    """State of python's, numpy's and, where it is loaded, torch's generators (CPU and CUDA), fit for `encode_state`."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)   # type: ignore[misc]
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": {"kind": kind, "keys": keys, "position": position, "has_gauss": has_gauss, "gauss": gauss},
+    }
+    if "torch" in sys.modules:
+        import torch
+
+        state["torch"] = torch.get_rng_state().numpy()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state["cuda"] = [device.numpy() for device in torch.cuda.get_rng_state_all()]
+    return state
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """The inverse of `rng_state`. A CUDA device that the state does not know keeps its generator."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    saved = state["numpy"]
+    np.random.set_state((saved["kind"], saved["keys"], saved["position"], saved["has_gauss"], saved["gauss"]))
+    if "torch" in state:
+        import torch
+
+        torch.set_rng_state(torch.from_numpy(state["torch"]))
+        for device, saved_device in enumerate(state.get("cuda", ())):
+            if device < torch.cuda.device_count():
+                torch.cuda.set_rng_state(torch.from_numpy(saved_device), device)

@@ -1,0 +1,77 @@
+"""rollouts/step_000001.jsonl.zst: every sample of a step, one JSON object a line, zstandard-compressed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import zstandard
+from numpy.typing import NDArray
+
+from rlcore.data.sample import Sample
+from rlcore.errors import DataError
+
+LEVEL = 3
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+
+
+def write_rollouts(
+    path: Path, step: int, samples: Sequence[Sample], advantages: Sequence[NDArray[np.float32]] | None = None
+) -> None:
+    """Write all samples of `step`; `advantages` holds float32 [m] for each, m its trainable tokens.
+
+    A line is `Sample.to_record()` with `step` and `advantages`. Written aside and renamed: a kill leaves no half file.
+    """
+    if advantages is not None and len(advantages) != len(samples):
+        raise ValueError(f"step {step}: {len(samples)} samples but {len(advantages)} advantage vectors")
+    aside = path.with_name(f".{path.name}.tmp")
+    compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
+    with open(aside, "wb") as file:
+        with compressor.stream_writer(file, closefd=False) as stream:
+            for row, sample in enumerate(samples):
+                stream.write(_line(step, sample, None if advantages is None else advantages[row]))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def read_rollouts(path: Path | str) -> list[dict[str, Any]]:
+    """The records of one step; `Sample.from_record(record)` gives a sample back, `record["advantages"]` its credit.
+
+    Raises `DataError` when the file is missing, damaged or not a rollout file.
+    """
+    try:
+        decompressor = zstandard.ZstdDecompressor().decompressobj()
+        content = decompressor.decompress(Path(path).read_bytes())
+        if not decompressor.eof:
+            raise ValueError("it ends in the middle")
+        return [json.loads(line) for line in content.split(b"\n") if line]
+    except (OSError, zstandard.ZstdError, ValueError) as error:
+        raise DataError(f"{path}: not a readable rollout file: {error}") from error
+
+
+def _line(step: int, sample: Sample, advantages: NDArray[np.float32] | None) -> bytes:
+    record = sample.to_record()
+    record["step"] = step
+    # As arrays, float32 is written with its own shortest digits: a third of the size, and it reads back exactly.
+    record["rollout_logprobs"] = np.ascontiguousarray(sample.rollout_logprobs)
+    if advantages is not None:
+        if advantages.shape != (sample.num_trainable,):
+            raise ValueError(
+                f"step {step}, sample {sample.index} of draw {sample.draw}: advantages of shape {advantages.shape}, "
+                f"expected ({sample.num_trainable},)"
+            )
+        record["advantages"] = np.ascontiguousarray(advantages, dtype=np.float32)
+    try:
+        return orjson.dumps(record, default=str, option=_OPTIONS)
+    except TypeError:   # orjson takes no integer beyond 64 bits; a label may hold one
+        return json.dumps(record, default=_jsonable).encode() + b"\n"
+
+
+def _jsonable(value: object) -> object:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
