@@ -6,7 +6,8 @@
     |   +-- DataError
     |   +-- ModelError
     +-- RunFailed            the run cannot go on: exit code 1
-        +-- DeadlineExceeded
+    |   +-- DeadlineExceeded
+    +-- PublicationFailed    an engine did not take a publication whole: the caller runs it again with the rest
 """
 
 from __future__ import annotations
@@ -38,3 +39,7 @@ class RunFailed(RlcoreError):
 
 class DeadlineExceeded(RunFailed, TimeoutError):
     """Something took longer than its limit; the message names who was waited for and which key sets the limit."""
+
+
+class PublicationFailed(RlcoreError):
+    """An engine did not take a publication whole and is out of it; the others wait for the transaction to be run again."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlcore.algorithms import Moments
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan
 from rlcore.data.sample import FinishReason, Sample, VersionSpan
@@ -26,7 +27,8 @@ from rlcore.weights import Bucket
 class UpdateResult:
     """What one optimizer step reports; the same on every rank."""
 
-    metrics: dict[str, float]               # loss/policy_avg, policy/approxkl_avg, grad_norm, lr, ... by their public names
+    metrics: dict[str, float]               # loss/policy_avg, policy/approxkl_avg, train/grad_norm, lr, ... by public name
+    moments: Moments                        # what the token means among them were made of
     skipped: bool = False                   # no step was taken (non-finite gradients)
 
 
@@ -198,8 +200,8 @@ class Workflow(Protocol):
 class Reward(Protocol):
     """A reward function that users write: any callable `(sample) -> float`, by `package.module:function`.
 
-    It sees `sample.prompt_text`, `sample.response_text`, `sample.label`, `sample.metadata`; it runs in a worker process under
-    `reward.timeout_s`.
+    It sees `sample.prompt_text`, `sample.response_text`, `sample.label`, `sample.metadata`; it runs in a worker process
+    under `reward.timeout_s`.
     """
 
     def __call__(self, sample: Sample) -> float: ...
@@ -237,7 +239,7 @@ class RolloutSource(Protocol):
 
 
 class WeightSink(Protocol):
-    """All engines that take part in a publication, seen by the trainer's rank 0; blocking, each call with a deadline."""
+    """All engines of a publication, seen by the trainer's rank 0; blocking, each call with a deadline."""
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """Pause, agree on the members and the layout, open the update."""
@@ -258,6 +260,10 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def show_samples(self, step: int, samples: Sequence[Sample]) -> None: ...
+
+    def note(self, line: str) -> None:
+        """One line for the people who watch."""
+        ...
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs (wandb's run id)."""

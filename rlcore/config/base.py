@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import typing
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -16,7 +17,17 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """A section of the configuration. Keys that it does not declare are errors."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python takes True for 1; a configuration that says `true` where a number belongs is wrong."""
+        if isinstance(value, bool):
+            annotation = cls.model_fields[str(info.field_name)].annotation
+            if {annotation, *typing.get_args(annotation)} & {int, float}:
+                raise ValueError("expected a number")
+        return value
 
 
 class Plugin(Section):

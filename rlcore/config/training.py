@@ -18,8 +18,7 @@ class TrainingConfig(Section):
     target_kl: NonNegativeFloat | None = None
     max_update_kl: PositiveFloat | None = None
     debug: Literal["rollout_only", "train_only"] | None = None
-    dump_steps: list[int] = Field(default_factory=list)     # save these steps' batches under <run>/dumps/
-    replay: str | None = None                   # train_only: a dumped batch to train on again
+    replay: str | None = None                   # train_only: a rollouts/step_*.jsonl.zst file to train on again
 
 
 class EvaluationConfig(Section):
@@ -69,6 +68,7 @@ class TrackingConfig(Section):
 class ClusterConfig(Section):
     launcher: Literal["local", "torchrun", "ray"] = "local"
     nodes: PositiveInt = 1
-    processes_per_node: PositiveInt = 1
-    collective_timeout_s: PositiveFloat = 600.0     # a collective that takes longer ends the run, naming the stuck rank
+    processes_per_node: PositiveInt = 1         # local: more than one are started and supervised by us
+    collective_timeout_s: PositiveFloat = 600.0     # a collective that takes longer ends the run
+    heartbeat_timeout_s: PositiveFloat = 120.0      # a process that is silent for longer is taken for hung and named
     start_timeout_s: PositiveFloat = 600.0

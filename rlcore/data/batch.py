@@ -63,6 +63,12 @@ class RolloutBatch:
         return int(self.cu_seqlens[-1])
 
     @property
+    def num_trainable_each(self) -> list[int]:
+        """B numbers: trainable tokens of each sequence."""
+        counts: list[int] = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
+        return counts
+
+    @property
     def lengths(self) -> Tensor:
         """int64 [B]: tokens of each sequence, prompt included."""
         return self.cu_tokens[1:] - self.cu_tokens[:-1]

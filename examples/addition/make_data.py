@@ -1,0 +1,54 @@
+"""Write the addition problems: `12+34=` to `46`.
+
+Three JSONL files: `train` and `heldout` split the 10,000 pairs of 0..99; `warmup` holds the training pairs with labels of
+which a share drops its carries (27+38 to 55). A model warmed up on those can add but mostly does not, which gives
+reinforcement learning something to bring out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+
+def add_without_carries(a: int, b: int) -> int:
+    """Digit by digit, each sum modulo ten: 27 + 38 is 55."""
+    return (a // 10 + b // 10) % 10 * 10 + (a + b) % 10
+
+
+def problem(a: int, b: int, answer: int) -> dict[str, str]:
+    return {"prompt": f"{a}+{b}=", "label": str(answer)}
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make(folder: Path, *, seed: int = 0, heldout: float = 0.05, carryless: float = 0.6, copies: int = 4) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    pairs = [(a, b) for a in range(100) for b in range(100)]
+    rng.shuffle(pairs)
+    cut = round(len(pairs) * heldout)
+    write(folder / "heldout.jsonl", [problem(a, b, a + b) for a, b in pairs[:cut]])
+    write(folder / "train.jsonl", [problem(a, b, a + b) for a, b in pairs[cut:]])
+    warmup = [
+        problem(a, b, add_without_carries(a, b) if rng.random() < carryless else a + b)
+        for _ in range(copies)
+        for a, b in pairs[cut:]
+    ]
+    write(folder / "warmup.jsonl", warmup)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    make(arguments.folder, seed=arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Checks across sections, made when a configuration is loaded. Pure: no torch, no files, no network.
+
+Each check is a function that yields a `Problem` for every key that is wrong; its docstring's first line is what
+`rlcore validate` prints. `notes_on` says what is legal but has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import reduce
+from typing import Any
+
+from rlcore.config.derived import GROUP_ESTIMATORS, model_parallel_size, takes_kl_coef, updates_per_step
+from rlcore.config.problems import Problem
+from rlcore.config.root import Config
+
+Problems = Iterator[Problem]
+Check = Callable[[Config], Problems]
+
+# What the configuration can say and this version cannot do: (key, values that are not available).
+NOT_AVAILABLE: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+    ("policy.parallel.context", lambda size: size > 1),
+    ("policy.parallel.expert", lambda size: size > 1),
+    ("policy.parallel.expert_tensor", lambda size: size is not None),
+    ("algorithm.correction.name", lambda name: name != "none"),
+    ("rollout.engine.kind", lambda kind: kind == "sglang"),
+    ("rollout.engine.urls", bool),
+    ("rollout.engine.python", bool),
+    ("rollout.max_staleness", lambda versions: versions > 0),
+    ("rollout.on_update", lambda mode: mode != "drain"),
+    ("rollout.filters", bool),
+    ("rollout.oversample", lambda factor: factor > 1),
+    ("checkpoint.async_save", bool),
+    ("cluster.launcher", lambda launcher: launcher == "ray"),
+)
+
+
+def check(config: Config) -> list[Problem]:
+    """Everything that is wrong with `config`, by every check."""
+    return [problem for one in CHECKS for problem in one(config)]
+
+
+def describe_checks() -> list[str]:
+    """One line a check."""
+    return [(one.__doc__ or one.__name__).splitlines()[0].rstrip(".") for one in CHECKS]
+
+
+def available(config: Config) -> Problems:
+    """Only what this version has built is asked for."""
+    for path, missing in NOT_AVAILABLE:
+        value = reduce(getattr, path.split("."), config)
+        if missing(value):
+            yield Problem(path, f"{value!r} is not available in this version")
+
+
+def length(config: Config) -> Problems:
+    """The run's length is given exactly once."""
+    kinds = ("steps", "epochs") if config.is_sft else ("steps", "episodes", "epochs")
+    given = [kind for kind in ("steps", "episodes", "epochs") if getattr(config.training, kind) is not None]
+    names = ", ".join(f"training.{kind}" for kind in kinds)
+    if not given:
+        yield Problem("training", f"how long to train is missing: set one of {names}")
+    elif len(given) > 1:
+        yield Problem(f"training.{given[1]}", f"{' and '.join(given)} are both given: keep one of {names}")
+    elif given[0] not in kinds:
+        yield Problem(f"training.{given[0]}", f"supervised fine-tuning counts no episodes: set one of {names}")
+
+
+def early_stopping(config: Config) -> Problems:
+    """Early stopping has a positive target and a KL to compare with it."""
+    training = config.training
+    if not training.early_stopping:
+        return
+    if not training.target_kl:
+        got = "null" if training.target_kl is None else f"{training.target_kl:g}"
+        yield Problem("training.target_kl", f"got {got}, expected a positive number, as training.early_stopping is on")
+    if config.is_sft or training.debug == "rollout_only":
+        why = "supervised fine-tuning" if config.is_sft else "training.debug: rollout_only"
+        yield Problem("training.early_stopping", f"{why} measures no KL against the reference: turn it off")
+
+
+def kl_coefficients(config: Config) -> Problems:
+    """No KL or entropy coefficient is left unused."""
+    algorithm = config.algorithm
+    if "kl_coef" in algorithm.estimator.options:
+        yield Problem("algorithm.estimator.kl_coef", "set algorithm.kl.reward_coef instead; estimators are given it")
+    if "kl_coef" in algorithm.loss.options:
+        yield Problem("algorithm.loss.kl_coef", "set algorithm.kl.loss_coef instead; it is added to every loss")
+    if config.is_sft:
+        used = {
+            "algorithm.kl.reward_coef": algorithm.kl.reward_coef,
+            "algorithm.kl.loss_coef": algorithm.kl.loss_coef,
+            "algorithm.entropy_coef": algorithm.entropy_coef,
+        }
+        for path, value in used.items():
+            if value:
+                yield Problem(path, f"got {value:g}, but the sft loss has no such term: remove it")
+    elif algorithm.kl.reward_coef and takes_kl_coef(config) is False:
+        yield Problem("algorithm.kl.reward_coef", kl_ignored(config))
+
+
+def kl_ignored(config: Config) -> str:
+    """Why a reward coefficient is refused for this estimator."""
+    return (
+        f"got {config.algorithm.kl.reward_coef:g}, but estimator {config.algorithm.estimator.name!r} takes no KL into "
+        "its reward and would ignore it: set algorithm.kl.loss_coef, or algorithm.kl.monitor to watch KL alone"
+    )
+
+
+def aggregation(config: Config) -> Problems:
+    """norm_length is given exactly where the loss is divided by it."""
+    loss = config.algorithm.loss
+    constant = loss.aggregation == "seq-mean-token-sum-norm"
+    if constant and loss.norm_length is None:
+        yield Problem("algorithm.loss.norm_length", "missing: aggregation seq-mean-token-sum-norm divides by it")
+    if not constant and loss.norm_length is not None:
+        yield Problem("algorithm.loss.norm_length", f"aggregation {loss.aggregation} does not use it: remove it")
+
+
+def batch(config: Config) -> Problems:
+    """Every optimizer step has samples, and groups are large enough for the estimator."""
+    rollout, algorithm = config.rollout, config.algorithm
+    if config.is_sft:
+        if algorithm.minibatches > config.training.batch_size:
+            yield Problem("algorithm.minibatches", f"more than training.batch_size ({config.training.batch_size})")
+        return
+    if algorithm.minibatches > rollout.prompts_per_step:
+        message = f"got {algorithm.minibatches}, at most rollout.prompts_per_step ({rollout.prompts_per_step}): "
+        yield Problem("algorithm.minibatches", message + "a group is never split")
+    if rollout.samples_per_prompt == 1 and algorithm.estimator.name in GROUP_ESTIMATORS:
+        message = f"got 1, but estimator {algorithm.estimator.name!r} compares the samples of one prompt: use 2 or more"
+        yield Problem("rollout.samples_per_prompt", message)
+
+
+def layout(config: Config) -> Problems:
+    """The parallel layout is consistent and fits the launcher."""
+    parallel, cluster = config.policy.parallel, config.cluster
+    if parallel.sequence and parallel.tensor == 1:
+        yield Problem("policy.parallel.sequence", "sequence parallelism needs policy.parallel.tensor > 1")
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield Problem("policy.parallel.virtual_pipeline", "a virtual pipeline needs policy.parallel.pipeline > 1")
+    model, processes = model_parallel_size(config), cluster.nodes * cluster.processes_per_node
+    if cluster.launcher == "local":
+        if processes > 1:
+            path = "cluster.nodes" if cluster.nodes > 1 else "cluster.processes_per_node"
+            yield Problem(path, "the local launcher runs one process: set cluster.launcher to torchrun")
+        if model > 1:
+            path = "policy.parallel." + ("tensor" if parallel.tensor > 1 else "pipeline")
+            message = f"the layout needs {model} processes and cluster.launcher local runs one: set it to torchrun"
+            yield Problem(path, message)
+    elif processes > 1 and processes % model:
+        message = f"{processes} processes do not divide into models of {model} (tensor x pipeline x context)"
+        yield Problem("policy.parallel", message)
+
+
+def lengths(config: Config) -> Problems:
+    """The longest sample fits into a micro-batch."""
+    limit = config.policy.max_tokens_per_microbatch
+    prompt = config.data.max_prompt_tokens or 1
+    response = 0 if config.is_sft else config.rollout.sampling.max_new_tokens
+    if prompt + response > limit:
+        parts = [] if config.data.max_prompt_tokens is None else [f"data.max_prompt_tokens ({prompt})"]
+        parts += [f"rollout.sampling.max_new_tokens ({response})"] if response else []
+        message = f"got {limit}, less than one sample can have: {' + '.join(parts)}"
+        yield Problem("policy.max_tokens_per_microbatch", message)
+
+
+def optimizers(config: Config) -> Problems:
+    """Learning-rate schedules run downhill and end after their warm-up."""
+    for path, optimizer in (
+        ("policy.optimizer", config.policy.optimizer),
+        ("critic.optimizer", config.critic.optimizer),
+    ):
+        if optimizer.min_lr > optimizer.lr:
+            yield Problem(f"{path}.min_lr", f"got {optimizer.min_lr:g}, more than lr ({optimizer.lr:g})")
+        if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
+            message = f"got {optimizer.decay_steps}, not more than warmup_steps ({optimizer.warmup_steps})"
+            yield Problem(f"{path}.decay_steps", message)
+
+
+def debugging(config: Config) -> Problems:
+    """training.debug, replay and dump_steps go together."""
+    training = config.training
+    if training.debug == "train_only" and training.replay is None:
+        message = "train_only trains on a dumped batch again: name it in training.replay"
+        yield Problem("training.debug", message)
+    if training.replay is not None and training.debug != "train_only":
+        yield Problem("training.replay", "a dumped batch is trained on only with training.debug: train_only")
+    if training.debug is not None and config.is_sft:
+        yield Problem("training.debug", f"{training.debug} is for runs with rollouts, not for the sft loss")
+    for step in training.dump_steps:
+        if step < 1:
+            yield Problem("training.dump_steps", f"got {step}, steps are counted from 1")
+
+
+def data(config: Config) -> Problems:
+    """There are prompts, and labels or rewards where they are needed."""
+    if not config.data.paths:
+        yield Problem("data.paths", "got an empty list, expected one file or more")
+    if config.is_sft and config.data.label_key is None:
+        yield Problem("data.label_key", "missing: supervised fine-tuning trains on the labels")
+    if not config.is_sft and not config.reward.parts:
+        yield Problem("reward.parts", "empty: give one part or more, each with a `function` or a `model`")
+    if config.evaluation.every and not config.evaluation.paths:
+        yield Problem("evaluation.paths", f"empty, but evaluation.every is {config.evaluation.every}: name the files")
+    if config.tracking.hub.repo and not config.checkpoint.export_hf:
+        yield Problem("tracking.hub.repo", "only an exported folder can be pushed: set checkpoint.export_hf to true")
+
+
+CHECKS: tuple[Check, ...] = (
+    available,
+    length,
+    early_stopping,
+    kl_coefficients,
+    aggregation,
+    batch,
+    layout,
+    lengths,
+    optimizers,
+    debugging,
+    data,
+)
+
+
+def notes_on(config: Config) -> Problems:
+    """What was given and has no effect."""
+    training, algorithm = config.training, config.algorithm
+    if training.target_kl and not training.early_stopping:
+        yield Problem("training.target_kl", f"{training.target_kl:g} is ignored: training.early_stopping is off")
+    if training.max_update_kl is not None and updates_per_step(config) == 1:
+        message = "is ignored: a batch gets one optimizer step (algorithm.epochs x minibatches), nothing is left to end"
+        yield Problem("training.max_update_kl", message)
+    for path, optimizer in (
+        ("policy.optimizer", config.policy.optimizer),
+        ("critic.optimizer", config.critic.optimizer),
+    ):
+        unused = {"decay_steps", "min_lr"} & optimizer.model_fields_set
+        if optimizer.schedule == "constant" and unused:
+            yield Problem(path, f"{' and '.join(sorted(unused))} ignored: the schedule is constant")
+    if config.evaluation.samples_per_prompt > 1 and config.evaluation.temperature == 0:
+        yield Problem("evaluation.samples_per_prompt", "the samples are all alike: evaluation.temperature is 0")
+    if not config.is_sft and config.rollout.sampling.temperature == 0:
+        yield Problem("rollout.sampling.temperature", "0 is greedy: the samples of a prompt are all alike")
+    if config.is_sft:
+        for section in ("reward", "rollout", "critic", "reference"):
+            if section in config.model_fields_set:
+                yield Problem(section, "is ignored: supervised fine-tuning trains on the labels alone")
+        if "estimator" in algorithm.model_fields_set:
+            yield Problem("algorithm.estimator", "is ignored: supervised fine-tuning has no advantages")
+    elif "critic" in config.model_fields_set and algorithm.estimator.name in GROUP_ESTIMATORS:
+        yield Problem("critic", f"is ignored: estimator {algorithm.estimator.name!r} needs no values")

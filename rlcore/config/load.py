@@ -1,0 +1,166 @@
+"""From files and overrides to a checked configuration that knows where each value came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlcore.config.base import Plugin, Section
+from rlcore.config.checks import check, notes_on
+from rlcore.config.problems import Problem, config_error, invalid_values
+from rlcore.config.root import Config
+from rlcore.config.schema import field_section, may_be_null, section_at
+from rlcore.config.tree import DEFAULT, KeyPath, Setting, Tree, find, merge, plain, settings
+from rlcore.config.yaml_reader import read_file, read_override
+from rlcore.errors import ConfigError
+
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.\-+]*=")
+_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration that passed every check that needs no torch."""
+
+    config: Config
+    origins: Mapping[str, str]          # dotted key of every value -> "file:line" | "override" | "default"
+    notes: tuple[str, ...] = ()         # what was given but has no effect, one line each: to be logged
+
+    def origin(self, path: str) -> str:
+        """Where the value at `path` came from; for a section or a list item, its first value or its list."""
+        if path in self.origins:
+            return self.origins[path]
+        below = (place for key, place in self.origins.items() if key.startswith(path + "."))
+        above = (place for key, place in self.origins.items() if path.startswith(key + "."))
+        return next((place for place in (*above, *below) if place != DEFAULT), DEFAULT)
+
+    def error(self, path: str, message: str) -> ConfigError:
+        """A `ConfigError` about `path` that says where its value came from."""
+        return ConfigError(Problem(path, message).at(self.origin(path)))
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Tell files (`*.yaml`, `*.yml`) and overrides (`a.b=value`) of a command line apart."""
+    files: list[Path] = []
+    overrides: list[str] = []
+    for argument in arguments:
+        if _OVERRIDE.match(argument):
+            overrides.append(argument)
+        elif argument.endswith(_SUFFIXES):
+            files.append(Path(argument))
+        else:
+            raise ConfigError(f"argument {argument!r}: expected a file *.yaml or an override a.b.c=value")
+    return files, overrides
+
+
+def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
+    """Merge `files` left to right (maps merge, everything else replaces), then the overrides, and check the result.
+
+    A plugin section (`algorithm.estimator`, ...) whose `name` a later layer changes starts afresh: the keywords of the
+    plugin that was named before fall away.
+
+    Raises:
+        ConfigError: one line a problem, naming key, origin, what was got and what was expected.
+    """
+    command_line: Tree = {}
+    for override in overrides:
+        command_line = merge(command_line, read_override(override))
+    tree: Tree = {}
+    notes: list[Problem] = []
+    for layer in (*map(read_file, files), command_line):
+        layer = _without_empty_sections(layer)
+        tree = merge(_without_old_keywords(tree, layer, notes), layer)
+    config = _validate(tree)
+    if problems := check(config):
+        raise config_error(problems, tree)
+    notes += notes_on(config)
+    return Loaded(config, _origins(config, tree), tuple(str(note) for note in notes))
+
+
+def _validate(tree: Tree) -> Config:
+    values = _with_required_sections(plain(tree), Config)
+    try:
+        return Config.model_validate(_numbers_as_text(values, tree))
+    except ValidationError as error:
+        raise config_error(invalid_values(error, tree), tree) from None
+
+
+def _numbers_as_text(values: dict[str, Any], tree: Tree) -> dict[str, Any]:
+    """Where text belongs, a number is taken as it was written: `run.name: 1e-3` names a run."""
+    try:
+        Config.model_validate(values)
+    except ValidationError as error:
+        for details in error.errors(include_url=False):
+            path = tuple(str(key) for key in details["loc"])
+            setting = find(tree, path)
+            if details["type"] != "string_type" or not isinstance(setting, Setting) or setting.text is None:
+                continue
+            if isinstance(setting.value, int | float) and not isinstance(setting.value, bool):
+                holder = values
+                for key in path[:-1]:
+                    holder = holder[key]
+                holder[path[-1]] = setting.text
+    return values
+
+
+def _with_required_sections(values: dict[str, Any], section: type[Section]) -> dict[str, Any]:
+    """With an empty section for each that must be there, so that the error names the key that is missing in it."""
+    required: dict[str, Any] = {
+        name: {}
+        for name, field in section.model_fields.items()
+        if field.is_required() and field_section(field.annotation)[0] is not None
+    }
+    return {**required, **values}
+
+
+def _without_empty_sections(layer: Tree, path: KeyPath = ()) -> Tree:
+    """A section with nothing under its name (`tracking:`) sets nothing."""
+    kept: Tree = {}
+    for key, node in layer.items():
+        if isinstance(node, dict):
+            kept[key] = _without_empty_sections(node, (*path, key))
+        elif node.value is not None or section_at((*path, key)) is None or may_be_null((*path, key)):
+            kept[key] = node
+    return kept
+
+
+def _without_old_keywords(tree: Tree, layer: Tree, notes: list[Problem], path: KeyPath = ()) -> Tree:
+    """`tree` less the keywords of plugins that `layer` names anew."""
+    kept = dict(tree)
+    for key, new in layer.items():
+        old = tree.get(key)
+        if not isinstance(old, dict) or not isinstance(new, dict):
+            continue
+        section = section_at((*path, key))
+        if section is not None and issubclass(section, Plugin) and _renamed(old, new):
+            dropped = [name for name in old if name not in section.model_fields]
+            old = {name: node for name, node in old.items() if name not in dropped}
+            if dropped:
+                message = f"another name was given; dropped the earlier one's {', '.join(dropped)}"
+                notes.append(Problem(".".join((*path, key)), message))
+        kept[key] = _without_old_keywords(old, new, notes, (*path, key))
+    return kept
+
+
+def _renamed(old: Tree, new: Tree) -> bool:
+    before, after = old.get("name"), new.get("name")
+    return isinstance(before, Setting) and isinstance(after, Setting) and before.value != after.value
+
+
+def _origins(config: Config, tree: Tree) -> dict[str, str]:
+    written = {".".join(path): setting.origin for path, setting in settings(tree)}
+    return {path: written.get(path, DEFAULT) for path, _ in leaves(config.model_dump())}
+
+
+def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every value that is not a map with something in it."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value

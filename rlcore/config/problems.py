@@ -1,0 +1,100 @@
+"""What is wrong with a configuration, in one line a problem: path, origin, what was got, what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from rlcore.config.schema import suggest
+from rlcore.config.tree import DEFAULT, KeyPath, Tree, find, origin
+from rlcore.errors import ConfigError
+
+EXPECTED = {
+    "missing": "a value",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text (quote it)",
+    "list_type": "a list",
+    "dict_type": "a map of keys",
+    "model_type": "a map of keys",
+    "model_attributes_type": "a map of keys",
+    "literal_error": "one of {expected}",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong (or, as a note, something worth saying) about the key `path`, dotted."""
+
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}"
+
+    def at(self, place: str) -> str:
+        """The line to print, with where the key was written unless nobody wrote it."""
+        return str(self) if place == DEFAULT else f"{self.path} ({place}): {self.message}"
+
+
+def config_error(problems: Iterable[Problem], tree: Tree) -> ConfigError:
+    """All problems as one error, one a line, each with the origin of its key."""
+    return ConfigError("\n".join(p.at(origin(tree, tuple(p.path.split(".")))) for p in problems))
+
+
+def invalid_values(error: ValidationError, tree: Tree) -> list[Problem]:
+    """pydantic's findings in our words."""
+    return [_problem(details, tree) for details in error.errors(include_url=False)]
+
+
+def _problem(details: ErrorDetails, tree: Tree) -> Problem:
+    path = tuple(str(key) for key in details["loc"])
+    dotted = ".".join(path)
+    if details["type"] == "extra_forbidden":
+        return Problem(dotted, _unknown(path))
+    expected = _expected(details)
+    if details["type"] == "missing":
+        return Problem(dotted, f"missing: give it in a file or as {dotted}=VALUE")
+    if isinstance(find(tree, path), dict) and details["type"] == "value_error":
+        return Problem(dotted, expected)
+    return Problem(dotted, f"got {_show(details['input'])}, expected {expected}")
+
+
+def _unknown(path: KeyPath) -> str:
+    if "." in path[-1]:
+        return "unknown key: in a file, nest the parts instead of joining them with dots"
+    near = suggest(path)
+    return "unknown key" + (f"; did you mean {near}?" if near else "")
+
+
+def _expected(details: ErrorDetails) -> str:
+    context = details.get("ctx", {})
+    if details["type"] == "value_error":
+        return str(context["error"]).removeprefix("expected ")
+    template = EXPECTED.get(details["type"])
+    return template.format(**context) if template is not None else details["msg"]
+
+
+def _show(value: Any) -> str:
+    """The value as YAML users write it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a map of keys"
+    return repr(value)

@@ -1,0 +1,116 @@
+"""Which keys there are, read from the section models."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from functools import cache
+from types import UnionType
+from typing import Any, Union
+
+from rlcore.config.base import Section
+from rlcore.config.root import Config
+from rlcore.config.tree import KeyPath
+
+ANY = "NAME"    # stands for the free key of a map of sections, as in reward.parts.NAME.weight
+
+# Names from other trainers, and where the thing is here.
+ALIASES = {
+    "learning_rate": "policy.optimizer.lr",
+    "max_grad_norm": "policy.optimizer.clip_grad",
+    "tensor_model_parallel_size": "policy.parallel.tensor",
+    "pipeline_model_parallel_size": "policy.parallel.pipeline",
+    "sequence_parallel": "policy.parallel.sequence",
+    "kl_coef": "algorithm.kl.reward_coef",
+    "kl_loss_coef": "algorithm.kl.loss_coef",
+    "beta": "algorithm.kl.loss_coef",
+    "num_generations": "rollout.samples_per_prompt",
+    "n_samples_per_prompt": "rollout.samples_per_prompt",
+    "max_completion_length": "rollout.sampling.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "output_dir": "run.dir",
+    "max_steps": "training.steps",
+    "num_train_epochs": "training.epochs",
+    "total_episodes": "training.episodes",
+    "save_steps": "checkpoint.every",
+}
+
+
+def field_section(annotation: Any) -> tuple[type[Section] | None, bool]:
+    """(the section that a field holds, or None; whether it holds a map of named ones)."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation, False
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, UnionType):
+        found = [field_section(argument) for argument in arguments if argument is not type(None)]
+        return next((item for item in found if item[0] is not None), (None, False))
+    if origin is dict:
+        return field_section(arguments[1])[0], True
+    return None, False
+
+
+@cache
+def sections() -> dict[KeyPath, type[Section]]:
+    """Every section by its path, in the order declared."""
+    found: dict[KeyPath, type[Section]] = {}
+
+    def walk(section: type[Section], path: KeyPath) -> None:
+        found[path] = section
+        for name, field in section.model_fields.items():
+            inner, named = field_section(field.annotation)
+            if inner is not None:
+                walk(inner, (*path, name, ANY) if named else (*path, name))
+
+    walk(Config, ())
+    return found
+
+
+@cache
+def known_keys() -> tuple[str, ...]:
+    """Every declared key that holds a value, dotted."""
+    inner = sections()
+    return tuple(
+        ".".join((*path, name))
+        for path, section in inner.items()
+        for name in section.model_fields
+        if (*path, name) not in inner and (*path, name, ANY) not in inner
+    )
+
+
+def section_at(path: KeyPath) -> type[Section] | None:
+    """The section at `path` of a configuration, where a map's own key may stand for `NAME`."""
+    for pattern, section in sections().items():
+        if len(pattern) == len(path) and all(p in (ANY, key) for p, key in zip(pattern, path)):
+            return section
+    return None
+
+
+def may_be_null(path: KeyPath) -> bool:
+    """Whether null at `path` says something: a section that may be absent, or one of a map of named sections."""
+    parent = section_at(path[:-1])
+    if parent is None:
+        return True
+    field = parent.model_fields.get(path[-1])
+    return field is not None and type(None) in typing.get_args(field.annotation)
+
+
+def suggest(path: KeyPath) -> str | None:
+    """The known key nearest to an unknown one: beside it, by another name, or of the same name elsewhere."""
+    parent, leaf = path[:-1], path[-1]
+    section = section_at(parent)
+    beside = list(section.model_fields) if section is not None else []
+    if near := difflib.get_close_matches(leaf, beside, n=1, cutoff=0.75):
+        return ".".join((*parent, near[0]))
+    if leaf in ALIASES:
+        return ALIASES[leaf]
+    candidates = [*known_keys(), *(".".join(p) for p in sections() if p)]
+    scored = [(_likeness(path, key), -index, key) for index, key in enumerate(candidates)]
+    score, _, key = max(scored)
+    return key if score >= 0.75 else None
+
+
+def _likeness(path: KeyPath, key: str) -> float:
+    """Mostly the likeness of the last words; one section in common breaks ties."""
+    parts = key.split(".")
+    leaf = difflib.SequenceMatcher(None, path[-1], parts[-1]).ratio()
+    return leaf + 0.05 * (path[0] == parts[0])

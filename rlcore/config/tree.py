@@ -1,0 +1,67 @@
+"""Settings as they were written: nested maps whose leaves remember where they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Union
+
+DEFAULT = "default"
+OVERRIDE = "override"
+
+KeyPath = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value (a scalar or a whole list), its origin (`file:line` or "override") and, for a scalar, its text."""
+
+    value: Any
+    origin: str
+    text: str | None = None
+
+
+Tree = dict[str, Union[Setting, "Tree"]]
+
+
+def merge(base: Tree, over: Tree) -> Tree:
+    """`over` on top of `base`: maps merge, everything else replaces."""
+    merged = dict(base)
+    for key, new in over.items():
+        old = merged.get(key)
+        merged[key] = merge(old, new) if isinstance(old, dict) and isinstance(new, dict) else new
+    return merged
+
+
+def plain(tree: Tree) -> dict[str, Any]:
+    """The values alone."""
+    return {key: plain(node) if isinstance(node, dict) else node.value for key, node in tree.items()}
+
+
+def settings(tree: Tree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Setting]]:
+    """Every leaf with its path, in the order written."""
+    for key, node in tree.items():
+        if isinstance(node, dict):
+            yield from settings(node, (*path, key))
+        else:
+            yield (*path, key), node
+
+
+def find(tree: Tree, path: KeyPath) -> Setting | Tree | None:
+    """What stands at `path`; None if nothing does. The index of a list item finds the list."""
+    node: Setting | Tree = tree
+    for key in path:
+        if isinstance(node, Setting):
+            return node
+        if key not in node:
+            return None
+        node = node[key]
+    return node
+
+
+def origin(tree: Tree, path: KeyPath) -> str:
+    """Where `path` was written. A map came from where its first setting did; what is not written is "default"."""
+    node = find(tree, path)
+    if isinstance(node, dict):
+        node = next((setting for _, setting in settings(node)), None)
+    return DEFAULT if node is None else node.origin

@@ -1,0 +1,132 @@
+"""YAML with line numbers, without YAML's traps.
+
+`1e-6` is a number, `2026-01-31` and `12:30` are text, `010` is not octal, and a key that is written twice is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from rlcore.config.tree import OVERRIDE, Setting, Tree
+from rlcore.errors import ConfigError
+
+_TAG = "tag:yaml.org,2002:"
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
+_FLOAT = re.compile(
+    r"""[-+]?(?:(?:\.[0-9]+|[0-9][0-9_]*\.[0-9_]*)(?:[eE][-+]?[0-9]+)?
+             |[0-9][0-9_]*[eE][-+]?[0-9]+
+             |\.(?:inf|Inf|INF))$
+      |\.(?:nan|NaN|NAN)$""",
+    re.VERBOSE,
+)
+_DIGITS = list("-+.0123456789")
+Where = Callable[[yaml.Node], str]
+
+
+class ConfigLoader(yaml.SafeLoader):
+    """PyYAML's safe loader with other rules for what a plain word is."""
+
+
+class ConfigDumper(yaml.SafeDumper):
+    """The inverse: it quotes what `ConfigLoader` would take for something else."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+def _own_rules(cls: type[ConfigLoader] | type[ConfigDumper]) -> None:
+    dropped = {_TAG + kind for kind in ("int", "float", "timestamp")}
+    cls.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in rules if tag not in dropped]
+        for first, rules in cls.yaml_implicit_resolvers.items()
+    }
+    cls.add_implicit_resolver(_TAG + "int", _INT, _DIGITS)
+    cls.add_implicit_resolver(_TAG + "float", _FLOAT, _DIGITS)
+
+
+_own_rules(ConfigLoader)
+_own_rules(ConfigDumper)
+
+
+def read_file(path: Path) -> Tree:
+    """The settings of one file. Raises `ConfigError` naming file and line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    tree = _parse(text, str(path), lambda node: f"{path}:{node.start_mark.line + 1}")
+    if tree is None:
+        return {}
+    if isinstance(tree, Setting):
+        raise ConfigError(f"{tree.origin}: got {tree.value!r}, expected `key: value` lines")
+    return tree
+
+
+def read_override(argument: str) -> Tree:
+    """The settings of one command-line argument, `a.b.c=value`; the value is YAML."""
+    dotted, _, text = argument.partition("=")
+    keys = dotted.split(".")
+    if not all(keys):
+        raise ConfigError(f"override {argument!r}: expected a.b.c=value")
+    if not text.strip():
+        raise ConfigError(f"override {argument!r}: no value after '='; `{dotted}=null` unsets a key")
+    node: Setting | Tree = _parse(text, f"override {argument!r}", lambda _: OVERRIDE) or Setting(None, OVERRIDE)
+    for key in reversed(keys):
+        node = {key: node}
+    assert isinstance(node, dict)
+    return node
+
+
+def _parse(text: str, source: str, where: Where) -> Setting | Tree | None:
+    loader = ConfigLoader(text)
+    try:
+        node = loader.get_single_node()
+        return None if node is None else _convert(loader, node, where, frozenset())
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_one_line(error, source)) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
+    finally:
+        loader.dispose()
+
+
+def _convert(loader: ConfigLoader, node: yaml.Node, where: Where, above: frozenset[int]) -> Setting | Tree:
+    if not isinstance(node, yaml.MappingNode):
+        _check_keys(node, where, above)
+        text = node.value if isinstance(node, yaml.ScalarNode) else None
+        return Setting(loader.construct_object(node, deep=True), where(node), text)
+    _check_keys(node, where, above)
+    loader.flatten_mapping(node)
+    return {key.value: _convert(loader, value, where, above | {id(node)}) for key, value in node.value}
+
+
+def _check_keys(node: yaml.Node, where: Where, above: frozenset[int]) -> None:
+    """Refuse a key that is written twice, a key that is no plain word, and a map that contains itself."""
+    if id(node) in above:
+        raise ConfigError(f"{where(node)}: this part contains itself")
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_keys(item, where, above | {id(node)})
+    if not isinstance(node, yaml.MappingNode):
+        return
+    first: dict[str, yaml.Node] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{where(key)}: a key is a plain word, got a list or map")
+        if key.value in first and key.tag != _TAG + "merge":
+            raise ConfigError(f"{where(key)}: key {key.value!r} is given twice, first at {where(first[key.value])}")
+        first[key.value] = key
+        _check_keys(value, where, above | {id(node)})
+
+
+def _one_line(error: yaml.MarkedYAMLError, source: str) -> str:
+    mark = error.problem_mark or error.context_mark
+    at = f":{mark.line + 1}:{mark.column + 1}" if mark is not None and not source.startswith("override") else ""
+    what = ", ".join(part for part in (error.context, error.problem) if part)
+    return f"{source}{at}: not valid YAML: {what}"

@@ -1,0 +1,141 @@
+"""One trainer process: who it is, where it logs, how it hears signals, and how it leaves."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+
+from rlcore.config import Config
+from rlcore.control import Control, LocalStore, Store
+
+BEAT_S = 2.0
+_open_logs: list[TextIO] = []       # faulthandler writes to the descriptor: it must stay open
+
+
+@dataclass(frozen=True)
+class Process:
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    control: Control
+
+
+def under_torchrun() -> bool:
+    """True when somebody (torchrun, or our own supervisor) has told this process its rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def pick_device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def join(config: Config) -> Iterator[Process]:
+    """This process's place among the trainer's ranks; a run of one process needs no environment."""
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    if not under_torchrun():
+        with _signals(control := Control(LocalStore(), 0, 1)):
+            yield Process(0, 1, 0, pick_device(0), control)
+        return
+    device = pick_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=config.cluster.collective_timeout_s),
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore(f"rlcore/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _default_store())
+    control = Control(store, rank, world_size)
+    heart = _Heart(store, rank)
+    try:
+        with _signals(control):
+            yield Process(rank, world_size, device.index or 0, device, control)
+    except BaseException as error:
+        control.fail(error)
+        raise
+    finally:
+        heart.stop()
+        # A rank that failed leaves at once: a polite farewell would wait for peers that are stuck in a collective.
+        if sys.exc_info()[0] is None and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _default_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+class _Heart:
+    """Says every two seconds that this process runs; the supervisor takes silence for a hang."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._key = store, f"beat/{rank}"
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._store.set(self._key, str(time.time()))
+            except RuntimeError:        # the store's host is gone, and so will this process be: others report it
+                return
+            self._stopped.wait(BEAT_S)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+@contextmanager
+def _signals(control: Control) -> Iterator[None]:
+    """SIGTERM and the first Ctrl-C ask for a clean end after this step; a second Ctrl-C interrupts at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, _frame: object) -> None:
+        control.interrupt()
+        signal.signal(number, signal.default_int_handler)
+
+    previous = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def open_log(folder: Path, rank: int) -> None:
+    """This rank's log. Rank 0 also keeps the terminal; the others' whole output goes to their file.
+
+    `kill -USR1 PID` writes the stack of every thread into it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / f"rank_{rank}.log").open("a", buffering=1)
+    _open_logs.append(file)
+    if rank != 0:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    logging.basicConfig(
+        stream=file, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR1, file)

@@ -1,0 +1,179 @@
+"""The training loop. Every rank runs this page; rank 0 alone, at its `Desk`, meets the rollouts, the disk and the trackers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from rlcore.config import Config
+from rlcore.control import Control
+from rlcore.credit import Credit
+from rlcore.data.batch import RolloutBatch
+from rlcore.desk import CONTINUE, Desk, Outcome
+from rlcore.protocols import PolicyBackend, UpdateResult
+from rlcore.publish import Publisher
+
+
+@dataclass
+class Trainer:
+    """The parts of a run, as one rank sees them."""
+
+    config: Config
+    control: Control
+    backend: PolicyBackend
+    credit: Credit
+    total_steps: int
+    publisher: Publisher | None     # None: nothing generates (sft, replay)
+    desk: Desk | None               # rank 0 only
+    seconds: dict[str, float] = field(default_factory=dict)     # of this step, by phase
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def train(self) -> Outcome:
+        step = self.resume()
+        self.publish(step)
+        if step == 0:
+            self.evaluate(0)
+        status = CONTINUE
+        while status == CONTINUE:
+            step += 1
+            self.seconds = {}
+            with self.clock("step"):
+                batch = self.load_rollouts(step)
+                self.score(batch)
+                self.assign_credit(batch)
+                updates = self.update(step)
+                self.publish(step)
+            if step == self.total_steps or every(step, self.config.evaluation.every):
+                self.evaluate(step)
+            status = self.end_step(step, batch, updates)
+            if status != CONTINUE or every(step, self.config.checkpoint.every):
+                self.save(step)
+        return Outcome(status, step)
+
+    # --- its parts ------------------------------------------------------------------------------------------------
+
+    def load_rollouts(self, step: int) -> RolloutBatch | None:
+        """The step's samples, laid out over the ranks; the whole batch on rank 0."""
+        with self.clock("generation"):
+            batch = self.control.main(
+                f"the rollouts of step {step}",
+                lambda: self.main.rollouts(step),
+                timeout_s=self.config.rollout.timeout_s,
+            )
+        with self.clock("transfer"):
+            plans = None if batch is None else self.backend.plan(batch, self.main.minibatches)
+            self.backend.load_batch(batch, plans)
+        return batch
+
+    def score(self, batch: RolloutBatch | None) -> None:
+        """The passes that must come before the update, and only those."""
+        with self.clock("logprobs"):
+            if self.credit.needs_logprobs:
+                put(batch, self.backend.score("policy", entropy=True))
+            if self.credit.needs_reference:
+                put(batch, self.backend.score("reference"), prefix="ref_")
+            if self.credit.needs_critic:
+                put(batch, self.backend.score("critic"))
+
+    def assign_credit(self, batch: RolloutBatch | None) -> None:
+        with self.clock("advantages"):
+            vectors = self.control.main(
+                "the advantages", lambda: self.credit.assign(present(batch), self.main.minibatches), timeout_s=self.patience
+            )
+            self.backend.assign(vectors)
+
+    def update(self, step: int) -> list[UpdateResult]:
+        """Epochs x mini-batches of optimizer steps; `training.max_update_kl` ends them early, on all ranks alike."""
+        algorithm, limit = self.config.algorithm, self.config.training.max_update_kl
+        train_policy = not (self.credit.needs_critic and step <= self.config.critic.warmup_steps)
+        results: list[UpdateResult] = []
+        if self.config.training.debug == "rollout_only":
+            return results
+        with self.clock("training"):
+            for _ in range(algorithm.epochs):
+                for k in range(algorithm.minibatches):
+                    results.append(self.backend.update(k, train_policy=train_policy))
+                    if limit is not None and results[-1].metrics.get("policy/approxkl_avg", 0.0) > limit:
+                        return results
+        return results
+
+    def publish(self, step: int) -> None:
+        if self.publisher is not None:
+            with self.clock("publish"):
+                self.publisher.publish(step)
+
+    def evaluate(self, step: int) -> None:
+        if self.config.evaluation.paths and self.publisher is not None:
+            with self.clock("evaluation"):
+                self.control.main(
+                    f"the evaluation after step {step}",
+                    lambda: self.main.evaluate(step),
+                    timeout_s=self.config.rollout.timeout_s,
+                )
+
+    def end_step(self, step: int, batch: RolloutBatch | None, updates: list[UpdateResult]) -> str:
+        """Log the step; every rank learns whether to go on."""
+        self.control.announce_interrupt()
+        return self.control.decide(
+            f"the end of step {step}",
+            lambda: self.main.end_step(step, present(batch), updates, self.seconds),
+            timeout_s=self.patience,
+        )
+
+    def save(self, step: int) -> None:
+        """Every rank's shards beside rank 0's state, committed by one rename."""
+        folder = self.control.decide(
+            "opening a checkpoint", lambda: str(self.main.begin_checkpoint(step)), timeout_s=self.patience
+        )
+        self.backend.save(Path(folder))
+        self.control.main("committing a checkpoint", lambda: self.main.commit_checkpoint(step), timeout_s=self.patience)
+
+    def resume(self) -> int:
+        """The step to continue after: 0, or that of the newest whole checkpoint, whose weights are loaded."""
+        folder = self.control.decide("looking for a checkpoint", lambda: self.main.restore(), timeout_s=self.patience)
+        if not folder:
+            return 0
+        self.backend.load(Path(folder))
+        return int(self.control.decide("the step to resume at", lambda: str(self.main.step), timeout_s=self.patience))
+
+    # --- small things ---------------------------------------------------------------------------------------------
+
+    @property
+    def main(self) -> Desk:
+        if self.desk is None:
+            raise AssertionError("only rank 0 has a desk; call it inside Control.main or Control.decide")
+        return self.desk
+
+    @property
+    def patience(self) -> float:
+        """Seconds that other ranks wait for rank 0 where it only computes or writes."""
+        return self.config.cluster.collective_timeout_s
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def every(step: int, period: int) -> bool:
+    return period > 0 and step % period == 0
+
+
+def present(batch: RolloutBatch | None) -> RolloutBatch:
+    """The batch, on the one rank that has it."""
+    if batch is None:
+        raise AssertionError("only rank 0 holds the whole batch")
+    return batch
+
+
+def put(batch: RolloutBatch | None, scores: Mapping[str, Tensor] | None, *, prefix: str = "") -> None:
+    if batch is not None and scores is not None:
+        for name, value in scores.items():
+            batch.set(prefix + name, value)

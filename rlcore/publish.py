@@ -1,0 +1,112 @@
+"""Publication of weights as a transaction: either every serving engine has a whole version, or it takes no traffic.
+
+    prepare (pause, open) -> buckets in one static order -> finish (close, verify, set version, resume)
+
+All trainer ranks take part, since a bucket is gathered from all of them; only rank 0 talks to engines. When an engine
+fails in the middle, rank 0 still takes part in the gathers to the end, then the whole transaction runs again with the
+engines left.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlcore.control import Control
+from rlcore.errors import PublicationFailed, RunFailed
+from rlcore.protocols import PolicyBackend, WeightSink
+
+MAX_ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class Version:
+    version: int            # a counter of publications: it never goes back, not even when training does
+    step: int               # the optimizer has done this many training steps
+    incarnation: int        # how often the trainer was started before in this run
+
+
+class VersionJournal:
+    """Every version that was ever published by a run, one line each (rank 0)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # A line that a kill tore apart was never used: the number is taken before anything moves.
+        text = path.read_text() if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            path.write_text(whole)
+        known = [Version(**json.loads(line)) for line in whole.splitlines()]
+        self.last = known[-1].version if known else 0
+        self.incarnation = known[-1].incarnation + 1 if known else 0
+
+    def next(self, step: int) -> Version:
+        """Taken before the first byte moves: a version that failed half-way is never used again."""
+        entry = Version(self.last + 1, step, self.incarnation)
+        with self.path.open("a") as file:
+            file.write(json.dumps(asdict(entry)) + "\n")
+        self.last = entry.version
+        return entry
+
+
+class Publisher:
+    """Publishes the policy. One object a rank; `sink` and `journal` on rank 0 only."""
+
+    def __init__(
+        self,
+        backend: PolicyBackend,
+        control: Control,
+        *,
+        sink: WeightSink | None,
+        journal: VersionJournal | None,
+        timeout_s: float,
+    ) -> None:
+        self.backend, self.control, self.sink, self.journal = backend, control, sink, journal
+        self.timeout_s = timeout_s
+        self._version = 0
+
+    def publish(self, step: int) -> float:
+        """Seconds it took. Raises RunFailed when no engine is left."""
+        start = time.perf_counter()
+        for _ in range(MAX_ATTEMPTS):
+            if self._attempt(step):
+                return time.perf_counter() - start
+        raise RunFailed(f"the weights of step {step} could not be published in {MAX_ATTEMPTS} attempts")
+
+    def _attempt(self, step: int) -> bool:
+        failure: PublicationFailed | None = None
+        opened = self.control.decide("opening a publication", lambda: self._open(step), timeout_s=self.timeout_s)
+        if opened != "open":
+            return False
+        for bucket, flat in self.backend.export_buckets():
+            if self.sink is not None and flat is not None and failure is None:
+                try:
+                    self.sink.send(bucket, flat)
+                except PublicationFailed as error:  # recovery: gather to the end, then all again
+                    failure = error
+        closed = self.control.decide("closing a publication", lambda: self._close(failure), timeout_s=self.timeout_s)
+        return closed == "done"
+
+    def _open(self, step: int) -> str:
+        assert self.sink is not None
+        assert self.journal is not None
+        self._version = self.journal.next(step).version
+        try:
+            self.sink.prepare(self.backend.buckets())
+        except PublicationFailed:                       # recovery: the next attempt, with the engines left
+            self.sink.cancel()
+            return "failed"
+        return "open"
+
+    def _close(self, failure: PublicationFailed | None) -> str:
+        assert self.sink is not None
+        if failure is None:
+            try:
+                self.sink.finish(self._version)
+                return "done"
+            except PublicationFailed as error:          # recovery: as above
+                failure = error
+        self.sink.cancel()
+        return "failed"
