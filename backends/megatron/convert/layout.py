@@ -8,7 +8,6 @@ Both directions are views and copies of the same elements, so that a round trip 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, Entry, Split
-from rlcore.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -33,12 +31,6 @@ class Slice:
 
     def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
         return full if self.dim is None else (*full[: self.dim], self.length, *full[self.dim + 1 :])
-
-
-def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
-    """Megatron's vocabulary: rounded up to a multiple of `divisible_by` times TP."""
-    multiple = divisible_by * tensor_parallel
-    return math.ceil(vocab_size / multiple) * multiple
 
 
 def model_entries(arch: Architecture, head: str) -> list[Entry]:
@@ -68,7 +60,7 @@ def hf_shapes(arch: Architecture, entry: Entry) -> list[tuple[int, ...]]:
     if entry.split is Split.REPLICATED:
         per_head = entry.megatron.endswith(("q_layernorm.weight", "k_layernorm.weight"))
         return [(head_dim if per_head else hidden,)]
-    raise NotImplementedError(f"{entry.megatron}: no shape rule for a {entry.split.value} split")
+    raise TypeError(f"{entry.megatron}: no shape rule for a {entry.split.value} split")
 
 
 def tp_slice(split: Split, shape: tuple[int, ...], rank: int, size: int, padded_vocab: int) -> Slice:
@@ -82,15 +74,6 @@ def tp_slice(split: Split, shape: tuple[int, ...], rank: int, size: int, padded_
     dim = 1 if split is Split.ROW else 0
     part = shape[dim] // size
     return Slice(dim, rank * part, part)
-
-
-def check_tensor_parallel(arch: Architecture, size: int) -> None:
-    """Raise ModelError where TP does not divide what it splits."""
-    for key in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-        if arch.transformer[key] % size:
-            raise ModelError(
-                f"{arch.folder}: {key} {arch.transformer[key]} is not divisible by policy.parallel.tensor {size}"
-            )
 
 
 def pack(split: Split, pieces: Sequence[Tensor], head_dim: int, out: Tensor) -> None:

@@ -7,26 +7,20 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.layout import Slice, check_tensor_parallel, hf_shapes, pack, tp_slice
+from backends.megatron.convert.layout import Slice, hf_shapes, pack, tp_slice
 from backends.megatron.convert.names import owned_parameters
 from backends.megatron.convert.table import VALUE_HEAD, Entry, Split
 from rlcore.errors import ModelError
 
-
-class TensorParallel(Protocol):
-    """What loading needs of the layout."""
-
-    @property
-    def tensor_rank(self) -> int: ...
-    @property
-    def tensor_size(self) -> int: ...
+if TYPE_CHECKING:
+    from backends.megatron.parallel import ParallelState
 
 
 class SafetensorsFolder:
@@ -90,15 +84,14 @@ class SafetensorsFolder:
 
 
 @torch.no_grad()
-def load_hf(chunks: Sequence[nn.Module], arch: Architecture, folder: Path | str, parallel: TensorParallel) -> list[str]:
+def load_hf(chunks: Sequence[nn.Module], arch: Architecture, folder: Path | str, parallel: ParallelState) -> list[str]:
     """Fill this rank's model chunks from a folder, in place; no communication. Vocabulary padding becomes zero.
 
     `arch` is the built model's architecture; the folder may be another checkpoint of it, or a sequence classifier whose
     `score.weight` becomes the value head. Returns the parameters that the folder does not have and that keep their
     values: the value head, where the folder is a language model.
-    Raises ModelError: a shard or tensor that is missing or has another shape; TP not dividing heads or KV groups.
+    Raises ModelError: a shard or tensor that is missing or has another shape.
     """
-    check_tensor_parallel(arch, parallel.tensor_size)
     kept: list[str] = []
     with SafetensorsFolder(Path(folder)) as source:
         for entry, param, _ in owned_parameters(chunks, arch):
@@ -111,11 +104,11 @@ def load_hf(chunks: Sequence[nn.Module], arch: Architecture, folder: Path | str,
 
 
 def _read_pieces(
-    source: SafetensorsFolder, arch: Architecture, entry: Entry, param: Tensor, parallel: TensorParallel
+    source: SafetensorsFolder, arch: Architecture, entry: Entry, param: Tensor, parallel: ParallelState
 ) -> list[Tensor]:
-    padded = param.size(0) * parallel.tensor_size if entry.split is Split.VOCAB else 0
+    padded = param.size(0) * parallel.tp_size if entry.split is Split.VOCAB else 0
     pieces = []
     for name, shape in zip(entry.hf, hf_shapes(arch, entry)):
-        part = tp_slice(entry.split, shape, parallel.tensor_rank, parallel.tensor_size, padded)
+        part = tp_slice(entry.split, shape, parallel.tp_rank, parallel.tp_size, padded)
         pieces.append(source.read(name, shape, part))
     return pieces

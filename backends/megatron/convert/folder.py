@@ -1,0 +1,86 @@
+"""Writing a Hugging Face folder: streamed safetensors shards, index, config and tokenizer files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlcore.errors import ModelError
+from rlcore.runs.files import sync, sync_tree
+from rlcore.weights import TensorSpec, cut_buckets
+
+# Tokenizer, chat template, generation settings, custom code: by suffix, since tokenizers may bring files of any name.
+_COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
+_WRITTEN = {"config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json"}
+
+
+class FolderWriter:
+    """Takes the tensors in the order of `specs`, writes a shard as soon as it is full, and renames the folder at the end.
+
+    Raises ModelError where the folder exists and has content.
+    """
+
+    def __init__(self, folder: Path, specs: Sequence[TensorSpec], max_shard_bytes: int) -> None:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ModelError(f"{folder}: already exists; choose another folder for the export, or remove it")
+        self._folder = folder
+        self._aside = folder.with_name(f".{folder.name}.partial")
+        self._shards = cut_buckets(specs, max_shard_bytes)
+        self._dtype = specs[0].dtype
+        self._pending: dict[str, Tensor] = {}
+        self._shard = 0
+        if self._aside.exists():
+            shutil.rmtree(self._aside)
+        self._aside.mkdir(parents=True)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take the next tensor; it is copied, so its memory may be reused."""
+        self._pending[name] = tensor.detach().to("cpu", copy=True)
+        if len(self._pending) == len(self._shards[self._shard].tensors):
+            path = self._aside / self._file_name(self._shard)
+            save_file(self._pending, path, metadata={"format": "pt"})
+            self._pending = {}
+            self._shard += 1
+
+    def finish(self, hf_config: dict[str, Any], source: Path, class_name: str) -> None:
+        """Write index and config, copy the rest from `source`, and put the folder in its place."""
+        assert self._shard == len(self._shards), "finish() before every tensor was added"
+        if len(self._shards) > 1:
+            self._write_json("model.safetensors.index.json", self._index())
+        self._write_json("config.json", self._config(hf_config, class_name))
+        for path in sorted(source.iterdir()):
+            if path.is_file() and path.suffix in _COPIED and path.name not in _WRITTEN:
+                shutil.copyfile(path, self._aside / path.name)
+        sync_tree(self._aside)
+        if self._folder.exists():
+            self._folder.rmdir()
+        self._aside.rename(self._folder)
+        sync(self._folder.parent)
+
+    def _file_name(self, shard: int) -> str:
+        count = len(self._shards)
+        return "model.safetensors" if count == 1 else f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
+
+    def _index(self) -> dict[str, Any]:
+        return {
+            "metadata": {"total_size": sum(shard.num_bytes for shard in self._shards)},
+            "weight_map": {t.name: self._file_name(shard.index) for shard in self._shards for t in shard.tensors},
+        }
+
+    def _config(self, hf_config: dict[str, Any], class_name: str) -> dict[str, Any]:
+        """The source's config; only class, dtype and (for a value head) the number of labels follow what is written."""
+        config = {**hf_config, "architectures": [class_name], "dtype": self._dtype}
+        if "torch_dtype" in config:         # the spelling before transformers 5
+            config["torch_dtype"] = self._dtype
+        if class_name.endswith("ForSequenceClassification"):
+            config |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        return config
+
+    def _write_json(self, name: str, content: dict[str, Any]) -> None:
+        (self._aside / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

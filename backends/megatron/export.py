@@ -1,0 +1,239 @@
+"""Megatron parameters -> Hugging Face tensors: gathered bucket by bucket, for a publication or for a folder on disk.
+
+Every rank of the first model replica copies its part of a bucket into one flat buffer and sends it straight to rank 0, which
+puts the parts together. So each weight crosses the wire once, a bucket costs one message a rank however many tensors it
+holds, and the pipeline stages convert and send ahead of one another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.folder import FolderWriter
+from backends.megatron.convert.layout import Slice, hf_shapes, model_entries, tp_slice, unpack
+from backends.megatron.convert.names import owned_parameters
+from backends.megatron.convert.table import Entry, Split
+from backends.megatron.parallel import ParallelState
+from backends.megatron.together import together
+from rlcore.weights import Bucket, TensorSpec, cut_buckets
+
+Head = Literal["lm", "value"]
+
+_IN_FLIGHT = 2                              # buffers of a sending rank: one on the wire while the next is filled
+
+
+def weight_specs(arch: Architecture, dtype: torch.dtype, head: Head = "lm") -> list[TensorSpec]:
+    """Name, shape and dtype of every weight of the model with an "lm" or "value" head, in the order of a forward pass.
+
+    Tied models have no `lm_head.weight`; vocabulary padding is left out.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return [
+        TensorSpec(hf_name, shape, name)
+        for entry in model_entries(arch, head)
+        for hf_name, shape in zip(entry.hf, hf_shapes(arch, entry))
+    ]
+
+
+def export_hf(exporter: WeightExporter, folder: Path, source: Path, *, max_shard_bytes: int = 4 << 30) -> None:
+    """Write a Hugging Face folder that `transformers` loads: shards, index, config, and `source`'s tokenizer files.
+
+    Collective. The folder is written aside and renamed by rank 0; it must not exist, or be empty.
+    Raises ModelError where it has content, on every rank.
+    """
+    parallel, writer = exporter.parallel, None
+    with together(parallel, f"the export to {folder}"):
+        if parallel.rank == 0:
+            writer = FolderWriter(Path(folder), exporter.specs, max_shard_bytes)
+    with together(parallel, f"the export to {folder}"):
+        for bucket, flat in exporter.export_buckets():
+            if writer is not None and flat is not None:
+                for name, tensor in bucket.views(flat):
+                    writer.add(name, tensor)
+        if writer is not None:
+            writer.finish(exporter.arch.hf_config, source, exporter.arch.table.classes[exporter.head == "value"])
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where one Hugging Face tensor comes from: the same on every rank of the replica."""
+
+    entry: Entry
+    piece: int                              # which of the entry's tensors
+    stage: int                              # pipeline stage that owns it
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank contributes to one tensor of a bucket."""
+
+    spec: TensorSpec
+    slice: Slice
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.spec.torch_dtype.itemsize
+
+
+class WeightExporter:
+    """Gathers the weights of a model to rank 0 under their Hugging Face names.
+
+    Built once (collective over the model-parallel groups) and used for every publication: its buffers are reused.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        arch: Architecture,
+        parallel: ParallelState,
+        *,
+        dtype: torch.dtype,
+        head: Head = "lm",
+        bucket_bytes: int = 256 << 20,
+    ) -> None:
+        self.arch, self.parallel, self.head = arch, parallel, head
+        self.specs = weight_specs(arch, dtype, head)
+        self.buckets = cut_buckets(self.specs, bucket_bytes)
+        held = [(entry, param) for entry, param, copy in owned_parameters(chunks, arch) if not copy]
+        self._params: dict[str, Parameter] = {entry.megatron: param for entry, param in held}
+        self._device = held[0][1].device
+        # The stages without a vocabulary never ask for it.
+        vocab = [param.size(0) for entry, param in held if entry.split is Split.VOCAB]
+        self._padded_vocab = vocab[0] * parallel.tp_size if vocab else 0
+        self._ranks = dist.get_process_group_ranks(parallel.mp_group)
+        self._places = self._find_places()
+        self._sources = self._find_sources()
+        self._plans: dict[tuple[int, int], list[_Part]] = {}
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+
+    @torch.no_grad()
+    def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
+        """Each bucket in order: uint8 [num_bytes] on rank 0, None elsewhere. Collective; iterate to the end on every rank.
+
+        The tensor is overwritten when the next bucket is asked for.
+        """
+        if self.parallel.rank == 0:
+            for bucket in self.buckets:
+                yield bucket, self._gather(bucket)
+            return
+        sends = 0 in self._ranks            # the other replicas hold the same weights
+        on_wire: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
+        for bucket in self.buckets:
+            slot = bucket.index % _IN_FLIGHT
+            _wait(on_wire[slot])
+            on_wire[slot] = self._send(bucket, slot) if sends else []
+            yield bucket, None
+        for works in on_wire:
+            _wait(works)
+
+    # --- one bucket ---------------------------------------------------------------------------------------------------
+
+    def _gather(self, bucket: Bucket) -> Tensor:
+        """Rank 0: receive every other rank's part, convert the own meanwhile, put all in place."""
+        flat = self._buffer("bucket", 0, bucket.num_bytes)
+        out = dict(bucket.views(flat))
+        arrivals: list[tuple[list[_Part], Tensor]] = []
+        receives: list[dist.P2POp] = []
+        for rank in self._ranks[1:]:
+            parts = self._parts(bucket, rank)
+            if parts:
+                buffer = self._buffer("receive", rank, sum(part.num_bytes for part in parts))
+                receives.append(dist.P2POp(dist.irecv, buffer, rank, self.parallel.mp_group))
+                arrivals.append((parts, buffer))
+        works = dist.batch_isend_irecv(receives) if receives else []
+        for part in self._parts(bucket, 0):
+            self._copy_own(part, part.slice.of(out[part.spec.name]))
+        _wait(works)
+        for parts, buffer in arrivals:
+            for part, piece in _pieces(parts, buffer):
+                part.slice.of(out[part.spec.name]).copy_(piece)
+        return flat
+
+    def _send(self, bucket: Bucket, slot: int) -> list[dist.Work]:
+        parts = self._parts(bucket, self.parallel.rank)
+        if not parts:
+            return []
+        buffer = self._buffer("send", slot, sum(part.num_bytes for part in parts))
+        for part, piece in _pieces(parts, buffer):
+            self._copy_own(part, piece)
+        return list(dist.batch_isend_irecv([dist.P2POp(dist.isend, buffer, 0, self.parallel.mp_group)]))
+
+    def _parts(self, bucket: Bucket, rank: int) -> list[_Part]:
+        """What `rank` holds of a bucket, in the bucket's order; rank 0 and the sender come to the same list."""
+        key = bucket.index, rank
+        if key not in self._plans:
+            tp_rank, stage = self._places[rank]
+            parts = []
+            for spec in bucket.tensors:
+                source = self._sources[spec.name]
+                split = source.entry.split
+                if source.stage == stage and (split is not Split.REPLICATED or tp_rank == 0):
+                    held = tp_slice(split, spec.shape, tp_rank, self.parallel.tp_size, self._padded_vocab)
+                    parts.append(_Part(spec, held, held.shape(spec.shape)))
+            self._plans[key] = [part for part in parts if part.num_bytes]
+        return self._plans[key]
+
+    def _copy_own(self, part: _Part, out: Tensor) -> None:
+        """Copy this rank's piece of a tensor into `out`, which has the piece's shape, cast to the dtype of the wire."""
+        source = self._sources[part.spec.name]
+        split, parallel = source.entry.split, self.parallel
+        shapes = hf_shapes(self.arch, source.entry)
+        held = [tp_slice(split, s, parallel.tp_rank, parallel.tp_size, self._padded_vocab).shape(s) for s in shapes]
+        param = self._params[source.entry.megatron].data
+        view = unpack(split, param, self.arch.transformer["kv_channels"], [shape[0] for shape in held])[source.piece]
+        out.view(view.shape).copy_(view)
+
+    # --- what is agreed once ------------------------------------------------------------------------------------------
+
+    def _find_places(self) -> dict[int, tuple[int, int]]:
+        """(TP rank, stage) of every rank of this model-parallel group."""
+        places = torch.zeros(len(self._ranks), 2, dtype=torch.int64, device=self._device)
+        mine = torch.tensor([self.parallel.tp_rank, self.parallel.pp_rank], device=self._device)
+        places[self._ranks.index(self.parallel.rank)] = mine
+        dist.all_reduce(places, group=self.parallel.mp_group)
+        return {rank: (int(tp), int(pp)) for rank, (tp, pp) in zip(self._ranks, places.tolist())}
+
+    def _find_sources(self) -> dict[str, _Source]:
+        """The owning stage of every tensor."""
+        entries = model_entries(self.arch, self.head)
+        owned = [self.parallel.pp_rank if entry.megatron in self._params else -1 for entry in entries]
+        stages = torch.tensor(owned, dtype=torch.int64, device=self._device)
+        dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=self.parallel.mp_group)
+        sources = {}
+        for entry, stage in zip(entries, stages.tolist()):
+            if stage < 0:
+                raise KeyError(f"{entry.megatron}: no pipeline stage holds this parameter")
+            sources.update({name: _Source(entry, piece, stage) for piece, name in enumerate(entry.hf)})
+        return sources
+
+    def _buffer(self, kind: str, key: int, size: int) -> Tensor:
+        """The first `size` bytes of a buffer that grows to the largest need seen and is then reused."""
+        buffer = self._buffers.get((kind, key))
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[kind, key] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return buffer[:size]
+
+
+def _pieces(parts: Sequence[_Part], buffer: Tensor) -> Iterator[tuple[_Part, Tensor]]:
+    """(part, view) of each part in a flat buffer."""
+    at = 0
+    for part in parts:
+        flat = buffer[at : at + part.num_bytes]
+        yield part, flat.view(part.spec.torch_dtype).view(part.shape)
+        at += part.num_bytes
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
