@@ -6,10 +6,13 @@ nothing can leak out of a sequence. Everything here is pure, works on any device
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 _BLOCK = 32  # tokens per block of the suffix scan; 16 and 64 are slower on CPU
+_LONG = 256  # mean tokens per sequence from which the scan pads by slices
 
 
 def segment_lengths(cu_seqlens: Tensor) -> Tensor:
@@ -79,21 +82,32 @@ def _suffix_scan(x: Tensor, cu_seqlens: Tensor, decay: float) -> Tensor:
 
     blocks = (lengths + block - 1) // block
     cu_blocks = torch.nn.functional.pad(blocks.cumsum(0), (1, 0))
-    shift = torch.repeat_interleave(cu_blocks[:-1] * block - cu_seqlens[:-1], lengths, output_size=x.numel())
-    position = torch.arange(x.numel(), device=x.device) + shift
-    padded = x.new_zeros(int(cu_blocks[-1]) * block).index_put((position,), x).view(-1, block)
-
+    padded, unpad = _pad_sequences(x, lengths, blocks * block)
     step = torch.arange(block, dtype=x.dtype, device=x.device)
     ahead = step[:, None] - step[None, :]  # [source, target]
     inside = torch.where(ahead >= 0, decay ** ahead.clamp(min=0), 0.0)
-    y = padded @ inside
+    y = padded.view(-1, block) @ inside
     if longest > block:
         block_sums = _suffix_scan(y[:, 0], cu_blocks, decay**block)
         carry = torch.cat([block_sums[1:], block_sums.new_zeros(1)])
         # index_fill, not a product with a mask: 0 * inf of the next sequence would be NaN here.
         carry = carry.index_fill(0, last_token_index(cu_blocks), 0.0)
         y = torch.addcmul(y, carry[:, None], (decay ** (block - step))[None, :])
-    return y.reshape(-1)[position]
+    return unpad(y.reshape(-1))
+
+
+def _pad_sequences(x: Tensor, lengths: Tensor, padded_lengths: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Put zeros behind each sequence of `x` up to its padded length; also return the function that undoes it."""
+    pads = padded_lengths - lengths
+    if x.numel() >= _LONG * lengths.numel():  # copying slices is then several times faster than indexing tokens
+        sizes = torch.stack([lengths, pads], dim=1).flatten().tolist()
+        zeros = x.new_zeros(_BLOCK)
+        pieces = [piece for part, pad in zip(x.split(sizes[::2]), sizes[1::2]) for piece in (part, zeros[:pad])]
+        return torch.cat(pieces), lambda y: torch.cat(y.split(sizes)[::2])
+    shift = torch.repeat_interleave(pads.cumsum(0) - pads, lengths, output_size=x.numel())
+    position = torch.arange(x.numel(), device=x.device) + shift
+    padded = x.new_zeros(int(padded_lengths.sum())).index_put((position,), x)
+    return padded, lambda y: y[position]
 
 
 def whiten(x: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:

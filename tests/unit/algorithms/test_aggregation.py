@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import itertools
+from typing import get_args
+
+import pytest
+import torch
+
+from rlcore.algorithms import AggregationMode, loss_weights
+
+from .helpers import LENGTHS, cu
+
+MODES = get_args(AggregationMode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", [1 / 6] * 6),
+        ("seq-mean-token-mean", [1 / 6] * 2 + [1 / 3] + [1 / 9] * 3),
+        ("seq-mean-token-sum", [1 / 3] * 6),
+        ("seq-mean-token-sum-norm", [1 / 30] * 6),
+    ],
+)
+def test_by_hand(mode: AggregationMode, expected: list[float]) -> None:
+    weights = loss_weights(mode, torch.tensor([0, 2, 2, 3, 6]), norm_length=10)  # three sequences and an empty one
+    torch.testing.assert_close(weights, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_is_the_loop_over_sequences(mode: AggregationMode) -> None:
+    loss = torch.randn(sum(LENGTHS), dtype=torch.float64)
+    parts = [part for part in loss.split(list(LENGTHS)) if part.numel()]
+    expected = {
+        "token-mean": loss.mean(),
+        "seq-mean-token-mean": torch.stack([p.mean() for p in parts]).mean(),
+        "seq-mean-token-sum": torch.stack([p.sum() for p in parts]).mean(),
+        "seq-mean-token-sum-norm": torch.stack([p.sum() / 128 for p in parts]).mean(),
+    }[mode]
+    weights = loss_weights(mode, cu(LENGTHS), norm_length=128)
+    torch.testing.assert_close((weights * loss).sum(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_split_changes_the_loss(mode: AggregationMode) -> None:
+    loss, weights = torch.randn(sum(LENGTHS)).double(), loss_weights(mode, cu(LENGTHS), norm_length=64).double()
+    whole = (weights * loss).sum()
+    borders = cu(LENGTHS).tolist()
+    for cuts in itertools.combinations(borders[1:-1], 3):
+        edges = [0, *cuts, borders[-1]]
+        pieces = [(weights[a:b] * loss[a:b]).sum() for a, b in itertools.pairwise(edges)]
+        torch.testing.assert_close(torch.stack(pieces).sum(), whole)
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_means_sum_to_one(mode: AggregationMode) -> None:
+    assert loss_weights(mode, cu(LENGTHS)).sum().item() == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_rollout_counts_as_one_sequence(mode: AggregationMode) -> None:
+    joined = loss_weights(mode, cu((6, 2)), norm_length=8)
+    pieces = loss_weights(mode, cu((4, 0, 2, 2, 0)), norm_length=8, rollout_ids=torch.tensor([5, 5, 5, -1, 9]))
+    assert torch.equal(pieces, joined)
+    distinct = loss_weights(mode, cu(LENGTHS), norm_length=8, rollout_ids=torch.arange(len(LENGTHS)))
+    assert torch.equal(distinct, loss_weights(mode, cu(LENGTHS), norm_length=8))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lengths", [(), (0, 0)])
+def test_no_tokens_no_weights(mode: AggregationMode, lengths: tuple[int, ...]) -> None:
+    ids = torch.zeros(len(lengths), dtype=torch.int64)
+    assert loss_weights(mode, cu(lengths), norm_length=1).shape == (0,)
+    assert loss_weights(mode, cu(lengths), norm_length=1, rollout_ids=ids).shape == (0,)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"unknown aggregation 'token_mean'; known: .*did you mean 'token-mean'"):
+        loss_weights("token_mean", cu((1,)))  # type: ignore[arg-type]
+    for length in (None, 0, -1, float("nan")):
+        with pytest.raises(ValueError, match="norm_length: expected a number > 0"):
+            loss_weights("seq-mean-token-sum-norm", cu((1,)), norm_length=length)
+    with pytest.raises(ValueError, match="rollout_ids: expected shape"):
+        loss_weights("token-mean", cu((1,)), rollout_ids=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        loss_weights("token-mean", torch.tensor([1, 2]))

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.algorithms import PolicyLoss, PolicyLossInputs, build_policy_loss, value_clipped, value_loss
+
+
+def policy_loss(ratios: list[float], advantages: list[float], name: str = "ppo_clip", **kwargs: object) -> PolicyLoss:
+    logprobs = torch.tensor(ratios, dtype=torch.float64).log()
+    return build_policy_loss(name, **kwargs)(PolicyLossInputs(
+        cu_seqlens=torch.tensor([0, len(ratios)]), logprobs=logprobs, old_logprobs=torch.zeros_like(logprobs),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "kwargs", "expected"),
+    [
+        (1.1, 2.0, {}, -2.2),
+        (1.5, 2.0, {}, -2.4),  # clipped high
+        (1.25, 2.0, {"clip_high": 0.28}, -2.5),  # clip-higher lets it through
+        (1.5, 2.0, {"clip_high": 0.28}, -2.56),
+        (0.5, 2.0, {}, -1.0),  # low ratio with a positive advantage is not clipped
+        (0.5, -2.0, {}, 1.6),  # clipped low
+        (0.85, -2.0, {"clip_low": 0.1}, 1.8),
+        (1.5, -2.0, {}, 3.0),  # high ratio with a negative advantage is not clipped
+        (5.0, -2.0, {}, 10.0),
+        (5.0, -2.0, {"dual_clip": 3.0}, 6.0),
+        (2.0, -2.0, {"dual_clip": 3.0}, 4.0),
+        (5.0, 2.0, {"dual_clip": 3.0}, -2.4),  # dual clip leaves positive advantages alone
+        (1.0, 0.0, {}, 0.0),
+    ],
+)
+def test_ppo_clip_table(ratio: float, advantage: float, kwargs: dict[str, float], expected: float) -> None:
+    assert policy_loss([ratio], [advantage], **kwargs).per_token.item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_ppo_clip_metrics_by_hand() -> None:
+    metrics = policy_loss([1.5, 0.5, 1.5, 1.0, 5.0], [1.0, -1.0, -1.0, 1.0, -1.0], dual_clip=3.0).metrics
+    assert metrics["clipfrac"].tolist() == [1, 1, 0, 0, 0]
+    assert metrics["clipfrac_high"].tolist() == [1, 0, 0, 0, 0]
+    assert metrics["clipfrac_low"].tolist() == [0, 1, 0, 0, 0]
+    assert metrics["dual_clipfrac"].tolist() == [0, 0, 0, 0, 1]
+    torch.testing.assert_close(metrics["ratio"], torch.tensor([1.5, 0.5, 1.5, 1.0, 5.0], dtype=torch.float64))
+    assert metrics["approxkl"][0].item() == pytest.approx(0.5 * math.log(1.5) ** 2)
+    assert "dual_clipfrac" not in policy_loss([1.0], [1.0]).metrics
+    assert "entropy" not in policy_loss([1.0], [1.0]).metrics
+
+
+def run(logprobs: Tensor, old: Tensor, advantages: Tensor, **kwargs: object) -> Tensor:
+    inputs = PolicyLossInputs(
+        cu_seqlens=torch.tensor([0, logprobs.numel()]), logprobs=logprobs, old_logprobs=old, advantages=advantages
+    )
+    return build_policy_loss("ppo_clip", **kwargs)(inputs).per_token
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"clip_low": 0.1, "clip_high": 0.28}, {"dual_clip": 1.5}])
+def test_ppo_clip_gradient(kwargs: dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    old, advantages = torch.randn(2, 40, generator=generator, dtype=torch.float64)
+    logprobs = (old + torch.randn(40, generator=generator, dtype=torch.float64)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: run(x, old, advantages, **kwargs), (logprobs,))
+
+
+def test_ppo_clip_on_policy_is_the_policy_gradient() -> None:
+    logprobs = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    advantages = torch.randn(8, dtype=torch.float64)
+    run(logprobs, logprobs.detach(), advantages, dual_clip=3.0).sum().backward()
+    torch.testing.assert_close(logprobs.grad, -advantages)
+
+
+@pytest.mark.parametrize("gap", [1e4, -1e4, 100.0, float("inf"), float("-inf")])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_ppo_clip_is_finite_for_any_log_ratio(gap: float, advantage: float, dual_clip: float | None) -> None:
+    logprobs = torch.tensor([gap], requires_grad=True)
+    loss = run(logprobs, torch.zeros(1), torch.tensor([advantage]), dual_clip=dual_clip)
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert logprobs.grad is not None
+    assert logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kwargs", [{"clip_low": -0.1}, {"clip_low": 1.1}, {"clip_high": -1}, {"dual_clip": 1.0}])
+def test_ppo_clip_refuses_senseless_limits(kwargs: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(kwargs))):
+        build_policy_loss("ppo_clip", **kwargs)
+
+
+def test_losses_take_no_tokens() -> None:
+    for name in ("ppo_clip", "sft"):
+        assert policy_loss([], [], name=name).per_token.shape == (0,)
+
+
+def test_sft_is_the_negative_log_likelihood() -> None:
+    torch.testing.assert_close(policy_loss([0.5, 0.1], [0.0, 0.0], name="sft").per_token.exp(),
+                               torch.tensor([2.0, 10.0], dtype=torch.float64))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "clip", "expected", "clipped"),
+    [
+        (1.0, 0.0, 3.0, None, 2.0, 0),
+        (1.0, 0.0, 3.0, 0.5, 0.5 * 2.5**2, 1),  # moved towards the target further than allowed
+        (0.2, 0.0, 3.0, 0.5, 0.5 * 2.8**2, 0),  # inside
+        (-1.0, 0.0, 3.0, 0.5, 8.0, 0),  # moved away: the plain error is the larger
+    ],
+)
+def test_value_loss_table(
+    value: float, old: float, target: float, clip: float | None, expected: float, clipped: int
+) -> None:
+    v, o, r = (torch.tensor([x], dtype=torch.float64) for x in (value, old, target))
+    assert value_loss(v, o, r, clip=clip).item() == pytest.approx(expected)
+    assert value_clipped(v, o, r, clip=clip).item() == clipped
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_value_loss_gradient(clip: float | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, old, returns = torch.randn(3, 30, generator=generator, dtype=torch.float64)
+    values.requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, clip=clip), (values,))
+
+
+def test_value_loss_is_never_below_the_plain_one_and_equal_for_a_wide_clip() -> None:
+    values, old, returns = torch.randn(3, 100)
+    plain = value_loss(values, None, returns)
+    assert (value_loss(values, old, returns, clip=0.1) >= plain).all()
+    assert torch.equal(value_loss(values, old, returns, clip=1e6), plain)
+
+
+def test_value_loss_names_what_is_wrong() -> None:
+    x = torch.zeros(3)
+    with pytest.raises(ValueError, match="returns: expected the shape of values"):
+        value_loss(x, x, torch.zeros(1))
+    with pytest.raises(ValueError, match="clip: expected a number > 0"):
+        value_loss(x, x, x, clip=0.0)
+    with pytest.raises(ValueError, match="old_values: expected a tensor"):
+        value_loss(x, None, x, clip=0.2)

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rlcore.algorithms import (
+    METRICS,
+    EstimatorInputs,
+    InputError,
+    Moments,
+    PolicyLossInputs,
+    build_estimator,
+    build_policy_loss,
+    explained_variance,
+    loss_weights,
+    rollout_metrics,
+    value_clipped,
+    value_loss,
+)
+
+from .helpers import cu
+
+Make = Callable[..., EstimatorInputs]
+
+
+def batch(**changes: torch.Tensor | None) -> EstimatorInputs:
+    fields = {
+        "rewards": torch.tensor([1.0, 0.0, 3.0, 3.0, 5.0]), "group_ids": torch.tensor([8, 8, 2, 2, 7]),
+        "kl": torch.tensor([0.1, 0.2, 0.3, 0.4, 1.0, 2.0]),
+    }  # fmt: skip
+    return EstimatorInputs(cu_seqlens=cu((3, 0, 1, 1, 1)), **{**fields, **changes})
+
+
+def test_scores_by_hand() -> None:
+    metrics = rollout_metrics(batch(), entropy=torch.arange(6.0), reward_coef=0.5, correct=torch.tensor([1, 0, 1, 1, 1]))
+    assert metrics["objective/kl"] == pytest.approx(4.0 / 4)  # over the four sequences that have a token
+    assert metrics["rollout/kl"] == pytest.approx(4.0 / 6)
+    assert metrics["objective/entropy"] == pytest.approx(15 / 4)
+    assert metrics["objective/scores"] == pytest.approx(12 / 4)
+    assert metrics["objective/non_score_reward"] == pytest.approx(-0.5)
+    assert metrics["objective/rlhf_reward"] == pytest.approx(2.5)
+    assert metrics["objective/verifiable_correct_rate"] == pytest.approx(0.8)
+    assert metrics["rollout/reward"] == pytest.approx(12 / 5)
+
+
+def test_groups_by_hand() -> None:
+    metrics = rollout_metrics(batch())  # the second sequence is empty, so group 8 has one member
+    assert metrics["rollout/singleton_groups"] == 2
+    assert metrics["rollout/zero_std_groups"] == 1
+    assert metrics["rollout/reward_std"] == pytest.approx(batch().rewards.std().item())
+
+
+def test_responses_by_hand() -> None:
+    reasons = ["stop", "abort", "length", "stop", "stop"]
+    metrics = rollout_metrics(batch(), finish_reasons=reasons)
+    assert metrics["val/sequence_lengths"] == pytest.approx(6 / 5)
+    assert (metrics["val/sequence_lengths_min"], metrics["val/sequence_lengths_max"]) == (0, 3)
+    assert metrics["val/num_stop_token_ids"] == 3
+    assert metrics["val/stop_token_rate"] == pytest.approx(0.6)
+    assert rollout_metrics(batch(), lengths=torch.tensor([10, 0, 2, 3, 5]))["val/sequence_lengths"] == 4
+
+
+def test_off_policy_by_hand() -> None:
+    engine = torch.full((6,), -1.0)
+    train = engine + torch.tensor([0.0, 0.5, -0.5, 0.0, 0.0, 0.0])
+    reference = train - torch.tensor([0.0, 25.0, 0.0, -25.0, 0.0, 25.0])
+    inputs = batch(
+        logprobs=train, rollout_logprobs=engine, ref_logprobs=reference, versions=torch.tensor([4, 4, 5, 5, 5, 2])
+    )
+    metrics = rollout_metrics(inputs, version=5)
+    weights = (train - engine).double().exp()
+    assert metrics["rollout/train_rollout_logprob_diff"] == pytest.approx(1 / 6)
+    assert metrics["rollout/train_rollout_logprob_diff_max"] == pytest.approx(0.5)
+    assert metrics["rollout/train_rollout_logprob_diff_kl"] == pytest.approx(
+        ((weights - 1 - weights.log()).sum() / 6).item()
+    )
+    assert metrics["rollout/ess"] == pytest.approx((weights.sum() ** 2 / (6 * (weights**2).sum())).item())
+    assert metrics["rollout/kl_clamped_share"] == pytest.approx(0.5)
+    assert metrics["rollout/staleness_mean"] == pytest.approx(5 / 6)
+    assert metrics["rollout/staleness_max"] == 3
+
+
+def test_ess_is_one_on_policy() -> None:
+    logprobs = torch.randn(6)
+    assert rollout_metrics(batch(logprobs=logprobs, rollout_logprobs=logprobs))["rollout/ess"] == pytest.approx(1.0)
+
+
+def test_explained_variance() -> None:
+    returns = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    assert explained_variance(returns, returns) == pytest.approx(1.0)
+    assert explained_variance(torch.full((4,), 9.0), returns) == pytest.approx(0.0)
+    assert explained_variance(-returns, returns) == pytest.approx(-3.0)
+    assert explained_variance(returns, torch.ones(4)) is None
+    assert "val/explained_variance" in rollout_metrics(batch(values=torch.randn(6)), returns=torch.randn(6))
+
+
+def test_what_was_not_measured_is_absent() -> None:
+    assert set(rollout_metrics(batch(kl=None))) == {
+        "objective/scores", "val/sequence_lengths", "val/sequence_lengths_min", "val/sequence_lengths_max",
+        "rollout/reward", "rollout/reward_std", "rollout/singleton_groups", "rollout/zero_std_groups",
+    }  # fmt: skip
+    assert "objective/rlhf_reward" not in rollout_metrics(batch(kl=None), reward_coef=0.1)
+    assert rollout_metrics(batch(kl=None), reward_coef=0.0)["objective/rlhf_reward"] == 3.0
+
+
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
+def test_batches_without_tokens(make_inputs: Make, lengths: tuple[int, ...]) -> None:
+    inputs = make_inputs(lengths=lengths)
+    metrics = rollout_metrics(inputs, entropy=inputs.kl, finish_reasons=["abort"] * len(lengths), returns=inputs.kl,
+                              reward_coef=0.1, version=3)  # fmt: skip
+    assert not any(name.startswith("objective") for name in metrics)
+
+
+def test_the_logged_kl_is_the_raw_kl(make_inputs: Make) -> None:
+    inputs = make_inputs()
+    before = rollout_metrics(inputs)
+    build_estimator("ppo", kl_coef=0.5)(inputs)
+    assert rollout_metrics(inputs) == before
+
+
+def test_wrong_sizes_are_named() -> None:
+    with pytest.raises(InputError, match=r"entropy: expected shape \[M\] = \[6\], got \[5\]"):
+        rollout_metrics(batch(), entropy=torch.zeros(5))
+    with pytest.raises(InputError, match="finish_reasons: expected B = 5"):
+        rollout_metrics(batch(), finish_reasons=["stop"])
+
+
+def test_every_metric_is_in_the_table(make_inputs: Make) -> None:
+    inputs = make_inputs()
+    noise = inputs.kl
+    assert noise is not None
+    full = EstimatorInputs(**{
+        **vars(inputs), "ref_logprobs": noise, "rollout_logprobs": noise, "versions": torch.zeros(176).long()
+    })  # fmt: skip
+    made = rollout_metrics(
+        full, finish_reasons=["stop"] * 9, entropy=noise, correct=torch.ones(9), returns=noise, reward_coef=0.1, version=1
+    )
+    moments = train(full.cu_seqlens, [(0, 9)])
+    assert {*made, *moments.reduce()} <= set(METRICS)
+    ours = ("objective/", "loss/", "policy/", "val/", "rollout/")
+    assert {name for name in METRICS if name.startswith(ours)} == {*made, *moments.reduce(), "objective/loss"}
+    assert all(spec.definition and spec.denominator and spec.unit for spec in METRICS.values())
+    assert all(name == spec.name for name, spec in METRICS.items())
+
+
+def train(borders: torch.Tensor, micro_batches: list[tuple[int, int]]) -> Moments:
+    """Feed the losses of these ranges of sequences."""
+    generator = torch.Generator().manual_seed(5)
+    vectors = torch.randn(6, int(borders[-1]), generator=generator, dtype=torch.float64)
+    weights = loss_weights("seq-mean-token-mean", borders)
+    loss, moments = build_policy_loss("ppo_clip", dual_clip=3.0), Moments()
+    for first, last in micro_batches:
+        tokens = slice(int(borders[first]), int(borders[last]))
+        logprobs, old, advantages, entropy, values, returns = vectors[:, tokens]
+        inputs = PolicyLossInputs(
+            cu_seqlens=borders[first : last + 1] - borders[first], logprobs=logprobs, old_logprobs=old,
+            advantages=advantages, entropy=entropy.abs(),
+        )  # fmt: skip
+        moments.add_policy_loss(loss(inputs), weights[tokens])
+        clipped = value_clipped(values, old, returns, clip=0.2)
+        moments.add_value_loss(value_loss(values, old, returns, clip=0.2), weights[tokens], clipped)
+    return moments
+
+
+@pytest.mark.parametrize("split", [[(0, 3), (3, 9)], [(i, i + 1) for i in range(9)], [(0, 0), (0, 9)]])
+def test_moments_do_not_depend_on_the_split(make_inputs: Make, split: list[tuple[int, int]]) -> None:
+    borders = make_inputs().cu_seqlens
+    whole = train(borders, [(0, 9)])
+    for metric, value in train(borders, split).reduce().items():
+        assert value == pytest.approx(whole.reduce()[metric], rel=1e-12), metric
+
+
+def test_moments_of_ranks_add_up(make_inputs: Make) -> None:
+    borders = make_inputs().cu_seqlens
+    ranks = [train(borders, [(0, 2)]), train(borders, [(2, 9)]), train(borders, [(1, 2)])]  # the last has no token
+    names = ranks[0].names
+    assert all(rank.names == names for rank in ranks)
+    packed = [rank.pack(names) for rank in ranks]
+    sums, maxima = sum(p[0] for p in packed), torch.stack([p[1] for p in packed]).amax(0)
+    assert isinstance(sums, torch.Tensor)
+    reduced = Moments.unpack(names, sums, maxima).reduce()
+    merged = ranks[1]
+    merged.merge(ranks[0])
+    assert reduced == pytest.approx(train(borders, [(0, 9)]).reduce())
+    assert merged.reduce() == pytest.approx(reduced)
+
+
+def test_moments_by_hand() -> None:
+    moments = Moments()
+    moments.add("ratio", torch.tensor([1.0, 2.0]))
+    moments.update({"ratio": torch.tensor([6.0]), "entropy": torch.zeros(0), "mine/x": torch.ones(2), "y": torch.ones(2)})
+    moments.add("policy_loss", torch.tensor([3.0, 1.0]))
+    assert moments.reduce(optimizer_steps=2) == {
+        "val/ratio": 3.0, "val/ratio_max": 6.0, "val/ratio_var": 7.0, "mine/x": 1.0, "policy/y_avg": 1.0,
+        "loss/policy_avg": 2.0,
+    }  # fmt: skip
+    assert Moments().reduce() == {}
+
+
+def test_the_ratio_variance_is_exact_close_to_one() -> None:
+    ratio = 1 + 1e-6 * torch.randn(10_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    moments = Moments()
+    for part in ratio.split(1000):
+        moments.add("ratio", part)
+    assert moments.reduce()["val/ratio_var"] == pytest.approx(ratio.var().item(), rel=1e-3)
+
+
+def test_the_import_is_light() -> None:
+    code = "import json, sys, rlcore.algorithms; print(json.dumps(sorted(m.split('.')[0] for m in sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    loaded = set(json.loads(out.stdout.splitlines()[-1]))
+    assert not loaded & {"megatron", "transformers", "pydantic", "sglang", "ray", "backends", "rollout", "scipy"}

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.algorithms import (
+    discounted_suffix_sum,
+    group_count,
+    group_mean_std,
+    last_token_index,
+    segment_index,
+    segment_mean,
+    segment_sum,
+    whiten,
+)
+
+from .helpers import LENGTHS, cu
+
+
+def slow_suffix_sum(x: Tensor, borders: Tensor, decay: float) -> Tensor:
+    y = torch.zeros_like(x)
+    for start, end in zip(borders.tolist(), borders.tolist()[1:]):
+        running = 0.0
+        for t in range(end - 1, start - 1, -1):
+            running = float(x[t]) + decay * running
+            y[t] = running
+    return y
+
+
+def test_suffix_sum_by_hand() -> None:
+    x = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
+    expected = torch.tensor([1 + 0.5 * (2 + 0.5 * 4), 2 + 0.5 * 4, 4.0, 8 + 0.5 * 16, 16.0])
+    assert torch.equal(discounted_suffix_sum(x, torch.tensor([0, 3, 3, 5]), 0.5), expected)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1e-3, 0.5, 0.95, 0.9999, 1.0])
+@pytest.mark.parametrize("lengths", [LENGTHS, (0, 0), (), (1, 1, 1), (3, 2, 3), (2500,), (0, 1100, 1, 1030, 0)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_suffix_sum_is_the_recursion(
+    lengths: tuple[int, ...], decay: float, dtype: torch.dtype, tolerance: float
+) -> None:
+    x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(1), dtype=dtype)
+    y = discounted_suffix_sum(x, cu(lengths), decay)
+    assert y.dtype == dtype
+    expected = slow_suffix_sum(x.double(), cu(lengths), decay)
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance * 10)
+
+
+def test_suffix_sum_with_decay_one_telescopes() -> None:
+    x = torch.randn(2000, dtype=torch.float64)
+    borders = cu((1200, 800))
+    y = discounted_suffix_sum(x, borders, 1.0)
+    torch.testing.assert_close(y[[0, 1200]], segment_sum(x, borders))
+    torch.testing.assert_close(y[:-1][:1199] - y[1:][:1199], x[:1199])
+
+
+@pytest.mark.parametrize("poison", [float("inf"), float("nan"), 1e300])
+@pytest.mark.parametrize("lengths", [(40, 70, 35), (3, 2, 3), (400, 300, 500)])
+def test_suffix_sum_keeps_a_bad_sequence_to_itself(lengths: tuple[int, ...], poison: float) -> None:
+    x = torch.randn(sum(lengths), dtype=torch.float64)
+    clean = discounted_suffix_sum(x, cu(lengths), 0.9)
+    start, end = lengths[0], lengths[0] + lengths[1]
+    x[start:end] = poison
+    y = discounted_suffix_sum(x, cu(lengths), 0.9)
+    assert torch.equal(y[:start], clean[:start])
+    assert torch.equal(y[end:], clean[end:])
+
+
+def test_suffix_sum_has_a_gradient() -> None:
+    x = torch.randn(80, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: discounted_suffix_sum(x, cu((40, 0, 37, 1, 2)), 0.9), (x,))
+
+
+def test_suffix_sum_leaves_its_input_alone() -> None:
+    x = torch.randn(5)
+    for decay in (0.0, 0.5):
+        y = discounted_suffix_sum(x, cu((5,)), decay)
+        assert x._version == 0
+        assert y.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.01, float("nan")])
+def test_suffix_sum_refuses_a_decay_outside_the_unit_interval(decay: float) -> None:
+    with pytest.raises(ValueError, match="decay"):
+        discounted_suffix_sum(torch.ones(2), cu((2,)), decay)
+
+
+def test_segments_by_hand() -> None:
+    x, borders = torch.tensor([1.0, 2.0, 3.0, 10.0]), torch.tensor([0, 0, 3, 3, 4])
+    assert segment_sum(x, borders).tolist() == [0, 6, 0, 10]
+    assert segment_mean(x, borders).tolist() == [0, 2, 0, 10]
+    assert segment_index(borders).tolist() == [1, 1, 1, 3]
+    assert last_token_index(borders).tolist() == [2, 3]
+
+
+def test_segments_of_nothing() -> None:
+    empty = torch.zeros(0)
+    assert segment_sum(empty, torch.tensor([0])).shape == (0,)
+    assert segment_mean(empty, torch.tensor([0, 0, 0])).tolist() == [0, 0]
+    assert segment_index(torch.tensor([0, 0])).shape == (0,)
+
+
+def test_segment_mean_has_a_gradient() -> None:
+    x = torch.randn(sum(LENGTHS), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: segment_mean(x, cu(LENGTHS)), (x,))
+
+
+def test_whiten_by_hand() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0])  # mean 2, unbiased variance 1
+    torch.testing.assert_close(whiten(x), torch.tensor([-1.0, 0.0, 1.0]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(whiten(x, shift_mean=False), torch.tensor([1.0, 2.0, 3.0]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(whiten(x, eps=3.0), torch.tensor([-0.5, 0.0, 0.5]))
+
+
+def test_whiten_survives_a_mean_far_above_the_std() -> None:
+    x = 50 + 1e-3 * torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    wide = x.double()
+    expected = (wide - wide.mean()) * torch.rsqrt(wide.var() + 1e-8)
+    torch.testing.assert_close(whiten(x).double(), expected, rtol=1e-6, atol=1e-6)
+    assert abs(float(whiten(x).double().mean())) < 1e-6
+
+
+def test_whiten_of_nothing_of_one_and_of_equals() -> None:
+    assert whiten(torch.zeros(0)).shape == (0,)
+    assert whiten(torch.tensor([7.0])).tolist() == [0.0]
+    assert whiten(torch.tensor([7.0]), shift_mean=False).tolist() == [7.0]
+    assert whiten(torch.full((100,), 0.1)).abs().max() < 1e-6
+
+
+def test_groups_are_by_id() -> None:
+    x, groups = torch.tensor([1.0, 5.0, 3.0, 7.0, 4.0]), torch.tensor([9, -4, 9, 123456789012, 9])
+    mean, std = group_mean_std(x, groups)
+    triple = torch.tensor([1.0, 3.0, 4.0], dtype=torch.float64)
+    torch.testing.assert_close(mean[[0, 2, 4]], triple.mean().expand(3))
+    torch.testing.assert_close(std[[0, 2, 4]], triple.std().expand(3))
+    assert mean[[1, 3]].tolist() == [5, 7]
+    assert std[[1, 3]].tolist() == [0, 0]
+    assert group_count(groups).tolist() == [3, 1, 3, 1, 3]
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6 + 0.1])
+def test_a_group_of_equals_has_exactly_no_spread(value: float) -> None:
+    x = torch.full((7,), value)
+    mean, std = group_mean_std(x, torch.zeros(7, dtype=torch.int64))
+    assert torch.equal(mean, x.double())
+    assert std.eq(0).all()
+
+
+def test_group_std_survives_a_mean_far_above_it() -> None:
+    x = 50 + 1e-3 * torch.randn(64, generator=torch.Generator().manual_seed(0))
+    _, std = group_mean_std(x, torch.zeros(64, dtype=torch.int64))
+    torch.testing.assert_close(std[0], x.double().std())

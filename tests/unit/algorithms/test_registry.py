@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from rlcore.algorithms import (
+    Advantages,
+    AlgorithmError,
+    DuplicateNameError,
+    EstimatorInputs,
+    KeywordError,
+    PolicyLoss,
+    PolicyLossInputs,
+    UnknownNameError,
+    build_estimator,
+    build_policy_loss,
+    estimator_keywords,
+    estimator_names,
+    policy_loss_names,
+    register_estimator,
+    register_policy_loss,
+)
+
+pytestmark = pytest.mark.usefixtures("clean_registry")
+
+
+class Plain:
+    """An estimator that nobody registered."""
+
+    needs = ("kl",)
+
+    def __init__(self, *, scale: float = 2.0, mode: Literal["a", "b"] = "a", top: int | None = None) -> None:
+        self.scale = scale
+
+    def __call__(self, inputs: EstimatorInputs) -> Advantages:
+        assert inputs.kl is not None
+        assert inputs.values is None
+        return Advantages(inputs.kl * self.scale)
+
+
+class Bare(Plain):
+    needs = ()
+
+    def __call__(self, inputs: EstimatorInputs) -> Advantages:
+        present = {name for name, value in vars(inputs).items() if value is not None}
+        assert present == {"cu_seqlens", "rewards", "group_ids"}
+        return Advantages(torch.zeros(inputs.num_tokens))
+
+
+def batch(**changes: torch.Tensor) -> EstimatorInputs:
+    return EstimatorInputs(
+        cu_seqlens=torch.tensor([0, 2, 3]), rewards=torch.zeros(2), group_ids=torch.tensor([0, 0]),
+        kl=torch.ones(3), values=torch.ones(3), **changes,
+    )  # fmt: skip
+
+
+def test_ours_are_known() -> None:
+    assert {"ppo", "grpo", "reinforce++"} <= set(estimator_names())
+    assert {"ppo_clip", "sft"} <= set(policy_loss_names())
+
+
+def test_an_unknown_name_lists_the_known_and_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown estimator 'grppo'; known: .*ppo.*did you mean 'grpo'\?"):
+        build_estimator("grppo")
+    with pytest.raises(UnknownNameError, match=r"unknown policy loss 'ppo_clp'.*did you mean 'ppo_clip'"):
+        build_policy_loss("ppo_clp")
+
+
+def test_a_taken_name_is_refused() -> None:
+    with pytest.raises(DuplicateNameError, match=r"'ppo' is already registered by rlcore\.algorithms\.estimators\.ppo"):
+        register_estimator("ppo")(Plain)
+
+
+def test_registered_estimators_get_exactly_what_they_declared() -> None:
+    register_estimator("mine", needs={"kl"})(Plain)
+    estimator = build_estimator("mine", scale=3.0)
+    assert estimator.name == "mine"
+    assert estimator.needs == {"kl"}
+    assert isinstance(estimator.estimator, Plain)
+    assert estimator(batch()).advantages.tolist() == [3, 3, 3]
+
+
+def test_needs_may_be_a_function_of_the_instance() -> None:
+    register_estimator("mine", needs=lambda e: {"kl"} if e.scale else set())(Plain)
+    assert build_estimator("mine").needs == {"kl"}
+    assert build_estimator("mine", scale=0).needs == frozenset()
+
+
+def test_needs_default_to_the_attribute_and_pass_to_a_subclass() -> None:
+    register_estimator("mine")(Plain)
+    assert build_estimator("mine").needs == {"kl"}
+    assert build_estimator(f"{__name__}:Bare").needs == frozenset()
+    register_estimator("theirs", needs={"values"})(type("Decorated", (), {"__call__": lambda s, i: None}))
+
+
+@pytest.mark.parametrize(("needs", "message"), [({"vals"}, "no field 'vals'.*did you mean 'values'"), ("kl", "the string")])
+def test_needs_must_name_fields(needs: set[str], message: str) -> None:
+    register_estimator("mine", needs=needs)(Plain)
+    with pytest.raises(AlgorithmError, match=message):
+        build_estimator("mine")
+
+
+def test_an_import_path_needs_no_decorator() -> None:
+    assert build_estimator(f"{__name__}:Plain")(batch()).advantages.tolist() == [2, 2, 2]
+    build_estimator(f"{__name__}:Bare")(batch(token_rewards=torch.ones(3)))
+    decorated = build_estimator("rlcore.algorithms.estimators.ppo:PPO", kl_coef=0.1)
+    assert decorated.needs == {"values", "kl"}
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:Mine", "no module 'no_such_module'"),
+        ("rlcore.algorithms.nothing:Mine", "no module 'rlcore.algorithms.nothing'"),
+        ("rlcore.algorithms.estimators.ppo:PPQ", "PPQ.*did you mean 'PPO'"),
+        (":Mine", "expected 'package.module:Name'"),
+        ("rlcore:", "expected 'package.module:Name'"),
+    ],
+)
+def test_a_wrong_import_path_says_which_part(path: str, message: str) -> None:
+    with pytest.raises(UnknownNameError, match=message):
+        build_estimator(path)
+
+
+def test_the_import_error_of_a_plugin_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_plugin.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        build_estimator("broken_plugin:Mine")
+
+
+PLUGIN = """
+import torch
+from rlcore.algorithms import Advantages, PolicyLoss, register_estimator
+
+class Undecorated:
+    needs = {"kl"}
+    def __init__(self, *, scale: float = 1.0): self.scale = scale
+    def __call__(self, inputs): return Advantages(inputs.kl * self.scale)
+
+@register_estimator("ep_decorated", needs={"values"})
+class Decorated:
+    def __call__(self, inputs): return Advantages(-inputs.values)
+
+class Loss:
+    def __call__(self, inputs): return PolicyLoss(-inputs.logprobs)
+"""
+ENTRY_POINTS = """
+[rlcore.estimators]
+ep_plain = tiny_rlcore_plugin:Undecorated
+ep_decorated = tiny_rlcore_plugin:Decorated
+{more}
+[rlcore.policy_losses]
+ep_loss = tiny_rlcore_plugin:Loss
+"""
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "") -> None:
+    """Put a real distribution on the path."""
+    (folder / "tiny_rlcore_plugin.py").write_text(PLUGIN)
+    info = folder / "tiny_rlcore_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-rlcore-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS.format(more=more))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "tiny_rlcore_plugin", raising=False)
+
+
+def test_an_installed_package_brings_algorithms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch)
+    assert {"ep_plain", "ep_decorated"} <= set(estimator_names())
+    assert "ep_loss" in policy_loss_names()
+    assert "tiny_rlcore_plugin" not in sys.modules  # listing imports nothing
+    for _ in range(2):
+        assert build_estimator("ep_plain", scale=3.0)(batch()).advantages.tolist() == [3, 3, 3]
+        assert build_estimator("ep_decorated")(batch()).advantages.tolist() == [-1, -1, -1]
+    assert build_estimator("ep_decorated").needs == {"values"}
+    zeros = torch.zeros(3)
+    inputs = PolicyLossInputs(
+        cu_seqlens=torch.tensor([0, 3]), logprobs=zeros - 1, old_logprobs=zeros, advantages=zeros
+    )
+    assert build_policy_loss("ep_loss")(inputs).per_token.tolist() == [1, 1, 1]
+
+
+def test_an_installed_package_cannot_take_our_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, more="ppo = tiny_rlcore_plugin:Undecorated")
+    with pytest.raises(DuplicateNameError, match=r"'ppo' is claimed by.*tiny_rlcore_plugin:Undecorated"):
+        build_estimator("ppo")
+    assert build_estimator("grpo").name == "grpo"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"scael": 1.0}, r"unknown keyword 'scael'.*did you mean 'scale'.*accepted: scale: float = 2\.0"),
+        ({"scale": "1e-3"}, "'scale' expected float, got '1e-3' \\(str\\)"),
+        ({"scale": True}, "'scale' expected float, got True"),
+        ({"scale": None}, "'scale' expected float, got None"),
+        ({"mode": "c"}, "'mode' expected Literal"),
+        ({"top": 1.0}, "'top' expected int | None, got 1.0"),
+        ({"top": False}, "'top' expected int | None, got False"),
+    ],
+)
+def test_keywords_are_checked(kwargs: dict[str, object], message: str) -> None:
+    with pytest.raises(KeywordError, match=message):
+        build_estimator(f"{__name__}:Plain", **kwargs)
+
+
+def test_an_int_is_a_float_and_none_is_none() -> None:
+    build_estimator(f"{__name__}:Plain", scale=1, mode="b", top=None)
+    assert build_policy_loss("ppo_clip", dual_clip=None, clip_low=0).loss.dual_clip is None  # type: ignore[attr-defined]
+    assert [str(k) for k in estimator_keywords("grpo").values()] == ["normalize_std: bool = True", "eps: float = 1e-06"]
+
+
+def test_a_required_keyword_is_asked_for() -> None:
+    class Strict(Plain):
+        def __init__(self, *, beta: float) -> None:
+            super().__init__()
+
+    register_estimator("strict")(Strict)
+    with pytest.raises(KeywordError, match="missing keyword 'beta'; accepted: beta: float"):
+        build_estimator("strict")
+
+
+def test_keywords_that_swallow_are_refused() -> None:
+    class Swallows(Plain):
+        def __init__(self, **kwargs: float) -> None:
+            super().__init__()
+
+    with pytest.raises(KeywordError, match=r"takes \*\*kwargs.*name every keyword"):
+        register_estimator("swallows")(Swallows)
+
+
+def test_a_policy_loss_registers_the_same_way() -> None:
+    @register_policy_loss("mine", needs={"entropy"})
+    class Mine:
+        def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
+            return PolicyLoss(-inputs.logprobs)
+
+    assert build_policy_loss("mine").needs == {"entropy"}
+    with pytest.raises(DuplicateNameError):
+        register_policy_loss("mine")(Mine)
