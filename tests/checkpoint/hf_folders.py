@@ -1,0 +1,49 @@
+"""Tiny Hugging Face folders of every family, written by transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 31                  # odd, so that TP 2 pads it
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCAB,
+}
+
+# name -> (config class, further keys, dtype)
+MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
+    "llama": ("LlamaConfig", {"num_key_value_heads": 4}, torch.float32),
+    "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}, torch.bfloat16),
+    "qwen2": ("Qwen2Config", {}, torch.bfloat16),
+    "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}, torch.float32),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}, torch.float32),
+    "qwen3_tied": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}, torch.bfloat16),
+    "reward": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True, "num_labels": 1}, torch.float32),
+}
+
+
+def write_model(name: str, folder: Path, **overrides: Any) -> Path:
+    """Random weights (biases and norms too), in several shards, with the files that a tokenizer leaves beside them."""
+    import transformers
+
+    kind, keys, dtype = MODELS[name]
+    config = getattr(transformers, kind)(**{**SIZES, **keys, **overrides, "pad_token_id": 0})
+    auto = transformers.AutoModelForSequenceClassification if "num_labels" in keys else transformers.AutoModelForCausalLM
+    torch.manual_seed(len(name))
+    model = auto.from_config(config).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder

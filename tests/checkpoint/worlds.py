@@ -1,0 +1,56 @@
+"""Real gloo ranks for tests: one process a rank, a deadline for all of them, and the failing rank's own words."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_world(script: Path, size: int, folder: Path, payload: Any, *, deadline_s: float = 120) -> None:
+    """Run `script` as ranks 0..size-1; each gets `payload` by `join_world`. Fails with the log of a rank that failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "payload.json").write_text(json.dumps(payload))
+    started = []
+    for rank in range(size):
+        log = (folder / f"rank{rank}.log").open("w")
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(script), str(folder)]
+        started.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        end = time.monotonic() + deadline_s
+        for process in started:
+            process.wait(timeout=max(0.1, end - time.monotonic()))
+            if process.returncode:
+                break
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    failed = [rank for rank, process in enumerate(started) if process.returncode]
+    logs = "\n".join(f"--- rank {rank}\n{(folder / f'rank{rank}.log').read_text()[-4000:]}" for rank in failed)
+    assert not failed, f"{script.name}: ranks {failed} failed or outlived {deadline_s} s\n{logs}"
+
+
+def join_world() -> tuple[Path, Any]:
+    """On a rank: join the process group; (the test's folder, the payload)."""
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    return folder, json.loads((folder / "payload.json").read_text())
