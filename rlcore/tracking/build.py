@@ -1,0 +1,108 @@
+"""The trackers of a run, behind one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlcore.config import Config
+from rlcore.data.sample import Sample
+from rlcore.runs.directory import RunDirectory
+from rlcore.tracking.base import BaseTracker
+from rlcore.tracking.jsonl import JsonlTracker
+from rlcore.tracking.progress import open_progress
+
+logger = logging.getLogger(__name__)
+
+
+class Trackers(BaseTracker):
+    """Tells several trackers the same.
+
+    `required` ones end the run when they fail: without metrics.jsonl nobody knows what it did. An `optional` one that
+    fails (a service that is down, a full disk) is closed out with a warning, and the run goes on.
+    """
+
+    def __init__(self, required: Mapping[str, BaseTracker], optional: Mapping[str, BaseTracker] | None = None) -> None:
+        self._required, self._optional = dict(required), dict(optional or {})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self._required, *self._optional)
+
+    @property
+    def url(self) -> str | None:    # type: ignore[override]
+        everyone = (*self._required.values(), *self._optional.values())
+        return next((tracker.url for tracker in everyone if tracker.url), None)
+
+    def start(self, description: Mapping[str, str]) -> None:
+        self._tell(lambda tracker: tracker.start(description))
+
+    def show_prompt_lengths(self, lengths: NDArray[np.int64]) -> None:
+        self._tell(lambda tracker: tracker.show_prompt_lengths(lengths))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._tell(lambda tracker: tracker.log(step, metrics))
+
+    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        self._tell(lambda tracker: tracker.show_samples(step, samples))
+
+    def note(self, line: str) -> None:
+        self._tell(lambda tracker: tracker.note(line))
+
+    def state(self) -> dict[str, Any]:
+        """The state of each tracker that has one, by its name."""
+        states = {name: tracker.state() for name, tracker in {**self._required, **self._optional}.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def close(self, status: str) -> None:
+        self._tell(lambda tracker: tracker.close(status))
+
+    def _tell(self, what: Callable[[BaseTracker], None]) -> None:
+        for tracker in self._required.values():
+            what(tracker)
+        for name, tracker in list(self._optional.items()):
+            try:
+                what(tracker)
+            except Exception as error:  # noqa: BLE001  anything from a service: the run goes on without this tracker
+                del self._optional[name]
+                logger.warning("%s failed and is left out from here on: %s: %s", name, type(error).__name__, error)
+
+
+def build_trackers(
+    config: Config,
+    directory: RunDirectory,
+    resume_state: Mapping[str, Any] | None = None,
+    *,
+    total_steps: int,
+    stream: TextIO | None = None,
+) -> Trackers:
+    """What `tracking` asks for: metrics.jsonl and the progress display always, TensorBoard and wandb if enabled.
+
+    `resume_state` is what `Trackers.state` returned in the process before; without it a resumed run finds its wandb run
+    by a file in its directory. Raises `UserError` when a package is missing or wandb refuses.
+    """
+    required: dict[str, BaseTracker] = {
+        "jsonl": JsonlTracker(directory.metrics_path),
+        "progress": open_progress(config.run.name, total_steps, stream or sys.stdout),
+    }
+    optional: dict[str, BaseTracker] = {}
+    if config.tracking.tensorboard:
+        from rlcore.tracking.tensorboard import TensorboardTracker
+
+        optional["tensorboard"] = TensorboardTracker(directory.path / "tensorboard", config.model_dump(mode="json"))
+    if config.tracking.wandb.enabled:
+        from rlcore.tracking.wandb import WandbTracker
+
+        optional["wandb"] = WandbTracker(
+            config.tracking.wandb,
+            name=config.run.name,
+            folder=directory.path,
+            settings=config.model_dump(mode="json"),
+            state=(resume_state or {}).get("wandb"),
+        )
+    return Trackers(required, optional)

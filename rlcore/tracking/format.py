@@ -1,0 +1,66 @@
+"""Numbers and texts as people read them: three significant digits, one unit."""
+
+from __future__ import annotations
+
+import math
+
+from rlcore.data.sample import Sample
+
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def number(value: float) -> str:
+    """0.412, 3.21, 1.23k, 4.56M, 3.1e-05."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    size = abs(value)
+    if size < 1e-3:
+        return f"{value:.1e}"
+    if size >= 999.5e12:
+        return f"{value:.2e}"
+    for scale, prefix in _PREFIXES:
+        if size >= 0.9995 * scale:
+            return _three_digits(value / scale) + prefix
+    return _three_digits(value)
+
+
+def duration(seconds: float) -> str:
+    """0.42 s, 8.3 s, 42 s, 3m20s, 2h05m, 3d04h."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "?"
+    if seconds < 9.95:
+        return f"{seconds:.2f} s" if seconds < 0.995 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def sample_lines(sample: Sample, *, limit: int = 400) -> list[str]:
+    """A sample as a head line, then prompt and response, each cut to `limit` characters."""
+    parts = "".join(f", {name} {number(value)}" for name, value in sample.reward_parts.items())
+    head = f"reward {number(sample.reward)}{parts if len(sample.reward_parts) > 1 else ''}"
+    head += f", {sample.num_trainable} tokens, ended by {sample.finish_reason}"
+    if sample.label is not None:
+        head += f", expected {clipped(str(sample.label), 80)!r}"
+    return [head, f"> {_indented(sample.prompt_text, limit)}", f"< {_indented(sample.response_text, limit)}"]
+
+
+def clipped(text: str, limit: int) -> str:
+    """The first and the last part of a text that is longer than `limit` characters: both ends of a response matter."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
+
+
+def _indented(text: str, limit: int) -> str:
+    return clipped(text.strip(), limit).replace("\n", "\n  ")
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:#.3g}".removesuffix(".")

@@ -1,0 +1,160 @@
+"""What a run shows while it goes: one line a step, a bar below it on a terminal.
+
+    step  12/40 | reward 0.412 | kl 0.0031 | length 3.21 | 1.23k tok/s | 2.1 s/step | 1m02s left
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+from rlcore.data.sample import Sample
+from rlcore.tracking import names
+from rlcore.tracking.base import BaseTracker
+from rlcore.tracking.format import duration, number, sample_lines
+from rlcore.tracking.names import first
+
+WINDOW = 20     # steps over which the time left is estimated
+Clock = Callable[[], float]
+
+ENDINGS = {
+    "completed": "completed",
+    "early_stopped": "stopped early",
+    "failed": "FAILED",
+    "interrupted": "interrupted; continue with --resume",
+}
+
+
+def open_progress(name: str, total_steps: int, stream: TextIO) -> Progress:
+    """The display that suits `stream`: rich on a terminal, plain lines otherwise."""
+    if stream.isatty():
+        return TerminalProgress(name, total_steps, stream)
+    return Progress(name, total_steps, stream)
+
+
+class Progress(BaseTracker):
+    """Plain lines, flushed one by one: for files, pipes and batch systems."""
+
+    def __init__(self, name: str, total_steps: int, stream: TextIO, *, clock: Clock = time.monotonic) -> None:
+        self.name, self.total_steps, self.stream, self._clock = name, total_steps, stream, clock
+        self._began = self._last = clock()
+        self._intervals: deque[float] = deque(maxlen=WINDOW)
+        self._step = 0
+
+    def start(self, description: Mapping[str, str]) -> None:
+        width = max((len(key) for key in description), default=0)
+        self.write(f"run {self.name}")
+        for key, value in description.items():
+            self.write(f"  {key:<{width}}  " + value.replace("\n", "\n" + " " * (width + 4)))
+        self._last = self._clock()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = self._clock()
+        if step > 0:    # step 0 is the evaluation before training: no measure of a step's time
+            self._intervals.append(now - self._last)
+        self._step, self._last = step, now
+        self.write(" | ".join([self._position(), *self._fields(metrics)]))
+
+    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            head, *texts = sample_lines(sample)
+            self.write(f"  sample of step {step}: {head}")
+            for text in texts:
+                self.write("    " + text.replace("\n", "\n    "))
+
+    def note(self, line: str) -> None:
+        self.write(line)
+
+    def close(self, status: str) -> None:
+        spent = duration(self._clock() - self._began)
+        self.write(f"run {self.name}: {ENDINGS.get(status, status)} after step {self._step}/{self.total_steps}, {spent}")
+
+    @property
+    def seconds_left(self) -> float | None:
+        """An estimate from the last steps, evaluations and checkpoints between them included; None before the first."""
+        if not self._intervals:
+            return None
+        return sum(self._intervals) / len(self._intervals) * max(self.total_steps - self._step, 0)
+
+    def write(self, line: str) -> None:
+        print(line, file=self.stream, flush=True)
+
+    def _position(self) -> str:
+        width = len(str(self.total_steps))
+        return f"step {self._step:>{width}}/{self.total_steps}"
+
+    def _fields(self, metrics: Mapping[str, float]) -> list[str]:
+        reward, accuracy, kl = (first(metrics, keys) for keys in (names.REWARD, names.ACCURACY, names.KL))
+        loss, length, speed = (first(metrics, keys) for keys in (names.LOSS, names.LENGTH, names.TOKENS_PER_SECOND))
+        fields = []
+        if reward is not None:
+            fields.append(f"reward {number(reward)}")
+        elif loss is not None:
+            fields.append(f"loss {number(loss)}")
+        if kl is not None:
+            fields.append(f"kl {number(kl)}")
+        if length is not None:
+            fields.append(f"length {number(length)}")
+        if speed is not None:
+            fields.append(f"{number(speed)} tok/s")
+        seconds = first(metrics, names.STEP_SECONDS)
+        if seconds is None and self._intervals:
+            seconds = self._intervals[-1]
+        if seconds is not None:
+            fields.append(f"{duration(seconds)}/step")
+        if self.seconds_left is not None and self._step < self.total_steps:
+            fields.append(f"{duration(self.seconds_left)} left")
+        if accuracy is not None:
+            fields.append(f"eval {number(accuracy)}")
+        return fields
+
+
+class TerminalProgress(Progress):
+    """The same lines above a bar that stays at the bottom of the terminal."""
+
+    def __init__(self, name: str, total_steps: int, stream: TextIO, *, clock: Clock = time.monotonic) -> None:
+        super().__init__(name, total_steps, stream, clock=clock)
+        self.console = Console(file=stream, highlight=False)
+        columns = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+        )
+        self._bar = Bar(*columns, console=self.console, expand=True, transient=True)
+        self._task = self._bar.add_task(name, total=total_steps, left="")
+
+    def start(self, description: Mapping[str, str]) -> None:
+        super().start(description)
+        self._bar.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().log(step, metrics)
+        left = "" if self.seconds_left is None else f"{duration(self.seconds_left)} left"
+        self._bar.update(self._task, completed=step, left=left)
+
+    def close(self, status: str) -> None:
+        self._bar.stop()
+        super().close(status)
+
+    def write(self, line: str) -> None:
+        self.console.print(_styled(line), soft_wrap=True)
+
+
+def _styled(line: str) -> Text:
+    """Steps stand out, samples recede. Made of plain text: what a model generated is never read as markup."""
+    text = Text(line)
+    text.highlight_regex(r"^step +\d+/\d+", "bold cyan")
+    text.highlight_regex(r"\breward [^ ]+", "green")
+    text.highlight_regex(r"\beval [^ ]+$", "bold green")
+    text.highlight_regex(r"\bnan\b|\b-?inf\b|FAILED", "bold red")
+    text.highlight_regex(r"^    [<>] .*", "dim")
+    return text

@@ -1,0 +1,62 @@
+"""TensorBoard event files in `<run>/tensorboard/`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlcore.data.sample import Sample
+from rlcore.errors import UserError
+from rlcore.tracking.base import BaseTracker
+from rlcore.tracking.format import sample_lines
+
+
+class TensorboardTracker(BaseTracker):
+    """Scalars under their metric names, samples and the configuration as text."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        _check_installed()
+        self.folder, self._settings = folder, settings
+        self._writer: Any = None
+
+    def show_prompt_lengths(self, lengths: NDArray[np.int64]) -> None:
+        self._open(0).add_histogram("data/prompt_lengths", lengths, 0)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        writer = self._open(step)
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        blocks = ["\n".join(f"    {line}" for text in sample_lines(s) for line in text.split("\n")) for s in samples]
+        self._open(step).add_text("samples", "\n\n---\n\n".join(blocks), step)
+
+    def close(self, status: str) -> None:
+        writer = self._open(0)
+        writer.add_text("status", status)
+        writer.close()
+
+    def _open(self, step: int) -> Any:
+        """The writer, made when the first step is known: TensorBoard drops what an earlier process wrote from there on."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self.folder), purge_step=step)
+            text = json.dumps(self._settings, indent=2)
+            self._writer.add_text("config", "    " + text.replace("\n", "\n    "), step)
+        return self._writer
+
+
+def _check_installed() -> None:
+    if find_spec("tensorboard") is None:
+        raise UserError(
+            "tracking.tensorboard is on but the package tensorboard is not installed: "
+            "pip install 'rlcore[tensorboard]', or set tracking.tensorboard=false"
+        )

@@ -1,0 +1,111 @@
+"""Weights & Biases. `mode: offline` needs no account: `wandb sync` uploads the run's folder later."""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlcore.config.training import WandbConfig
+from rlcore.data.sample import Sample
+from rlcore.errors import UserError
+from rlcore.runs.files import write_atomic
+from rlcore.tracking.base import BaseTracker
+
+ID_FILE = "wandb_run_id"
+TABLE_ROWS = 200            # newest samples in the table
+UPLOAD_TIMEOUT_S = 300.0    # at the end of a run; what is not uploaded by then stays on the disk
+COLUMNS = ("step", "prompt", "response", "reward", "finish_reason", "tokens", "label")
+
+
+class WandbTracker(BaseTracker):
+    """One wandb run for one rlcore run, whatever the number of processes it took.
+
+    The run id comes from the checkpoint (`state`), else from a file in the run's folder: a run that was killed before its
+    first checkpoint goes on under its id too.
+    """
+
+    def __init__(
+        self,
+        config: WandbConfig,
+        *,
+        name: str,
+        folder: Path,
+        settings: Mapping[str, Any],
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._wandb = wandb = _import_wandb()
+        self._offline = config.mode == "offline"
+        id_file = folder / ID_FILE
+        known = (state or {}).get("id") or (id_file.read_text().strip() if id_file.exists() else None)
+        self.id: str = known or uuid.uuid4().hex[:12]
+        options: dict[str, Any] = {"console": "off", "silent": self._offline}
+        if "finish_timeout" in wandb.Settings.model_fields:
+            options["finish_timeout"] = UPLOAD_TIMEOUT_S
+        try:
+            self.run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                name=name,
+                id=self.id,
+                # Offline there is no server to ask; runs of one id are joined by `wandb sync`.
+                resume=None if self._offline else "allow",
+                mode=config.mode,
+                tags=config.tags or None,
+                dir=str(folder),
+                config=dict(settings),
+                settings=wandb.Settings(**options),
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"wandb could not start the run: {error}; log in with `wandb login`, "
+                "or set tracking.wandb.mode=offline, or tracking.wandb.enabled=false"
+            ) from error
+        write_atomic(id_file, self.id.encode())
+        # Its own step must never go back, so a resumed run would lose the steps that it repeats; a metric may.
+        self.run.define_metric("step", hidden=True)
+        self.run.define_metric("*", step_metric="step")
+        self._rows: deque[list[Any]] = deque(maxlen=TABLE_ROWS)
+        self._new = known is None
+
+    @property
+    def url(self) -> str | None:    # type: ignore[override]
+        return None if self._offline else self.run.url
+
+    def show_prompt_lengths(self, lengths: NDArray[np.int64]) -> None:
+        if self._new and len(lengths):
+            counts = np.histogram(lengths, bins=min(64, int(np.ptp(lengths)) + 1))
+            self.run.log({"data/prompt_lengths": self._wandb.Histogram(np_histogram=counts), "step": 0})
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log({**metrics, "step": step})
+
+    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        for s in samples:
+            label = "" if s.label is None else str(s.label)
+            row = [step, s.prompt_text, s.response_text, s.reward, s.finish_reason, s.num_trainable, label]
+            self._rows.append(row)
+        self.run.log({"samples": self._wandb.Table(columns=list(COLUMNS), data=list(self._rows)), "step": step})
+
+    def state(self) -> dict[str, Any]:
+        return {"id": self.id}
+
+    def close(self, status: str) -> None:
+        self.run.summary["status"] = status
+        self.run.finish(exit_code=0 if status in ("completed", "early_stopped") else 1)
+
+
+def _import_wandb() -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(
+            "tracking.wandb is enabled but the package wandb is not installed: "
+            "pip install 'rlcore[wandb]', or set tracking.wandb.enabled=false"
+        ) from None
+    return wandb
