@@ -1,0 +1,151 @@
+"""From two piles of metrics.jsonl to the numbers that are compared, a table and a verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from recipe import RECIPE
+
+WARMUP_STEPS = 5            # not timed: allocators, caches and lazy imports settle
+ACCURACY_TOLERANCE = 0.05
+PHASES = ("generation", "training", "publish", "other")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One side, one seed. Seconds are medians over the timed steps unless they say otherwise."""
+
+    seed: int
+    step: float                         # from the end of one step to the end of the next, evaluation left out
+    step_mean: float
+    phases: dict[str, float]            # keys PHASES; "other" is what the first three leave of a step
+    accuracy: dict[int, float]          # greedy, held out, by step
+    reward_first: float                 # mean sampled reward of step 1
+    seconds: float                      # the whole process, start-up included
+    peak_bytes: int
+    load_before: float                  # 1-minute load average of the machine before it started
+
+
+def read_run(metrics: Path, *, seed: int, seconds: float, peak_bytes: int, load_before: float) -> RunResult:
+    """Read either side's metrics.jsonl.
+
+    rlcore's `time/step` ends before metrics are reduced and logged; the difference of two `time/from_scratch` does not. TRL's
+    lines have no such clock and `time/step` is already everything.
+    """
+    rows: dict[int, dict[str, float]] = {}
+    for line in metrics.read_text().splitlines():
+        row = json.loads(line)
+        rows.setdefault(row["step"], {}).update(row)
+    timed = [step for step in sorted(rows) if step > WARMUP_STEPS]
+    if not timed:
+        raise ValueError(f"{metrics} has no step after the first {WARMUP_STEPS}: train more than {WARMUP_STEPS} steps")
+    periods = [_period(rows[step], rows[step - 1]) for step in timed]
+    phases = {
+        phase: statistics.median(rows[step].get(f"time/{phase}", 0.0) for step in timed) for phase in PHASES[:-1]
+    }
+    phases["other"] = max(0.0, statistics.median(periods) - sum(phases.values()))
+    return RunResult(
+        seed=seed,
+        step=statistics.median(periods),
+        step_mean=statistics.fmean(periods),
+        phases=phases,
+        accuracy={step: row["eval/accuracy"] for step, row in sorted(rows.items()) if "eval/accuracy" in row},
+        reward_first=rows[1]["rollout/reward"],
+        seconds=seconds,
+        peak_bytes=peak_bytes,
+        load_before=load_before,
+    )
+
+
+def _period(row: dict[str, float], before: dict[str, float]) -> float:
+    if "time/from_scratch" in row:
+        return row["time/from_scratch"] - before["time/from_scratch"] - row.get("time/evaluation", 0.0)
+    return row["time/step"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """All seeds of one trainer: medians of the runs' medians for seconds, means for accuracy."""
+
+    name: str
+    runs: tuple[RunResult, ...]
+
+    @property
+    def step(self) -> float:
+        return statistics.median(run.step for run in self.runs)
+
+    @property
+    def samples_per_second(self) -> float:
+        return RECIPE.samples_per_step / self.step
+
+    def phase(self, name: str) -> float:
+        return statistics.median(run.phases[name] for run in self.runs)
+
+    def accuracies(self, step: int) -> list[float]:
+        return [run.accuracy[step] for run in self.runs if step in run.accuracy]
+
+    def summary(self) -> dict[str, object]:
+        return {
+            "step_seconds": self.step,
+            "samples_per_second": self.samples_per_second,
+            "phase_seconds": {phase: self.phase(phase) for phase in PHASES},
+            "accuracy": {step: statistics.fmean(found) for step in RECIPE.eval_steps if (found := self.accuracies(step))},
+            "runs": [asdict(run) for run in self.runs],
+        }
+
+
+def verdict(ours: Side, theirs: Side) -> dict[str, bool]:
+    """What the benchmark is there to find out; only the steps that both sides evaluated after the start are compared."""
+    steps = [step for step in RECIPE.eval_steps if step > 0 and ours.accuracies(step) and theirs.accuracies(step)]
+    gaps = {step: statistics.fmean(ours.accuracies(step)) - statistics.fmean(theirs.accuracies(step)) for step in steps}
+    return {
+        "not slower": ours.step <= theirs.step,
+        **{f"accuracy at step {step} within 5 points": abs(gap) <= ACCURACY_TOLERANCE for step, gap in gaps.items()},
+    }
+
+
+def table(sides: Sequence[Side]) -> str:
+    """Markdown, one column a side."""
+    lines = [["", *(side.name for side in sides)], ["---", *("---:" for _ in sides)]]
+
+    def add(label: str, cells: Sequence[str]) -> None:
+        lines.append([label, *cells])
+
+    add("seconds a step", [f"{side.step:.3f}" for side in sides])
+    add("  lowest and highest seed", [_range([run.step for run in side.runs], "{:.3f}") for side in sides])
+    for phase in PHASES:
+        add(f"  {phase}", [f"{side.phase(phase):.3f}" for side in sides])
+    add("samples/s", [f"{side.samples_per_second:.0f}" for side in sides])
+    add("whole run, start-up included, s", [f"{statistics.median(r.seconds for r in side.runs):.1f}" for side in sides])
+    add("peak memory, MB", [f"{max(run.peak_bytes for run in side.runs) / 1e6:.0f}" for side in sides])
+    add("sampled reward at step 1", [f"{statistics.fmean(r.reward_first for r in side.runs):.3f}" for side in sides])
+    for step in RECIPE.eval_steps:
+        if all(side.accuracies(step) for side in sides):
+            cells = [f"{statistics.fmean(a):.3f} ({_range(a, '{:.3f}')})" for a in (s.accuracies(step) for s in sides)]
+            add(f"greedy accuracy, step {step}", cells)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    return f"{form.format(min(values))} to {form.format(max(values))}"
+
+
+def machine() -> dict[str, object]:
+    """What the seconds were measured on."""
+    names = {}
+    if Path("/proc/cpuinfo").exists():
+        pairs = (line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
+        names = {key.strip(): value.strip() for key, value in pairs}
+    return {
+        "cpu": names.get("model name", platform.processor()),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
