@@ -31,7 +31,7 @@ class Section(BaseModel):
 
 
 class Plugin(Section):
-    """A section that names a plugin; its other keys are the plugin's own keywords, checked where the plugin is built."""
+    """A section that names a plugin; other keys are the plugin's own keywords, checked where the plugin is built."""
 
     model_config = ConfigDict(extra="allow", validate_assignment=True)
 

@@ -10,8 +10,12 @@ from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any
 
+from rlcore.config.algorithm import EstimatorConfig
 from rlcore.config.derived import GROUP_ESTIMATORS, model_parallel_size, takes_kl_coef, updates_per_step
+from rlcore.config.policy import CriticConfig, ReferenceConfig
 from rlcore.config.problems import Problem
+from rlcore.config.reward import RewardConfig
+from rlcore.config.rollout import RolloutConfig
 from rlcore.config.root import Config
 
 Problems = Iterator[Problem]
@@ -179,18 +183,15 @@ def optimizers(config: Config) -> Problems:
 
 
 def debugging(config: Config) -> Problems:
-    """training.debug, replay and dump_steps go together."""
+    """training.debug and training.replay go together."""
     training = config.training
     if training.debug == "train_only" and training.replay is None:
-        message = "train_only trains on a dumped batch again: name it in training.replay"
+        message = "train_only trains on a saved step again: name its rollouts/step_*.jsonl.zst in training.replay"
         yield Problem("training.debug", message)
     if training.replay is not None and training.debug != "train_only":
-        yield Problem("training.replay", "a dumped batch is trained on only with training.debug: train_only")
+        yield Problem("training.replay", "a saved step is trained on only with training.debug: train_only")
     if training.debug is not None and config.is_sft:
         yield Problem("training.debug", f"{training.debug} is for runs with rollouts, not for the sft loss")
-    for step in training.dump_steps:
-        if step < 1:
-            yield Problem("training.dump_steps", f"got {step}, steps are counted from 1")
 
 
 def data(config: Config) -> Problems:
@@ -234,18 +235,20 @@ def notes_on(config: Config) -> Problems:
         ("policy.optimizer", config.policy.optimizer),
         ("critic.optimizer", config.critic.optimizer),
     ):
-        unused = {"decay_steps", "min_lr"} & optimizer.model_fields_set
-        if optimizer.schedule == "constant" and unused:
-            yield Problem(path, f"{' and '.join(sorted(unused))} ignored: the schedule is constant")
+        if optimizer.schedule == "constant" and (optimizer.min_lr or optimizer.decay_steps):
+            unused = "min_lr" if optimizer.min_lr else "decay_steps"
+            yield Problem(f"{path}.{unused}", "is ignored: the schedule is constant")
     if config.evaluation.samples_per_prompt > 1 and config.evaluation.temperature == 0:
         yield Problem("evaluation.samples_per_prompt", "the samples are all alike: evaluation.temperature is 0")
-    if not config.is_sft and config.rollout.sampling.temperature == 0:
-        yield Problem("rollout.sampling.temperature", "0 is greedy: the samples of a prompt are all alike")
     if config.is_sft:
-        for section in ("reward", "rollout", "critic", "reference"):
-            if section in config.model_fields_set:
-                yield Problem(section, "is ignored: supervised fine-tuning trains on the labels alone")
-        if "estimator" in algorithm.model_fields_set:
-            yield Problem("algorithm.estimator", "is ignored: supervised fine-tuning has no advantages")
-    elif "critic" in config.model_fields_set and algorithm.estimator.name in GROUP_ESTIMATORS:
-        yield Problem("critic", f"is ignored: estimator {algorithm.estimator.name!r} needs no values")
+        for path, differs in (
+            ("reward", config.reward != RewardConfig()),
+            ("rollout", config.rollout != RolloutConfig()),
+            ("critic", config.critic != CriticConfig()),
+            ("reference", config.reference != ReferenceConfig()),
+            ("algorithm.estimator", algorithm.estimator != EstimatorConfig()),
+        ):
+            if differs:
+                yield Problem(path, "is ignored: supervised fine-tuning trains on the labels alone")
+    elif config.rollout.sampling.temperature == 0:
+        yield Problem("rollout.sampling.temperature", "0 is greedy: the samples of a prompt are all alike")

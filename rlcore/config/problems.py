@@ -23,7 +23,7 @@ EXPECTED = {
     "float_parsing": "a number",
     "float_type": "a number",
     "finite_number": "a finite number",
-    "string_type": "text (quote it)",
+    "string_type": "text",
     "list_type": "a list",
     "dict_type": "a map of keys",
     "model_type": "a map of keys",
@@ -71,6 +71,8 @@ def _problem(details: ErrorDetails, tree: Tree) -> Problem:
         return Problem(dotted, f"missing: give it in a file or as {dotted}=VALUE")
     if isinstance(find(tree, path), dict) and details["type"] == "value_error":
         return Problem(dotted, expected)
+    if details["type"] == "string_type" and isinstance(details["input"], bool):
+        expected += " (put it in quotes)"
     return Problem(dotted, f"got {_show(details['input'])}, expected {expected}")
 
 

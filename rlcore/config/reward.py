@@ -30,7 +30,9 @@ class RewardPartConfig(Section):
 class RewardConfig(Section):
     """The reward is the weighted sum of its parts."""
 
-    parts: dict[str, RewardPartConfig] = Field(default_factory=lambda: {"exact_match": RewardPartConfig(function="exact_match")})
+    parts: dict[str, RewardPartConfig] = Field(
+        default_factory=lambda: {"exact_match": RewardPartConfig(function="exact_match")}
+    )
     non_stop_penalty: float | None = None       # replaces the score of a response that ended by length
     timeout_s: PositiveFloat = 10.0             # for one call
     on_error: float = 0.0                       # the score of a sample whose reward failed or timed out; counted

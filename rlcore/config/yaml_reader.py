@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +35,11 @@ class ConfigLoader(yaml.SafeLoader):
 class ConfigDumper(yaml.SafeDumper):
     """The inverse: it quotes what `ConfigLoader` would take for something else."""
 
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, False)
+    def represent_float(self, data: float) -> yaml.ScalarNode:
+        """`1e-06`, which PyYAML would write 1.0e-06."""
+        if math.isfinite(data):
+            return self.represent_scalar(_TAG + "float", repr(data))
+        return super().represent_float(data)
 
 
 def _own_rules(cls: type[ConfigLoader] | type[ConfigDumper]) -> None:
@@ -50,6 +54,7 @@ def _own_rules(cls: type[ConfigLoader] | type[ConfigDumper]) -> None:
 
 _own_rules(ConfigLoader)
 _own_rules(ConfigDumper)
+ConfigDumper.add_representer(float, ConfigDumper.represent_float)
 
 
 def read_file(path: Path) -> Tree:
@@ -84,16 +89,14 @@ def read_override(argument: str) -> Tree:
 
 
 def _parse(text: str, source: str, where: Where) -> Setting | Tree | None:
-    loader = ConfigLoader(text)
     try:
+        loader = ConfigLoader(text)
         node = loader.get_single_node()
         return None if node is None else _convert(loader, node, where, frozenset())
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_one_line(error, source)) from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
-    finally:
-        loader.dispose()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _convert(loader: ConfigLoader, node: yaml.Node, where: Where, above: frozenset[int]) -> Setting | Tree:

@@ -1,0 +1,173 @@
+"""The `rlcore` command. Torch and the rest are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlcore import __version__
+from rlcore.config.load import Loaded, load_config, split_arguments
+from rlcore.errors import RunFailed, UserError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+_SETTINGS = "FILE.yaml ... and overrides KEY=VALUE (policy.optimizer.lr=2e-6), later ones over earlier ones"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
+    arguments = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    try:
+        return command(arguments)
+    except UserError as error:
+        print(f"rlcore: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except RunFailed as error:
+        print(f"rlcore: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("rlcore: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:     # `rlcore metrics | head`: the reader has enough
+        sys.stderr.close()
+        return 0
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def train(arguments: argparse.Namespace) -> int:
+    loaded = _load(arguments.settings)
+    from rlcore import launch
+    from rlcore.plugin_checks import check_plugins
+
+    loaded = replace(loaded, notes=(*loaded.notes, *check_plugins(loaded)))
+    return launch.train(loaded, resume=arguments.resume, overwrite=arguments.overwrite)
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    loaded = _load(arguments.settings)
+    from rlcore.config.checks import describe_checks
+    from rlcore.config.render import render
+
+    notes, made = list(loaded.notes), describe_checks()
+    left_out = ["Files and folders exist and can be read: seen when the run starts"]
+    if importlib.util.find_spec("torch") is None:
+        left_out.append("Estimator, loss and functions take their keywords: needs torch, which is not installed here")
+    else:
+        from rlcore import plugin_checks
+
+        notes += plugin_checks.check_plugins(loaded)
+        made += plugin_checks.MADE
+    print(render(loaded), end="")
+    for title, lines in (("notes", notes), ("checks made", made), ("checks left out", left_out)):
+        if lines:
+            print(f"\n# {title}:", *(f"#   {line}" for line in lines), sep="\n")
+    return 0
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    chosen: list[str] = []
+    if arguments.model is not None:
+        is_hf = (arguments.model / "config.json").is_file()
+        chosen = [f"{'model.path' if is_hf else 'policy.checkpoint'}={json.dumps(str(arguments.model))}"]
+    loaded = _load([*arguments.settings, *chosen])
+    if not loaded.config.evaluation.paths:
+        raise loaded.error("evaluation.paths", "empty: name the files with the prompts to score")
+    from rlcore import launch
+
+    return launch.evaluate(loaded, output=arguments.output)
+
+
+def export(arguments: argparse.Namespace) -> int:
+    from rlcore import launch
+
+    return launch.export(arguments.source, arguments.folder)
+
+
+def init_model(arguments: argparse.Namespace) -> int:
+    from transformers.utils import logging
+
+    from rlcore.init_model import ModelSpec
+    from rlcore.init_model import init_model as write
+
+    given = {name: getattr(arguments, name) for name in _MODEL_OPTIONS if getattr(arguments, name) is not None}
+    spec = ModelSpec.preset(arguments.preset, **given)
+    logging.disable_progress_bar()
+    parameters = write(arguments.folder, spec, overwrite=arguments.overwrite)
+    print(f"{arguments.folder}: {spec.family}, {parameters:,} parameters, {spec.vocab_size} symbols")
+    return 0
+
+
+def metrics(arguments: argparse.Namespace) -> int:
+    from rlcore.listing import list_metrics
+
+    print("\n".join(list_metrics()))
+    return 0
+
+
+def algorithms(arguments: argparse.Namespace) -> int:
+    from rlcore.listing import list_algorithms
+
+    print("\n".join(list_algorithms()))
+    return 0
+
+
+def _load(settings: Sequence[str]) -> Loaded:
+    return load_config(*split_arguments(settings))
+
+
+# --- their arguments --------------------------------------------------------------------------------------------------
+
+_MODEL_OPTIONS = ("family", "alphabet", "hidden", "layers", "heads", "kv_heads", "intermediate", "tied", "seed")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rlcore", description="Reinforcement learning for language models.")
+    parser.add_argument("--version", action="version", version=f"rlcore {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=run)
+        return sub
+
+    def configured(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        sub = command(name, run, text)
+        sub.add_argument("settings", nargs="+", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
+        return sub
+
+    sub = configured("train", train, "train a model by reinforcement learning or supervised fine-tuning")
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
+    how.add_argument("--overwrite", action="store_true", help="delete what an earlier run of this name left")
+    configured("validate", validate, "check a configuration and print it with the origin of each value")
+    sub = configured("eval", evaluate, "score a model on the evaluation prompts")
+    sub.add_argument("--model", type=Path, help="a Hugging Face folder or a checkpoint, instead of the configured one")
+    sub.add_argument("--output", type=Path, help="also write the scores to this JSON file")
+    sub = command("export", export, "write a training checkpoint as a Hugging Face folder")
+    sub.add_argument("source", type=Path, help="a run (its last checkpoint) or a checkpoint folder")
+    sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
+    _add_model_options(command("init-model", init_model, "write a small, randomly initialised Hugging Face folder"))
+    command("metrics", metrics, "define every metric that a run writes")
+    command("algorithms", algorithms, "list estimators and losses with their keywords")
+    return parser
+
+
+def _add_model_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("folder", type=Path)
+    sub.add_argument("--preset", choices=("addition", "ascii"), default="addition", help="where the defaults come from")
+    sub.add_argument("--family", choices=("qwen3", "qwen2", "llama"))
+    sub.add_argument("--alphabet", metavar="CHARACTERS", help="what the tokenizer knows, one token a character")
+    for name in ("hidden", "layers", "heads", "kv-heads", "intermediate", "seed"):
+        sub.add_argument(f"--{name}", type=int, metavar="N")
+    sub.add_argument("--tied", action=argparse.BooleanOptionalAction, help="the LM head is the embedding")
+    sub.add_argument("--overwrite", action="store_true", help="replace a model that is there")

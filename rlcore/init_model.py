@@ -1,0 +1,131 @@
+"""A small language model out of nothing: random weights and a tokenizer of single characters, as a Hugging Face folder.
+
+For tests, examples and first runs, where no download should be needed.
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from rlcore.errors import ModelError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Family = Literal["qwen3", "qwen2", "llama"]
+
+PAD, EOS = "<pad>", "<eos>"
+ALPHABETS = {
+    "addition": string.digits + "+-*/=()<>.,:;?! \nxy",     # 29 characters; 31 symbols with <pad> and <eos>
+    "ascii": string.digits + string.ascii_letters + string.punctuation + " \n\t",
+}
+# Characters carry no roles: a conversation is its contents, one after the other.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Family, sizes and alphabet. The defaults have 595,200 parameters and learn to add on two cores."""
+
+    family: Family = "qwen3"
+    alphabet: str = ALPHABETS["addition"]
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    intermediate: int = 256
+    tied: bool = True
+    seed: int = 1
+    max_positions: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads", "kv_heads", "intermediate"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}: got {getattr(self, name)}, expected 1 or more")
+        if self.hidden % (2 * self.heads):
+            raise UserError(f"hidden: got {self.hidden}, expected a multiple of 2 x heads ({self.heads})")
+        if self.heads % self.kv_heads:
+            raise UserError(f"kv_heads: got {self.kv_heads}, expected a divisor of heads ({self.heads})")
+        if not self.alphabet or len(set(self.alphabet)) != len(self.alphabet):
+            raise UserError(f"alphabet: got {self.alphabet!r}, expected one character or more, each once")
+
+    @classmethod
+    def preset(cls, name: str, **given: Any) -> ModelSpec:
+        """The defaults with the alphabet called `name`, and what is `given` over them."""
+        return cls(**{"alphabet": ALPHABETS[name], **given})
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.alphabet) + 2
+
+
+def init_model(folder: Path, spec: ModelSpec | None = None, *, overwrite: bool = False) -> int:
+    """Write configuration, fp32 weights and tokenizer to `folder`; the same `spec` writes the same weights.
+
+    Returns:
+        The number of parameters.
+
+    Raises:
+        ModelError: there is a model in `folder` and `overwrite` is off.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    spec = spec or ModelSpec()
+    if (folder / "config.json").exists() and not overwrite:
+        raise ModelError(f"{folder}: holds a model already; pass --overwrite to replace it")
+    tokenizer = char_tokenizer(spec.alphabet, spec.max_positions)
+    config = _architecture(spec, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return int(sum(parameter.numel() for parameter in model.parameters()))
+
+
+def char_tokenizer(alphabet: str, max_length: int = 512) -> PreTrainedTokenizerFast:
+    """One token a character and nothing added: `decode(encode(text)) == text`. An unknown character is an error."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {symbol: index for index, symbol in enumerate((PAD, EOS, *alphabet))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))     # not in it: raises instead of skipping
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+        model_max_length=max_length,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
+    """The family's own configuration class with our sizes."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    sizes: dict[str, Any] = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "intermediate_size": spec.intermediate,
+        "max_position_embeddings": spec.max_positions,
+        "tie_word_embeddings": spec.tied,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+        "bos_token_id": None,
+    }
+    if spec.family == "qwen2":      # takes its head size from hidden / heads
+        return Qwen2Config(**sizes)
+    families = {"qwen3": Qwen3Config, "llama": LlamaConfig}
+    return families[spec.family](**sizes, head_dim=spec.hidden // spec.heads)
