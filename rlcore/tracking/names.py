@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 REWARD = ("rollout/reward", "objective/scores")
-KL = ("objective/kl", "rollout/kl")
+KL = ("objective/kl",)
 LOSS = ("loss/policy_avg", "objective/loss")
 LENGTH = ("val/sequence_lengths",)
 TOKENS_PER_SECOND = ("perf/tokens_per_second",)

@@ -1,0 +1,110 @@
+"""Push a finished model to the Hugging Face hub, with a link to the tracked run in its card."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from rlcore.errors import RunFailed, UserError
+from rlcore.runs.files import write_atomic
+from rlcore.tracking.format import number
+
+CARD = "README.md"
+BEGIN, END = "<!-- rlcore: begin -->", "<!-- rlcore: end -->"
+TAGS = ("rlcore", "reinforcement-learning")
+_FRONT_MATTER = re.compile(r"\A---\n(.*?)^---\n", re.DOTALL | re.MULTILINE)
+_SECTION = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END) + r"\n?", re.DOTALL)
+
+
+class HubClient(Protocol):
+    """The part of `huggingface_hub.HfApi` that is used here."""
+
+    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> Any: ...
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> Any: ...
+
+
+def push_to_hub(
+    folder: Path,
+    repo: str,
+    *,
+    run_name: str,
+    private: bool = True,
+    run_url: str | None = None,
+    metrics: Mapping[str, float] | None = None,
+    client: HubClient | None = None,
+) -> str:
+    """Upload the Hugging Face folder `folder` to `repo` and return the address of the repository.
+
+    The card in the folder gets a section on the run first; see `write_card`. Raises `UserError` when there is no model in
+    `folder` or huggingface_hub is missing, `RunFailed` when the hub refuses: the folder stays as it is.
+    """
+    if not (folder / "config.json").exists():
+        raise UserError(f"nothing to push: {folder} is no Hugging Face folder (no config.json); set checkpoint.export_hf")
+    client = client or _hub_client()
+    write_card(folder, run_name=run_name, run_url=run_url, metrics=metrics)
+    try:
+        created = client.create_repo(repo, private=private, exist_ok=True)
+        client.upload_folder(repo_id=repo, folder_path=str(folder), commit_message=f"Trained by rlcore run {run_name}")
+    except Exception as error:  # the hub's errors, the connection's and the file system's have no common base
+        raise RunFailed(
+            f"tracking.hub: pushing to {repo!r} failed: {error}; the model is whole in {folder}: "
+            f"log in with `hf auth login` and push it by `hf upload {repo} {folder}`"
+        ) from error
+    return str(created)
+
+
+def write_card(
+    folder: Path, *, run_name: str, run_url: str | None = None, metrics: Mapping[str, float] | None = None
+) -> Path:
+    """Put a section on the run into the model card: the link, the last metrics, our tags. Other text is left as it is, and
+    a section from an earlier push is replaced."""
+    path = folder / CARD
+    text = path.read_text(encoding="utf-8") if path.exists() else f"# {run_name}\n"
+    front, body = _split(path, text)
+    tags = front.get("tags") or []
+    front["tags"] = [*tags, *(tag for tag in TAGS if tag not in tags)]
+    front.setdefault("library_name", "transformers")
+    body = _SECTION.sub("", body).rstrip("\n")
+    header = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
+    section = _section(run_name, run_url, metrics or {})
+    write_atomic(path, f"---\n{header}---\n{body}\n\n{section}\n".encode())
+    return path
+
+
+def _section(run_name: str, run_url: str | None, metrics: Mapping[str, float]) -> str:
+    where = f"[{run_name}]({run_url})" if run_url else f"`{run_name}`"
+    lines = [BEGIN, "## Training", "", f"Trained with reinforcement learning by rlcore; tracked run: {where}."]
+    if metrics:
+        lines += ["", "| metric | last value |", "|---|---|"]
+        lines += [f"| `{name}` | {number(value)} |" for name, value in metrics.items()]
+    return "\n".join([*lines, END])
+
+
+def _split(path: Path, text: str) -> tuple[dict[str, Any], str]:
+    """The card's YAML front matter and what follows it."""
+    match = _FRONT_MATTER.match(text)
+    if not match:
+        return {}, text
+    try:
+        front = yaml.safe_load(match[1]) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: the front matter of the model card is not YAML: {error}") from error
+    if not isinstance(front, dict):
+        raise UserError(f"{path}: the front matter of the model card must be a mapping, got {type(front).__name__}")
+    return front, text[match.end() :]
+
+
+def _hub_client() -> HubClient:
+    try:
+        from huggingface_hub import HfApi
+    except ImportError:
+        raise UserError(
+            "tracking.hub.repo is set but the package huggingface_hub is not installed: pip install 'rlcore[hub]'"
+        ) from None
+    client: HubClient = HfApi()
+    return client

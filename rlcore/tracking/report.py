@@ -1,0 +1,85 @@
+"""The table that a run ends with, made from metrics.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlcore.tracking import names
+from rlcore.tracking.format import duration, number
+
+NOT_PHASES = frozenset({"time/step", "time/from_scratch"})      # totals of the others
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run did, from its metrics; None where a run has no such metric."""
+
+    steps: int
+    reward_first: float | None = None
+    reward_last: float | None = None
+    accuracy_before: float | None = None    # the first and the last evaluation
+    accuracy_after: float | None = None
+    loss_first: float | None = None
+    loss_last: float | None = None
+    tokens_per_second: float | None = None  # median over steps
+    seconds: float = 0.0                    # of all phases
+    seconds_by_phase: dict[str, float] = field(default_factory=dict)    # largest first
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
+    """Sum up the rows of a metrics file (`rlcore.runs.metrics.read_metrics`)."""
+    phases: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith("time/") and name not in NOT_PHASES:
+                phases[name.removeprefix("time/")] = phases.get(name.removeprefix("time/"), 0.0) + value
+    speeds = sorted(names.curve(rows, names.TOKENS_PER_SECOND)[1])
+    rewards, losses = (names.curve(rows, keys)[1] for keys in (names.REWARD, names.LOSS))
+    accuracies = names.curve(rows, names.ACCURACY)[1]
+    return RunSummary(
+        steps=max((int(row["step"]) for row in rows), default=0),
+        reward_first=_at(rewards, 0),
+        reward_last=_at(rewards, -1),
+        accuracy_before=_at(accuracies, 0),
+        accuracy_after=_at(accuracies, -1),
+        loss_first=_at(losses, 0),
+        loss_last=_at(losses, -1),
+        tokens_per_second=_at(speeds, len(speeds) // 2),
+        seconds=sum(phases.values()),
+        seconds_by_phase=dict(sorted(phases.items(), key=lambda item: -item[1])),
+    )
+
+
+def format_report(summary: RunSummary, *, title: str = "", result: Mapping[str, Any] | None = None) -> str:
+    """The summary as lines of text; `result` is the content of result.json."""
+    rows: list[tuple[str, str]] = []
+    if result is not None:
+        reason = f" ({result['reason']})" if result.get("reason") else ""
+        rows.append(("status", f"{result['status']}{reason}"))
+    rows.append(("steps", str(summary.steps)))
+    rows += _change("eval accuracy", summary.accuracy_before, summary.accuracy_after)
+    rows += _change("reward", summary.reward_first, summary.reward_last)
+    if summary.reward_last is None:
+        rows += _change("loss", summary.loss_first, summary.loss_last)
+    if summary.tokens_per_second is not None:
+        rows.append(("tokens/s, median", number(summary.tokens_per_second)))
+    if summary.seconds:
+        rows.append(("time", duration(summary.seconds)))
+        for phase, seconds in summary.seconds_by_phase.items():
+            rows.append((f"  {phase}", f"{duration(seconds):>8}  {seconds / summary.seconds:4.0%}"))
+    width = max(len(name) for name, _ in rows)
+    body = [f"{name:<{width}}  {value}" for name, value in rows]
+    rule = "-" * max(len(line) for line in [*body, title])
+    return "\n".join([*([title] if title else []), rule, *body, rule])
+
+
+def _change(name: str, before: float | None, after: float | None) -> list[tuple[str, str]]:
+    if before is None or after is None:
+        return []
+    return [(name, f"{number(before)} -> {number(after)}  ({'+' if after >= before else ''}{number(after - before)})")]
+
+
+def _at(values: Sequence[float], index: int) -> float | None:
+    return values[index] if values else None
