@@ -1,0 +1,1 @@
+"""Rewards: named parts, summed. `build.py` makes them from the configuration."""

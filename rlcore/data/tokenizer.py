@@ -1,0 +1,106 @@
+"""The tokenizer of a model folder, and the few things we do with it in bulk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jinja2 import TemplateError
+from numpy.typing import NDArray
+
+from rlcore.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ENCODE_CHUNK = 4096                             # texts a call: bounds the Python lists that the tokenizer returns
+
+Message = dict[str, Any]                        # {"role": ..., "content": ...}
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The Hugging Face tokenizer in `folder`; nothing is downloaded.
+
+    Raises:
+        ModelError: the folder does not exist, or holds no tokenizer that transformers can load.
+    """
+    from transformers import AutoTokenizer  # slow to import: only who needs a tokenizer pays
+
+    if not Path(folder).is_dir():
+        raise ModelError(f"tokenizer: {folder} is not a folder; set model.tokenizer or model.path to a Hugging Face folder")
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"tokenizer: {folder} holds none that can be loaded ({type(error).__name__}: {reason})") from error
+
+
+def leading_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """`[bos]` if the tokenizer puts one before plain text, else `[]`."""
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return []
+    with_special = tokenizer("a")["input_ids"]
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return [bos] if with_special[:1] == [bos] and bare[:1] != [bos] else []
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, prefix: Sequence[int] = ()
+) -> list[NDArray[np.int32]]:
+    """int32 [n] for each text, with `prefix` before it. No special token is added: an EOS would end a prompt."""
+    out: list[NDArray[np.int32]] = []
+    for start in range(0, len(texts), ENCODE_CHUNK):
+        encoded = tokenizer(
+            list(texts[start : start + ENCODE_CHUNK]),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
+        out += [np.array([*prefix, *ids], dtype=np.int32) for ids in encoded["input_ids"]]
+    return out
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str, *, add_generation_prompt: bool
+) -> str:
+    """The messages as the tokenizer's chat template writes them, special tokens included.
+
+    Raises:
+        DataError: there is no template, or it refuses these messages; names the row `where`.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"{where}: the prompt is a list of chat messages, but the tokenizer {tokenizer.name_or_path!r} has no "
+            "chat template; give text prompts or a tokenizer with a template"
+        )
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{where}: the chat template refuses the messages: {error}") from error
+    return str(text)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[NDArray[np.int32]]) -> list[str]:
+    """The text of each sequence without special tokens, exactly as the tokens spell it."""
+    return list(
+        tokenizer.batch_decode(
+            [ids.tolist() for ids in sequences], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+    )
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, extra: Sequence[int] = ()) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's EOS and `extra`, in increasing order.
+
+    Raises:
+        ModelError: there is none, so that no response could ever stop.
+    """
+    ids = set(extra)
+    if tokenizer.eos_token_id is not None:
+        ids.add(int(tokenizer.eos_token_id))
+    if not ids:
+        raise ModelError("the tokenizer has no eos token; set rollout.sampling.stop_token_ids, or no response ever stops")
+    return tuple(sorted(ids))

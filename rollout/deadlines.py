@@ -1,0 +1,91 @@
+"""Waiting with a limit, and an asyncio loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+
+from rlcore.errors import DeadlineExceeded
+
+T = TypeVar("T")
+CANCEL_S = 5.0                                  # what a cancelled task gets to clean up
+GRACE_S = 15.0                                  # beyond the inner deadline, before the loop itself counts as stuck
+
+
+async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]) -> T:
+    """The result of `work`, which is cancelled after `seconds`.
+
+    Raises:
+        DeadlineExceeded: with the message `describe()`, evaluated before anything is cancelled.
+    """
+    # Not asyncio.wait_for: a deadline inside `work` would look like this one, and a task that resists
+    # cancellation would be waited for without limit.
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_S)
+        raise
+    if done:
+        return task.result()
+    message = describe()
+    task.cancel()
+    await asyncio.wait({task}, timeout=CANCEL_S)
+    if task.done() and not task.cancelled():
+        task.exception()                        # seen: whatever the cancelled work raised, the deadline is the cause
+    raise DeadlineExceeded(message)
+
+
+class LoopThread:
+    """One asyncio loop in one daemon thread, driven from synchronous code."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def call(self, work: Coroutine[Any, Any, T], *, seconds: float, what: str) -> T:
+        """Run `work` in the loop and wait; `work` keeps its own deadline, `seconds` is the last resort.
+
+        Raises:
+            DeadlineExceeded: the loop did not answer, because something blocks its thread.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result(seconds + GRACE_S)
+        except FutureTimeout as error:
+            if future.done():                   # the work's own TimeoutError
+                raise
+            raise DeadlineExceeded(
+                f"{what}: no answer after {seconds + GRACE_S:.0f} s; an engine, workflow or filter blocks the rollout thread"
+            ) from error
+        finally:
+            future.cancel()                     # no effect when done; else (an interrupt, say) the work stops too
+
+    def close(self) -> None:
+        """Cancel what is left and end the thread."""
+        if self.loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop).result(CANCEL_S + GRACE_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(CANCEL_S)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=CANCEL_S)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    await asyncio.get_running_loop().shutdown_default_executor()

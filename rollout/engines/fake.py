@@ -1,0 +1,90 @@
+"""An engine without a model, for tests: deterministic tokens, and delays or failures on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from rlcore.data.sample import VersionSpan
+from rlcore.protocols import Completion, GenerateRequest, PauseMode
+from rlcore.weights import Bucket
+
+Reply = Callable[[GenerateRequest, int], Sequence[int]]
+"""(request, sample index) -> the tokens of that response."""
+
+
+def random_reply(vocab_size: int) -> Reply:
+    """Tokens that are a pure function of the request's address; the first stop token ends them."""
+
+    def reply(request: GenerateRequest, sample: int) -> list[int]:
+        address = [request.seed, request.draw, sample, request.turn]
+        tokens = np.random.default_rng(address).integers(0, vocab_size, request.sampling.max_new_tokens).tolist()
+        stops = [i for i, token in enumerate(tokens) if token in request.sampling.stop_token_ids]
+        return tokens[: stops[0] + 1] if stops else tokens
+
+    return reply
+
+
+@dataclass
+class FakeEngine:
+    """Answers each call with `reply` after `delay_s`; raises `failure` instead when there is one. Keeps every call."""
+
+    reply: Reply
+    name: str = "fake"
+    delay_s: float = 0.0
+    failure: Exception | None = None
+    abort_next: int = 0                         # so many calls end with finish reason "abort"
+    version: int = 0
+    calls: list[list[GenerateRequest]] = field(default_factory=list)
+    started: bool = False
+    closed: bool = False
+
+    async def start(self) -> None:
+        self.started = True
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        self.calls.append(list(requests))
+        await asyncio.sleep(self.delay_s)
+        if self.failure is not None:
+            raise self.failure
+        aborted = self.abort_next > 0
+        self.abort_next = max(0, self.abort_next - 1)
+        return [
+            [self._complete(request, request.first_sample + i, aborted) for i in range(request.n)] for request in requests
+        ]
+
+    def _complete(self, request: GenerateRequest, sample: int, aborted: bool) -> Completion:
+        tokens = np.array(self.reply(request, sample), dtype=np.int32)
+        stopped = len(tokens) > 0 and int(tokens[-1]) in request.sampling.stop_token_ids
+        spans = (VersionSpan(self.version, 0, len(tokens)),) if len(tokens) else ()
+        return Completion(
+            tokens=tokens,
+            logprobs=np.full(len(tokens), -1.0, dtype=np.float32),
+            finish_reason="abort" if aborted else "stop" if stopped else "length",
+            versions=spans,
+        )
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self) -> None: ...
+
+    async def begin_update(self, buckets: Sequence[Bucket]) -> None: ...
+
+    async def receive_bucket(self, index: int, flat: Tensor | None) -> None: ...
+
+    async def end_update(self) -> None: ...
+
+    async def set_version(self, version: int) -> None:
+        self.version = version
+
+    async def checksum(self) -> str:
+        return f"fake-{self.version}"
+
+    async def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,117 @@
+"""A reward model: a Hugging Face sequence classifier with one output, batched, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlcore.config.reward import RewardModelConfig
+from rlcore.data.sample import Sample
+from rlcore.errors import ModelError
+from rollout.rewards.base import Score, checked
+from rollout.vocabulary import folder_vocab_size
+
+Pending = tuple[NDArray[np.int32], "asyncio.Future[Score]"]
+
+
+class ModelPart:
+    """Scores the tokens of a sample as they are: policy and reward model share a vocabulary.
+
+    Samples that wait while a batch runs form the next one, whichever group they belong to.
+
+    Raises:
+        ModelError: the folder is no classifier with one output, or its vocabulary is not the policy's.
+    """
+
+    def __init__(self, name: str, config: RewardModelConfig, *, vocab_size: int, device: str | None = None) -> None:
+        where = f"reward.parts.{name}.model.path"
+        if not Path(config.path).is_dir():
+            raise ModelError(f"{where}: {config.path} is not a folder")
+        own = folder_vocab_size(config.path)
+        if own != vocab_size:
+            raise ModelError(
+                f"{where}: the reward model {config.path} has a vocabulary of {own}, the policy one of {vocab_size}; "
+                "they read the same token ids, so the sizes must agree"
+            )
+        self._batch_size = config.batch_size
+        self._device = torch.device(config.device or device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._model = load_classifier(config.path, where, self._device)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
+        self._pending: list[Pending] = []
+        self._drain: asyncio.Task[None] | None = None
+
+    async def start(self) -> None: ...
+
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Score]] = [loop.create_future() for _ in samples]
+        self._pending += [(sample.tokens, future) for sample, future in zip(samples, futures)]
+        if self._drain is None or self._drain.done():
+            self._drain = loop.create_task(self._work())
+        return list(await asyncio.gather(*futures))
+
+    async def _work(self) -> None:
+        await asyncio.sleep(0)                  # let the groups that finish in this turn of the loop join the first batch
+        while self._pending:
+            batch, self._pending = self._pending[: self._batch_size], self._pending[self._batch_size :]
+            loop = asyncio.get_running_loop()
+            try:
+                scores = await loop.run_in_executor(self._thread, self.forward, [tokens for tokens, _ in batch])
+            except Exception as error:  # noqa: BLE001 - out of memory, say: it belongs to those who wait, and ends the step
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            for (_, future), score in zip(batch, scores, strict=True):
+                if not future.done():
+                    future.set_result(checked(score))
+
+    @torch.inference_mode()
+    def forward(self, sequences: Sequence[NDArray[np.int32]]) -> list[float]:
+        """The score of each sequence [T_i], read at its last token."""
+        longest = max(len(tokens) for tokens in sequences)
+        ids = torch.zeros(len(sequences), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, tokens in enumerate(sequences):
+            ids[row, longest - len(tokens) :] = torch.from_numpy(tokens)
+            mask[row, longest - len(tokens) :] = 1
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        logits = self._model(**{name: value.to(self._device) for name, value in inputs.items()}, use_cache=False).logits
+        scores: list[float] = logits[:, 0].float().cpu().tolist()
+        return scores
+
+    async def close(self) -> None:
+        if self._drain is not None:
+            self._drain.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def load_classifier(folder: str, where: str, device: torch.device) -> Any:
+    """The classifier in `folder`, ready for left-padded batches. Raises ModelError if it has not exactly one output."""
+    from transformers import AutoModelForSequenceClassification
+
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    try:
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            folder, local_files_only=True, dtype=dtype, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"{where}: {folder} is no sequence classifier that transformers can load ({reason})") from error
+    if model.config.num_labels != 1:
+        raise ModelError(f"{where}: {folder} has {model.config.num_labels} outputs, a reward model has 1")
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ModelError(f"{where}: {folder} lacks the weights of {missing}: it has no trained reward head")
+    # Batches are padded on the left, so the last position is always the last token: with this id, which no token has,
+    # transformers looks nowhere else. Padding on the right would be ambiguous where pad and eos are one id.
+    model.config.pad_token_id = -1
+    return model.eval().requires_grad_(False).to(device)

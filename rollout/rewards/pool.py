@@ -1,0 +1,154 @@
+"""Reward functions in processes of their own, each call under `reward.timeout_s`.
+
+A function may hang inside C code or eat all memory: only a process can be stopped. Each worker is a fresh interpreter,
+neither forked from a threaded parent nor re-importing the caller's main script.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlcore.data.sample import Sample
+from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed
+from rollout.deadlines import CANCEL_S, within
+from rollout.rewards.base import RewardFailure, Score
+from rollout.rewards.worker import HEADER, pack
+
+START_TIMEOUT_S = 120.0                         # imports of the user's modules
+STREAM_LIMIT = 1 << 24
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(eq=False)
+class Worker:
+    """One process; it serves one call at a time."""
+
+    process: asyncio.subprocess.Process
+
+    @classmethod
+    async def start(cls, functions: Mapping[str, str]) -> Worker:
+        """Raises ConfigError when a function cannot be imported, RunFailed when the process dies."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "rollout.rewards.worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            limit=STREAM_LIMIT,
+        )
+        worker = cls(process)
+        try:
+            problem = await within(
+                START_TIMEOUT_S,
+                worker._exchange({"functions": dict(functions), "sys_path": list(sys.path)}),
+                lambda: f"a reward worker has not imported {', '.join(functions.values())} in {START_TIMEOUT_S:.0f} s",
+            )
+        except (EOFError, ConnectionError) as error:
+            raise RunFailed(f"a reward worker died at its start, exit code {await process.wait()}: see the log") from error
+        except BaseException:
+            await worker.kill()
+            raise
+        if problem is not None:
+            await worker.kill()
+            raise ConfigError(problem)
+        return worker
+
+    async def call(self, part: str, sample: Sample, timeout_s: float) -> Score:
+        """The score, or why there is none. After a timeout or a death the worker is of no further use."""
+        try:
+            kind, value = await within(timeout_s, self._exchange((part, sample)), lambda: "")
+        except DeadlineExceeded:
+            await self.kill()
+            return RewardFailure("timeout", f"no score after {timeout_s:g} s (reward.timeout_s)")
+        except (EOFError, ConnectionError):
+            return RewardFailure("error", f"its worker process died with exit code {await self.process.wait()}")
+        except BaseException:
+            await self.kill()                   # an answer that nobody reads would be taken for the next one's
+            raise
+        return float(value) if kind == "score" else RewardFailure("error", str(value))
+
+    async def _exchange(self, message: object) -> Any:
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(pack(message))
+        await stdin.drain()
+        (size,) = HEADER.unpack(await stdout.readexactly(HEADER.size))
+        return pickle.loads(await stdout.readexactly(size))
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None
+
+    async def kill(self) -> None:
+        if self.alive:
+            self.process.kill()
+        await self.process.wait()
+
+
+@dataclass
+class RewardPool:
+    """`size` workers that know `functions` ({part: import path}); one that dies or overruns its deadline is replaced."""
+
+    functions: Mapping[str, str]
+    size: int
+    timeout_s: float
+    _places: asyncio.Queue[Worker | None] = field(default_factory=asyncio.Queue)    # None: its worker must be started
+    _workers: set[Worker] = field(default_factory=set)
+    _starting: asyncio.Future[None] | None = None
+
+    async def start(self) -> None:
+        """All workers, at once; every part that shares the pool may call this."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._fill())
+        await self._starting
+
+    async def _fill(self) -> None:
+        for worker in await asyncio.gather(*(self._hire() for _ in range(self.size))):
+            self._places.put_nowait(worker)
+
+    async def _hire(self) -> Worker:
+        worker = await Worker.start(self.functions)
+        self._workers.add(worker)
+        return worker
+
+    async def score(self, part: str, sample: Sample) -> Score:
+        """The deadline runs from when a worker takes the call, not from when it queues."""
+        worker = await self._places.get()
+        try:
+            if worker is None:
+                worker = await self._hire()
+            return await worker.call(part, sample, self.timeout_s)
+        finally:
+            if worker is not None and not worker.alive:
+                self._workers.discard(worker)
+                worker = None
+            self._places.put_nowait(worker)
+
+    async def close(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait({self._starting}, timeout=CANCEL_S)
+        await asyncio.gather(*(worker.kill() for worker in self._workers))
+        self._workers.clear()
+
+
+class PooledPart:
+    """One function of the pool."""
+
+    def __init__(self, name: str, pool: RewardPool) -> None:
+        self._name, self._pool = name, pool
+
+    async def start(self) -> None:
+        await self._pool.start()
+
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return list(await asyncio.gather(*(self._pool.score(self._name, sample) for sample in samples)))
+
+    async def close(self) -> None:
+        await self._pool.close()

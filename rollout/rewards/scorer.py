@@ -1,0 +1,76 @@
+"""The reward of a sample: the weighted sum of named parts, with a defined score where a part fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlcore.config.reward import RewardConfig
+from rlcore.data.sample import Sample
+from rollout.rewards.base import RewardFailure, RewardPart, Score
+
+logger = logging.getLogger(__name__)
+
+VERIFIERS = ("exact_match", "math")             # parts whose score says right (> 0) or wrong
+MAX_WARNINGS = 20                               # failures that are logged one by one; all are counted
+
+
+@dataclass
+class FailureCounts:
+    errors: int = 0
+    timeouts: int = 0
+
+
+class Scorer:
+    """Fills `reward`, `reward_parts` and, where a verifier is among the parts, `metadata["correct"]`.
+
+    A sample of which any part failed gets `reward.on_error`; its `metadata["reward_error"]` says why.
+    """
+
+    def __init__(self, config: RewardConfig, parts: Mapping[str, RewardPart]) -> None:
+        self._config, self._parts = config, dict(parts)
+        self._verifiers = [name for name, part in config.parts.items() if part.function in VERIFIERS]
+        self._warnings = 0
+
+    async def start(self) -> None:
+        await asyncio.gather(*(part.start() for part in self._parts.values()))
+
+    async def score(self, samples: Sequence[Sample]) -> FailureCounts:
+        """Score in place."""
+        names = list(self._parts)
+        columns = await asyncio.gather(*(part.score(samples) for part in self._parts.values()))
+        counts = FailureCounts()
+        for sample, scores in zip(samples, zip(*columns, strict=True), strict=True):
+            self._settle(sample, dict(zip(names, scores)), counts)
+        return counts
+
+    def _settle(self, sample: Sample, scores: Mapping[str, Score], counts: FailureCounts) -> None:
+        sample.reward_parts = {name: score for name, score in scores.items() if not isinstance(score, RewardFailure)}
+        failures = {name: score for name, score in scores.items() if isinstance(score, RewardFailure)}
+        if failures:
+            sample.reward = self._config.on_error
+            sample.metadata["reward_error"] = "; ".join(f"{name}: {f.reason}" for name, f in failures.items())
+            timed_out = any(failure.kind == "timeout" for failure in failures.values())
+            counts.timeouts += timed_out
+            counts.errors += not timed_out
+            self._warn(sample)
+        else:
+            sample.reward = sum(self._config.parts[name].weight * score for name, score in sample.reward_parts.items())
+        if self._verifiers:
+            sample.metadata["correct"] = all(sample.reward_parts.get(name, 0.0) > 0 for name in self._verifiers)
+        if self._config.non_stop_penalty is not None and sample.finish_reason == "length":
+            sample.reward = self._config.non_stop_penalty
+
+    def _warn(self, sample: Sample) -> None:
+        self._warnings += 1
+        if self._warnings <= MAX_WARNINGS:
+            logger.warning(
+                "reward of sample %d of draw %d (%s) failed and is scored %g (reward.on_error): %s%s",
+                sample.index, sample.draw, sample.prompt_id, self._config.on_error, sample.metadata["reward_error"],
+                "; further failures are only counted" if self._warnings == MAX_WARNINGS else "",
+            )
+
+    async def close(self) -> None:
+        await asyncio.gather(*(part.close() for part in self._parts.values()))

@@ -1,0 +1,89 @@
+"""The worker process of the reward pool: `python -m rollout.rewards.worker`.
+
+It speaks frames over its standard streams: 4 bytes of length, then a pickle. First it gets its set-up
+({"functions": {part: import path}, "sys_path": [...]}) and answers None or an error text; then, for each
+(part, sample), it answers ("score", float) or ("error", text).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+HEADER = struct.Struct("<I")
+
+
+def pack(message: object) -> bytes:
+    payload = pickle.dumps(message, protocol=5)
+    return HEADER.pack(len(payload)) + payload
+
+
+def receive(stream: BinaryIO) -> Any:
+    """The next message. Raises EOFError when the parent is gone."""
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        raise EOFError
+    return pickle.loads(stream.read(HEADER.unpack(header)[0]))
+
+
+def main() -> None:
+    die_with_parent()
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)                               # what a reward function prints goes to the log, not into the frames
+    try:
+        setup = receive(requests)
+        functions = load_functions(setup, answers)
+        while functions:
+            part, sample = receive(requests)
+            answers.write(pack(call(functions[part], sample)))
+            answers.flush()
+    except EOFError:
+        return
+
+
+def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, Callable[..., Any]]:
+    """The functions by part; {} after telling the parent why there are none."""
+    from rlcore.errors import ConfigError
+    from rollout.plugins import load_object
+
+    sys.path[:] = setup["sys_path"]
+    problem: str | None = None
+    functions: dict[str, Callable[..., Any]] = {}
+    try:
+        for part, name in setup["functions"].items():
+            functions[part] = load_object(name, {}, key=f"reward.parts.{part}.function")
+    except ConfigError as error:
+        problem, functions = str(error), {}
+    except Exception as error:  # noqa: BLE001 - the user's module may raise anything at import: the parent reports it
+        problem, functions = f"reward.parts.{part}.function: importing {name!r} failed: {type(error).__name__}: {error}", {}
+    answers.write(pack(problem))
+    answers.flush()
+    return functions
+
+
+def call(function: Callable[..., Any], sample: Any) -> tuple[str, Any]:
+    from rollout.rewards.base import RewardFailure, checked
+
+    try:
+        score = checked(function(sample))
+    except Exception as error:  # noqa: BLE001 - one sample's failure, returned as a value
+        return "error", f"raised {type(error).__name__}: {str(error)[:200]}"
+    return ("error", score.reason) if isinstance(score, RewardFailure) else ("score", score)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent is killed, even inside a call that never returns."""
+    if sys.platform == "linux":
+        import ctypes
+        import signal
+
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

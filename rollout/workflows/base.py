@@ -1,0 +1,59 @@
+"""What a workflow is given, and how one is found by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlcore.data.sample import Sample
+from rlcore.protocols import Completion, Prompt, SamplingParams, Workflow
+from rollout.plugins import load_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class WorkflowContext:
+    """A workflow class is constructed with one of these: how to sample, and where its random numbers are addressed."""
+
+    sampling: SamplingParams
+    samples_per_prompt: int
+    seed: int
+    tokenizer: PreTrainedTokenizerBase
+
+
+def build_workflow(name: str, context: WorkflowContext) -> Workflow:
+    """The workflow `name`: one of ours, or `package.module:Class`.
+
+    Raises:
+        ConfigError: there is no such workflow.
+    """
+    from rollout.workflows.single_turn import SingleTurn
+
+    workflow: Workflow = load_object(name, {"single_turn": SingleTurn}, key="rollout.workflow")(context)
+    return workflow
+
+
+def make_sample(prompt: Prompt, draw: int, index: int, completion: Completion) -> Sample:
+    """One prompt and one completion as a sample; text and reward are filled in later."""
+    size, made = len(prompt.tokens), len(completion.tokens)
+    mask = np.zeros(size + made, dtype=np.uint8)
+    mask[size:] = 1
+    return Sample(
+        draw=draw,
+        index=index,
+        prompt_id=prompt.prompt_id,
+        group_id=draw,
+        rollout_id=(draw << 20) + index,         # unique in a run, whatever the number of samples a draw
+        tokens=np.concatenate([prompt.tokens, completion.tokens]),
+        loss_mask=mask,
+        rollout_logprobs=completion.logprobs,
+        versions=completion.versions,
+        finish_reason=completion.finish_reason,
+        prompt_text=prompt.text,
+        label=prompt.label,
+        metadata=dict(prompt.row),
+    )

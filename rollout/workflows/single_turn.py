@@ -1,0 +1,21 @@
+"""One prompt, one response."""
+
+from __future__ import annotations
+
+from rlcore.data.sample import Sample
+from rlcore.protocols import Generate, GenerateRequest, Prompt
+from rollout.workflows.base import WorkflowContext, make_sample
+
+
+class SingleTurn:
+    """`samples_per_prompt` independent responses to each prompt."""
+
+    def __init__(self, context: WorkflowContext) -> None:
+        self._context = context
+
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        context = self._context
+        request = GenerateRequest(
+            prompt.tokens, context.sampling, draw, n=context.samples_per_prompt, seed=context.seed
+        )
+        return [make_sample(prompt, draw, i, completion) for i, completion in enumerate(await generate(request))]
