@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from rlcore.algorithms.ragged import group_count, group_mean_std, segment_lengths
+from rlcore.algorithms.ragged import group_mean_std, segment_lengths
 from rlcore.algorithms.registry import register_estimator
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
@@ -33,9 +31,8 @@ class GRPO:
         member = lengths > 0
         rewards, groups = inputs.rewards[member], inputs.group_ids[member]
         mean, std = group_mean_std(rewards, groups)
-        scores = rewards.double() - mean
+        scores = rewards.double() - mean  # exactly 0 where the rewards of a group are equal, or one
         if self.normalize_std:
             scores = scores / (std + self.eps)
-        scores = torch.where(group_count(groups) > 1, scores, 0.0).to(rewards.dtype)
-        lengths = lengths[member]
+        scores, lengths = scores.to(rewards.dtype), lengths[member]
         return Advantages(scores.repeat_interleave(lengths), returns=rewards.repeat_interleave(lengths))

@@ -107,14 +107,16 @@ def test_inference_tensors_are_welcome(make_inputs: Make) -> None:
         writer(lambda kl: kl.mul_(2))(inputs)
 
 
-def test_the_first_bad_number_is_located(make_inputs: Make) -> None:
+@pytest.mark.parametrize(("first", "sequence", "token"), [(0, 0, 0), (4, 0, 4), (5, 2, 0), (6, 3, 0), (8, 3, 2)])
+def test_the_first_bad_number_is_located(make_inputs: Make, first: int, sequence: int, token: int) -> None:
     def run(inputs: EstimatorInputs) -> Advantages:
         out = torch.zeros(inputs.num_tokens)
-        out[8] = float("nan")  # lengths 5, 0, 1, 70: sequence 3 owns tokens 6 to 75
+        out[first] = float("nan")  # lengths 5, 0, 1, 70: sequence 3 owns tokens 6 to 75
         out[20] = float("inf")
         return Advantages(torch.zeros(inputs.num_tokens), returns=out)
 
-    with pytest.raises(OutputError, match=r"returns: expected finite.*nan first in sequence 3 at its token 2 \(2 of 176"):
+    message = rf"returns: expected finite.*nan first in sequence {sequence} at its token {token} \(2 of 176"
+    with pytest.raises(OutputError, match=message):
         guarded(run)(make_inputs())
 
 

@@ -67,7 +67,7 @@ def test_responses_by_hand() -> None:
 
 def test_off_policy_by_hand() -> None:
     engine = torch.full((6,), -1.0)
-    train = engine + torch.tensor([0.0, 0.5, -0.5, 0.0, 0.0, 0.0])
+    train = engine + torch.tensor([0.0, 0.5, -0.25, -0.25, 0.0, 0.0])
     reference = train - torch.tensor([0.0, 25.0, 0.0, -25.0, 0.0, 25.0])
     inputs = batch(
         logprobs=train, rollout_logprobs=engine, ref_logprobs=reference, versions=torch.tensor([4, 4, 5, 5, 5, 2])
