@@ -47,6 +47,7 @@ class ParallelState:
     control_group: ProcessGroup     # all ranks, gloo: batches, vectors and decisions travel here, on CUDA too
     replica_group: ProcessGroup     # the ranks of this replica, gloo
     replica_leaders: tuple[int, ...]    # [dp_size] global rank of the first rank of each replica
+    score_sources: tuple[int, ...]      # [dp_size] global rank of one rank of each replica's last stage
 
     @property
     def is_first_stage(self) -> bool:
@@ -60,24 +61,24 @@ class ParallelState:
     def from_mpu(cls, mpu: Any, *, timeout_s: float) -> ParallelState:
         """Read the layout after `init_parallel`; creates the gloo groups. Collective."""
         timeout = timedelta(seconds=timeout_s)
-        world_size, dp_rank = dist.get_world_size(), mpu.get_data_parallel_rank()
+        world_size, dp_rank, dp_size = dist.get_world_size(), mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         control = dist.new_group(backend="gloo", timeout=timeout, group_desc="CONTROL")
-        seen = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-        dist.all_gather(seen, torch.tensor([dp_rank]), group=control)
-        replicas: dict[int, list[int]] = {}
-        for rank, index in enumerate(seen):
-            replicas.setdefault(int(index), []).append(rank)
+        pp_rank, pp_size = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
+        places = [torch.zeros(2, dtype=torch.int64) for _ in range(world_size)]
+        dist.all_gather(places, torch.tensor([dp_rank, pp_rank]), group=control)
+        indices, stages = zip(*(place.tolist() for place in places))
+        replicas = [[rank for rank in range(world_size) if indices[rank] == d] for d in range(dp_size)]
         groups = [
-            dist.new_group(replicas[d], backend="gloo", timeout=timeout, group_desc=f"REPLICA_{d}") for d in sorted(replicas)
+            dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=f"REPLICA_{d}") for d, ranks in enumerate(replicas)
         ]
         return cls(
             rank=dist.get_rank(),
             world_size=world_size,
             tp_size=mpu.get_tensor_model_parallel_world_size(),
             tp_rank=mpu.get_tensor_model_parallel_rank(),
-            pp_size=mpu.get_pipeline_model_parallel_world_size(),
-            pp_rank=mpu.get_pipeline_model_parallel_rank(),
-            dp_size=mpu.get_data_parallel_world_size(),
+            pp_size=pp_size,
+            pp_rank=pp_rank,
+            dp_size=dp_size,
             dp_rank=dp_rank,
             cp_size=mpu.get_context_parallel_world_size(),
             cp_rank=mpu.get_context_parallel_rank(),
@@ -93,7 +94,8 @@ class ParallelState:
             pp_last_rank=mpu.get_pipeline_model_parallel_last_rank(),
             control_group=control,
             replica_group=groups[dp_rank],
-            replica_leaders=tuple(replicas[d][0] for d in sorted(replicas)),
+            replica_leaders=tuple(ranks[0] for ranks in replicas),
+            score_sources=tuple(next(rank for rank in ranks if stages[rank] == pp_size - 1) for ranks in replicas),
         )
 
 

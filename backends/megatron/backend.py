@@ -1,0 +1,255 @@
+"""The trainer's models on this rank: policy, frozen reference and critic, behind `rlcore.protocols.PolicyBackend`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backends.megatron.attention import uses_varlen
+from backends.megatron.build import BuildContext, build_critic, build_policy, build_reference
+from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint
+from backends.megatron.convert.architecture import read_architecture
+from backends.megatron.cpu import megatron_device
+from backends.megatron.export import WeightExporter, export_hf
+from backends.megatron.held import HeldBatch
+from backends.megatron.losses import critic_loss, policy_loss
+from backends.megatron.metrics import shared_moments
+from backends.megatron.optimizer import StepReport
+from backends.megatron.parallel import check_layout, destroy_parallel, init_parallel, init_process_group
+from backends.megatron.reference import HostWeights
+from backends.megatron.train import HeadOptions, Model, score_pass, training_pass
+from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
+from rlcore.config import Config
+from rlcore.data.batch import RolloutBatch
+from rlcore.data.packing import CostModel, MinibatchPlan, plan_minibatch
+from rlcore.errors import ConfigError
+from rlcore.protocols import UpdateResult
+from rlcore.weights import DTYPES, Bucket
+
+
+class MegatronBackend:
+    """`PolicyBackend` on Megatron-Core. Every method but `plan` is collective.
+
+    Args:
+        config: the whole configuration; `policy`, `critic`, `reference`, `model` and the sampling temperature are used.
+        objective: what one micro-batch's tokens cost, per token (`rlcore.objective.Objective`).
+        with_reference: build the frozen reference.
+        with_critic: build the value model and its optimizer.
+        total_steps: optimizer steps of the run, where the learning rate ends.
+        device: "cpu" or this rank's CUDA device.
+
+    Raises ConfigError or ModelError for a layout, a `policy.megatron` field or a folder that does not fit.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        objective: Callable[[PolicyLossInputs], PolicyLoss],
+        *,
+        with_reference: bool,
+        with_critic: bool,
+        total_steps: int,
+        device: torch.device | str,
+    ) -> None:
+        self.config, self.objective, self.device = config, objective, torch.device(device)
+        policy, timeout_s = config.policy, config.cluster.collective_timeout_s
+        if config.critic.offload:
+            raise ConfigError("critic.offload: not available yet; set it to false")
+        arch = read_architecture(config.model.path)
+        check_layout(arch, policy.parallel, dist.get_world_size() if dist.is_initialized() else 1)
+        self._owns_process_group = init_process_group(self.device, timeout_s=timeout_s)
+        with megatron_device(self.device):
+            self.parallel = init_parallel(policy.parallel, timeout_s=timeout_s, seed=config.run.seed)
+            context = BuildContext(config, arch, self.parallel, self.device, total_steps)
+            self.policy, self.reference = build_policy(context), None
+            if with_reference:
+                self.reference = build_reference(context, self.policy)
+            context.start_training(self.policy, policy.optimizer)
+            self.critic = build_critic(context) if with_critic else None
+        self._head = HeadOptions(_temperature(config), policy.logprobs.chunk_elements)
+        self._held: HeldBatch | None = None
+        self._exporter: WeightExporter | None = None
+        self.rank, self.world_size = self.parallel.rank, self.parallel.world_size
+        self.data_parallel_size = self.parallel.dp_size
+        self.vocab_size = arch.vocab_size
+
+    # --- a batch ------------------------------------------------------------------------------------------------------
+
+    def plan(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> list[MinibatchPlan]:
+        """Rank 0 only: balance each optimizer step over the replicas by FLOPs and cut it into micro-batches."""
+        parallel = self.config.policy.parallel
+        model = self.policy.arch.transformer
+        cost = CostModel.of_transformer(
+            parameters=_num_parameters(self.policy.arch.vocab_size, model),
+            layers=model["num_layers"],
+            heads=model["num_attention_heads"],
+            head_dim=model["kv_channels"],
+        )
+        return [
+            plan_minibatch(
+                sequences,
+                batch.lengths.tolist(),
+                ranks=self.data_parallel_size,
+                max_tokens=self.config.policy.max_tokens_per_microbatch,
+                cost=cost,
+                multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+            )
+            for sequences in minibatches
+        ]
+
+    def load_batch(self, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None) -> None:
+        """Give each replica its sequences. Raises ValueError unless `plans` place every sequence exactly once."""
+        parallel = self.config.policy.parallel
+        self._held = HeldBatch.receive(
+            batch, plans, self.parallel, self.device, pad_multiple=parallel.tensor if parallel.sequence else 1
+        )
+
+    def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
+        """Hand vectors [M] to the ranks that hold the tokens; `batch_stats/<minibatch>/<name>` goes whole to all of them."""
+        self._batch.assign(vectors)
+
+    def score(
+        self, model: Literal["policy", "reference", "critic"], *, entropy: bool = False
+    ) -> dict[str, Tensor] | None:
+        """A no-grad pass over the loaded batch: `logprobs` (and `entropy`), or `values`; fp32 [M] on rank 0."""
+        names = ["values"] if model == "critic" else ["logprobs", "entropy"][: 1 + entropy]
+        head = HeadOptions(self._head.temperature, self._head.chunk_elements, entropy)
+        module, weights = self._scored(model)
+        outputs: list[Any] = []
+        with weights, megatron_device(self.device):
+            for k in range(len(self._batch.minibatches)):
+                outputs += score_pass(module, self._batch.micro_batches(k), head)
+        own = None
+        if self.parallel.is_last_stage:
+            vectors = [(out,) if isinstance(out, Tensor) else out for out in outputs]
+            own = [torch.cat([out[i] for out in vectors]) for i in range(len(names))]
+        collected = self._batch.collect(own, len(names))
+        return None if collected is None else dict(zip(names, collected))
+
+    # --- an optimizer step ----------------------------------------------------------------------------------------------
+
+    def update(self, minibatch: int, *, train_policy: bool = True) -> UpdateResult:
+        """One optimizer step of the policy, and of the critic where there is one; a non-finite gradient norm skips it."""
+        moments = Moments()
+        reports: dict[str, StepReport] = {}
+        with megatron_device(self.device):
+            if train_policy:
+                loss = policy_loss(self.objective, self._batch, minibatch, moments)
+                reports["policy"] = self._train(self.policy, minibatch, loss)
+            if self.critic is not None:
+                reports["critic"] = self._train(
+                    self.critic, minibatch, critic_loss(self.config.critic, self._batch, moments)
+                )
+        moments = shared_moments(moments, self.parallel)
+        metrics = moments.reduce()
+        if "policy" in reports:
+            metrics["lr"], metrics["train/grad_norm"] = reports["policy"].lr, reports["policy"].grad_norm
+        if "critic" in reports:
+            metrics["train/critic_lr"], metrics["train/critic_grad_norm"] = reports["critic"].lr, reports["critic"].grad_norm
+        return UpdateResult(metrics, moments, skipped=any(report.skipped for report in reports.values()))
+
+    def _train(self, model: Model, minibatch: int, loss: Any) -> StepReport:
+        return training_pass(
+            model,
+            self._batch.micro_batches(minibatch),
+            self._head,
+            loss,
+            step_tokens=self._batch.minibatches[minibatch].step_tokens,
+        )
+
+    # --- weights --------------------------------------------------------------------------------------------------------
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The static layout of the policy's weights under their Hugging Face names."""
+        return self._weights.buckets
+
+    def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
+        """Each bucket in order: uint8 [num_bytes] on rank 0, None elsewhere; overwritten by the next one."""
+        return self._weights.export_buckets()
+
+    def export_hf(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder."""
+        export_hf(self._weights, folder, Path(self.config.model.tokenizer or self.config.model.path))
+
+    def save(self, folder: Path) -> None:
+        """Policy and critic with optimizers and schedules as a distributed checkpoint in `folder`."""
+        with megatron_device(self.device):
+            save_checkpoint(folder, self._saved, self.parallel)
+
+    def load(self, folder: Path) -> None:
+        """The inverse of `save`, under today's layout. The reference stays the initial policy."""
+        with megatron_device(self.device):
+            load_checkpoint(folder, self._saved, self.parallel)
+
+    @property
+    def _saved(self) -> list[Saved]:
+        models = [("policy", self.policy)] + ([("critic", self.critic)] if self.critic is not None else [])
+        return [Saved(name, model.arch, model.chunks, model.optimizer) for name, model in models]
+
+    # --- the rest -------------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, str]:
+        """What was chosen, for the first lines of a run."""
+        p, dtype = self.parallel, DTYPES[self.config.model.dtype]
+        optimizer = self.config.policy.optimizer
+        sequence = " + sequence parallel" if self.config.policy.parallel.sequence else ""
+        return {
+            "layout": f"TP {p.tp_size}{sequence} x PP {p.pp_size} x DP {p.dp_size} on {p.world_size} {self.device.type} ranks",
+            "attention": "variable-length flash" if uses_varlen(self.device, dtype) else "bucketed SDPA",
+            "layers": "megatron-core local spec, torch RMSNorm",
+            "optimizer": "AdamW, distributed" if optimizer.distributed else "AdamW",
+            "models": " + ".join(
+                name for name, model in (("policy", 1), ("reference", self.reference), ("critic", self.critic)) if model
+            ),
+            "dtype": self.config.model.dtype,
+        }
+
+    def close(self) -> None:
+        """Give up the models and Megatron's groups; the process group too where this object made it."""
+        self._held = self._exporter = self.reference = self.critic = None
+        destroy_parallel()
+        if self._owns_process_group:
+            dist.destroy_process_group()
+
+    @property
+    def _batch(self) -> HeldBatch:
+        if self._held is None:
+            raise RuntimeError("call load_batch first")
+        return self._held
+
+    @property
+    def _weights(self) -> WeightExporter:
+        if self._exporter is None:
+            rollout = self.config.rollout.engine
+            self._exporter = WeightExporter(
+                self.policy.chunks, self.policy.arch, self.parallel,
+                dtype=DTYPES[rollout.dtype or self.config.model.dtype], bucket_bytes=rollout.bucket_bytes,
+            )  # fmt: skip
+        return self._exporter
+
+    def _scored(self, model: str) -> tuple[Model, Any]:
+        """The model to run, and the context that lends it weights."""
+        if model == "reference" and isinstance(self.reference, HostWeights):
+            return self.policy, self.reference.lent_to(self.policy.chunks)
+        found = {"policy": self.policy, "reference": self.reference, "critic": self.critic}[model]
+        if not isinstance(found, Model):
+            raise ValueError(f"the backend was built without a {model}")
+        return found, nullcontext()
+
+
+def _temperature(config: Config) -> float:
+    """Log-probs are those of the sampling policy; greedy and supervised runs use 1."""
+    return 1.0 if config.is_sft else config.rollout.sampling.temperature or 1.0
+
+
+def _num_parameters(vocab_size: int, model: Mapping[str, Any]) -> int:
+    """Weights that every token passes through."""
+    hidden, kv = model["hidden_size"], model["num_query_groups"] * model["kv_channels"]
+    attention = hidden * (2 * model["num_attention_heads"] * model["kv_channels"] + 2 * kv)
+    return int(model["num_layers"] * (attention + 3 * hidden * model["ffn_hidden_size"]) + vocab_size * hidden)

@@ -1,0 +1,127 @@
+"""Policy, reference and critic from a configuration: architecture, chunks, weights, wrappers, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from backends.megatron.checkpoint import load_weights
+from backends.megatron.convert.architecture import Architecture, read_architecture
+from backends.megatron.convert.load import load_hf
+from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
+from backends.megatron.optimizer import ScheduledOptimizer
+from backends.megatron.parallel import ParallelState, check_layout
+from backends.megatron.reference import HostWeights, copy_weights
+from backends.megatron.train import Model
+from rlcore.config import Config
+from rlcore.config.policy import OptimizerConfig
+from rlcore.errors import ModelError
+from rlcore.weights import DTYPES
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What all models of a run share."""
+
+    config: Config
+    arch: Architecture          # the policy's
+    parallel: ParallelState
+    device: torch.device
+    total_steps: int
+
+    def build(self, arch: Architecture, *, value_head: bool = False) -> Model:
+        """A model without weights, gradients or optimizer."""
+        policy, model = self.config.policy, self.config.model
+        config = transformer_config(arch, policy.parallel, model.dtype, self.device, policy.megatron)
+        chunks = build_chunks(
+            arch,
+            config,
+            padded_vocab=padded_vocab_size(arch.vocab_size, model.vocab_divisible_by, policy.parallel.tensor),
+            value_head=value_head,
+            seed=self.config.run.seed,
+        )
+        return Model(arch, config, chunks, in_dtype(chunks, config))
+
+    def start_training(self, model: Model, optimizer: OptimizerConfig) -> None:
+        """Put gradient buffers and an optimizer around a model that has its weights."""
+        model.modules = with_gradients(model.modules, model.config, distributed_optimizer=optimizer.distributed)
+        dtype = DTYPES[self.config.model.dtype]
+        model.attach_optimizer(
+            ScheduledOptimizer(optimizer, model.modules, params_dtype=dtype, total_steps=self.total_steps)
+        )
+
+    def other_architecture(self, path: str | None, key: str) -> Architecture:
+        """The architecture of a second model, checked against the policy's vocabulary and the layout."""
+        if path is None:
+            return self.arch
+        arch = read_architecture(path)
+        if arch.vocab_size != self.arch.vocab_size:
+            raise ModelError(
+                f"{key}: {path} has a vocabulary of {arch.vocab_size} tokens, the policy {self.config.model.path} has "
+                f"{self.arch.vocab_size}; use models of one tokenizer"
+            )
+        check_layout(arch, self.config.policy.parallel, self.parallel.world_size)
+        return arch
+
+
+def build_policy(context: BuildContext) -> Model:
+    """The policy with its initial weights, not yet trainable."""
+    model, checkpoint = context.build(context.arch), context.config.policy.checkpoint
+    if checkpoint is None:
+        load_hf(model.chunks, context.arch, Path(context.config.model.path), context.parallel)
+    else:
+        load_weights(Path(checkpoint), "policy", context.arch, model.chunks, context.parallel)
+    return model
+
+
+def build_reference(context: BuildContext, policy: Model) -> Model | HostWeights:
+    """The frozen reference: its own model, or with `reference.offload` weights in host memory. Call before training starts.
+
+    Its weights are `reference.path`'s, by default a copy of the policy's initial ones.
+    """
+    reference = context.config.reference
+    arch = context.other_architecture(reference.path, "reference.path")
+    if reference.offload:
+        _same_shapes(arch, context)
+        if reference.path is None:
+            return HostWeights(policy.chunks)
+        initial = HostWeights(policy.chunks)
+        load_hf(policy.chunks, arch, Path(reference.path), context.parallel)
+        weights = HostWeights(policy.chunks)
+        initial.restore(policy.chunks)
+        return weights
+    model = context.build(arch)
+    if reference.path is None:
+        copy_weights(policy.chunks, model.chunks)
+    else:
+        load_hf(model.chunks, arch, Path(reference.path), context.parallel)
+    for module in model.modules:
+        module.eval().requires_grad_(False)
+    return model
+
+
+def build_critic(context: BuildContext) -> Model:
+    """The value model, trainable: `critic.path`'s weights and head, or the policy's folder and a fresh head."""
+    critic = context.config.critic
+    arch = context.other_architecture(critic.path, "critic.path")
+    model = context.build(arch, value_head=True)
+    load_hf(model.chunks, arch, Path(critic.path or context.config.model.path), context.parallel)
+    context.start_training(model, critic.optimizer)
+    return model
+
+
+def _same_shapes(arch: Architecture, context: BuildContext) -> None:
+    """An offloaded reference borrows the policy's parameters, so it must be the same model."""
+    own: Mapping[str, Any] = context.arch.transformer
+    different = [f"{key} ({value}, {own.get(key)})" for key, value in arch.transformer.items() if own.get(key) != value]
+    if arch.tie_word_embeddings != context.arch.tie_word_embeddings:
+        different.append("tie_word_embeddings")
+    if different:
+        raise ModelError(
+            f"reference.offload: {context.config.reference.path} differs from the policy in {', '.join(different)} "
+            f"(reference, policy); set reference.offload: false"
+        )

@@ -1,0 +1,225 @@
+"""Megatron models from an architecture: configuration, layer specs, chunks, and the wrappers around them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor, nn
+
+from backends.megatron.attention import LocalRMSNorm, PackedAttention, PackedRotaryEmbedding
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.logprobs import LogprobHead, Targets, ValueHead
+from rlcore.config.policy import ParallelConfig
+from rlcore.errors import ConfigError
+from rlcore.weights import DTYPES
+
+_LAYOUT = "set it under policy.parallel"
+_MODEL = "the model folder decides it"
+_PACKED = "packed sequences and weighted losses depend on it"
+_NO_TE = "its kernel needs Transformer Engine or Apex, which this layer spec does not use"
+
+# Fields of TransformerConfig that `policy.megatron` may not set, with the reason.
+OWNED = {
+    **dict.fromkeys(
+        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+         "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"), _LAYOUT),
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16", "autocast_dtype", "enable_autocast"), "set model.dtype"),
+    **dict.fromkeys(
+        ("calculate_per_token_loss", "variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm",
+         "deallocate_pipeline_outputs", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "timers"), _PACKED),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), "dropout is off: the ratio of a PPO step would be noise"),
+    **dict.fromkeys(("activation_func", "activation_func_clamp_value"), _MODEL),
+    **dict.fromkeys(
+        ("gradient_accumulation_fusion", "masked_softmax_fusion", "apply_rope_fusion", "persist_layer_norm",
+         "bias_activation_fusion", "bias_dropout_fusion", "fp8", "fp4"), _NO_TE),
+    **dict.fromkeys(("perform_initialization", "use_cpu_initialization"), "weights always come from a model folder"),
+    **dict.fromkeys(("num_moe_experts", "mtp_num_layers", "multi_latent_attention"), "not available yet"),
+}  # fmt: skip
+
+
+def check_overrides(overrides: Mapping[str, Any], arch: Architecture) -> None:
+    """Refuse keys of `policy.megatron` that TransformerConfig does not have or that something else decides.
+
+    Raises ConfigError naming the key, and the nearest field or the reason.
+    """
+    fields = {f.name for f in dataclasses.fields(TransformerConfig) if f.init}
+    for key in overrides:
+        if key not in fields:
+            nearest = difflib.get_close_matches(key, fields, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ConfigError(f"policy.megatron.{key}: megatron.core's TransformerConfig has no such field{hint}")
+        reason = _MODEL if key in arch.transformer else OWNED.get(key)
+        if reason:
+            raise ConfigError(f"policy.megatron.{key}: cannot be set here: {reason}")
+
+
+def transformer_config(
+    arch: Architecture, parallel: ParallelConfig, dtype: str, device: torch.device, overrides: Mapping[str, Any]
+) -> TransformerConfig:
+    """A fresh configuration. Each model needs its own: Megatron keeps a model's hooks on it."""
+    check_overrides(overrides, arch)
+    torch_dtype = DTYPES[dtype]
+    interleaved = parallel.virtual_pipeline > 1
+    fields = {
+        **arch.transformer,
+        "activation_func": {"silu": F.silu}[arch.activation],
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
+        "context_parallel_size": parallel.context,
+        "sequence_parallel": parallel.sequence,
+        "params_dtype": torch_dtype,
+        "pipeline_dtype": torch_dtype,
+        "bf16": torch_dtype == torch.bfloat16,
+        "perform_initialization": False,
+        "use_cpu_initialization": False,
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": False,
+        # Batched p2p is ambiguous where two stages exchange several chunks (PP 2 with VPP): wrong gradients.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "deallocate_pipeline_outputs": not interleaved,
+        **dict.fromkeys((key for key, reason in OWNED.items() if reason is _NO_TE and key not in ("fp8", "fp4")), False),
+        **overrides,
+    }
+    try:
+        return TransformerConfig(**fields)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"policy.megatron {dict(overrides)}: megatron.core refuses the model: {error}") from error
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
+    """The next multiple of `divisible_by` x TP, so that every rank holds the same number of rows."""
+    multiple = divisible_by * tensor_parallel
+    return -(-vocab_size // multiple) * multiple
+
+
+class PolicyModel(GPTModel):
+    """A GPTModel whose last stage returns (logprobs [M], entropy [M] or None) of `labels: Targets`."""
+
+    def __init__(self, *args: Any, true_vocab_size: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.true_vocab_size = true_vocab_size
+        self.rotary_pos_emb.__class__ = PackedRotaryEmbedding
+        if self.post_process:
+            self.output_layer.__class__ = LogprobHead
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Targets | None = None, **kwargs: Any) -> Any:
+        if not self.post_process:
+            return hidden_states
+        assert labels is not None, "pass labels=Targets(...) with the micro-batch"
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden_states, labels, self.true_vocab_size, weight)
+
+
+class ValueModel(GPTModel):
+    """A GPTModel whose last stage returns values [M], fp32, by a `value_head` instead of an output layer."""
+
+    def __init__(self, *args: Any, seed: int, **kwargs: Any) -> None:
+        kwargs["share_embeddings_and_output_weights"] = False
+        super().__init__(*args, **kwargs)
+        self.rotary_pos_emb.__class__ = PackedRotaryEmbedding
+        if self.post_process:
+            del self.output_layer
+            self.value_head = ValueHead(self.config, self.pg_collection.tp, seed=seed)
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Targets | None = None, **kwargs: Any) -> Any:
+        if not self.post_process:
+            return hidden_states
+        assert labels is not None, "pass labels=Targets(...) with the micro-batch"
+        return self.value_head(hidden_states, labels)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
+        # GPTModel's own expects the output layer that is not here.
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+
+
+def _layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Megatron's local layers with packed attention and torch's RMSNorm."""
+    layer = copy.deepcopy(
+        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    )
+    parts = layer.submodules
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=LocalRMSNorm)
+
+
+def build_chunks(
+    arch: Architecture, config: TransformerConfig, *, padded_vocab: int, value_head: bool = False, seed: int = 0
+) -> list[GPTModel]:
+    """This rank's model chunks (one, or one per virtual stage), on the device, weights unset but for the value head's.
+
+    Rows of the padded vocabulary are zero. Collective where embedding and head are tied over pipeline stages.
+    """
+    virtual = config.virtual_pipeline_model_parallel_size
+    chunks: list[GPTModel] = []
+    for stage in range(virtual or 1):
+        vp_stage = stage if virtual else None
+        common: dict[str, Any] = dict(
+            config=config,
+            transformer_layer_spec=_layer_spec(config, vp_stage),
+            vocab_size=padded_vocab,
+            max_sequence_length=arch.max_position_embeddings,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            parallel_output=True,
+            position_embedding_type="rope",
+            rotary_base=arch.rope_theta,
+            vp_stage=vp_stage,
+            **(arch.rope_scaling or {}),
+        )
+        if value_head:
+            chunk: GPTModel = ValueModel(**common, seed=seed)
+        else:
+            chunk = PolicyModel(
+                **common, share_embeddings_and_output_weights=arch.tie_word_embeddings, true_vocab_size=arch.vocab_size
+            )
+        _zero_vocabulary(chunk)
+        chunks.append(chunk)
+    return chunks
+
+
+@torch.no_grad()
+def _zero_vocabulary(chunk: GPTModel) -> None:
+    """Weights are not initialised, and no folder fills the rows that pad the vocabulary."""
+    for name, parameter in chunk.named_parameters():
+        if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+            parameter.zero_()
+
+
+def in_dtype(chunks: list[GPTModel], config: TransformerConfig) -> list[nn.Module]:
+    """The chunks as they are called: in bf16 behind Megatron's wrapper, which hands fp32 out of the last stage."""
+    return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else list(chunks)
+
+
+def with_gradients(modules: list[nn.Module], config: TransformerConfig, *, distributed_optimizer: bool) -> list[nn.Module]:
+    """The chunks behind Megatron's DDP, whose fp32 gradient buffers it sums over the data-parallel ranks."""
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed_optimizer,
+        check_for_nan_in_grad=False,        # a non-finite norm skips the step instead of ending the run
+        average_in_collective=False,
+    )
+    return [
+        DistributedDataParallel(config, ddp, module, disable_bucketing=stage > 0) for stage, module in enumerate(modules)
+    ]

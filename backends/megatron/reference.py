@@ -1,0 +1,59 @@
+"""A frozen reference that lives in host memory and borrows the policy's parameters for a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class HostWeights:
+    """Weights of the same shapes as some model's, in (on CUDA pinned) host memory."""
+
+    @torch.no_grad()
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self._weights = [_host_copy(p) for p in _parameters(chunks)]
+        self._aside: list[Tensor] = []      # the borrower's own weights meanwhile; made at the first loan
+
+    @contextmanager
+    def lent_to(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, the parameters of `chunks` hold these weights; afterwards their own again, bit for bit.
+
+        Everything is copied into existing storage: gradient and optimizer buffers are views of it.
+        """
+        if not self._aside:
+            self._aside = [torch.empty_like(w, pin_memory=w.is_pinned()) for w in self._weights]
+        with torch.no_grad():
+            for aside, parameter in zip(self._aside, _parameters(chunks)):
+                aside.copy_(parameter)
+        self.restore(chunks)
+        try:
+            yield
+        finally:
+            _fill(chunks, self._aside)
+
+    def restore(self, chunks: Sequence[nn.Module]) -> None:
+        """Write these weights into the parameters of `chunks`."""
+        _fill(chunks, self._weights)
+
+
+def copy_weights(source: Sequence[nn.Module], target: Sequence[nn.Module]) -> None:
+    """Copy every parameter between models of one architecture and layout."""
+    _fill(target, _parameters(source))
+
+
+@torch.no_grad()
+def _fill(chunks: Sequence[nn.Module], weights: Sequence[Tensor]) -> None:
+    for parameter, weight in zip(_parameters(chunks), weights):
+        parameter.copy_(weight)
+
+
+def _parameters(chunks: Sequence[nn.Module]) -> list[Tensor]:
+    return [p for chunk in chunks for p in chunk.parameters()]
+
+
+def _host_copy(parameter: Tensor) -> Tensor:
+    host = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
+    return host.copy_(parameter)

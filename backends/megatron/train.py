@@ -1,0 +1,124 @@
+"""Passes of a model over micro-batches through Megatron's pipeline schedules, with and without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.logprobs import Targets
+from backends.megatron.optimizer import ScheduledOptimizer, StepReport
+from backends.megatron.pack import MicroBatch
+
+
+@dataclass
+class Model:
+    """One model on this rank. Each has a TransformerConfig of its own, since Megatron keeps a model's hooks there."""
+
+    arch: Architecture
+    config: TransformerConfig
+    chunks: list[GPTModel]                      # bare: parameters, conversion, checkpoints
+    modules: list[nn.Module]                    # as they are called: behind Float16Module and DDP
+    optimizer: ScheduledOptimizer | None = None     # None: frozen
+
+    def attach_optimizer(self, optimizer: ScheduledOptimizer) -> None:
+        self.optimizer = optimizer
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = None      # no loss scale: fp32 gradients
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What the output layer is asked for beside the targets."""
+
+    temperature: float
+    chunk_elements: int
+    entropy: bool = True
+
+    def targets(self, micro: MicroBatch) -> Targets:
+        return Targets(micro.target_index, micro.target_tokens, self.entropy, self.temperature, self.chunk_elements)
+
+
+Loss = Callable[[MicroBatch, Any], Tensor]      # (micro-batch, what the last stage returned) -> weighted sum
+
+
+def score_pass(model: Model, micro_batches: Sequence[MicroBatch], head: HeadOptions) -> list[Any]:
+    """What the last stage returns for each micro-batch, without gradients; empty on other stages. Collective."""
+
+    def forward_step(data: Iterator[MicroBatch], module: nn.Module) -> tuple[Any, Callable[..., Any]]:
+        return _forward(module, next(data), head), lambda output, non_loss_data: output
+
+    with _evaluating(model), torch.no_grad():
+        return _run(model, forward_step, micro_batches, forward_only=True)
+
+
+def training_pass(
+    model: Model, micro_batches: Sequence[MicroBatch], head: HeadOptions, loss: Loss, *, step_tokens: int
+) -> StepReport:
+    """Forward, backward and one optimizer step. Collective.
+
+    Args:
+        loss: the weighted sum over a micro-batch; weights are those of the whole optimizer step, so sums simply add up.
+        step_tokens: model tokens of the optimizer step over all ranks.
+    """
+    assert model.optimizer is not None, "a frozen model takes no step"
+
+    def forward_step(data: Iterator[MicroBatch], module: nn.Module) -> tuple[Any, Callable[..., Any]]:
+        micro = next(data)
+
+        def scheduled(output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            # Megatron divides by the tokens of the step again; without tokens the empty sum stays in the graph.
+            total = loss(micro, output) * step_tokens
+            return total, torch.tensor(micro.num_tokens, dtype=torch.int, device=total.device), {}
+
+        return _forward(module, micro, head), scheduled
+
+    for module in model.modules:
+        module.zero_grad_buffer()  # type: ignore[operator]
+    model.optimizer.zero_grad()
+    _run(model, forward_step, micro_batches, forward_only=False)
+    return model.optimizer.step()
+
+
+def _forward(module: nn.Module, micro: MicroBatch, head: HeadOptions) -> Any:
+    # With rotary embeddings position ids are not looked at; attention needs no mask.
+    return module(micro.input_ids, None, None, labels=head.targets(micro), packed_seq_params=micro.packed)
+
+
+def _run(
+    model: Model, forward_step: Callable[..., Any], micro_batches: Sequence[MicroBatch], *, forward_only: bool
+) -> list[Any]:
+    iterators = [iter(micro_batches) for _ in model.modules]
+    several = len(model.modules) > 1
+    outputs: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if several else iterators[0],
+        model=model.modules if several else model.modules[0],
+        num_microbatches=len(micro_batches),
+        seq_length=micro_batches[0].num_slots,      # with pipeline stages the same for all
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    return outputs
+
+
+@contextmanager
+def _evaluating(model: Model) -> Iterator[None]:
+    trained = [module for module in model.modules if module.training]
+    for module in trained:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.train()
