@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import asdict
 from importlib.metadata import version
@@ -22,7 +21,7 @@ import ours
 import trl_environment
 from process import Finished, run
 from recipe import RECIPE, TRL_LOSS_TYPES
-from report import RunResult, Side, machine, read_run, table, verdict
+from report import RunResult, Side, machine, read_run, table, verdict, was_quiet
 
 HERE = Path(__file__).resolve().parent
 EVALUATION_TOLERANCE = 0.005      # two of 500 problems may turn on round-off
@@ -50,7 +49,6 @@ def parse_arguments() -> argparse.Namespace:
 
 def train(side: str, seed: int, options: argparse.Namespace, model: Path, trl_python: Path | None) -> RunResult:
     """One side, one seed."""
-    load = os.getloadavg()[0]
     output, data = options.work / f"{side}-seed{seed}", options.work / "data"
     if side == "rlcore":
         finished = ours.train(
@@ -63,16 +61,18 @@ def train(side: str, seed: int, options: argparse.Namespace, model: Path, trl_py
         assert trl_python is not None
         finished = train_trl(trl_python, model, data, output, seed, options)
         rescored = None
-    result = read_run(
-        output / "metrics.jsonl", seed=seed, seconds=finished.seconds, peak_bytes=finished.peak_bytes, load_before=load
-    )
+    result = read_run(output / "metrics.jsonl", seed=seed, finished=finished)
     if rescored is not None and abs(rescored - result.accuracy[options.steps]) > EVALUATION_TOLERANCE:
         raise SystemExit(
             f"{output}: rlcore's last eval/accuracy is {result.accuracy[options.steps]}, but the model that it exported "
             f"scores {rescored} by greedy.py: the two evaluations do not measure the same thing"
         )
     accuracy = ", ".join(f"{value:.3f} at {step}" for step, value in result.accuracy.items())
-    print(f"seed {seed} {side:>6}: {result.step:.3f} s a step, accuracy {accuracy}; load before {load:.2f}", flush=True)
+    print(
+        f"seed {seed} {side:>6}: {result.step:.3f} s a step, accuracy {accuracy}; "
+        f"other programs had {result.other_cores:.2f} cores",
+        flush=True,
+    )
     return result
 
 
@@ -133,6 +133,8 @@ def write_report(options: argparse.Namespace, sides: list[Side], checks: dict[st
         f"samples, {len(sides[0].runs)} seeds"
     )
     lines = [title, "", table(sides), "", *(f"- {name}: {'yes' if holds else 'NO'}" for name, holds in checks.items())]
+    if not was_quiet(sides):
+        lines += ["", "**Other programs were busy on this machine meanwhile: the seconds are not to be trusted.**"]
     text = "\n".join(lines) + "\n"
     (options.work / "result.md").write_text(text)
     print("\n" + text)

@@ -77,7 +77,7 @@ def overrides(
         "rollout.samples_per_prompt": RECIPE.samples_per_prompt,
         "rollout.sampling.temperature": RECIPE.temperature,
         "rollout.sampling.max_new_tokens": RECIPE.max_new_tokens,
-        "evaluation.paths": data / "heldout.jsonl",
+        "evaluation.paths": f"[{data / 'heldout.jsonl'}]",
         "evaluation.every": min(evaluated),
         # TRL neither saves nor logs samples on the way, so neither do we.
         "checkpoint.every": 0,
@@ -89,7 +89,8 @@ def overrides(
 def rescore(output: Path, data: Path, *, threads: int) -> float:
     """Greedy accuracy of the model that a run exported, by the code that scores TRL's."""
     log = output.with_suffix(".rescored")
-    command = [sys.executable, REPOSITORY / "benchmarks" / "greedy.py", exported(output), data / "heldout.jsonl"]
+    script = REPOSITORY / "benchmarks" / "greedy.py"
+    command = [sys.executable, str(script), str(exported(output)), str(data / "heldout.jsonl")]
     run(command, log=log, threads=threads, deadline_s=300)
     return float(log.read_text().split()[-1])
 

@@ -1,8 +1,9 @@
-"""Run a program with a deadline, its output in a log; say how long it took and how much memory it needed."""
+"""Run a program with a deadline, its output in a log; say what it took, and whether it had the machine to itself."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -20,7 +21,8 @@ class ProgramFailedError(RuntimeError):
 @dataclass(frozen=True)
 class Finished:
     seconds: float
-    peak_bytes: int                     # resident set of the program or of its largest child
+    peak_bytes: int                     # resident set of the program
+    other_cores: float                  # cores that everything else on the machine kept busy meanwhile, on average
 
 
 def run(command: Sequence[str | Path], *, log: Path, threads: int, deadline_s: float, cwd: Path | None = None) -> Finished:
@@ -35,34 +37,45 @@ def run(command: Sequence[str | Path], *, log: Path, threads: int, deadline_s: f
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    started = time.monotonic()
+    started, busy_before = time.monotonic(), _busy_seconds()
     with log.open("wb") as output:
         # A session of its own, so that at the deadline its children can be stopped with it.
         child = subprocess.Popen(words, stdout=output, stderr=output, env=environment, cwd=cwd, start_new_session=True)
         try:
-            status, peak_bytes = _wait(child.pid, started + deadline_s)
+            ended = _wait(child.pid, started + deadline_s)
         except BaseException:
             os.killpg(child.pid, signal.SIGKILL)
             raise
     seconds = time.monotonic() - started
-    if status is None:
+    if ended is None:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         raise ProgramFailedError(_failure(words, f"took longer than {deadline_s:.0f} s and was stopped", log))
+    status, usage = ended
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode != 0:
         raise ProgramFailedError(_failure(words, f"ended with exit code {child.returncode}", log))
-    return Finished(seconds, peak_bytes)
+    others = _busy_seconds() - busy_before - usage.ru_utime - usage.ru_stime
+    return Finished(seconds, usage.ru_maxrss * 1024, max(0.0, others / seconds))
 
 
-def _wait(pid: int, until: float) -> tuple[int | None, int]:
-    """wait4 tells the peak memory of this one child, which neither Popen.wait nor RUSAGE_CHILDREN does."""
+def _wait(pid: int, until: float) -> tuple[int, resource.struct_rusage] | None:
+    """Status and usage of this one child (Popen.wait gives no usage, RUSAGE_CHILDREN that of all); None: it still runs."""
     while time.monotonic() < until:
         ended, status, usage = os.wait4(pid, os.WNOHANG)
         if ended:
-            return status, usage.ru_maxrss * 1024
+            return status, usage
         time.sleep(POLL_SECONDS)
-    return None, 0
+    return None
+
+
+def _busy_seconds() -> float:
+    """CPU seconds that the whole machine has spent not idle; 0 where the system does not tell."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, stat.read_text().split("\n", 1)[0].split()[1:])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def _failure(words: Sequence[str], what: str, log: Path) -> str:

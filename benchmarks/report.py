@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from process import Finished
 from recipe import RECIPE
 
 WARMUP_STEPS = 5            # not timed: allocators, caches and lazy imports settle
 ACCURACY_TOLERANCE = 0.05
+QUIET_CORES = 0.1           # more than this busy with other programs, and seconds mean little
 PHASES = ("generation", "training", "publish", "other")
 
 
@@ -24,15 +26,15 @@ class RunResult:
     seed: int
     step: float                         # from the end of one step to the end of the next, evaluation left out
     step_mean: float
-    phases: dict[str, float]            # keys PHASES; "other" is what the first three leave of a step
+    phases: dict[str, float]            # keys PHASES; "other" is what the first three leave of each step
     accuracy: dict[int, float]          # greedy, held out, by step
     reward_first: float                 # mean sampled reward of step 1
     seconds: float                      # the whole process, start-up included
     peak_bytes: int
-    load_before: float                  # 1-minute load average of the machine before it started
+    other_cores: float                  # cores that other programs kept busy meanwhile
 
 
-def read_run(metrics: Path, *, seed: int, seconds: float, peak_bytes: int, load_before: float) -> RunResult:
+def read_run(metrics: Path, *, seed: int, finished: Finished) -> RunResult:
     """Read either side's metrics.jsonl.
 
     rlcore's `time/step` ends before metrics are reduced and logged; the difference of two `time/from_scratch` does not. TRL's
@@ -46,10 +48,8 @@ def read_run(metrics: Path, *, seed: int, seconds: float, peak_bytes: int, load_
     if not timed:
         raise ValueError(f"{metrics} has no step after the first {WARMUP_STEPS}: train more than {WARMUP_STEPS} steps")
     periods = [_period(rows[step], rows[step - 1]) for step in timed]
-    phases = {
-        phase: statistics.median(rows[step].get(f"time/{phase}", 0.0) for step in timed) for phase in PHASES[:-1]
-    }
-    phases["other"] = max(0.0, statistics.median(periods) - sum(phases.values()))
+    split = [_phases(rows[step], period) for step, period in zip(timed, periods)]
+    phases = {phase: statistics.median(part[phase] for part in split) for phase in PHASES}
     return RunResult(
         seed=seed,
         step=statistics.median(periods),
@@ -57,9 +57,9 @@ def read_run(metrics: Path, *, seed: int, seconds: float, peak_bytes: int, load_
         phases=phases,
         accuracy={step: row["eval/accuracy"] for step, row in sorted(rows.items()) if "eval/accuracy" in row},
         reward_first=rows[1]["rollout/reward"],
-        seconds=seconds,
-        peak_bytes=peak_bytes,
-        load_before=load_before,
+        seconds=finished.seconds,
+        peak_bytes=finished.peak_bytes,
+        other_cores=finished.other_cores,
     )
 
 
@@ -67,6 +67,11 @@ def _period(row: dict[str, float], before: dict[str, float]) -> float:
     if "time/from_scratch" in row:
         return row["time/from_scratch"] - before["time/from_scratch"] - row.get("time/evaluation", 0.0)
     return row["time/step"]
+
+
+def _phases(row: dict[str, float], period: float) -> dict[str, float]:
+    named = {phase: row.get(f"time/{phase}", 0.0) for phase in PHASES[:-1]}
+    return {**named, "other": period - sum(named.values())}
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,11 @@ def verdict(ours: Side, theirs: Side) -> dict[str, bool]:
     }
 
 
+def was_quiet(sides: Sequence[Side]) -> bool:
+    """Whether every run had the machine to itself."""
+    return all(run.other_cores <= QUIET_CORES for side in sides for run in side.runs)
+
+
 def table(sides: Sequence[Side]) -> str:
     """Markdown, one column a side."""
     lines = [["", *(side.name for side in sides)], ["---", *("---:" for _ in sides)]]
@@ -124,6 +134,7 @@ def table(sides: Sequence[Side]) -> str:
     add("samples/s", [f"{side.samples_per_second:.0f}" for side in sides])
     add("whole run, start-up included, s", [f"{statistics.median(r.seconds for r in side.runs):.1f}" for side in sides])
     add("peak memory, MB", [f"{max(run.peak_bytes for run in side.runs) / 1e6:.0f}" for side in sides])
+    add("cores busy with other programs", [f"{max(run.other_cores for run in side.runs):.2f}" for side in sides])
     add("sampled reward at step 1", [f"{statistics.fmean(r.reward_first for r in side.runs):.3f}" for side in sides])
     for step in RECIPE.eval_steps:
         if all(side.accuracies(step) for side in sides):

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from greedy import greedy_accuracy, read_rows
+from datasets import Dataset  # type: ignore[import-not-found]
+from greedy import greedy_accuracy, is_right, read_rows
 from recipe import RECIPE, TRL_LOSS_TYPES
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
 
 def exact_match(completions: list[str], label: list[str], **_: Any) -> list[float]:
-    return [float(completion == answer) for completion, answer in zip(completions, label)]
+    return [float(is_right(completion, answer)) for completion, answer in zip(completions, label)]
 
 
 class TimedTrainer(GRPOTrainer):
