@@ -5,13 +5,21 @@ Everything works on the whole batch, on compact vectors of trainable tokens; no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlcore.algorithms import EstimatorInputs, PolicyLossInputs, approx_kl, build_estimator, loss_weights, whiten
+from rlcore.algorithms import (
+    EstimatorInputs,
+    PolicyLossInputs,
+    approx_kl,
+    build_estimator,
+    estimator_keywords,
+    loss_weights,
+    whiten,
+)
 from rlcore.config import Config
 from rlcore.config.derived import estimator_options, needs_critic, needs_reference, normalize_advantages
 from rlcore.data.batch import RolloutBatch, ragged_index
@@ -25,13 +33,18 @@ class Credit:
     def __init__(self, config: Config, objective: Objective) -> None:
         self.config, self.objective = config, objective
         algorithm = config.algorithm
-        self.estimator = build_estimator(algorithm.estimator.name, **estimator_options(config))
-        needs = frozenset(self.estimator.needs)
-        self.needs_reference = needs_reference(config, needs)
+        name = algorithm.estimator.name
+        self.estimator = build_estimator(name, **estimator_options(config, set(estimator_keywords(name))))
+        needs = self.estimator.needs
+        self.needs_reference = needs_reference(config, needs | objective.loss.needs)
         self.needs_critic = needs_critic(needs)
         self.normalize = normalize_advantages(config)
         one_update = algorithm.epochs * algorithm.minibatches == 1
-        before_update = bool(needs & {"kl", "logprobs"}) or config.training.early_stopping
+        before_update = (
+            bool(needs & {"kl", "logprobs"})
+            or config.training.early_stopping
+            or self.objective.loss.has_batch_stats
+        )
         self.needs_logprobs = (
             algorithm.old_logprobs == "recompute"
             or before_update
@@ -61,7 +74,7 @@ class Credit:
                 batch.set("old_logprobs", vectors["logprobs"])
         batch.set("weights", self._weights(batch, minibatches))
         names = ("advantages", "weights", "old_logprobs", "ref_logprobs", "values", "returns")
-        return {name: vectors[name] for name in names if name in vectors}
+        return {name: vectors[name] for name in names if name in vectors} | self._batch_stats(batch, minibatches)
 
     def _advantages(self, batch: RolloutBatch) -> Tensor:
         given: dict[str, Any] = {
@@ -90,24 +103,19 @@ class Credit:
             ).float()
         return weights
 
-    def batch_stats(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> list[Mapping[str, Tensor]]:
-        """What the loss asked to know of each optimizer step as a whole."""
-        stats: list[Mapping[str, Tensor]] = []
-        for rows in minibatches:
-            part = batch.select(rows) if len(minibatches) > 1 else batch
-            old = part.vectors.get("old_logprobs")
-            if old is None:
-                stats.append({})
-                continue
-            stats.append(
-                self.objective.batch_stats(
-                    PolicyLossInputs(
-                        cu_seqlens=part.cu_seqlens,
-                        logprobs=old,
-                        old_logprobs=old,
-                        advantages=part.vectors["advantages"],
-                        weights=part.vectors["weights"],
-                    )
-                )
+    def _batch_stats(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """What the loss asks to know of each optimizer step as a whole, as `batch_stats/<minibatch>/<name>`."""
+        if not self.objective.loss.has_batch_stats:
+            return {}
+        stats: dict[str, Tensor] = {}
+        for k, rows in enumerate(minibatches):
+            part = batch.select(rows)
+            inputs = PolicyLossInputs(
+                cu_seqlens=part.cu_seqlens,
+                logprobs=part.vectors["old_logprobs"],
+                old_logprobs=part.vectors["old_logprobs"],
+                advantages=part.vectors["advantages"],
+                weights=part.vectors["weights"],
             )
+            stats |= {f"batch_stats/{k}/{name}": value for name, value in self.objective.batch_stats(inputs).items()}
         return stats

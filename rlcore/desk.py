@@ -18,7 +18,7 @@ from rlcore.data.packing import split_minibatches
 from rlcore.errors import RunFailed, UserError
 from rlcore.protocols import RolloutSource, StepRollouts, Tracker, UpdateResult
 from rlcore.runs.checkpoints import CheckpointStore
-from rlcore.runs.directory import RunDirectory
+from rlcore.runs.directory import RunDirectory, Status
 
 CONTINUE = "continue"
 INPUT_FIELDS = ("logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "versions", "rollout_ids")
@@ -28,7 +28,7 @@ INPUT_FIELDS = ("logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", 
 class Outcome:
     """How training ended: `completed | early_stopped | interrupted`, after this many steps."""
 
-    status: str
+    status: Status
     steps: int
 
 
@@ -107,11 +107,11 @@ class Desk:
             "episode": self.episodes,
             "epoch": self._rollouts.epoch,
             **self._rollouts.metrics,
+            **_update_metrics(updates, batch),
             **self._batch_metrics(batch),
-            **_update_metrics(updates),
             **self._evaluation,
             **{f"time/{phase}": value for phase, value in seconds.items()},
-            "time/from_scratch": self._seconds_before + time.monotonic() - self._began,
+            "time/from_scratch": self._elapsed,
             "perf/tokens_per_second": len(batch.tokens) / seconds["step"],
         }
         if "generation" in seconds:
@@ -172,7 +172,7 @@ class Desk:
             {
                 "step": step,
                 "episodes": self.episodes,
-                "seconds": self._seconds_before + time.monotonic() - self._began,
+                "seconds": self._elapsed,
                 "source": self._rollouts.snapshot,
                 "tracker": self.tracker.state(),
             },
@@ -201,19 +201,37 @@ class Desk:
         self.tracker.note(f"resuming after step {found.step} from {found.folder}")
         return str(found.model)
 
+    # --- the end --------------------------------------------------------------------------------------------------
 
-def _update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
-    """Token means over all optimizer steps of the step; norms and rates of the last one."""
+    def close(self, status: Status, *, reason: str = "") -> None:
+        """Leave `result.json` behind and end the trackers."""
+        self.directory.write_result(status, self.step, reason, seconds=self._elapsed, **self.reason)
+        self.tracker.close(status)
+
+    @property
+    def _elapsed(self) -> float:
+        return self._seconds_before + time.monotonic() - self._began
+
+
+def _update_metrics(updates: Sequence[UpdateResult], batch: RolloutBatch) -> dict[str, float]:
+    """Token means over all optimizer steps of the step; norms and rates of the last one.
+
+    Where one optimizer step was all, and no pass came before it, its own KL and entropy are those of the batch.
+    """
     if not updates:
         return {}
     moments = Moments()
     for update in updates:
         moments.merge(update.moments)
-    return {
+    metrics = {
         **updates[-1].metrics,
         **moments.reduce(optimizer_steps=len(updates)),
         "train/optimizer_steps": len(updates),
         "train/skipped_updates": sum(update.skipped for update in updates),
     }
-
-
+    tokens_per_sequence = batch.num_trainable / sum(count > 0 for count in batch.num_trainable_each)
+    if "rollout/kl" in metrics:
+        metrics["objective/kl"] = metrics["rollout/kl"] * tokens_per_sequence
+    if len(updates) == 1 and "policy/entropy_avg" in metrics:
+        metrics["objective/entropy"] = metrics["policy/entropy_avg"] * tokens_per_sequence
+    return metrics

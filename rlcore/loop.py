@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from rlcore.data.batch import RolloutBatch
 from rlcore.desk import CONTINUE, Desk, Outcome
 from rlcore.protocols import PolicyBackend, UpdateResult
 from rlcore.publish import Publisher
+from rlcore.runs.directory import Status
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Trainer:
             status = self.end_step(step, batch, updates)
             if status != CONTINUE or every(step, self.config.checkpoint.every):
                 self.save(step)
-        return Outcome(status, step)
+        return Outcome(cast(Status, status), step)
 
     # --- its parts ------------------------------------------------------------------------------------------------
 

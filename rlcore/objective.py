@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
-
 from torch import Tensor
 
-from rlcore.algorithms import PolicyLoss, PolicyLossInputs, approx_kl, build_policy_loss
+from rlcore.algorithms import KLKind, PolicyLoss, PolicyLossInputs, approx_kl, build_policy_loss
 from rlcore.config.algorithm import AlgorithmConfig
 
 
@@ -20,30 +18,31 @@ class Objective:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.loss = build_policy_loss(config.loss.name, **config.loss.options)
-        self.kl_kind: Literal["k1", "k2", "k3"] = config.kl.loss_kind
+        self.kl_kind: KLKind = config.kl.loss_kind
+        self.logged_kl_kind: KLKind = config.kl.reward_kind
         self.kl_coef = config.kl.loss_coef
         self.entropy_coef = config.entropy_coef
 
-    @property
-    def entropy_has_gradient(self) -> bool:
-        return self.entropy_coef != 0.0
-
     def batch_stats(self, inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
         """What the loss needs from the whole optimizer step, before it is split; empty for most losses."""
-        stats = getattr(self.loss, "batch_stats", None)
-        return {} if stats is None else stats(inputs)
+        return self.loss.batch_stats(inputs) if self.loss.has_batch_stats else {}
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
         out = self.loss(inputs)
         per_token, metrics = out.per_token, dict(out.metrics)
+        logprobs = inputs.logprobs.detach()
+        if inputs.ref_logprobs is not None:
+            metrics["rollout/kl"] = approx_kl(logprobs, inputs.ref_logprobs, self.logged_kl_kind)
+        if inputs.rollout_logprobs is not None:
+            metrics["rollout/train_rollout_logprob_diff"] = (logprobs - inputs.rollout_logprobs).abs()
+        if inputs.weights is not None:
+            metrics["policy_loss"] = inputs.weights * out.per_token.detach()
         if self.kl_coef:
             if inputs.ref_logprobs is None:
                 raise ValueError("the loss has a KL term (algorithm.kl.loss_coef) but got no ref_logprobs")
-            kl = approx_kl(inputs.logprobs, inputs.ref_logprobs, self.kl_kind)
-            per_token = per_token + self.kl_coef * kl
-            metrics["kl_loss"] = kl.detach()
-        if inputs.entropy is not None:
-            metrics["entropy"] = inputs.entropy.detach()
-            if self.entropy_coef:
-                per_token = per_token - self.entropy_coef * inputs.entropy
+            per_token = per_token + self.kl_coef * approx_kl(inputs.logprobs, inputs.ref_logprobs, self.kl_kind)
+        if self.entropy_coef:
+            if inputs.entropy is None:
+                raise ValueError("the loss has an entropy bonus (algorithm.entropy_coef) but got no entropy")
+            per_token = per_token - self.entropy_coef * inputs.entropy
         return replace(out, per_token=per_token, metrics=metrics)

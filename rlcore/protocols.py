@@ -219,7 +219,11 @@ class StepRollouts:
 
 
 class RolloutSource(Protocol):
-    """Where batches come from: the rollout service, or the labels of a data set (sft). Rank 0 only."""
+    """Where batches come from: the rollout service, the labels of a data set (sft), or a recording. Rank 0 only."""
+
+    def start(self) -> None:
+        """Start what generates, once; waits until it is ready."""
+        ...
 
     def next_step(self, step: int) -> StepRollouts:
         """The samples of step `step` (1-based). Waits at most `rollout.timeout_s`."""

@@ -1,9 +1,10 @@
-"""The static layout in which weights travel: Hugging Face names, cut once into flat buckets of bytes."""
+"""How weights travel: Hugging Face names, a static layout cut once into flat buckets of bytes, digests to compare ends."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -69,3 +70,21 @@ def cut_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket,
     if pending:
         buckets.append(Bucket(len(buckets), tuple(pending)))
     return tuple(buckets)
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's type, shape and bytes."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(tensor.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def combine_fingerprints(fingerprints: Mapping[str, str]) -> str:
+    """One digest of `{name: fingerprint}`, whatever the order in which they came."""
+    lines = "".join(f"{name} {fingerprints[name]}\n" for name in sorted(fingerprints))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    """One digest of named tensors: equal exactly when names, types, shapes and all bytes are."""
+    return combine_fingerprints({name: fingerprint(tensor) for name, tensor in named})

@@ -38,7 +38,7 @@ def policy_loss(
         )
         result = objective(inputs)
         assert inputs.weights is not None
-        moments.add_policy_loss(result, inputs.weights)
+        moments.add_objective(result, inputs.weights)
         return (inputs.weights * result.per_token).sum()
 
     return loss

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlcore.algorithms.types import PolicyLoss
 
-_SUMS = {"policy_loss": "loss/policy_avg", "value_loss": "loss/value_avg"}
+_SUMS = {"objective_loss": "objective/loss", "policy_loss": "loss/policy_avg", "value_loss": "loss/value_avg"}
 _MEANS = {
     "approxkl": "policy/approxkl_avg",
     "clipfrac": "policy/clipfrac_avg",
@@ -34,7 +34,7 @@ class Moments:
         moments = Moments()
         for inputs, weights in micro_batches:
             loss = policy_loss(inputs)
-            moments.add_policy_loss(loss, weights)
+            moments.add_objective(loss, weights)
         sums, maxima = moments.pack(moments.names)      # all-reduce with SUM and with MAX
         metrics = Moments.unpack(moments.names, sums, maxima).reduce(optimizer_steps=4)
     """
@@ -61,10 +61,10 @@ class Moments:
         for name, values in vectors.items():
             self.add(name, values)
 
-    def add_policy_loss(self, loss: PolicyLoss, weights: Tensor) -> None:
-        """Take in the metrics of a policy loss, and its weighted terms as `policy_loss`."""
+    def add_objective(self, loss: PolicyLoss, weights: Tensor) -> None:
+        """Take in the metrics of what is minimised, and its weighted terms as `objective_loss`."""
         self.update(loss.metrics)
-        self.add("policy_loss", weights * loss.per_token.detach())
+        self.add("objective_loss", weights * loss.per_token.detach())
 
     def add_value_loss(self, per_token: Tensor, weights: Tensor, clipped: Tensor | None = None) -> None:
         """Take in the weighted terms of the critic's loss, and where its clip acted (see `value_clipped`)."""

@@ -161,7 +161,7 @@ def train(borders: torch.Tensor, micro_batches: list[tuple[int, int]]) -> Moment
             cu_seqlens=borders[first : last + 1] - borders[first], logprobs=logprobs, old_logprobs=old,
             advantages=advantages, entropy=entropy.abs(),
         )  # fmt: skip
-        moments.add_policy_loss(loss(inputs), weights[tokens])
+        moments.add_objective(loss(inputs), weights[tokens])
         clipped = value_clipped(values, old, returns, clip=0.2)
         moments.add_value_loss(value_loss(values, old, returns, clip=0.2), weights[tokens], clipped)
     return moments

@@ -1,0 +1,35 @@
+"""The end of the quickstart: held-out accuracy before and after, a table, the reward curve, and what was left behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from rlcore.runs.metrics import read_metrics
+from rlcore.tracking.plot import plot_run
+from rlcore.tracking.report import render, summarize
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--started", type=float, required=True, help="when the quickstart began, seconds since the epoch")
+    arguments = parser.parse_args()
+    run: Path = arguments.run
+    summary = summarize(read_metrics(run / "metrics.jsonl"))
+    curve = plot_run(run / "metrics.jsonl", run / "curve.png", title="GRPO on addition, 2 tensor-parallel ranks")
+    seconds = time.time() - arguments.started
+    result = {"accuracy_before": summary.accuracy_before, "accuracy_after": summary.accuracy_after, "seconds": round(seconds, 1)}
+    (run / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(render(summary))
+    print(f"held-out greedy accuracy  {summary.accuracy_before:.1%} before, {summary.accuracy_after:.1%} after")
+    print(f"everything together       {seconds:.0f} s")
+    print(f"reward curve              {curve}")
+    print(f"Hugging Face folder       {run / 'hf'}")
+    print(f"summary                   {run / 'summary.json'}")
+
+
+if __name__ == "__main__":
+    main()

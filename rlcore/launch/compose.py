@@ -1,0 +1,216 @@
+"""The composition root: which class stands behind each seam for a configuration. The same for every launcher.
+
+Only here, in the other files of this folder and in the command line may `rlcore` name a backend or an engine.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlcore.algorithms import AlgorithmError
+from rlcore.config import Config
+from rlcore.config.derived import total_steps, updates_per_step
+from rlcore.config.load import Loaded
+from rlcore.credit import Credit
+from rlcore.desk import Desk, Outcome
+from rlcore.errors import ConfigError, ModelError, UserError
+from rlcore.launch.process import Process, open_log
+from rlcore.loop import Trainer
+from rlcore.objective import Objective
+from rlcore.protocols import PolicyBackend, RolloutSource, WeightSink
+from rlcore.publish import Publisher, VersionJournal
+from rlcore.runs.checkpoints import CheckpointStore, latest_checkpoint
+from rlcore.runs.directory import RunDirectory
+from rlcore.tracking import build_trackers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class Office:
+    """What rank 0 alone holds beside its share of the model."""
+
+    source: RolloutSource
+    sink: WeightSink | None
+    num_prompts: int
+    prompt_lengths: NDArray[np.int64] | None = None
+
+
+def run_rank(process: Process, loaded: Loaded, *, resume: bool, overwrite: bool) -> Outcome:
+    """Everything that one rank does, from the configuration to the result."""
+    config, control, patience = loaded.config, process.control, loaded.config.cluster.start_timeout_s
+    objective, credit = build_algorithm(config)
+    check_model(config, process.world_size)
+    with ExitStack() as stack:
+        # What the user may have got wrong is looked at before a run of the same name is touched.
+        office = control.main("reading the data", lambda: open_office(config, process, stack), timeout_s=patience)
+        directory = control.main(
+            "opening the run", lambda: open_run(loaded, stack, resume=resume, overwrite=overwrite), timeout_s=patience
+        )
+        open_log(Path(config.run.dir) / config.run.name / "logs", process.rank)
+        prompts = control.decide("counting the prompts", lambda: str(present(office).num_prompts), timeout_s=patience)
+        steps = total_steps(config, int(prompts))
+        backend = build_backend(config, process, objective, credit, optimizer_steps=steps * updates_per_step(config))
+        stack.callback(backend.close)
+        control.main("starting the engines", lambda: present(office).source.start(), timeout_s=patience)
+        desk = journal = None
+        if directory is not None:
+            journal = VersionJournal(directory.path / "versions.jsonl")
+            desk = build_desk(loaded, process, present(office), directory, backend, steps)
+        publisher = build_publisher(config, process, backend, office, journal)
+        return finish(Trainer(config, control, backend, credit, steps, publisher, desk), process)
+
+
+def present(office: Office | None) -> Office:
+    assert office is not None, "only rank 0 has an office"
+    return office
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def build_algorithm(config: Config) -> tuple[Objective, Credit]:
+    try:
+        objective = Objective(config.algorithm)
+        return objective, Credit(config, objective)
+    except AlgorithmError as error:
+        raise ConfigError(f"algorithm: {error}") from error
+
+
+def check_model(config: Config, world_size: int) -> None:
+    """The model folder can be converted and the layout fits it; the same answer on every rank, before anything starts."""
+    from backends.megatron.convert.architecture import read_architecture
+    from backends.megatron.parallel import check_layout
+
+    policy = read_architecture(Path(config.model.path))
+    check_layout(policy, config.policy.parallel, world_size)
+    for key, folder in (("reference.path", config.reference.path), ("critic.path", config.critic.path)):
+        other = read_architecture(Path(folder)) if folder else policy
+        if other.vocab_size != policy.vocab_size:
+            raise ModelError(
+                f"{key}: {folder} has a vocabulary of {other.vocab_size}, the policy {config.model.path} has "
+                f"{policy.vocab_size}; they must share one tokenizer"
+            )
+
+
+def build_backend(
+    config: Config, process: Process, objective: Objective, credit: Credit | None, *, optimizer_steps: int
+) -> PolicyBackend:
+    from backends.megatron.backend import MegatronBackend
+
+    if config.policy.checkpoint is not None:
+        config = config.model_copy(deep=True)
+        config.policy.checkpoint = str(find_checkpoint(Path(config.policy.checkpoint or "")))
+    return MegatronBackend(
+        config,
+        objective,
+        with_reference=credit is not None and credit.needs_reference,
+        with_critic=credit is not None and credit.needs_critic,
+        total_steps=optimizer_steps,
+        device=process.device,
+    )
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The folder of shards that `path` means: a run (its newest checkpoint), a checkpoint, or the shards themselves."""
+    if (path / "checkpoints").is_dir():
+        found = latest_checkpoint(path / "checkpoints")
+        if found is None:
+            raise UserError(f"policy.checkpoint: run {path} has no checkpoint")
+        return found.model
+    if (path / "model").is_dir():
+        return path / "model"
+    if path.is_dir():
+        return path
+    raise UserError(f"policy.checkpoint: {path} does not exist; expected a run, a checkpoint or its folder of shards")
+
+
+def open_run(loaded: Loaded, stack: ExitStack, *, resume: bool, overwrite: bool) -> RunDirectory:
+    config = loaded.config
+    directory = RunDirectory.create(config.run.dir, config.run.name, resume=resume, overwrite=overwrite)
+    stack.callback(directory.close)
+    directory.write_config(config.model_dump(mode="json"), loaded.origins)
+    return directory
+
+
+def open_office(config: Config, process: Process, stack: ExitStack) -> Office:
+    """Read the prompts and make, without starting them, the engines and the service."""
+    from rlcore.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+    if config.is_sft:
+        from rlcore.data.sft import SFTSource
+
+        sft = SFTSource(config, tokenizer)
+        return Office(sft, None, sft.num_prompts, sft.prompt_lengths)
+    if config.training.replay is not None:
+        from rlcore.runs.replay import ReplaySource
+
+        return Office(ReplaySource(Path(config.training.replay)), None, 1)
+    return open_service(config, process, tokenizer, stack)
+
+
+def open_service(config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack) -> Office:
+    from rollout.wire import EngineSink
+
+    from rollout.service import RolloutService
+
+    service = RolloutService(config, tokenizer, build_engines(config, process, tokenizer))
+    stack.callback(service.close)
+    sink = EngineSink(config, service.engines, service.loop, device=process.device)
+    stack.callback(sink.close)
+    return Office(service, sink, len(service.prompts), service.prompts.lengths)
+
+
+def build_publisher(
+    config: Config, process: Process, backend: PolicyBackend, office: Office | None, journal: VersionJournal | None
+) -> Publisher | None:
+    if config.is_sft or config.training.replay is not None:
+        return None
+    sink = None if office is None else office.sink
+    timeout = config.rollout.engine.update_timeout_s * 2
+    return Publisher(backend, process.control, sink=sink, journal=journal, timeout_s=timeout)
+
+
+def build_desk(
+    loaded: Loaded, process: Process, office: Office, directory: RunDirectory, backend: PolicyBackend, steps: int
+) -> Desk:
+    config = loaded.config
+    tracker = build_trackers(config, directory, total_steps=steps)
+    tracker.start({"run": str(directory.path), **backend.describe()})
+    if office.prompt_lengths is not None:
+        tracker.show_prompt_lengths(office.prompt_lengths)
+    for note in loaded.notes:
+        tracker.note(note)
+    return Desk(
+        config,
+        source=office.source,
+        tracker=tracker,
+        directory=directory,
+        checkpoints=CheckpointStore(directory.checkpoints, keep=config.checkpoint.keep),
+        total_steps=steps,
+        interrupted=lambda: process.control.interrupt_requested,
+    )
+
+
+def finish(trainer: Trainer, process: Process) -> Outcome:
+    """Train, export, and leave a result behind, whatever the end is."""
+    try:
+        outcome = trainer.train()
+        if outcome.status != "interrupted" and trainer.config.checkpoint.export_hf:
+            trainer.backend.export_hf(Path(trainer.config.run.dir) / trainer.config.run.name / "hf")
+    except BaseException as error:
+        if trainer.desk is not None:
+            trainer.desk.close("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", reason=str(error))
+        raise
+    process.control.main(
+        "closing the run", lambda: trainer.main.close(outcome.status), timeout_s=trainer.patience
+    )
+    return outcome

@@ -1,0 +1,39 @@
+"""Train again on a step that was recorded: the samples of a `rollouts/step_*.jsonl.zst` file, as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlcore.data.sample import Sample
+from rlcore.errors import DataError
+from rlcore.protocols import StepRollouts
+from rlcore.runs.rollouts import read_rollouts
+
+
+class ReplaySource:
+    """A `RolloutSource` that gives the same recorded samples at every step."""
+
+    def __init__(self, path: Path) -> None:
+        self.samples = [Sample.from_record(record) for record in read_rollouts(path)]
+        if not self.samples:
+            raise DataError(f"training.replay: {path} holds no samples")
+
+    def start(self) -> None:
+        pass
+
+    def next_step(self, step: int) -> StepRollouts:
+        return StepRollouts(list(self.samples), {}, epoch=float(step), snapshot={})
+
+    def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
+        raise AssertionError("a replay has no engine to evaluate with")
+
+    def snapshot(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
