@@ -1,0 +1,201 @@
+"""The embedded engine: the Hugging Face model in this process, decoded by one worker thread.
+
+Order. Calls of `generate` run one after the other, in the order in which they were made, and each is decoded by itself:
+requests of different calls never share a batch. Inside a call the requests are sorted by (draw, first sample, turn, seed)
+and cut into chunks of `max_batch` responses in that order. So the batches, and with them every last bit of the result,
+depend on what was asked in one call and never on timing: hand over a whole step in one call.
+
+Threads. The event loop only waits. Decoding runs on the worker thread; weights are copied on another, while the worker is
+idle or parked at the gate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlcore.config.rollout import EngineConfig
+from rlcore.errors import RunFailed, UserError
+from rlcore.protocols import Completion, GenerateRequest, PauseMode
+from rlcore.weights import Bucket
+from rollout.engines.causal_lm import CausalLM
+from rollout.engines.decoding import Decoding, Slot
+from rollout.engines.gate import Gate
+from rollout.engines.model_weights import ModelWeights
+from rollout.engines.stopping import StopStrings
+
+
+class EmbeddedEngine:
+    """`rlcore.protocols.RolloutEngine` in this process.
+
+    Args:
+        model_path: Hugging Face folder; only its config is read, weights come by publication.
+        dtype: "fp32" or "bf16"; `config.dtype` overrides it.
+        tokenizer: folder of the tokenizer, read when a request has stop strings; default `model_path`.
+    """
+
+    def __init__(
+        self, model_path: str, *, config: EngineConfig, dtype: str = "bf16", tokenizer: str | None = None,
+        name: str = "engine-0",
+    ) -> None:
+        self.name, self.config = name, config
+        self.model_path, self.tokenizer_path = model_path, tokenizer or model_path
+        self.dtype = config.dtype or dtype
+        self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._gate = Gate(name, park_timeout_s=config.request_timeout_s)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._model: CausalLM | None = None
+        self._weights: ModelWeights | None = None
+        self._tokenizer: Any = None
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        if self._model is None:
+            await self._on_worker(self._build)
+
+    def _build(self) -> None:
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
+        self._model = CausalLM(self.model_path, device=self.device, dtype=self.dtype)
+        self._weights = ModelWeights(self.name, self._model.module)
+
+    async def close(self) -> None:
+        """Requests in flight fail with RunFailed at their next token."""
+        self._gate.close()
+        await asyncio.to_thread(self._worker.shutdown)
+
+    # --- generation -----------------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        """`n` completions a request, in order.
+
+        Raises UserError for a request that cannot be served, RunFailed when there is no whole version of weights.
+        """
+        model = self._started()[0]
+        for request in requests:
+            check_request(request, model)
+        ticket = self._gate.enter()
+        try:
+            return await self._on_worker(self._generate, ticket, list(requests))
+        finally:
+            self._gate.leave(ticket)
+
+    def _generate(self, ticket: int, requests: list[GenerateRequest]) -> list[list[Completion]]:
+        result: list[list[Completion]] = [[] for _ in requests]
+        slots = plan_slots(requests)
+        with torch.inference_mode():
+            for start in range(0, len(slots), self.config.max_batch):
+                chunk = slots[start : start + self.config.max_batch]
+                for slot, completion in zip(chunk, self._decode(ticket, requests, chunk)):
+                    result[slot.request].append(completion)
+        return result
+
+    def _decode(self, ticket: int, requests: Sequence[GenerateRequest], slots: Sequence[Slot]) -> list[Completion]:
+        model, weights = self._started()
+        decoding = Decoding(model, requests, slots, self._stop_strings)
+        while not decoding.finished:
+            self._gate.pass_through(ticket, decoding.drop_cache)
+            if self._gate.aborted(ticket):
+                decoding.abort()
+            else:
+                decoding.step(weights.require_ready())
+        if self._gate.closed:
+            raise RunFailed(f"{self.name}: the engine was closed during a request")
+        return decoding.completions()
+
+    def _stop_strings(self, strings: tuple[str, ...]) -> StopStrings:
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path)
+        return StopStrings(strings, self._tokenizer)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns when no token is being made any more.
+
+        `drain` lets the calls that were accepted finish, `abort` ends them; `retract` and `in_place` park them between two
+        tokens, and after `resume` the first computes keys and values again, the second goes on with the old ones. Calls made
+        during the pause wait.
+        """
+        await asyncio.to_thread(self._gate.pause, mode, self.config.request_timeout_s)
+
+    async def resume(self) -> None:
+        self._gate.resume()
+
+    async def abort(self) -> None:
+        self._gate.abort()
+
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    async def begin_update(self, buckets: Sequence[Bucket]) -> None:
+        """Raises RunFailed unless the engine is paused, ModelError when the names or shapes are not the model's."""
+        if self._gate.mode is None:
+            raise RunFailed(f"{self.name}: weights can be updated only while the engine is paused; call pause first")
+        self._started()[1].begin(buckets)
+
+    async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
+        if flat is None:
+            raise RunFailed(f"{self.name}: an engine in this process takes buckets by copy, not over a process group")
+        await asyncio.to_thread(self._started()[1].copy, index, flat)
+
+    async def end_update(self) -> None:
+        self._started()[1].end()
+
+    async def set_version(self, version: int) -> None:
+        self._started()[1].set_version(version)
+
+    async def checksum(self) -> str:
+        return await asyncio.to_thread(self._started()[1].checksum)
+
+    @property
+    def version(self) -> int | None:
+        """The version in force, None without a whole one."""
+        weights = self._weights
+        return weights.version if weights is not None and weights.state == "ready" else None
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _started(self) -> tuple[CausalLM, ModelWeights]:
+        if self._model is None or self._weights is None:
+            raise RunFailed(f"{self.name}: the engine was not started")
+        return self._model, self._weights
+
+    async def _on_worker(self, work: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work, *args)
+
+
+def plan_slots(requests: Sequence[GenerateRequest]) -> list[Slot]:
+    """All responses of a call in the order in which they are decoded."""
+
+    def address(index: int) -> tuple[int, int, int, int]:
+        request = requests[index]
+        return request.draw, request.first_sample, request.turn, request.seed
+
+    order = sorted(range(len(requests)), key=address)
+    return [Slot(i, requests[i].first_sample + k) for i in order for k in range(requests[i].n)]
+
+
+def check_request(request: GenerateRequest, model: CausalLM) -> None:
+    """Raises UserError for what would otherwise fail deep inside the model."""
+    prompt, wanted = np.asarray(request.prompt), request.sampling.max_new_tokens
+    what = f"draw {request.draw}"
+    if prompt.ndim != 1 or len(prompt) == 0:
+        raise UserError(f"{what}: the prompt has shape {prompt.shape}, expected at least one token")
+    if prompt.min() < 0 or prompt.max() >= model.vocab_size:
+        raise UserError(f"{what}: a prompt token lies outside the model's vocabulary of {model.vocab_size}")
+    if wanted < 1:
+        raise UserError(f"{what}: max_new_tokens is {wanted}, expected at least 1")
+    if len(prompt) + wanted > model.max_positions:
+        raise UserError(
+            f"{what}: a prompt of {len(prompt)} tokens and max_new_tokens {wanted} exceed the model's context of "
+            f"{model.max_positions} (max_position_embeddings)"
+        )
+    if not 0 < request.sampling.top_p <= 1 or request.sampling.temperature < 0:
+        raise UserError(f"{what}: top_p must lie in (0, 1] and temperature be at least 0, got {request.sampling}")
