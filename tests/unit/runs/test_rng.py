@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from rlcore.runs.rng import restore_rng, rng_state
+from rlcore.runs.state import decode_state, encode_state
+
+
+def draw() -> list[float]:
+    return [random.random(), random.gauss(0, 1), float(np.random.standard_normal()), float(torch.rand(()))]
+
+
+def test_generators_go_on_where_they_were_saved() -> None:
+    random.gauss(0, 1)      # leaves a second value waiting, which is part of the state
+    np.random.standard_normal()
+    saved = encode_state(rng_state())
+    expected = [draw() for _ in range(3)]
+    restore_rng(decode_state(saved))
+    assert [draw() for _ in range(3)] == expected
+    assert draw() != expected[0]
