@@ -1,0 +1,112 @@
+"""What each rank of test_checkpoint.py does: load, step, save and export, job after job.
+
+A step's gradient is a Hugging Face folder times a number, so it is the same under every layout, and without clipping AdamW
+works element by element: all layouts must agree to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from worlds import join_world
+
+from backends.megatron.convert.architecture import Architecture, read_architecture
+from backends.megatron.convert.load import load_hf
+from backends.megatron.convert.names import owned_parameters
+from backends.megatron.cpu import importing_megatron, megatron_device
+
+with importing_megatron():
+    from backends.megatron.checkpoint import Saved, load_checkpoint, load_weights, save_checkpoint
+    from backends.megatron.export import WeightExporter, export_hf
+    from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
+    from backends.megatron.optimizer import ScheduledOptimizer
+    from backends.megatron.parallel import ParallelState, destroy_parallel, init_parallel
+from rlcore.config.policy import OptimizerConfig, ParallelConfig
+from rlcore.weights import DTYPES
+
+GRADIENT_SCALE = (1.0, -0.5, 2.0)
+
+
+class Trained:
+    """One model with its optimizer, and the folder that its gradients are made of."""
+
+    def __init__(
+        self, name: str, source: Path, variant: dict[str, Any], layout: ParallelConfig, parallel: ParallelState
+    ) -> None:
+        arch = read_architecture(source)
+        config = transformer_config(arch, layout, variant["dtype"], torch.device("cpu"), {})
+        padded = padded_vocab_size(arch.vocab_size, 1, layout.tensor)
+        built = build_chunks(arch, config, padded_vocab=padded, value_head=name == "critic", seed=1)
+        load_hf(built, arch, source, parallel)
+        modules = with_gradients(in_dtype(built, config), config, distributed_optimizer=variant["distributed"])
+        optimizer_config = OptimizerConfig(
+            lr=0.01, warmup_steps=2, weight_decay=0.1, clip_grad=0, distributed=variant["distributed"]
+        )
+        self.optimizer = ScheduledOptimizer(
+            optimizer_config, modules, params_dtype=DTYPES[variant["dtype"]], total_steps=10
+        )
+        self.saved = Saved(name, arch, modules, self.optimizer)
+        self.source, self.parallel, self.dtype = source, parallel, DTYPES[variant["dtype"]]
+        self.gradients = read_gradients(modules, arch, source, parallel)
+
+    def step(self, number: int) -> None:
+        for parameter, gradient in self.gradients:
+            parameter.main_grad.copy_(gradient * GRADIENT_SCALE[number])
+        assert not self.optimizer.step().skipped
+
+    def export(self, folder: Path) -> None:
+        head = "value" if self.saved.name == "critic" else "lm"
+        exporter = WeightExporter(self.saved.chunks, self.saved.arch, self.parallel, dtype=self.dtype, head=head)
+        export_hf(exporter, folder / self.saved.name, self.source)
+
+
+def read_gradients(
+    modules: Sequence[nn.Module], arch: Architecture, source: Path, parallel: ParallelState
+) -> list[tuple[Any, torch.Tensor]]:
+    """(parameter, fp32 gradient): the folder's own values, put through the loading of weights."""
+    parameters = [parameter for _, parameter, _ in owned_parameters(modules, arch)]
+    before = [parameter.detach().clone() for parameter in parameters]
+    load_hf(modules, arch, source, parallel)
+    found = [(parameter, parameter.detach().float()) for parameter in parameters]
+    for parameter, value in zip(parameters, before):
+        parameter.data.copy_(value)
+    return [(parameter, gradient.clone()) for parameter, gradient in found]
+
+
+def run(job: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
+    models = [Trained(name, Path(path), job["variant"], layout, parallel) for name, path in job["sources"].items()]
+    if job.get("load"):
+        load_checkpoint(Path(job["load"]), [model.saved for model in models], parallel)
+    if job.get("weights_from"):
+        for model in models:
+            load_weights(Path(job["weights_from"]), job["weights_of"], model.saved.arch, model.saved.chunks, parallel)
+    for model in models:
+        for number in range(*job["steps"]):
+            if not (job["variant"].get("critic_warmup") and model.saved.name == "policy" and number < 2):
+                model.step(number)
+    if job.get("save"):
+        save_checkpoint(Path(job["save"]), [model.saved for model in models], parallel)
+    if job.get("export"):
+        for model in models:
+            model.export(Path(job["export"]))
+
+
+def main() -> None:
+    _, plan = join_world()
+    for entry in plan:
+        layout = ParallelConfig(**entry["layout"])
+        with megatron_device("cpu"):
+            parallel = init_parallel(layout, timeout_s=60, seed=0)
+            for job in entry["jobs"]:
+                run(job, layout, parallel)
+            destroy_parallel()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
