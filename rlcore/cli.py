@@ -23,7 +23,7 @@ _SETTINGS = "FILE.yaml ... and overrides KEY=VALUE (policy.optimizer.lr=2e-6), l
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         return command(arguments)
@@ -128,6 +128,17 @@ def _load(settings: Sequence[str]) -> Loaded:
 # --- their arguments --------------------------------------------------------------------------------------------------
 
 _MODEL_OPTIONS = ("family", "alphabet", "hidden", "layers", "heads", "kv_heads", "intermediate", "tied", "seed")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """argparse gathers files and overrides only up to the next flag; what follows one is gathered here."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (any(argument.startswith("-") for argument in rest) or "settings" not in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.settings += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

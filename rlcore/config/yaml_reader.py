@@ -110,7 +110,7 @@ def _convert(loader: ConfigLoader, node: yaml.Node, where: Where, above: frozens
 
 
 def _check_keys(node: yaml.Node, where: Where, above: frozenset[int]) -> None:
-    """Refuse a key that is written twice, a key that is no plain word, and a map that contains itself."""
+    """Refuse keys that are written twice or are no plain word, tags, and a map that contains itself."""
     if id(node) in above:
         raise ConfigError(f"{where(node)}: this part contains itself")
     if isinstance(node, yaml.SequenceNode):
@@ -118,6 +118,8 @@ def _check_keys(node: yaml.Node, where: Where, above: frozenset[int]) -> None:
             _check_keys(item, where, above | {id(node)})
     if not isinstance(node, yaml.MappingNode):
         return
+    if node.tag != _TAG + "map":
+        raise ConfigError(f"{where(node)}: tag {node.tag!r} has no meaning here")
     first: dict[str, yaml.Node] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):

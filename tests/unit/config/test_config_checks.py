@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import pytest
+
+from rlcore.config.checks import CHECKS, NOT_AVAILABLE, describe_checks
+
+SFT = "algorithm.loss.name=sft"
+PPO = "algorithm.estimator.name=ppo"
+TWO = ("cluster.launcher=torchrun", "cluster.processes_per_node=2")
+
+
+def paths(lines: list[str]) -> list[str]:
+    return [line.split(" ")[0].rstrip(":") for line in lines]
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        # the run's length
+        (["training.steps=null"], ["training"]),
+        (["training.epochs=1"], ["training.epochs"]),
+        (["training.steps=null", "training.episodes=8", "training.epochs=1"], ["training.epochs"]),
+        ([SFT, "training.steps=null", "training.episodes=8"], ["training.episodes"]),
+        # early stopping
+        (["training.early_stopping=true"], ["training.target_kl"]),
+        (["training.early_stopping=true", "training.target_kl=0"], ["training.target_kl"]),
+        (["training.target_kl=-1"], ["training.target_kl"]),
+        ([SFT, "training.early_stopping=on", "training.target_kl=1"], ["training.early_stopping"]),
+        (["training.early_stopping=on", "training.target_kl=1", "training.debug=rollout_only"],
+         ["training.early_stopping"]),
+        # coefficients that nothing would read
+        ([PPO, "algorithm.estimator.kl_coef=0.1"], ["algorithm.estimator.kl_coef"]),
+        (["algorithm.loss.kl_coef=0.1"], ["algorithm.loss.kl_coef"]),
+        (["algorithm.kl.reward_coef=0.1"], ["algorithm.kl.reward_coef"]),
+        (["algorithm.kl.reward_coef=0.1", "algorithm.estimator.name=rloo"], ["algorithm.kl.reward_coef"]),
+        ([SFT, "algorithm.kl.reward_coef=0.1"], ["algorithm.kl.reward_coef"]),
+        ([SFT, "algorithm.kl.loss_coef=0.1"], ["algorithm.kl.loss_coef"]),
+        ([SFT, "algorithm.entropy_coef=0.1"], ["algorithm.entropy_coef"]),
+        (["algorithm.loss.aggregation=seq-mean-token-sum-norm"], ["algorithm.loss.norm_length"]),
+        (["algorithm.loss.norm_length=8"], ["algorithm.loss.norm_length"]),
+        # batches
+        (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt"]),
+        (["rollout.prompts_per_step=4", "algorithm.minibatches=5"], ["algorithm.minibatches"]),
+        ([SFT, "training.batch_size=4", "algorithm.minibatches=5"], ["algorithm.minibatches"]),
+        # the layout
+        ([*TWO, "policy.parallel.sequence=true"], ["policy.parallel.sequence"]),
+        ([*TWO, "policy.parallel.virtual_pipeline=2"], ["policy.parallel.virtual_pipeline"]),
+        (["policy.parallel.tensor=2"], ["policy.parallel.tensor"]),
+        (["policy.parallel.pipeline=2"], ["policy.parallel.pipeline"]),
+        (["cluster.processes_per_node=2"], ["cluster.processes_per_node"]),
+        (["cluster.nodes=2"], ["cluster.nodes"]),
+        ([*TWO, "policy.parallel.tensor=4"], ["policy.parallel"]),
+        # lengths
+        (["policy.max_tokens_per_microbatch=1024"], ["policy.max_tokens_per_microbatch"]),
+        (["policy.max_tokens_per_microbatch=1100", "data.max_prompt_tokens=77"], ["policy.max_tokens_per_microbatch"]),
+        ([SFT, "policy.max_tokens_per_microbatch=10", "data.max_prompt_tokens=11"],
+         ["policy.max_tokens_per_microbatch"]),
+        # optimizers
+        (["policy.optimizer.min_lr=1"], ["policy.optimizer.min_lr"]),
+        (["critic.optimizer.decay_steps=5", "critic.optimizer.warmup_steps=5", "critic.optimizer.schedule=linear"],
+         ["critic.optimizer.decay_steps"]),
+        # debugging
+        (["training.debug=train_only"], ["training.debug"]),
+        (["training.replay=x"], ["training.replay"]),
+        ([SFT, "training.debug=rollout_only"], ["training.debug"]),
+        # data
+        (["data.paths=[]"], ["data.paths"]),
+        ([SFT, "data.label_key=null"], ["data.label_key"]),
+        (["reward.parts={}"], ["reward.parts"]),
+        (["evaluation.every=3"], ["evaluation.paths"]),
+        (["tracking.hub.repo=a/b", "checkpoint.export_hf=no"], ["tracking.hub.repo"]),
+    ],
+)
+def test_refused(refusal, overrides, refused):
+    assert paths(refusal(*overrides)) == refused
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["training.steps=null", "training.episodes=8"],
+        [SFT, "training.steps=null", "training.epochs=2"],
+        ["training.early_stopping=true", "training.target_kl=0.1"],
+        [PPO, "algorithm.kl.reward_coef=0.1", "rollout.samples_per_prompt=1"],
+        ["algorithm.kl.loss_coef=0.1"],
+        ["algorithm.estimator.name=mine:Own", "algorithm.kl.reward_coef=0.1"],
+        ["algorithm.loss.aggregation=seq-mean-token-sum-norm", "algorithm.loss.norm_length=8"],
+        [*TWO, "policy.parallel.tensor=2", "policy.parallel.sequence=true"],
+        [*TWO, "policy.parallel.pipeline=2", "policy.parallel.virtual_pipeline=2"],
+        ["cluster.launcher=torchrun", "policy.parallel.tensor=4"],      # the world's size is torchrun's to say
+        ["policy.max_tokens_per_microbatch=1100", "data.max_prompt_tokens=76"],
+        ["policy.max_tokens_per_microbatch=1025"],
+        ["training.debug=train_only", "training.replay=x"],
+    ],
+)
+def test_accepted(load, overrides):
+    assert load(*overrides).notes == ()
+
+
+def test_a_problem_names_origin_reason_and_remedy(refusal, write):
+    base = write("base.yaml", "algorithm:\n  kl: {reward_coef: 0.05}\n")
+    (line,) = refusal(files=[base])
+    assert line.startswith(f"algorithm.kl.reward_coef ({base}:2): got 0.05, but estimator 'grpo' ")
+    assert "algorithm.kl.loss_coef" in line
+    (line,) = refusal(PPO, "algorithm.estimator.kl_coef=1")
+    assert "algorithm.kl.reward_coef" in line
+
+
+def test_all_problems_are_reported_together(refusal):
+    lines = refusal("training.epochs=1", "cluster.nodes=2", "evaluation.every=3")
+    assert paths(lines) == ["training.epochs", "cluster.nodes", "evaluation.paths"]
+
+
+UNBUILT = {
+    "policy.parallel.context": "2",
+    "policy.parallel.expert": "2",
+    "policy.parallel.expert_tensor": "1",
+    "algorithm.correction.name": "tis",
+    "rollout.engine.kind": "sglang",
+    "rollout.engine.urls": "['http://x']",
+    "rollout.engine.python": "/x/python",
+    "rollout.max_staleness": "1",
+    "rollout.on_update": "abort",
+    "rollout.filters": "[zero_std]",
+    "rollout.oversample": "1.5",
+    "checkpoint.async_save": "true",
+    "cluster.launcher": "ray",
+}
+
+
+@pytest.mark.parametrize("path", [path for path, _ in NOT_AVAILABLE])
+def test_what_is_not_built_yet_says_so(refusal, path):
+    lines = refusal(f"{path}={UNBUILT[path]}")
+    assert any(line.startswith(f"{path} (override): ") and "not available in this version" in line for line in lines)
+
+
+# --- noted ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "noted"),
+    [
+        (["training.target_kl=0.1"], ["training.target_kl"]),
+        (["training.target_kl=0"], []),
+        (["training.max_update_kl=0.1"], ["training.max_update_kl"]),
+        (["training.max_update_kl=0.1", "algorithm.epochs=2"], []),
+        (["policy.optimizer.decay_steps=3"], ["policy.optimizer.decay_steps"]),
+        (["policy.optimizer.decay_steps=3", "policy.optimizer.schedule=cosine"], []),
+        (["evaluation.samples_per_prompt=4"], ["evaluation.samples_per_prompt"]),
+        (["rollout.sampling.temperature=0"], ["rollout.sampling.temperature"]),
+        ([SFT, "rollout.prompts_per_step=4", "reward.workers=1", "critic.path=x", "reference.path=x",
+          "algorithm.estimator.name=ppo"], ["reward", "rollout", "critic", "reference", "algorithm.estimator"]),
+        ([SFT, "rollout.prompts_per_step=32"], []),     # the default, written out
+    ],
+)
+def test_notes(load, overrides, noted):
+    assert paths(list(load(*overrides).notes)) == noted
+
+
+def test_an_ignored_target_is_kept(load):
+    loaded = load("training.target_kl=0.1")
+    assert loaded.config.training.target_kl == 0.1
+    assert loaded.notes == ("training.target_kl: 0.1 is ignored: training.early_stopping is off",)
+
+
+def test_each_check_describes_itself():
+    lines = describe_checks()
+    assert len(set(lines)) == len(CHECKS)
+    assert all(line[0].isupper() or line.startswith(("norm_length", "training")) for line in lines)

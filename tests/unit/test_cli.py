@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore import cli, launch
+from rlcore.config.load import load_config
+from rlcore.errors import DataError, DeadlineExceeded, RunFailed
+
+GIVEN = ["run.name=x", "model.path=m", "data.paths=d.jsonl", "training.steps=1"]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Stand-ins for the launch functions that write down what they are called with."""
+    calls: dict[str, Any] = {}
+
+    def stand_in(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> int:
+            calls[name] = (args, kwargs)
+            return 0
+
+        return call
+
+    for name in ("train", "evaluate", "export"):
+        monkeypatch.setattr(launch, name, stand_in(name), raising=False)
+    return calls
+
+
+# --- train ------------------------------------------------------------------------------------------------------------
+
+
+def test_train_hands_over_the_configuration_and_its_notes(launched, tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("training: {target_kl: 0.1}\ncritic: {value_clip: 0.2}\n")
+    assert cli.main(["train", str(file), *GIVEN, "--resume", "run.seed=5"]) == 0
+
+    (loaded,), how = launched["train"]
+    assert how == {"resume": True, "overwrite": False}
+    assert loaded.config.run.seed == 5
+    assert [note.split(":")[0] for note in loaded.notes] == ["training.target_kl", "critic"]
+
+
+def test_the_exit_code_is_the_runs_own(launched, monkeypatch):
+    monkeypatch.setattr(launch, "train", lambda loaded, **how: 7)
+    assert cli.main(["train", *GIVEN]) == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(DataError("d.jsonl:3: not JSON"), 2), (RunFailed("rank 1 died"), 1), (DeadlineExceeded("waited 3 s"), 1),
+     (KeyboardInterrupt(), 130)],
+)
+def test_errors_become_exit_codes_without_a_traceback(launched, monkeypatch, capsys, error, code):
+    def fail(loaded: Any, **how: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(launch, "train", fail)
+    assert cli.main(["train", *GIVEN]) == code
+    said = capsys.readouterr().err
+    assert said == f"rlcore: {str(error) or 'interrupted'}\n"
+
+
+def test_our_own_bugs_keep_their_traceback(launched, monkeypatch):
+    def fail(loaded: Any, **how: Any) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(launch, "train", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train", *GIVEN])
+
+
+def test_resume_and_overwrite_exclude_each_other(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", *GIVEN, "--resume", "--overwrite"])
+    assert caught.value.code == 2
+
+
+# --- validate ---------------------------------------------------------------------------------------------------------
+
+
+def test_validate_prints_a_configuration_that_loads(capsys, tmp_path):
+    assert cli.main(["validate", *GIVEN, "training.target_kl=0.1"]) == 0
+    out = capsys.readouterr().out
+    file = tmp_path / "merged.yaml"
+    file.write_text(out)
+    assert load_config([file]).config == load_config([], [*GIVEN, "training.target_kl=0.1"]).config
+    assert "# notes:\n#   training.target_kl: 0.1 is ignored" in out
+    assert "# checks made:" in out
+    assert "needs torch" not in out
+
+
+def test_validate_says_what_it_leaves_out_without_torch(capsys, monkeypatch):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["validate", *GIVEN, "algorithm.estimator.name=unheard_of"]) == 0
+    out = capsys.readouterr().out
+    assert "needs torch, which is not installed here" in out.partition("# checks left out:")[2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "starts"),
+    [
+        (["algorithm.estimator={name: ppo, lamda: 0.9}"],
+         ["algorithm.estimator.lamda (override): unknown keyword; did you mean algorithm.estimator.lam?"]),
+        (["algorithm.loss.clip_hihg=0.3"],
+         ["algorithm.loss.clip_hihg (override): unknown keyword; did you mean algorithm.loss.clip_high?"]),
+        (["algorithm.loss.agregation=token-mean"],
+         ["algorithm.loss.agregation (override): unknown keyword; did you mean algorithm.loss.aggregation?"]),
+        (["algorithm.estimator={name: ppo, lam: high}"],
+         ["algorithm.estimator.lam (override): 'ppo': keyword 'lam' expected float, got 'high' (str)"]),
+        (["algorithm.estimator.name=gropo"], ["algorithm.estimator.name (override): unknown estimator 'gropo'"]),
+        (["algorithm.loss.name=ppo_clap"], ["algorithm.loss.name (override): unknown policy loss 'ppo_clap'"]),
+        (["algorithm.estimator.name=no_such_package:Own"],
+         ["algorithm.estimator.name (override): estimator 'no_such_package:Own': no module 'no_such_package'"]),
+        (["reward.parts.a.function=no_such_package:f", "rollout.workflow=json:__name__"],
+         ["reward.parts.a.function (override): function 'no_such_package:f': no module",
+          "rollout.workflow (override): json:__name__ is 'json', expected something that can be called"]),
+        (["algorithm.estimator={name: ppo, a: 1}", "algorithm.loss.b=1"],
+         ["algorithm.loss.b (override): unknown keyword", "algorithm.estimator.a (override): unknown keyword"]),
+    ],
+)
+def test_validate_builds_what_is_named(capsys, overrides, starts):
+    assert cli.main(["validate", *GIVEN, *overrides]) == 2
+    captured = capsys.readouterr()
+    lines = captured.err.removeprefix("rlcore: ").splitlines()
+    assert captured.out == ""
+    assert len(lines) == len(starts)
+    assert all(line.startswith(start) for line, start in zip(lines, starts)), lines
+
+
+PLUGINS = """
+from rlcore.algorithms import Advantages
+
+class TakesKL:
+    needs = {"kl"}
+    def __init__(self, *, kl_coef: float = 0.0) -> None: ...
+    def __call__(self, inputs): return Advantages(inputs.kl)
+
+class TakesNone(TakesKL):
+    def __init__(self) -> None: ...
+
+class NeedsTeacher(TakesNone):
+    needs = {"teacher_logprobs"}
+
+class Picky(TakesNone):
+    def __init__(self, *, share: float = 0.5) -> None:
+        if share > 1:
+            raise ValueError(f"share: got {share}, expected at most 1")
+"""
+
+
+@pytest.fixture
+def plugins(tmp_path, monkeypatch):
+    (tmp_path / "cli_plugins.py").write_text(PLUGINS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "algorithm.estimator.name=cli_plugins:"
+    sys.modules.pop("cli_plugins", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "said"),
+    [
+        ("TakesNone", "algorithm.kl.reward_coef=0.1", "algorithm.kl.reward_coef (override): got 0.1, but estimator"),
+        ("NeedsTeacher", "run.seed=1", "algorithm.estimator (override): estimator 'cli_plugins:NeedsTeacher'"),
+        ("Picky", "algorithm.estimator.share=2", "algorithm.estimator (override): share: got 2, expected at most 1"),
+    ],
+)
+def test_plugins_are_asked_what_they_take(capsys, plugins, name, override, said):
+    assert cli.main(["validate", *GIVEN, plugins + name, override]) == 2
+    assert capsys.readouterr().err.startswith(f"rlcore: {said}")
+
+
+def test_a_plugin_that_takes_kl_gets_the_coefficient(capsys, plugins):
+    assert cli.main(["validate", *GIVEN, plugins + "TakesKL", "algorithm.kl.reward_coef=0.1"]) == 0
+
+
+# --- the other commands -----------------------------------------------------------------------------------------------
+
+
+def test_eval_takes_a_folder_or_a_checkpoint(launched, tiny_model, tmp_path):
+    given = [*GIVEN, "evaluation.paths=[e.jsonl]"]
+    assert cli.main(["eval", *given, "--model", str(tiny_model), "--output", "scores.json"]) == 0
+    (loaded,), how = launched["evaluate"]
+    assert loaded.config.model.path == str(tiny_model)
+    assert how == {"output": Path("scores.json")}
+
+    assert cli.main(["eval", *given, "--model", str(tmp_path)]) == 0
+    (loaded,), _ = launched["evaluate"]
+    assert (loaded.config.model.path, loaded.config.policy.checkpoint) == ("m", str(tmp_path))
+
+
+def test_eval_needs_prompts(launched, capsys):
+    assert cli.main(["eval", *GIVEN]) == 2
+    assert capsys.readouterr().err.startswith("rlcore: evaluation.paths: empty")
+
+
+def test_export(launched):
+    assert cli.main(["export", "runs/x", "out"]) == 0
+    assert launched["export"] == ((Path("runs/x"), Path("out")), {})
+
+
+def test_metrics_and_algorithms_are_listed(capsys):
+    assert cli.main(["metrics"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line for line in lines if line.startswith("rollout/kl ")).endswith("against the reference")
+
+    assert cli.main(["algorithms"]) == 0
+    out = capsys.readouterr().out
+    ppo = out.partition("\n  ppo: ")[2].splitlines()
+    assert ppo[1:4] == ["    needs: values", "    gamma: float = 1.0", "    lam: float = 0.95"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["train"], ["train", "a=1", "--rsume"], ["metrics", "x"]])
+def test_wrong_usage(arguments):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+
+
+def test_python_m_rlcore(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "rlcore", "train", "missing.yaml"], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "rlcore: missing.yaml: no such file\n")
