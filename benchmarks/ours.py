@@ -97,10 +97,10 @@ def rescore(output: Path, data: Path, *, threads: int) -> float:
 
 def exported(run_folder: Path) -> Path:
     """The Hugging Face folder that a run left."""
-    weights = sorted(run_folder.rglob("*.safetensors"))
-    if not weights:
-        raise FileNotFoundError(f"no Hugging Face folder (*.safetensors) under {run_folder}; see its log beside it")
-    return weights[-1].parent
+    folder = run_folder / "hf"
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{run_folder} left no Hugging Face folder {folder}; see its log beside it")
+    return folder
 
 
 def _train(files: Iterable[str], overrides: dict[str, object]) -> list[str]:
