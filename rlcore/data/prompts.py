@@ -126,7 +126,7 @@ def tokenize_prompts(
         else render_chat(tokenizer, example.prompt, example.where, add_generation_prompt=True)
         for example in examples
     ]
-    tokens = encode(tokenizer, texts)
+    tokens = encode(tokenizer, texts, [example.where for example in examples])
     bos = leading_bos(tokenizer)
     if bos:     # a chat template writes its own
         tokens = [

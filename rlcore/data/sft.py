@@ -105,7 +105,8 @@ def label_tokens(
     eos = tokenizer.eos_token_id
     if add_eos and eos is None:
         raise DataError("the tokenizer has no eos token to train on; set data.add_eos: false")
-    tokens = encode(tokenizer, [_answer_text(e, text, tokenizer) for e, text in zip(prompts.examples, prompts.texts)])
+    answers = [_answer_text(e, text, tokenizer) for e, text in zip(prompts.examples, prompts.texts)]
+    tokens = encode(tokenizer, answers, [example.where for example in prompts.examples])
     out = []
     for example, ids in zip(prompts.examples, tokens):
         if eos is not None and eos in ids:      # a chat template writes its own, and often a line break after it

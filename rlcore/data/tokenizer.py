@@ -42,25 +42,37 @@ def leading_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     bos = tokenizer.bos_token_id
     if bos is None:
         return []
-    with_special = tokenizer("a")["input_ids"]
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    return [bos] if with_special[:1] == [bos] and bare[:1] != [bos] else []
+    return [bos] if tokenizer("")["input_ids"][:1] == [bos] else []
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, prefix: Sequence[int] = ()
-) -> list[NDArray[np.int32]]:
-    """int32 [n] for each text, with `prefix` before it. No special token is added: an EOS would end a prompt."""
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], where: Sequence[str]) -> list[NDArray[np.int32]]:
+    """int32 [n] for each text. No special token is added: an EOS would end a prompt.
+
+    Raises:
+        DataError: a text that the tokenizer refuses; names its row, from `where`.
+    """
     out: list[NDArray[np.int32]] = []
     for start in range(0, len(texts), ENCODE_CHUNK):
-        encoded = tokenizer(
-            list(texts[start : start + ENCODE_CHUNK]),
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-        )
-        out += [np.array([*prefix, *ids], dtype=np.int32) for ids in encoded["input_ids"]]
+        chunk = list(texts[start : start + ENCODE_CHUNK])
+        try:
+            encoded = _encode(tokenizer, chunk)
+        except Exception:  # noqa: BLE001 - tokenizers raises no narrower one; whose text it is shows one by one
+            encoded = [_encode_row(tokenizer, text, row) for text, row in zip(chunk, where[start:])]
+        out += [np.array(ids, dtype=np.int32) for ids in encoded]
     return out
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
+
+
+def _encode_row(tokenizer: PreTrainedTokenizerBase, text: str, where: str) -> list[int]:
+    try:
+        return _encode(tokenizer, [text])[0]
+    except Exception as error:
+        raise DataError(f"{where}: the tokenizer cannot encode {text[:80]!r}: {error}") from error
 
 
 def render_chat(

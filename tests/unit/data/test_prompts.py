@@ -1,0 +1,177 @@
+"""Reading and tokenising prompts: what comes out, and what every kind of bad row gets."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlcore.data.prompts import PromptSet
+from rlcore.data.tokenizer import load_tokenizer, stop_token_ids
+from rlcore.errors import DataError, ModelError
+
+GOOD = {"prompt": "1+2=", "label": "3"}
+
+
+def test_text_rows_become_prompts(write_rows, tokenizer):
+    path = write_rows([GOOD, {"prompt": "10+2=", "label": 12, "source": "book"}])
+    prompts = PromptSet.load([path], tokenizer)
+    assert len(prompts) == 2
+    second = prompts[1]
+    assert second.prompt_id == f"{path}:2"
+    assert second.tokens.dtype == np.int32
+    assert tokenizer.decode(second.tokens) == second.text == "10+2="
+    assert (second.label, second.row) == (12, {"source": "book"})
+    assert prompts.lengths.tolist() == [4, 5]
+    counts, edges = prompts.length_histogram(bins=2)
+    assert counts.tolist() == [1, 1]
+    assert edges.tolist() == [4.0, 4.5, 5.0]
+
+
+def test_parquet_equals_jsonl(write_rows, tmp_path, tokenizer):
+    rows = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(5)]
+    jsonl = PromptSet.load([write_rows(rows)], tokenizer)
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    parquet = PromptSet.load([str(path)], tokenizer)
+    assert parquet.tokens.tolist() == jsonl.tokens.tolist()
+    assert [p.label for p in parquet] == [p.label for p in jsonl]
+    assert parquet[4].prompt_id == f"{path}:5"
+
+
+def test_several_files_are_read_in_order(write_rows, tokenizer):
+    paths = [write_rows([GOOD], "b.jsonl"), write_rows([{"prompt": "5=", "label": "5"}], "a.jsonl")]
+    assert [p.text for p in PromptSet.load(paths, tokenizer)] == ["1+2=", "5="]
+
+
+def test_chats_go_through_the_template_with_a_generation_prompt(write_rows, chat_tokenizer):
+    messages = [{"role": "system", "content": "+"}, {"role": "user", "content": "1+2"}]
+    prompts = PromptSet.load([write_rows([{"prompt": messages, "label": "3"}])], chat_tokenizer)
+    assert prompts[0].text == "<+\n<1+2\n<"
+    assert chat_tokenizer.decode(prompts[0].tokens) == "<+\n<1+2\n<"
+
+
+def test_parquet_chats_drop_fields_that_are_null(tmp_path, chat_tokenizer):
+    rows = [{"prompt": [{"role": "user", "content": "1", "name": None}, {"role": "user", "content": "2", "name": "x"}], "label": "3"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "chat.parquet")
+    prompts = PromptSet.load([str(tmp_path / "chat.parquet")], chat_tokenizer)
+    assert prompts.examples[0].prompt == [{"role": "user", "content": "1"}, {"role": "user", "content": "2", "name": "x"}]
+
+
+def test_bos_is_put_before_text_but_never_eos(write_rows, tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.bos_token = "<pad>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A <eos>", special_tokens=[("<pad>", 0), ("<eos>", 1)]
+    )
+    assert tokenizer("1").input_ids == [0, 3, 1]
+    prompts = PromptSet.load([write_rows([GOOD, {"prompt": [{"role": "user", "content": "1"}], "label": "1"}])], tokenizer)
+    assert prompts[0].tokens.tolist()[0] == 0
+    assert prompts[0].tokens.tolist()[-1] != 1
+    assert prompts[1].tokens.tolist() == [3], "a chat template writes its own BOS"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{not json", "not JSON"),
+        ("", "not JSON"),
+        ('["1+1=", "2"]', "expected a JSON object, got list"),
+        ({"question": "1+1=", "label": "2"}, "no key 'prompt'.*'question', 'label'"),
+        ({"prompt": "1+1="}, "no key 'label'.*data.label_key"),
+        ({"prompt": 7, "label": "2"}, "must be text or a list of chat messages.*got int: 7"),
+        ({"prompt": None, "label": "2"}, "got NoneType"),
+        ({"prompt": "", "label": "2"}, "not empty"),
+        ({"prompt": [], "label": "2"}, "not empty"),
+        ({"prompt": ["hello"], "label": "2"}, "each message"),
+        ({"prompt": [{"role": "user"}], "label": "2"}, "each message"),
+        ({"prompt": [{"role": "user", "content": 3}], "label": "2"}, "each message"),
+        ({"prompt": "1+Q=", "label": "2"}, "cannot encode '1.Q='"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(write_rows, tokenizer, row, message):
+    path = write_rows([GOOD, row, GOOD])
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*{message}"):
+        PromptSet.load([path], tokenizer)
+
+
+def test_chat_without_a_template_is_refused(write_rows, tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*no chat template"):
+        PromptSet.load([write_rows([{"prompt": [{"role": "user", "content": "1"}], "label": "1"}])], tokenizer)
+
+
+def test_a_template_that_refuses_names_the_row(write_rows, tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*roles must alternate"):
+        PromptSet.load([write_rows([{"prompt": [{"role": "user", "content": "1"}], "label": "1"}])], tokenizer)
+
+
+def test_long_prompts_are_excluded_counted_and_reported(write_rows, tokenizer, caplog):
+    path = write_rows([GOOD, {"prompt": "1111+2=", "label": "3"}, GOOD, {"prompt": "1+2222=", "label": "3"}])
+    with caplog.at_level(logging.WARNING):
+        prompts = PromptSet.load([path], tokenizer, max_prompt_tokens=4)
+    assert [p.prompt_id for p in prompts] == [f"{path}:1", f"{path}:3"]
+    assert prompts.excluded == [f"{path}:2", f"{path}:4"]
+    assert "2 of 4 prompts" in caplog.text
+    assert f"{path}:2" in caplog.text
+
+
+def test_no_prompt_left_is_an_error(write_rows, tokenizer):
+    with pytest.raises(DataError, match=r"all 2 prompts have more than data.max_prompt_tokens = 3 tokens \(the shortest has 4\)"):
+        PromptSet.load([write_rows([GOOD, GOOD])], tokenizer, max_prompt_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", b"", "no rows"),
+        ("rows.csv", b"a,b", "suffix '.csv'"),
+        ("broken.parquet", b"not parquet", "not a readable parquet"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, tokenizer, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name}.*{message}"):
+        PromptSet.load([str(tmp_path / name)], tokenizer)
+    with pytest.raises(DataError, match=r"missing\.jsonl is not a file"):
+        PromptSet.load([str(tmp_path / "missing.jsonl")], tokenizer)
+
+
+def test_crlf_bom_and_trailing_blank_lines_are_fine(tmp_path, tokenizer):
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\r\n" + json.dumps(GOOD).encode() + b"\r\n\r\n")
+    assert len(PromptSet.load([str(path)], tokenizer)) == 2
+
+
+def test_fingerprint_sees_order_and_content(write_rows, tokenizer):
+    other = {"prompt": "3+4=", "label": "7"}
+    prints = {
+        PromptSet.load([write_rows(rows)], tokenizer).fingerprint() for rows in ([GOOD, other], [other, GOOD], [GOOD], [GOOD, other])
+    }
+    assert len(prints) == 3
+
+
+def test_tokenizer_folder(tmp_path: Path, tokenizer):
+    tokenizer.save_pretrained(tmp_path / "saved")
+    loaded = load_tokenizer(tmp_path / "saved")
+    assert loaded("1+2=")["input_ids"] == tokenizer("1+2=")["input_ids"]
+    with pytest.raises(ModelError, match="missing is not a folder"):
+        load_tokenizer(tmp_path / "missing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="empty holds none that can be loaded"):
+        load_tokenizer(tmp_path / "empty")
+
+
+def test_a_response_must_be_able_to_stop(tokenizer):
+    assert stop_token_ids(tokenizer, [7]) == (1, 7)
+    tokenizer.eos_token = None
+    assert stop_token_ids(tokenizer, [7]) == (7,)
+    with pytest.raises(ModelError, match="stop_token_ids"):
+        stop_token_ids(tokenizer)
