@@ -1,15 +1,13 @@
-"""Fixtures for every test."""
+"""Fixtures for every test, and how long each tier took."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-
-@pytest.fixture(scope="session")
-def repository() -> Path:
-    return Path(__file__).resolve().parents[1]
+BUDGET_S = {"unit": 120, "parity": 240, "checkpoint": 180, "integration": 360}     # of a tier, on two cores
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +18,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "model"
     init_model(folder, ModelSpec(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=64))
     return folder
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds of each tier beside its budget. Over it is a remark and no failure: the machine may be busy."""
+    seconds: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[Path(report.nodeid.partition("::")[0]).parts[1]] += report.duration
+    if not seconds:
+        return
+    terminalreporter.section("time by tier")
+    for tier, budget in BUDGET_S.items():
+        if tier in seconds:
+            over = "  OVER BUDGET" if seconds[tier] > budget else ""
+            terminalreporter.write_line(f"{tier:<12} {seconds[tier]:6.1f} s of {budget} s{over}")

@@ -144,14 +144,12 @@ def layout(config: Config) -> Problems:
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield Problem("policy.parallel.virtual_pipeline", "a virtual pipeline needs policy.parallel.pipeline > 1")
     model, processes = model_parallel_size(config), cluster.nodes * cluster.processes_per_node
-    if cluster.launcher == "local":
-        if processes > 1:
-            path = "cluster.nodes" if cluster.nodes > 1 else "cluster.processes_per_node"
-            yield Problem(path, "the local launcher runs one process: set cluster.launcher to torchrun")
-        if model > 1:
-            path = "policy.parallel." + ("tensor" if parallel.tensor > 1 else "pipeline")
-            message = f"the layout needs {model} processes and cluster.launcher local runs one: set it to torchrun"
-            yield Problem(path, message)
+    if cluster.launcher == "local" and cluster.nodes > 1:
+        yield Problem("cluster.nodes", "the local launcher starts processes on this machine alone: use torchrun")
+    elif cluster.launcher == "local" and processes < model:
+        path = "policy.parallel." + ("tensor" if parallel.tensor > 1 else "pipeline")
+        message = f"the layout needs {model} processes and the local launcher starts {processes}: set "
+        yield Problem(path, message + f"cluster.processes_per_node={model}, or cluster.launcher=torchrun")
     elif processes > 1 and processes % model:
         message = f"{processes} processes do not divide into models of {model} (tensor x pipeline x context)"
         yield Problem("policy.parallel", message)

@@ -50,7 +50,7 @@ def paths(lines: list[str]) -> list[str]:
         ([*TWO, "policy.parallel.virtual_pipeline=2"], ["policy.parallel.virtual_pipeline"]),
         (["policy.parallel.tensor=2"], ["policy.parallel.tensor"]),
         (["policy.parallel.pipeline=2"], ["policy.parallel.pipeline"]),
-        (["cluster.processes_per_node=2"], ["cluster.processes_per_node"]),
+        (["cluster.processes_per_node=3", "policy.parallel.tensor=2"], ["policy.parallel"]),
         (["cluster.nodes=2"], ["cluster.nodes"]),
         ([*TWO, "policy.parallel.tensor=4"], ["policy.parallel"]),
         # lengths
@@ -91,6 +91,7 @@ def test_refused(refusal, overrides, refused):
         [*TWO, "policy.parallel.tensor=2", "policy.parallel.sequence=true"],
         [*TWO, "policy.parallel.pipeline=2", "policy.parallel.virtual_pipeline=2"],
         ["cluster.launcher=torchrun", "policy.parallel.tensor=4"],      # the world's size is torchrun's to say
+        ["cluster.processes_per_node=4", "policy.parallel.tensor=2"],
         ["policy.max_tokens_per_microbatch=1100", "data.max_prompt_tokens=76"],
         ["policy.max_tokens_per_microbatch=1025"],
         ["training.debug=train_only", "training.replay=x"],
