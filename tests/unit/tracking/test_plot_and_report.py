@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlcore.errors import UserError
+from rlcore.runs.metrics import MetricsFile, read_metrics
+from rlcore.tracking.names import REWARD, curve
+from rlcore.tracking.plot import plot_run, smoothed
+from rlcore.tracking.report import RunSummary, format_report, summarize
+
+
+@pytest.fixture
+def metrics_path(tmp_path: Path) -> Path:
+    """40 steps of a run that learns, evaluated at the start and the end."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics.append(0, {"eval/accuracy": 0.375, "time/evaluation": 10.0})
+    for step in range(1, 41):
+        row = {
+            "rollout/reward": step / 50,
+            "objective/kl": math.nan if step == 7 else step / 1000,
+            "time/generation": 1.5,
+            "time/training": 0.5,
+            "time/step": 2.0,
+            "time/from_scratch": 2.0 * step,
+            "perf/tokens_per_second": 1000.0 + step,
+        }
+        metrics.append(step, row | ({"eval/accuracy": 0.75, "time/evaluation": 10.0} if step == 40 else {}))
+    return path
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    content = path.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
+
+
+def test_one_panel_for_each_curve_there_is(metrics_path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pyplot = "matplotlib.pyplot" in sys.modules
+    width, height = png_size(plot_run(metrics_path, tmp_path / "curves.png", title="addition"))
+    assert (width, height) == (1200, 1140)
+    alone = tmp_path / "alone.jsonl"
+    MetricsFile(alone).append(1, {"rollout/reward": 0.5})
+    assert png_size(plot_run(alone, tmp_path / "one.png"))[1] == 450
+    loss = tmp_path / "loss.jsonl"
+    MetricsFile(loss).append(1, {"loss/policy_avg": 0.5})
+    assert png_size(plot_run(loss, tmp_path / "loss.png"))[1] == 450
+    assert ("matplotlib.pyplot" in sys.modules) == pyplot, "a figure of its own, nothing global"
+
+
+def test_nothing_to_draw_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"metrics\.jsonl: no reward, evaluation, KL or loss"):
+        plot_run(tmp_path / "metrics.jsonl", tmp_path / "a.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match=r"rlcore\[plot\]"):
+        plot_run(tmp_path / "metrics.jsonl", tmp_path / "a.png")
+
+
+def test_smoothing_is_a_mean_over_the_past() -> None:
+    np.testing.assert_allclose(smoothed([1, 2, 3, 4], 2), [1, 1.5, 2.5, 3.5])
+    np.testing.assert_allclose(smoothed([1, 2, 3, 4], 1), [1, 2, 3, 4])
+    np.testing.assert_allclose(smoothed([math.nan, 2, math.inf, 4], 2), [math.nan, 2, 2, 4])
+
+
+def test_the_first_name_present_counts() -> None:
+    both, fallback = {"objective/scores": 3.0, "rollout/reward": 2.0}, {"objective/scores": 4.0}
+    rows = [{"step": 0, "x": 1.0}, {"step": 1, **both}, {"step": 2, **fallback}]
+    assert curve(rows, REWARD) == ([1, 2], [2.0, 4.0])
+
+
+def test_summary(metrics_path: Path) -> None:
+    summary = summarize(read_metrics(metrics_path))
+    assert summary == RunSummary(
+        steps=40,
+        reward_first=0.02,
+        reward_last=0.8,
+        accuracy_before=0.375,
+        accuracy_after=0.75,
+        tokens_per_second=1021.0,
+        seconds=100.0,
+        seconds_by_phase={"generation": 60.0, "evaluation": 20.0, "training": 20.0},
+    )
+
+
+def test_report_is_a_table(metrics_path: Path) -> None:
+    result = {"status": "early_stopped", "reason": "objective/kl 0.3 above 0.2"}
+    text = format_report(summarize(read_metrics(metrics_path)), title="run addition", result=result)
+    assert text.splitlines() == [
+        "run addition",
+        "-" * 60,
+        "status            early_stopped (objective/kl 0.3 above 0.2)",
+        "steps             40",
+        "eval accuracy     0.375 -> 0.750  (+0.375)",
+        "reward            0.0200 -> 0.800  (+0.780)",
+        "tokens/s, median  1.02k",
+        "time              1m40s",
+        "  generation         1m00s   60%",
+        "  evaluation          20 s   20%",
+        "  training            20 s   20%",
+        "-" * 60,
+    ]
+
+
+def test_report_of_a_run_that_did_nothing() -> None:
+    assert "steps  0" in format_report(summarize([]))

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+
+from rlcore.data.sample import Sample
+from rlcore.tracking.format import clipped, duration, number, sample_lines
+from rlcore.tracking.progress import Progress, TerminalProgress, open_progress
+
+METRICS = {
+    "rollout/reward": 0.4123,
+    "objective/kl": 0.0031,
+    "val/sequence_lengths": 3.214,
+    "perf/tokens_per_second": 12345.6,
+    "time/step": 2.13,
+}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_lines_say_what_matters() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress("addition", 40, stream, clock=clock)
+    progress.start({"layout": "TP 2 x DP 1", "attention": "unfused\n(no GPU)"})
+    clock.now += 5
+    progress.log(0, {"eval/accuracy": 0.38})
+    clock.now += 3
+    progress.log(1, METRICS)
+    clock.now += 2
+    progress.log(2, {**METRICS, "eval/accuracy": 0.5})
+    progress.note("early stopping: armed")
+    clock.now += 1
+    progress.close("early_stopped")
+    assert stream.getvalue().splitlines() == [
+        "run addition",
+        "  layout     TP 2 x DP 1",
+        "  attention  unfused",
+        "             (no GPU)",
+        "step  0/40 | eval 0.380",
+        "step  1/40 | reward 0.412 | kl 0.00310 | length 3.21 | 12.3k tok/s | 2.1 s/step | 1m57s left",
+        "step  2/40 | reward 0.412 | kl 0.00310 | length 3.21 | 12.3k tok/s | 2.1 s/step | 1m35s left | eval 0.500",
+        "early stopping: armed",
+        "run addition: stopped early after step 2/40, 11 s",
+    ]
+
+
+def test_a_run_without_reward_shows_its_loss_and_its_own_clock() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress("sft", 2, stream, clock=clock)
+    clock.now += 0.5
+    progress.log(1, {"loss/policy_avg": 2.5})
+    clock.now += 0.5
+    progress.log(2, {"loss/policy_avg": float("nan")})
+    assert stream.getvalue().splitlines() == [
+        "step 1/2 | loss 2.50 | 0.50 s/step | 0.50 s left",
+        "step 2/2 | loss nan | 0.50 s/step",
+    ]
+
+
+def test_the_time_left_of_a_resumed_run_counts_its_own_steps() -> None:
+    clock = Clock()
+    progress = Progress("a", 100, io.StringIO(), clock=clock)
+    assert progress.seconds_left is None
+    progress.start({})
+    clock.now += 4
+    progress.log(91, {})
+    assert progress.seconds_left == pytest.approx(36)
+    for step in range(92, 100):
+        clock.now += 1
+        progress.log(step, {})
+    assert progress.seconds_left == pytest.approx((4 + 8) / 9)
+
+
+def test_samples_are_shown_as_text(make_sample: Callable[..., Sample]) -> None:
+    stream = io.StringIO()
+    sample = make_sample(response_text="46\nis it", reward=0.5, reward_parts={"math": 1.0, "form": 0.0})
+    Progress("a", 9, stream).show_samples(3, [sample])
+    assert stream.getvalue().splitlines() == [
+        "  sample of step 3: reward 0.500, math 1.00, form 0, 3 tokens, ended by stop, expected '46'",
+        "    > 12+34=",
+        "    < 46",
+        "      is it",
+    ]
+
+
+def test_a_terminal_shows_the_same_lines_above_a_bar(make_sample: Callable[..., Sample]) -> None:
+    stream, clock = Terminal(), Clock()
+    progress = TerminalProgress("addition", 40, stream, clock=clock)
+    progress.start({"layout": "TP 2"})
+    clock.now += 3
+    progress.log(1, METRICS)
+    progress.show_samples(1, [make_sample(response_text="[bold]46[/nonsense]")])
+    progress.close("completed")
+    text = stream.getvalue()
+    for expected in ("layout", "1/40", "1m57s left", "[bold]46[/nonsense]", "completed after step 1/40"):
+        assert expected in text
+    assert "\x1b[" in text
+
+
+def test_the_stream_decides() -> None:
+    assert type(open_progress("a", 1, io.StringIO())) is Progress
+    assert type(open_progress("a", 1, Terminal())) is TerminalProgress
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"), (1, "1.00"), (0.41234, "0.412"), (-3.217, "-3.22"), (99.96, "100"), (999.4, "999"), (999.6, "1.00k"),
+        (12345, "12.3k"), (999_600, "1.00M"), (2.5e9, "2.50G"), (3e17, "3.00e+17"), (0.00312, "0.00312"),
+        (3.1e-5, "3.1e-05"), (float("nan"), "nan"), (float("-inf"), "-inf"),
+    ],
+)  # fmt: skip
+def test_numbers(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.123, "0.12 s"), (0.999, "1.0 s"), (8.31, "8.3 s"), (9.96, "10 s"), (59.4, "59 s"), (59.7, "1m00s"), (200, "3m20s"),
+        (3599.6, "1h00m"), (7500, "2h05m"), (273_600, "3d04h"), (float("nan"), "?"), (-1, "?"),
+    ],
+)  # fmt: skip
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_long_texts_keep_both_ends(make_sample: Callable[..., Sample]) -> None:
+    text = "A" * 300 + "B" * 300
+    assert clipped(text, 100) == "A" * 50 + " [... 500 characters ...] " + "B" * 50
+    assert clipped("short", 100) == "short"
+    assert len(sample_lines(make_sample(response_text=text), limit=100)[2]) < 140

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlcore.config import Config
+from rlcore.data.sample import Sample
+from rlcore.errors import UserError
+from rlcore.runs.directory import RunDirectory
+from rlcore.runs.metrics import read_metrics
+from rlcore.tracking import BaseTracker, Trackers, build_trackers
+from rlcore.tracking import tensorboard as tensorboard_module
+from rlcore.tracking.jsonl import JsonlTracker
+from rlcore.tracking.tensorboard import TensorboardTracker
+
+MakeSample = Callable[..., Sample]
+
+
+def configured(**tracking: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": "a"},
+            "model": {"path": "model"},
+            "data": {"paths": "train.jsonl"},
+            "training": {"steps": 3},
+            "tracking": tracking,
+        }
+    )
+
+
+def test_metrics_go_on_after_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlTracker(path)
+    for step in range(5):
+        first.log(step, {"x": float(step)})
+    again = JsonlTracker(path)      # from the checkpoint of step 2
+    for step in (3, 4):
+        again.log(step, {"x": -1.0})
+    assert [(row["step"], row["x"]) for row in read_metrics(path)] == [(0, 0), (1, 1), (2, 2), (3, -1), (4, -1)]
+
+
+def test_always_metrics_and_progress_and_nothing_heavy(tmp_path: Path) -> None:
+    directory, stream = RunDirectory.create(tmp_path, "a"), io.StringIO()
+    trackers = build_trackers(configured(), directory, total_steps=3, stream=stream)
+    assert trackers.names == ("jsonl", "progress")
+    trackers.log(1, {"rollout/reward": 0.5})
+    trackers.close("completed")
+    assert read_metrics(directory.metrics_path) == [{"step": 1, "rollout/reward": 0.5}]
+    assert "reward 0.500" in stream.getvalue()
+    assert trackers.state() == {}
+    assert trackers.url is None
+
+
+def test_importing_the_trackers_loads_neither_torch_nor_services() -> None:
+    code = (
+        "import sys, rlcore.tracking, rlcore.tracking.wandb, rlcore.tracking.tensorboard, rlcore.tracking.plot, "
+        "rlcore.tracking.hub, rlcore.tracking.report, rlcore.runs.checkpoints, rlcore.runs.rng\n"
+        "print(sorted({'torch', 'wandb', 'tensorboard', 'matplotlib', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+class Recording(BaseTracker):
+    def __init__(self, failing_step: int = -1) -> None:
+        self.steps: list[int] = []
+        self.failing_step = failing_step
+        self.closed = ""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self.failing_step:
+            raise ConnectionError("the service is gone")
+        self.steps.append(step)
+
+    def close(self, status: str) -> None:
+        self.closed = status
+
+
+def test_an_optional_tracker_that_fails_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    kept, failing, other = Recording(), Recording(failing_step=2), Recording()
+    trackers = Trackers({"kept": kept}, {"failing": failing, "other": other})
+    for step in (1, 2, 3):
+        trackers.log(step, {})
+    trackers.close("completed")
+    assert kept.steps == other.steps == [1, 2, 3]
+    assert failing.steps == [1]
+    assert (kept.closed, other.closed, failing.closed) == ("completed", "completed", "")
+    assert caplog.text.count("failing failed and is left out from here on: ConnectionError: the service is gone") == 1
+
+
+def test_a_required_tracker_that_fails_ends_it() -> None:
+    with pytest.raises(ConnectionError):
+        Trackers({"kept": Recording(failing_step=1)}).log(1, {})
+
+
+def test_tensorboard_files_read_back(tmp_path: Path, make_sample: MakeSample) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    first = TensorboardTracker(tmp_path, {"run": {"name": "a"}})
+    first.show_prompt_lengths(np.array([3, 4, 4, 9]))
+    for step in range(1, 6):
+        first.log(step, {"rollout/reward": step / 10})
+    first.close("interrupted")
+    resumed = TensorboardTracker(tmp_path, {"run": {"name": "a"}})
+    for step in (4, 5, 6):
+        resumed.log(step, {"rollout/reward": step / 100})
+    resumed.show_samples(6, [make_sample(response_text="forty-six")])
+    resumed.close("completed")
+
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    scalars = [(event.step, round(event.value, 4)) for event in events.Scalars("rollout/reward")]
+    assert scalars == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.04), (5, 0.05), (6, 0.06)]
+    texts = {tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    assert "forty-six" in texts["samples/text_summary"]
+    assert '"name": "a"' in texts["config/text_summary"]
+    assert texts["status/text_summary"] == "completed"
+
+
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory.create(tmp_path, "a")
+    monkeypatch.setattr(tensorboard_module, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"rlcore\[tensorboard\]"):
+        build_trackers(configured(tensorboard=True), directory, total_steps=3)
+    with pytest.raises(UserError, match=r"rlcore\[wandb\]"):
+        build_trackers(configured(wandb={"enabled": True}), directory, total_steps=3)
+
+
+# --- wandb, really run without a network ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    wandb = pytest.importorskip("wandb")
+    for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
+    yield wandb
+    wandb.teardown()        # ends the service process
+
+
+def test_wandb_offline_keeps_its_run_across_processes(
+    tmp_path: Path, make_sample: MakeSample, offline_wandb: Any
+) -> None:
+    config = configured(wandb={"enabled": True, "mode": "offline", "tags": ["test"]})
+    directory = RunDirectory.create(tmp_path, "a")
+    first = build_trackers(config, directory, total_steps=3, stream=io.StringIO())
+    first.show_prompt_lengths(np.array([3, 4, 4, 9]))
+    first.log(1, {"rollout/reward": 0.25})
+    first.show_samples(1, [make_sample(response_text="forty-six")])
+    state = json.loads(json.dumps(first.state()))
+    assert first.url is None
+    first.close("interrupted")
+
+    by_file = build_trackers(config, directory, total_steps=3, stream=io.StringIO())
+    assert by_file.state() == state, "killed before its first checkpoint"
+    by_file.show_prompt_lengths(np.array([3, 4, 4, 9]))
+    by_file.close("interrupted")
+    (directory.path / "wandb_run_id").unlink()
+    resumed = build_trackers(config, directory, state, total_steps=3, stream=io.StringIO())
+    assert resumed.state() == state
+    resumed.log(2, {"rollout/reward": 0.5})
+    resumed.close("completed")
+
+    folders = sorted((directory.path / "wandb").glob("offline-run-*"))
+    assert len(folders) == 3
+    assert all(state["wandb"]["id"] in folder.name for folder in folders)
+    records = [record for folder in folders for record in _records(folder)]
+    history = [
+        {"/".join([item.key, *item.nested_key]).strip("/"): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    assert [(row["step"], row["rollout/reward"]) for row in history if "rollout/reward" in row] == [(1, 0.25), (2, 0.5)]
+    lengths = [row["data/prompt_lengths/values"] for row in history if "data/prompt_lengths/values" in row]
+    assert [sum(counts) for counts in lengths] == [4], "shown once, though two processes asked"
+    assert [row["samples/nrows"] for row in history if "samples/nrows" in row] == [1]
+    assert "forty-six" in next((directory.path / "wandb").rglob("samples_*.table.json")).read_text()
+    exits = [record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"]
+    assert exits == [1, 1, 0]
+    summaries = [item for record in records for item in record.summary.update if item.key == "status"]
+    assert [json.loads(item.value_json) for item in summaries] == ["interrupted", "interrupted", "completed"]
+
+
+def _records(folder: Path) -> list[Any]:
+    """The records of an offline run's file: protobuf messages in the log format of LevelDB."""
+    from wandb.proto import wandb_internal_pb2
+
+    content = next(folder.glob("*.wandb")).read_bytes()
+    header, block, last_pieces = 7, 32768, (1, 4)
+    records, parts, at = [], b"", header
+    while at + header <= len(content):
+        if block - at % block < header:     # no room for a piece's head: the rest of the block is padding
+            at += block - at % block
+            continue
+        size, piece = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        parts += content[at + header : at + header + size]
+        at += header + size
+        if piece in last_pieces:
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            records.append(record)
+            parts = b""
+    return records
