@@ -91,7 +91,7 @@ class Desk:
         if self.config.tracking.save_rollouts:
             advantages = [part.numpy() for part in batch.vectors["advantages"].split(batch.num_trainable_each)]
             self.directory.write_rollouts(step, samples, advantages)
-        if step % self.config.tracking.show_every == 0:
+        if step % self.config.tracking.show_every == 0 and not self.config.is_sft:
             self.tracker.show_samples(step, samples[: self.config.tracking.show_samples])
         if self._kl_stop(metrics):
             return "early_stopped"

@@ -53,11 +53,10 @@ class _Step:
 
 
 class RolloutService:
-    """Implements `rlcore.protocols.RolloutSource`. Ready when constructed: engines and reward workers have started.
+    """Implements `rlcore.protocols.RolloutSource`. Construction reads and checks; `start` starts engines and reward workers.
 
     Raises:
         UserError: bad prompts, labels, rewards, filters or vocabulary sizes.
-        RunFailed: an engine or a reward worker did not start.
     """
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, engines: Sequence[RolloutEngine]) -> None:
@@ -84,8 +83,16 @@ class RolloutService:
         self._evaluation = self._runner(evaluation=True)
         self._thread = LoopThread("rollout")
         self.loop = self._thread.loop
+
+    def start(self) -> None:
+        """Engines and reward workers answer when this returns.
+
+        Raises:
+            RunFailed: one of them did not start; the service is closed then.
+        """
+        limit = self._config.rollout.engine.start_timeout_s * 2
         try:
-            self._call(self._start(), config.rollout.engine.start_timeout_s * 2, "starting the engines and rewards")
+            self._call(self._start(), limit, "starting the engines and rewards")
         except BaseException:
             self.close()
             raise

@@ -42,6 +42,9 @@ class SFTSource:
             len(self.prompts), seed=config.run.seed, shuffle=data.shuffle, fingerprint=self.prompts.fingerprint()
         )
 
+    def start(self) -> None:
+        """Nothing generates here."""
+
     def next_step(self, step: int) -> StepRollouts:
         """The next `training.batch_size` rows; `step` does not matter, the cursor does."""
         samples = [self._sample(draw) for draw in self._stream.take(self._batch_size)]

@@ -149,7 +149,7 @@ def open_office(config: Config, process: Process, stack: ExitStack) -> Office:
         from rlcore.data.sft import SFTSource
 
         sft = SFTSource(config, tokenizer)
-        return Office(sft, None, sft.num_prompts, sft.prompt_lengths)
+        return Office(sft, None, len(sft.prompts), sft.prompts.lengths)
     if config.training.replay is not None:
         from rlcore.runs.replay import ReplaySource
 

@@ -50,6 +50,9 @@ def pick_device(local_rank: int) -> torch.device:
 @contextmanager
 def join(config: Config) -> Iterator[Process]:
     """This process's place among the trainer's ranks; a run of one process needs no environment."""
+    # Megatron warns of every package that it can do without: into the log with that, once it is open.
+    logging.captureWarnings(True)
+    logging.getLogger("py.warnings").addHandler(logging.NullHandler())
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     if not under_torchrun():
