@@ -5,7 +5,7 @@
 
 Makes TRL's environment, the addition problems and a warmed-up model, then trains both from that one Hugging Face folder with
 two threads each, one after the other; which of them goes first changes with every seed. Writes `result.json` and
-`result.md` under --work. Exit code 1 when rlcore is slower, or when mean accuracies lie more than 5 points apart.
+`result.md` under --work. Exit code 1 when rlcore is slower, or when mean accuracies lie more than 5 points apart; 2 when a run failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import ours
 import trl_environment
-from process import Finished, run
+from process import Finished, ProgramFailedError, run
 from recipe import RECIPE, TRL_LOSS_TYPES
 from report import RunResult, Side, machine, read_run, table, verdict, was_quiet
 
@@ -92,7 +92,7 @@ def train_trl(python: Path, model: Path, data: Path, output: Path, seed: int, op
 def main() -> int:
     options = parse_arguments()
     names = [options.only] if options.only else ["rlcore", "trl"]
-    trl_python = trl_environment.ensure(options.trl_environment) if "trl" in names else None
+    trl_python = trl_environment.ensure(options.trl_environment, options.work / "trl-install.log") if "trl" in names else None
     ours.make_data(options.work)
     model = options.model.resolve() if options.model else warmed_up(options)
 
@@ -141,4 +141,8 @@ def write_report(options: argparse.Namespace, sides: list[Side], checks: dict[st
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ProgramFailedError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

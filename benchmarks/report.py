@@ -47,6 +47,9 @@ def read_run(metrics: Path, *, seed: int, finished: Finished) -> RunResult:
     timed = [step for step in sorted(rows) if step > WARMUP_STEPS]
     if not timed:
         raise ValueError(f"{metrics} has no step after the first {WARMUP_STEPS}: train more than {WARMUP_STEPS} steps")
+    accuracy = {step: row["eval/accuracy"] for step, row in sorted(rows.items()) if "eval/accuracy" in row}
+    if not accuracy:
+        raise ValueError(f"{metrics} has no `eval/accuracy` in any step: was nothing evaluated?")
     periods = [_period(rows[step], rows[step - 1]) for step in timed]
     split = [_phases(rows[step], period) for step, period in zip(timed, periods)]
     phases = {phase: statistics.median(part[phase] for part in split) for phase in PHASES}
@@ -55,7 +58,7 @@ def read_run(metrics: Path, *, seed: int, finished: Finished) -> RunResult:
         step=statistics.median(periods),
         step_mean=statistics.fmean(periods),
         phases=phases,
-        accuracy={step: row["eval/accuracy"] for step, row in sorted(rows.items()) if "eval/accuracy" in row},
+        accuracy=accuracy,
         reward_first=rows[1]["rollout/reward"],
         seconds=finished.seconds,
         peak_bytes=finished.peak_bytes,

@@ -13,8 +13,8 @@ TRL_VERSION = "1.16.0"
 INSTALL_DEADLINE_S = 1800.0
 
 
-def ensure(folder: Path) -> Path:
-    """Make the environment unless it is there already; returns its Python.
+def ensure(folder: Path, log: Path) -> Path:
+    """Make the environment unless it is there already, pip's output in `log`; returns its Python.
 
     pip takes torch from wherever it is configured to. Where that would be a CUDA build, PIP_EXTRA_INDEX_URL can name
     the index of the CPU builds; GPUs are hidden from the benchmark either way.
@@ -23,7 +23,6 @@ def ensure(folder: Path) -> Path:
     pins = {"torch": version("torch").split("+")[0], "transformers": version("transformers"), "trl": TRL_VERSION}
     if _installed(python) == pins:
         return python
-    log = folder.with_name(folder.name + "-install.log")
     print(f"installing {', '.join(f'{name} {number}' for name, number in pins.items())} in {folder}", flush=True)
     run([sys.executable, "-m", "venv", "--clear", folder], log=log, threads=1, deadline_s=INSTALL_DEADLINE_S)
     # torch by itself first: nothing that comes later may choose another one.
