@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +42,7 @@ class Worker:
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             limit=STREAM_LIMIT,
+            start_new_session=True,             # a group of its own: Ctrl-C is ours, and `kill` takes grandchildren too
         )
         worker = cls(process)
         try:
@@ -49,7 +52,7 @@ class Worker:
                 lambda: f"a reward worker has not imported {', '.join(functions.values())} in {START_TIMEOUT_S:.0f} s",
             )
         except (EOFError, ConnectionError) as error:
-            raise RunFailed(f"a reward worker died at its start, exit code {await process.wait()}: see the log") from error
+            raise RunFailed(f"a reward worker died at its start, exit code {await worker.kill()}: see the log") from error
         except BaseException:
             await worker.kill()
             raise
@@ -66,7 +69,7 @@ class Worker:
             await self.kill()
             return RewardFailure("timeout", f"no score after {timeout_s:g} s (reward.timeout_s)")
         except (EOFError, ConnectionError):
-            return RewardFailure("error", f"its worker process died with exit code {await self.process.wait()}")
+            return RewardFailure("error", f"its worker process died with exit code {await self.kill()}")
         except BaseException:
             await self.kill()                   # an answer that nobody reads would be taken for the next one's
             raise
@@ -85,10 +88,23 @@ class Worker:
     def alive(self) -> bool:
         return self.process.returncode is None
 
-    async def kill(self) -> None:
-        if self.alive:
-            self.process.kill()
-        await self.process.wait()
+    async def kill(self) -> int:
+        """End the process and whatever it started; its exit code."""
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        with suppress(ProcessLookupError):      # the whole group is gone
+            os.killpg(self.process.pid, signal.SIGKILL)
+        code = await self.process.wait()
+        stdin.close()
+        # Both pipes must be seen to close, or the transport outlives the loop.
+        await asyncio.wait([asyncio.ensure_future(stdout.read()), asyncio.ensure_future(_closed(stdin))], timeout=CANCEL_S)
+        return code
+
+
+async def _closed(stream: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):             # the reader was killed
+        await stream.wait_closed()
 
 
 @dataclass
@@ -109,7 +125,10 @@ class RewardPool:
         await self._starting
 
     async def _fill(self) -> None:
-        for worker in await asyncio.gather(*(self._hire() for _ in range(self.size))):
+        hired = await asyncio.gather(*(self._hire() for _ in range(self.size)), return_exceptions=True)
+        for worker in hired:                    # only now: whoever did start is known to `close`
+            if isinstance(worker, BaseException):
+                raise worker
             self._places.put_nowait(worker)
 
     async def _hire(self) -> Worker:

@@ -57,8 +57,8 @@ def test_chats_go_through_the_template_with_a_generation_prompt(write_rows, chat
 
 
 def test_parquet_chats_drop_fields_that_are_null(tmp_path, chat_tokenizer):
-    rows = [{"prompt": [{"role": "user", "content": "1", "name": None}, {"role": "user", "content": "2", "name": "x"}], "label": "3"}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "chat.parquet")
+    messages = [{"role": "user", "content": "1", "name": None}, {"role": "user", "content": "2", "name": "x"}]
+    pq.write_table(pa.Table.from_pylist([{"prompt": messages, "label": "3"}]), tmp_path / "chat.parquet")
     prompts = PromptSet.load([str(tmp_path / "chat.parquet")], chat_tokenizer)
     assert prompts.examples[0].prompt == [{"role": "user", "content": "1"}, {"role": "user", "content": "2", "name": "x"}]
 
@@ -124,7 +124,7 @@ def test_long_prompts_are_excluded_counted_and_reported(write_rows, tokenizer, c
 
 
 def test_no_prompt_left_is_an_error(write_rows, tokenizer):
-    with pytest.raises(DataError, match=r"all 2 prompts have more than data.max_prompt_tokens = 3 tokens \(the shortest has 4\)"):
+    with pytest.raises(DataError, match=r"all 2 prompts have more than data.max_prompt_tokens = 3 .*the shortest has 4"):
         PromptSet.load([write_rows([GOOD, GOOD])], tokenizer, max_prompt_tokens=3)
 
 
@@ -152,10 +152,8 @@ def test_crlf_bom_and_trailing_blank_lines_are_fine(tmp_path, tokenizer):
 
 def test_fingerprint_sees_order_and_content(write_rows, tokenizer):
     other = {"prompt": "3+4=", "label": "7"}
-    prints = {
-        PromptSet.load([write_rows(rows)], tokenizer).fingerprint() for rows in ([GOOD, other], [other, GOOD], [GOOD], [GOOD, other])
-    }
-    assert len(prints) == 3
+    files = ([GOOD, other], [other, GOOD], [GOOD], [GOOD, other])
+    assert len({PromptSet.load([write_rows(rows)], tokenizer).fingerprint() for rows in files}) == 3
 
 
 def test_tokenizer_folder(tmp_path: Path, tokenizer):

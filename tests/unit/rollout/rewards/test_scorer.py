@@ -1,0 +1,149 @@
+"""Named parts, weights, penalties, and a defined score for every way a reward can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+
+import psutil
+import pytest
+
+from rlcore.config.reward import RewardConfig
+from rlcore.errors import ConfigError
+from rollout.rewards.build import build_scorer
+
+
+def score(config: dict, *batches, off_thread: bool = False):
+    """Score each batch in turn with one scorer; its failure counts for each. Nothing may be left running."""
+
+    async def scenario():
+        scorer = build_scorer(RewardConfig.model_validate(config), vocab_size=31)
+        try:
+            await asyncio.wait_for(scorer.start(), 30)
+            return [await asyncio.wait_for(scorer.score(batch), 30) for batch in batches]
+        finally:
+            await asyncio.wait_for(scorer.close(), 30)
+
+    if not off_thread:
+        return asyncio.run(scenario())
+    results = []
+    thread = threading.Thread(target=lambda: results.append(asyncio.run(scenario())))
+    thread.start()
+    thread.join(60)
+    return results[0]
+
+
+def parts(**functions: str) -> dict:
+    return {"parts": {name: {"function": function} for name, function in functions.items()}}
+
+
+def test_exact_match_strips_and_compares(sample):
+    batch = [sample(" 2\n"), sample("3"), sample("2", label=2), sample("2", label=" 2")]
+    score(parts(right="exact_match"), batch)
+    assert [s.reward for s in batch] == [1.0, 0.0, 1.0, 1.0]
+    assert [s.metadata["correct"] for s in batch] == [True, False, True, True]
+    assert batch[0].reward_parts == {"right": 1.0}
+
+
+def test_named_parts_are_weighted_and_summed(sample):
+    config = {
+        "parts": {
+            "right": {"function": "exact_match", "weight": 2.0},
+            "length": {"function": "reward_functions:length", "weight": -0.1},
+            "row": {"function": "reward_functions:from_row"},
+        }
+    }
+    batch = [sample("2", bonus=1.0), sample("abc", bonus=0.0)]
+    score(config, batch)
+    assert batch[0].reward == pytest.approx(2.0 - 0.1 + 1.5)
+    assert batch[1].reward == pytest.approx(0.0 - 0.3 + 0.5)
+    assert batch[1].reward_parts == {"right": 0.0, "length": 3.0, "row": 0.5}
+
+
+def test_non_stop_penalty_replaces_the_score(sample):
+    batch = [sample("2"), sample("2", finish_reason="length"), sample("2", finish_reason="abort")]
+    score({**parts(right="exact_match"), "non_stop_penalty": -5.0}, batch)
+    assert [s.reward for s in batch] == [1.0, -5.0, 1.0]
+    assert batch[1].reward_parts == {"right": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("nan", "returned nan, expected a finite number"),
+        ("text", "returned str 'high', expected a number"),
+        ("none", "returned NoneType"),
+        ("raise", "raised RuntimeError: no such book"),
+        ("die", "its worker process died with exit code 3"),
+    ],
+)
+def test_a_failing_reward_has_a_defined_score_and_is_named(sample, caplog, response, reason):
+    batch = [sample("fine", index=0), sample(response, index=1), sample("fine", index=2)]
+    with caplog.at_level(logging.WARNING):
+        first, second = score({**parts(f="reward_functions:fickle"), "on_error": -1.0, "workers": 1}, batch, [sample("fine")])
+    assert [s.reward for s in batch] == [1.0, -1.0, 1.0]
+    assert reason in batch[1].metadata["reward_error"]
+    assert (first.errors, first.timeouts, second.errors) == (1, 0, 0)
+    assert "sample 1 of draw 4 (book.jsonl:7)" in caplog.text
+    assert reason in caplog.text
+
+
+def test_a_hanging_reward_is_killed_at_its_deadline_and_replaced(sample):
+    batch = [sample("hang"), sample("fine"), sample("fine"), sample("bool")]
+    start = time.monotonic()
+    (counts,) = score({**parts(f="reward_functions:fickle"), "on_error": -1.0, "timeout_s": 0.5, "workers": 1}, batch)
+    assert time.monotonic() - start < 15
+    assert [s.reward for s in batch] == [-1.0, 1.0, 1.0, 1.0]
+    assert (counts.errors, counts.timeouts) == (0, 1)
+    assert "reward.timeout_s" in batch[0].metadata["reward_error"]
+    assert psutil.Process().children() == []
+
+
+def test_functions_run_in_other_processes_side_by_side(sample):
+    batch = [sample("x", index=i) for i in range(40)]
+    score({**parts(pid="reward_functions:process_id"), "workers": 2}, batch)
+    used = {int(s.reward) for s in batch}
+    assert len(used) == 2
+    assert os.getpid() not in used
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("exact_mtach", "'exact_mtach' is unknown; known: exact_match, math"),
+        ("nowhere:score", "cannot import nowhere"),
+        ("reward_functions:missing", "has no 'missing'"),
+        ("reward_functions:not_a_function", "is a int, expected something callable"),
+    ],
+)
+def test_an_unknown_function_is_refused_before_any_rollout(sample, function, message):
+    with pytest.raises(ConfigError, match=rf"reward.parts.mine.function.*{message}"):
+        score(parts(mine=function))
+
+
+MATH = [
+    ("The answer is 42", "42", 1.0),
+    ("so $x = \\frac{1}{2}$, hence \\boxed{0.5}", "\\frac{1}{2}", 1.0),
+    ("\\boxed{3}", "$3$", 1.0),
+    ("\\boxed{2x + 2}", "2(x+1)", 1.0),
+    ("I think it is 41", "42", 0.0),
+    ("", "42", 0.0),
+    ("7", 7, 1.0),
+]
+
+
+def test_math_scores_are_right_off_the_main_thread(sample):
+    batch = [sample(text, label) for text, label, _ in MATH]
+    (counts,) = score({**parts(math="math"), "workers": 1, "timeout_s": 30}, batch, off_thread=True)
+    assert [s.reward for s in batch] == [expected for *_, expected in MATH]
+    assert counts.errors == counts.timeouts == 0
+    assert [s.metadata["correct"] for s in batch] == [expected > 0 for *_, expected in MATH]
+
+
+def test_math_that_never_ends_times_out(sample):
+    batch = [sample("$9^{9^{9^{9}}}!$", "2"), sample("2", "2")]
+    score({**parts(math="math"), "workers": 1, "timeout_s": 2.0}, batch)
+    assert [s.reward for s in batch] == [0.0, 1.0]
