@@ -108,9 +108,10 @@ def _keyword_problems(path: str, section: Plugin, keywords: Mapping[str, Keyword
 
 def _unknown_keyword(path: str, name: str, section: Plugin, keywords: Mapping[str, Keyword]) -> str:
     own = [key for key in type(section).model_fields if key != "name"]
-    near = difflib.get_close_matches(name, [*keywords, *own], n=1, cutoff=0.5)
+    settable = [keyword for keyword in keywords.values() if keyword.name != "kl_coef"]   # algorithm.kl sets that one
+    near = difflib.get_close_matches(name, [*(keyword.name for keyword in settable), *own], n=1, cutoff=0.5)
     hint = f"; did you mean {path}.{near[0]}?" if near else ""
-    takes = ", ".join(str(keyword) for keyword in keywords.values() if keyword.name != "kl_coef") or "no keyword"
+    takes = ", ".join(map(str, settable)) or "no keyword"
     return f"unknown keyword{hint} ({section.name!r} takes {takes})"
 
 
@@ -121,6 +122,7 @@ def _function_problems(loaded: Loaded) -> list[Problem]:
         if part.function is not None
     }
     named["rollout.workflow"] = loaded.config.rollout.workflow
+    named |= {f"rollout.filters.{index}": name for index, name in enumerate(loaded.config.rollout.filters)}
     problems: list[Problem] = []
     for path, target in named.items():
         if ":" not in target or loaded.config.is_sft:

@@ -10,23 +10,30 @@ import yaml
 from rlcore.config.load import Loaded
 from rlcore.config.yaml_reader import ConfigDumper
 
-_WIDTH = 52     # column of the origins
+_COMMENT_COLUMN = 52
 _ENDLESS = 1 << 20
 
 
 def render(loaded: Loaded) -> str:
     """The merged configuration, every default included, as `key: value    # origin` lines."""
-    return "\n".join(_lines(loaded, loaded.config.model_dump(), "", "")) + "\n"
+    return render_config(loaded.config.model_dump(), loaded.origins)
 
 
-def _lines(loaded: Loaded, values: Mapping[str, Any], path: str, indent: str) -> Iterator[str]:
+def render_config(values: Mapping[str, Any], origins: Mapping[str, object]) -> str:
+    """YAML of nested `values`; `origins` maps dotted keys (`policy.optimizer.lr`) to comments."""
+    return "".join(f"{line}\n" for line in _lines(values, origins, "", ""))
+
+
+def _lines(values: Mapping[str, Any], origins: Mapping[str, object], path: str, indent: str) -> Iterator[str]:
     for key, value in values.items():
-        name = _flow(key)
+        head = f"{indent}{_flow(key)}:"
         if isinstance(value, Mapping) and value:
-            yield f"{indent}{name}:"
-            yield from _lines(loaded, value, f"{path}{key}.", indent + "  ")
-        else:
-            yield f"{indent}{name}: {_flow(value)}".ljust(_WIDTH) + f"  # {loaded.origin(path + key)}"
+            yield head
+            yield from _lines(value, origins, f"{path}{key}.", indent + "  ")
+            continue
+        line = f"{head} {_flow(value)}"
+        comment = " ".join(str(origins.get(path + key, "")).split())
+        yield f"{line.ljust(_COMMENT_COLUMN)}  # {comment}" if comment else line
 
 
 def _flow(value: Any) -> str:

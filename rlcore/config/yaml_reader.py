@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -40,6 +41,9 @@ class ConfigDumper(yaml.SafeDumper):
         if math.isfinite(data):
             return self.represent_scalar(_TAG + "float", repr(data))
         return super().represent_float(data)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def _own_rules(cls: type[ConfigLoader] | type[ConfigDumper]) -> None:
