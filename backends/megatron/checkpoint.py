@@ -10,14 +10,15 @@ A folder without checkpoint.json is not a checkpoint. Whether the run uses it is
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from torch import nn
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 
 from backends.megatron.checkpoint_io import read_sharded, write_sharded
@@ -112,10 +113,51 @@ def _sharded_state(model: Saved, parallel: ParallelState, *, is_loading: bool, o
         for index, chunk in enumerate(model.chunks)
     }
     if optimizer and model.optimizer is not None and (is_loading or model.optimizer.steps_taken):
-        state["optimizer"] = model.optimizer.megatron.sharded_state_dict(
-            dict(state), is_loading=is_loading, metadata=metadata
-        )
+        with _bucket_padding_counted(model.optimizer):
+            state["optimizer"] = model.optimizer.megatron.sharded_state_dict(
+                dict(state), is_loading=is_loading, metadata=metadata
+            )
     return state
+
+
+@contextmanager
+def _bucket_padding_counted(optimizer: ScheduledOptimizer) -> Iterator[None]:
+    """While open, the distributed optimizer gathers its state with the padding between its buckets.
+
+    megatron-core 0.16.1 leaves the padding out but slices by offsets that count it, so every parameter behind the first
+    padded bucket would be saved shifted or as zeros: with tied embeddings over pipeline stages, for one.
+    """
+    parts: list[Any] = [part for part in optimizer.parts if isinstance(part, DistributedOptimizer)]
+
+    def counting(part: Any) -> Callable[..., Any]:
+        gather = part.get_parameter_state_dp_zero
+
+        def gather_padded(**options: Any) -> Any:
+            state = gather(**options)
+            for index, buffer in enumerate(part.buffers):
+                for tensors in state[index].values() if state is not None else ():
+                    tensors.update({k: _pad_buckets(buffer, v) for k, v in tensors.items() if isinstance(v, Tensor)})
+            return state
+
+        return gather_padded
+
+    for part in parts:
+        part.get_parameter_state_dp_zero = counting(part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.get_parameter_state_dp_zero
+
+
+def _pad_buckets(buffer: Any, dense: Tensor) -> Tensor:
+    """`dense`: the buckets of a gradient buffer one behind the other -> each at its own offset, zeros between them."""
+    padded = dense.new_zeros(buffer.numel)
+    at = 0
+    for bucket in buffer.buckets:
+        padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = dense[at : at + bucket.numel_unpadded]
+        at += bucket.numel_unpadded
+    return padded
 
 
 def _load(

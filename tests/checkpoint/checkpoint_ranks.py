@@ -21,7 +21,7 @@ from backends.megatron.convert.names import owned_parameters
 from backends.megatron.cpu import importing_megatron, megatron_device
 
 with importing_megatron():
-    from backends.megatron.checkpoint import Saved, load_checkpoint, load_weights, save_checkpoint
+    from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint
     from backends.megatron.export import WeightExporter, export_hf
     from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
     from backends.megatron.optimizer import ScheduledOptimizer
@@ -79,21 +79,22 @@ def read_gradients(
 
 
 def run(job: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
-    models = [Trained(name, Path(path), job["variant"], layout, parallel) for name, path in job["sources"].items()]
-    if job.get("load"):
-        load_checkpoint(Path(job["load"]), [model.saved for model in models], parallel)
-    if job.get("weights_from"):
+    """Two steps and a save, or a load; then a third step. Exports before and after it."""
+    variant = job["variant"]
+    models = [Trained(name, Path(path), variant, layout, parallel) for name, path in job["sources"].items()]
+    saved = [model.saved for model in models]
+    if "save" in job:
         for model in models:
-            load_weights(Path(job["weights_from"]), job["weights_of"], model.saved.arch, model.saved.chunks, parallel)
+            if not (variant.get("critic_warmup") and model.saved.name == "policy"):
+                model.step(0)
+                model.step(1)
+        save_checkpoint(Path(job["save"]), saved, parallel)
+    else:
+        load_checkpoint(Path(job["load"]), saved, parallel)
     for model in models:
-        for number in range(*job["steps"]):
-            if not (job["variant"].get("critic_warmup") and model.saved.name == "policy" and number < 2):
-                model.step(number)
-    if job.get("save"):
-        save_checkpoint(Path(job["save"]), [model.saved for model in models], parallel)
-    if job.get("export"):
-        for model in models:
-            model.export(Path(job["export"]))
+        model.export(Path(job["before"]))
+        model.step(2)
+        model.export(Path(job["after"]))
 
 
 def main() -> None:

@@ -15,11 +15,12 @@ from worlds import run_world
 RANKS = Path(__file__).with_name("checkpoint_ranks.py")
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "fp32": {"dtype": "fp32", "distributed": False},
-    "fp32_distributed": {"dtype": "fp32", "distributed": True},
-    "bf16": {"dtype": "bf16", "distributed": False},
-    "bf16_distributed": {"dtype": "bf16", "distributed": True},
-    "critic_warmup": {"dtype": "fp32", "distributed": False, "critic_warmup": True},    # the policy is saved unstepped
+    "fp32": {"policy": "qwen2", "dtype": "fp32", "distributed": False},
+    "fp32_distributed": {"policy": "qwen2_tied", "dtype": "fp32", "distributed": True},
+    "bf16": {"policy": "llama_tied", "dtype": "bf16", "distributed": False},
+    "bf16_distributed": {"policy": "qwen3_tied", "dtype": "bf16", "distributed": True},
+    # The policy is saved before its first step.
+    "critic_warmup": {"policy": "qwen3", "dtype": "fp32", "distributed": False, "critic_warmup": True},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -51,32 +52,25 @@ class Results:
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("checkpoints")
-    sources = {
-        name: {
-            "policy": str(write_model(model, root / "hf" / name / "policy")),
-            "critic": str(write_model("reward", root / "hf" / name / "critic")),
-        }
-        for name, model in (("fp32", "qwen3_tied"), ("bf16", "qwen2"))
-    }
+    names = {"reward", *(variant["policy"] for variant in VARIANTS.values())}
+    folders = {name: str(write_model(name, root / "hf" / name)) for name in sorted(names)}
 
-    def jobs(kind: str, layout: str) -> list[dict[str, Any]]:
-        made = []
-        for name, variant in VARIANTS.items():
-            common = {"variant": variant, "sources": sources[variant["dtype"]]}
-            if kind == "save":
-                made.append({**common, "steps": [0, 2], "save": str(root / "ckpt" / f"{name}-{layout}"),
-                             "export": str(root / "saved" / f"{name}-{layout}-")})  # fmt: skip
-                made.append({**common, "steps": [0, 3], "export": str(root / "next" / f"{name}-{layout}-")})
-                continue
-            for source, target in PAIRS:
-                if target == layout:
-                    loaded = {**common, "load": str(root / "ckpt" / f"{name}-{source}")}
-                    made.append({**loaded, "steps": [0, 0], "export": str(root / "saved" / f"{name}-{source}-{target}")})
-                    made.append({**loaded, "steps": [2, 3], "export": str(root / "next" / f"{name}-{source}-{target}")})
-        return made
+    def job(variant: str, source: str, target: str = "") -> dict[str, Any]:
+        name = f"{variant}-{source}-{target}"
+        return {
+            "variant": VARIANTS[variant],
+            "sources": {"policy": folders[VARIANTS[variant]["policy"]], "critic": folders["reward"]},
+            "load" if target else "save": str(root / "ckpt" / f"{variant}-{source}"),
+            "before": str(root / "saved" / name),
+            "after": str(root / "next" / name),
+        }
 
     def world(kind: str, size: int, layouts: list[str]) -> None:
-        plan = [{"layout": LAYOUTS[layout][1], "jobs": jobs(kind, layout)} for layout in layouts]
+        plan = []
+        for layout in layouts:
+            pairs = [(layout, "")] if kind == "save" else [pair for pair in PAIRS if pair[1] == layout]
+            jobs = [job(variant, *pair) for variant in VARIANTS for pair in pairs]
+            plan.append({"layout": LAYOUTS[layout][1], "jobs": jobs})
         run_world(RANKS, size, root / f"{kind}{size}", plan)
 
     world("save", 1, ["one"])
