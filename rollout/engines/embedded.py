@@ -58,7 +58,7 @@ class EmbeddedEngine:
 
     async def start(self) -> None:
         if self._model is None:
-            await self._on_worker(self._build)
+            await asyncio.get_running_loop().run_in_executor(self._worker, self._build)
 
     def _build(self) -> None:
         if self.config.threads is not None:
@@ -83,9 +83,16 @@ class EmbeddedEngine:
             check_request(request, model)
         ticket = self._gate.enter()
         try:
-            return await self._on_worker(self._generate, ticket, list(requests))
-        finally:
+            future = self._worker.submit(self._generate, ticket, list(requests))
+        except RuntimeError:    # the worker takes nothing after close
             self._gate.leave(ticket)
+            raise RunFailed(f"{self.name}: the engine is closed") from None
+        future.add_done_callback(lambda _: self._gate.leave(ticket))
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._gate.abandon(ticket)
+            raise
 
     def _generate(self, ticket: int, requests: list[GenerateRequest]) -> list[list[Completion]]:
         result: list[list[Completion]] = [[] for _ in requests]
@@ -166,9 +173,6 @@ class EmbeddedEngine:
         if self._model is None or self._weights is None:
             raise RunFailed(f"{self.name}: the engine was not started")
         return self._model, self._weights
-
-    async def _on_worker(self, work: Any, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, work, *args)
 
 
 def plan_slots(requests: Sequence[GenerateRequest]) -> list[Slot]:

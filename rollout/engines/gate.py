@@ -25,6 +25,7 @@ class Gate:
         self._parked: int | None = None         # the ticket of the call that waits in `pass_through`
         self._held_from = 0                     # while paused, tickets from this on are parked
         self._aborted_before = 0
+        self._abandoned: set[int] = set()
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
@@ -39,10 +40,18 @@ class Gate:
     def leave(self, ticket: int) -> None:
         with self._changed:
             self._open_tickets.discard(ticket)
+            self._abandoned.discard(ticket)
             self._changed.notify_all()
 
     def aborted(self, ticket: int) -> bool:
-        return ticket < self._aborted_before
+        return ticket < self._aborted_before or ticket in self._abandoned
+
+    def abandon(self, ticket: int) -> None:
+        """Nobody waits for this call any more: end it at its next token."""
+        with self._changed:
+            if ticket in self._open_tickets:
+                self._abandoned.add(ticket)
+                self._changed.notify_all()
 
     def pass_through(self, ticket: int, on_retract: Callable[[], None]) -> None:
         """Between two tokens: wait here while the engine is paused. Raises RunFailed when it was closed meanwhile."""

@@ -21,11 +21,11 @@ VOCAB = 31
 
 def tiny_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
-    settings: dict[str, Any] = dict(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        intermediate_size=96, vocab_size=VOCAB, max_position_embeddings=512, tie_word_embeddings=True,
-        initializer_range=0.3,
-    )
+    settings: dict[str, Any] = {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 96, "vocab_size": VOCAB, "max_position_embeddings": 512, "tie_word_embeddings": True,
+        "initializer_range": 0.3,
+    }
     return Qwen3ForCausalLM(Qwen3Config(**settings | changes)).eval()
 
 

@@ -40,8 +40,10 @@ def test_logprobs_equal_a_full_forward_pass(model, folder):
 @pytest.mark.parametrize("make", ["llama_untied", "qwen2_bias"])
 def test_other_families(make, tmp_path):
     torch.manual_seed(0)
-    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-                 vocab_size=VOCAB, max_position_embeddings=64, initializer_range=0.3)
+    sizes = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 48, "vocab_size": VOCAB, "max_position_embeddings": 64, "initializer_range": 0.3,
+    }
     if make == "llama_untied":
         other = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)).eval()
     else:
@@ -76,7 +78,8 @@ def test_the_same_tokens_in_any_chunks_order_and_company(model, folder):
 
     whole = with_engine(folder, model, all_at_once)
     assert len({len(c.tokens) for row in whole for c in row}) > 3       # rows do leave at different times
-    for use, config in [(all_at_once, {"max_batch": 3}), (all_at_once, {"max_batch": 1}), (backwards, {}), (one_sample_each, {})]:
+    ways = [(all_at_once, {"max_batch": 3}), (all_at_once, {"max_batch": 1}), (backwards, {}), (one_sample_each, {})]
+    for use, config in ways:
         for row, other_row in zip(whole, with_engine(folder, model, use, **config)):
             for completion, other in zip(row, other_row):
                 assert completion.tokens.tolist() == other.tokens.tolist()

@@ -1,0 +1,64 @@
+"""What travels between a `RemoteEngine` and its server, as JSON-able values. Arrays are base64 of little-endian bytes."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlcore.data.sample import VersionSpan
+from rlcore.protocols import Completion, GenerateRequest, SamplingParams
+from rlcore.weights import Bucket, TensorSpec
+
+
+def encode_array(array: NDArray[Any], dtype: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(array, dtype=dtype).tobytes()).decode()
+
+
+def decode_array(text: str, dtype: str) -> NDArray[Any]:
+    return np.frombuffer(base64.b64decode(text), dtype=dtype).astype(dtype[1:], copy=True)
+
+
+def encode_request(request: GenerateRequest) -> dict[str, Any]:
+    return asdict(request) | {"prompt": encode_array(request.prompt, "<i4")}
+
+
+def decode_request(value: dict[str, Any]) -> GenerateRequest:
+    sampling = dict(value["sampling"])
+    sampling["stop_token_ids"], sampling["stop"] = tuple(sampling["stop_token_ids"]), tuple(sampling["stop"])
+    return GenerateRequest(
+        **value | {"prompt": decode_array(value["prompt"], "<i4"), "sampling": SamplingParams(**sampling)}
+    )
+
+
+def encode_completion(completion: Completion) -> dict[str, Any]:
+    return {
+        "tokens": encode_array(completion.tokens, "<i4"),
+        "logprobs": encode_array(completion.logprobs, "<f4"),
+        "finish_reason": completion.finish_reason,
+        "versions": [[span.version, span.start, span.end] for span in completion.versions],
+    }
+
+
+def decode_completion(value: dict[str, Any]) -> Completion:
+    return Completion(
+        decode_array(value["tokens"], "<i4"),
+        decode_array(value["logprobs"], "<f4"),
+        value["finish_reason"],
+        tuple(VersionSpan(*span) for span in value["versions"]),
+    )
+
+
+def encode_buckets(buckets: Sequence[Bucket]) -> list[Any]:
+    return [[bucket.index, [[spec.name, spec.shape, spec.dtype] for spec in bucket.tensors]] for bucket in buckets]
+
+
+def decode_buckets(value: list[Any]) -> list[Bucket]:
+    return [
+        Bucket(index, tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in specs))
+        for index, specs in value
+    ]

@@ -1,0 +1,118 @@
+"""Weights by transaction, and the digest that both ends compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_kit import flatten, layout, tiny_qwen3, with_engine
+
+from rlcore.errors import ModelError, RunFailed
+from rlcore.weights import Bucket, TensorSpec, combine_fingerprints, digest, fingerprint
+from rollout.engines.model_weights import ModelWeights
+
+
+def filled(weights, model, order=None):
+    buckets = layout(model)
+    weights.begin(buckets)
+    for index in order or range(len(buckets)):
+        weights.copy(index, flatten(buckets[index], model))
+    weights.end()
+
+
+def test_a_whole_update_makes_the_models_equal(model):
+    weights = ModelWeights("engine-3", tiny_qwen3(seed=9))
+    assert len(layout(model)) > 3
+    filled(weights, model, order=[*range(len(layout(model)))][::-1])        # buckets may come in any order
+    assert weights.checksum() == digest(model.named_parameters())
+    weights.set_version(4)
+    assert weights.require_ready() == 4
+
+
+def test_tied_weights_appear_once(model):
+    weights = ModelWeights("engine-3", tiny_qwen3())
+    assert "lm_head.weight" not in weights.tensors
+    assert weights.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    embedding = dict(model.named_parameters())["model.embed_tokens.weight"]
+    extra = Bucket(99, (TensorSpec("lm_head.weight", tuple(embedding.shape), "float32"),))
+    with pytest.raises(ModelError, match=r"lm_head\.weight is tied to model\.embed_tokens\.weight: leave it out"):
+        weights.begin([*layout(model), extra])
+
+
+def test_untied_head_is_expected():
+    untied = tiny_qwen3(tie_word_embeddings=False)
+    weights = ModelWeights("engine-3", tiny_qwen3(seed=2, tie_word_embeddings=False))
+    filled(weights, untied)
+    assert torch.equal(weights.tensors["lm_head.weight"], untied.lm_head.weight)
+    with pytest.raises(ModelError, match=r"missing lm_head\.weight"):
+        weights.begin(layout(tiny_qwen3()))
+
+
+def test_layouts_that_do_not_fit_are_refused_by_name(model):
+    weights = ModelWeights("engine-3", tiny_qwen3())
+    buckets = layout(model)
+    spec = buckets[0].tensors[0]
+    for changed, words in [
+        (replace(spec, name="model.nonsense"), "missing model.embed_tokens.weight; unexpected model.nonsense"),
+        (replace(spec, shape=(32, 64)), r"embed_tokens.weight has shape \(32, 64\), the engine's \(31, 64\)"),
+    ]:
+        with pytest.raises(ModelError, match=words):
+            weights.begin([replace(buckets[0], tensors=(changed, *buckets[0].tensors[1:])), *buckets[1:]])
+        with pytest.raises(RunFailed, match="stale"):
+            weights.require_ready()
+    with pytest.raises(ModelError, match="a name appears twice"):
+        weights.begin([*buckets, buckets[0]])
+
+
+def test_steps_out_of_order_are_errors(model):
+    weights = ModelWeights("engine-3", tiny_qwen3())
+    buckets = layout(model)
+    flat = flatten(buckets[0], model)
+    with pytest.raises(RunFailed, match="no weights were published"):
+        weights.require_ready()
+    with pytest.raises(RunFailed, match="outside an update"):
+        weights.copy(0, flat)
+    with pytest.raises(RunFailed, match="without begin_update"):
+        weights.end()
+    with pytest.raises(RunFailed, match="version 1 cannot be set"):
+        weights.set_version(1)
+    weights.begin(buckets)
+    with pytest.raises(RunFailed, match="bucket 77"):
+        weights.copy(77, flat)
+    with pytest.raises(ValueError, match="bucket 0: got"):
+        weights.copy(0, flat[:-4])
+    weights.copy(0, flat)
+    with pytest.raises(RunFailed, match="without buckets 1, 2"):
+        weights.end()
+    filled(weights, model)
+    with pytest.raises(RunFailed, match=r"stale \(unversioned\)"):
+        weights.require_ready()
+    weights.set_version(5)
+    with pytest.raises(RunFailed, match="version 4 after 5"):
+        weights.set_version(4)
+
+
+def test_weights_are_cast_to_the_engines_dtype(model, folder):
+    sent = [(name, p.to(torch.bfloat16)) for name, p in model.named_parameters()]
+    assert with_engine(folder, model, lambda engine: engine.checksum(), dtype="bf16") == digest(sent)
+
+
+def test_updates_need_a_pause(model, folder):
+    with pytest.raises(RunFailed, match="call pause first"):
+        with_engine(folder, None, lambda engine: engine.begin_update(layout(model)))
+
+
+def test_the_digest_sees_names_types_shapes_and_every_byte():
+    a, b = torch.arange(6.0), torch.ones(2, 3)
+    base = digest([("a", a), ("b", b)])
+    assert base == digest([("b", b), ("a", a)]) == combine_fingerprints({"b": fingerprint(b), "a": fingerprint(a)})
+    assert base == digest([("a", a), ("b", torch.ones(3, 2).t())])      # layout in memory does not count
+    changed = a.clone()
+    changed[3] = torch.nextafter(changed[3], torch.tensor(9.0))
+    others = [
+        [("a", changed), ("b", b)], [("a", b), ("b", a)], [("a", a), ("b", b.view(3, 2))], [("a", a)],
+        [("a", a.view(torch.int32)), ("b", b)],
+    ]
+    assert len({base, *map(digest, others)}) == 6
+    assert fingerprint(torch.tensor(1.0, dtype=torch.bfloat16)) != fingerprint(torch.tensor([1.0], dtype=torch.bfloat16))
