@@ -5,7 +5,7 @@
 
 Makes TRL's environment, the addition problems and a warmed-up model, then trains both from that one Hugging Face folder with
 two threads each, one after the other; which of them goes first changes with every seed. Writes `result.json` and
-`result.md` under --work. Exit code 1 when rlcore is slower or mean accuracies lie more than 5 points apart, 2 when a run failed.
+`result.md` under --work. Exit code 1: rlcore is slower, or mean accuracies lie more than 5 points apart; 2: a run failed.
 """
 
 from __future__ import annotations
