@@ -2,5 +2,6 @@
 
 from rlcore.tracking.base import BaseTracker
 from rlcore.tracking.build import Trackers, build_trackers
+from rlcore.tracking.samples import pick_samples
 
-__all__ = ["BaseTracker", "Trackers", "build_trackers"]
+__all__ = ["BaseTracker", "Trackers", "build_trackers", "pick_samples"]

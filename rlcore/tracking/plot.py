@@ -42,6 +42,7 @@ def plot_run(metrics_path: Path, out: Path, *, title: str = "") -> Path:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError:
         raise UserError("plots need the package matplotlib: pip install 'rlcore[plot]'") from None
     rows = read_metrics(metrics_path)
@@ -50,8 +51,8 @@ def plot_run(metrics_path: Path, out: Path, *, title: str = "") -> Path:
     if not drawn[0][1]:
         raise UserError(f"{metrics_path}: no reward, evaluation, KL or loss in it yet, nothing to draw")
 
-    figure = Figure(figsize=(8, 0.7 + 2.3 * len(drawn)), dpi=150, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.10)
+    spacing = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.10)
+    figure = Figure(figsize=(8, 0.7 + 2.3 * len(drawn)), dpi=150, layout=spacing)
     FigureCanvasAgg(figure)     # no pyplot: nothing global, no display
     if title:
         figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold", color=INK)

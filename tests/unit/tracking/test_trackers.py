@@ -16,7 +16,7 @@ from rlcore.data.sample import Sample
 from rlcore.errors import UserError
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import read_metrics
-from rlcore.tracking import BaseTracker, Trackers, build_trackers
+from rlcore.tracking import BaseTracker, Trackers, build_trackers, pick_samples
 from rlcore.tracking import tensorboard as tensorboard_module
 from rlcore.tracking.jsonl import JsonlTracker
 from rlcore.tracking.tensorboard import TensorboardTracker
@@ -99,6 +99,13 @@ def test_an_optional_tracker_that_fails_does_not_end_the_run(caplog: pytest.LogC
 def test_a_required_tracker_that_fails_ends_it() -> None:
     with pytest.raises(ConnectionError):
         Trackers({"kept": Recording(failing_step=1)}).log(1, {})
+
+
+def test_picked_samples_run_from_best_to_worst(make_sample: MakeSample) -> None:
+    samples = [make_sample(draw, reward=reward) for draw, reward in enumerate([0.0, 0.5, 1.0, 0.2, 0.9])]
+    rewards = {count: [sample.reward for sample in pick_samples(samples, count)] for count in (0, 1, 2, 3, 9)}
+    assert rewards == {0: [], 1: [1.0], 2: [1.0, 0.0], 3: [1.0, 0.5, 0.0], 9: [1.0, 0.9, 0.5, 0.2, 0.0]}
+    assert pick_samples([], 2) == []
 
 
 def test_tensorboard_files_read_back(tmp_path: Path, make_sample: MakeSample) -> None:
