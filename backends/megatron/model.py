@@ -31,6 +31,8 @@ _MODEL = "the model folder decides it"
 _PACKED = "packed sequences and weighted losses depend on it"
 _NO_TE = "its kernel needs Transformer Engine or Apex, which this layer spec does not use"
 
+_INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
+
 # Fields of TransformerConfig that `policy.megatron` may not set, with the reason.
 OWNED = {
     **dict.fromkeys(
@@ -45,7 +47,7 @@ OWNED = {
     **dict.fromkeys(
         ("gradient_accumulation_fusion", "masked_softmax_fusion", "apply_rope_fusion", "persist_layer_norm",
          "bias_activation_fusion", "bias_dropout_fusion", "fp8", "fp4"), _NO_TE),
-    **dict.fromkeys(("perform_initialization", "use_cpu_initialization"), "weights always come from a model folder"),
+    **dict.fromkeys((*_INIT_METHODS, "perform_initialization", "use_cpu_initialization"), "weights always come from a model folder"),
     **dict.fromkeys(("num_moe_experts", "mtp_num_layers", "multi_latent_attention"), "not available yet"),
 }  # fmt: skip
 
@@ -86,7 +88,9 @@ def transformer_config(
         "params_dtype": torch_dtype,
         "pipeline_dtype": torch_dtype,
         "bf16": torch_dtype == torch.bfloat16,
-        "perform_initialization": False,
+        # Not `perform_initialization: False`: that leaves weights without their tensor-parallel mark, and so out of the
+        # gradient norm on all ranks but the first. Zeros also fill the rows that pad the vocabulary.
+        **dict.fromkeys(_INIT_METHODS, nn.init.zeros_),
         "use_cpu_initialization": False,
         "calculate_per_token_loss": True,
         "variable_seq_lengths": False,
@@ -167,9 +171,9 @@ def _layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerB
 def build_chunks(
     arch: Architecture, config: TransformerConfig, *, padded_vocab: int, value_head: bool = False, seed: int = 0
 ) -> list[GPTModel]:
-    """This rank's model chunks (one, or one per virtual stage), on the device, weights unset but for the value head's.
+    """This rank's model chunks (one, or one per virtual stage), on the device, all weights 0 but norms and the value head.
 
-    Rows of the padded vocabulary are zero. Collective where embedding and head are tied over pipeline stages.
+    Collective where embedding and head are tied over pipeline stages.
     """
     virtual = config.virtual_pipeline_model_parallel_size
     chunks: list[GPTModel] = []
@@ -194,17 +198,8 @@ def build_chunks(
             chunk = PolicyModel(
                 **common, share_embeddings_and_output_weights=arch.tie_word_embeddings, true_vocab_size=arch.vocab_size
             )
-        _zero_vocabulary(chunk)
         chunks.append(chunk)
     return chunks
-
-
-@torch.no_grad()
-def _zero_vocabulary(chunk: GPTModel) -> None:
-    """Weights are not initialised, and no folder fills the rows that pad the vocabulary."""
-    for name, parameter in chunk.named_parameters():
-        if name.endswith(("word_embeddings.weight", "output_layer.weight")):
-            parameter.zero_()
 
 
 def in_dtype(chunks: list[GPTModel], config: TransformerConfig) -> list[nn.Module]:

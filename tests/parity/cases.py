@@ -1,0 +1,110 @@
+"""The batch that every layout works on, its plans, and the configuration of a case. Everything is the same in every process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.config import Config
+from rlcore.data.batch import RolloutBatch
+from rlcore.data.packing import MinibatchPlan
+
+VOCAB = 31                      # odd, so that TP 2 pads it
+KL_COEF, ENTROPY_COEF, TEMPERATURE, VALUE_CLIP, VALUE_COEF = 0.1, 0.02, 0.7, 0.3, 0.5
+
+# (tokens, trainable) of each sequence: unequal; 2 has no token at all, 3 and 6 have only a prompt, 7 a gap of tool output.
+LENGTHS = [7, 12, 0, 5, 19, 9, 3, 40, 6]
+TRAINABLE = [range(4, 7), range(1, 12), range(0), range(0), range(6, 19), range(8, 9), range(0),
+             [*range(10, 17), *range(25, 40)], range(2, 6)]  # fmt: skip
+
+# plan -> [data-parallel rank][micro-batch] = sequences
+PLANS: dict[str, list[list[list[int]]]] = {
+    "one": [[list(range(9))]],
+    "uneven": [[[4, 0], [7], [2], [1, 3, 5, 6], [8]]],      # the third micro-batch has no token
+    "pairs": [[[0, 1, 3], [7], [4, 5], [8, 2, 6]]],         # an even number, for the interleaved schedule
+    "dp2": [[[0, 4], [1, 8]], [[7, 2], [3, 5, 6]]],
+    "starved": [[[0, 1], [4, 5, 7], [8]], [[2, 3], [6], []]],   # the second rank has no trainable token
+}
+
+# An optimizer step that is linear in the gradient, to read it off the weights: delta = lr * g / (|g| + eps) = 1000 g.
+LINEAR = {"lr": 1e6, "eps": 1e3, "weight_decay": 0.0, "clip_grad": 0.0}
+
+
+def gradient(before: Tensor, after: Tensor) -> Tensor:
+    """What the first AdamW step under LINEAR was given."""
+    delta = before.double() - after.double()
+    return LINEAR["eps"] * delta / (LINEAR["lr"] - delta.abs())
+
+
+def make_batch() -> RolloutBatch:
+    generator = torch.Generator().manual_seed(5)
+    cu = torch.tensor([0, *LENGTHS]).cumsum(0)
+    mask = torch.zeros(int(cu[-1]), dtype=torch.bool)
+    for start, positions in zip(cu.tolist(), TRAINABLE):
+        mask[[start + p for p in positions]] = True
+    tokens = torch.randint(0, VOCAB, (int(cu[-1]),), generator=generator, dtype=torch.int32)
+    count = int(mask.sum())
+    vectors = {
+        "rollout_logprobs": torch.randn(count, generator=generator) * 0.1 - 3.4,
+        "versions": torch.arange(count),
+        "rewards": torch.randn(len(LENGTHS), generator=generator),
+    }
+    return RolloutBatch(tokens, cu, mask, vectors)
+
+
+def make_vectors(count: int) -> dict[str, Tensor]:
+    """What rank 0 assigns: [M]."""
+    generator = torch.Generator().manual_seed(6)
+
+    def normal(scale: float, mean: float = 0.0) -> Tensor:
+        return torch.randn(count, generator=generator) * scale + mean
+
+    return {
+        "advantages": normal(1.0),
+        "weights": torch.rand(count, generator=generator) / count,
+        "old_logprobs": normal(1.0, -3.4),
+        "ref_logprobs": normal(0.5, -3.4),
+        "values": normal(0.3),
+        "returns": normal(1.0),
+    }
+
+
+def make_plan(name: str) -> MinibatchPlan:
+    return MinibatchPlan(tuple(tuple(tuple(micro) for micro in rank) for rank in PLANS[name]))
+
+
+def make_config(case: dict[str, Any], model: Path) -> Config:
+    optimizer = {**LINEAR, "distributed": case.get("distributed", False), **case.get("optimizer", {})}
+    return Config.model_validate(
+        {
+            "run": {"name": "parity", "seed": 3},
+            "data": {"paths": ["unused"]},
+            "training": {"steps": 1},
+            "model": {
+                "path": str(model / case["model"]),
+                "dtype": case.get("dtype", "fp32"),
+                "vocab_divisible_by": case.get("divisible_by", 1),
+            },
+            "policy": {
+                "parallel": case.get("parallel", {}),
+                "optimizer": optimizer,
+                "megatron": case.get("megatron", {}),
+                "logprobs": {"chunk_elements": case.get("chunk_elements", 1 << 22)},
+            },
+            "reference": {
+                "path": str(model / case["reference"]) if "reference" in case else None,
+                "offload": case.get("offload", False),
+            },
+            "critic": {"optimizer": optimizer, "value_clip": VALUE_CLIP, "value_loss_coef": VALUE_COEF},
+            "algorithm": {
+                "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.3},
+                "kl": {"loss_coef": KL_COEF, "loss_kind": "k3"},
+                "entropy_coef": ENTROPY_COEF,
+            },
+            "rollout": {"sampling": {"temperature": TEMPERATURE}},
+            "cluster": {"collective_timeout_s": 60},
+        }
+    )

@@ -1,0 +1,88 @@
+"""The same optimizer step in plain torch: transformers' models, one sequence at a time, the formulas written out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import ENTROPY_COEF, KL_COEF, TEMPERATURE, VALUE_CLIP, VALUE_COEF, VOCAB, make_batch, make_vectors
+from torch import Tensor
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3_other": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3_tied": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "llama": ("LlamaConfig", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
+              "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}),
+}  # fmt: skip
+
+
+def write_models(folder: Path) -> None:
+    """Random weights large enough that every parameter has a clear gradient."""
+    import transformers
+
+    for seed, (name, (config, keys)) in enumerate(MODELS.items()):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**{**SIZES, **keys}))
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                parameter.normal_(1.0 if "norm" in key else 0.0, 0.15)
+        model.save_pretrained(folder / name)
+
+
+def _per_sequence(model: Any, head: Any) -> list[Tensor]:
+    """`head(hidden [n, H], tokens [n], predicted positions)` of each sequence that has trainable tokens, in order."""
+    batch, out = make_batch(), []
+    for start, end in zip(batch.cu_tokens.tolist(), batch.cu_tokens.tolist()[1:]):
+        trainable = batch.loss_mask[start:end].nonzero()[:, 0]
+        if len(trainable):
+            tokens = batch.tokens[start:end].long()
+            hidden = model.model(input_ids=tokens[None]).last_hidden_state[0]
+            out.append(head(hidden[trainable - 1], tokens[trainable]))
+    return out
+
+
+def policy_step(folder: Path, *, on_policy: bool = False) -> dict[str, Any]:
+    """Log-probs [M], entropy [M] and the gradient of every weight, of the PPO-clip loss with KL and entropy terms."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+
+    def head(hidden: Tensor, targets: Tensor) -> Tensor:
+        log_p = (model.lm_head(hidden) / TEMPERATURE).log_softmax(-1)
+        return torch.stack([log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)])
+
+    logprobs, entropy = torch.cat(_per_sequence(model, head), dim=1)
+    v = {name: value.double() for name, value in make_vectors(len(logprobs)).items()}
+    old = logprobs.detach() if on_policy else v["old_logprobs"]
+    ratio = (logprobs - old).exp()
+    surrogate = torch.maximum(-v["advantages"] * ratio, -v["advantages"] * ratio.clamp(1 - 0.2, 1 + 0.3))
+    gap = v["ref_logprobs"] - logprobs
+    per_token = surrogate + KL_COEF * (gap.exp() - gap - 1) - ENTROPY_COEF * entropy
+    (v["weights"] * per_token).sum().backward()
+    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "gradients": _gradients(model)}
+
+
+def critic_step(folder: Path, head_weight: Tensor) -> dict[str, Any]:
+    """Values [M] and gradients of the clipped value loss; `head_weight` [1, H] is the value head."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    weight = head_weight.double().requires_grad_()
+    values = torch.cat(_per_sequence(model, lambda hidden, targets: (hidden @ weight.t())[:, 0]))
+    v = {name: value.double() for name, value in make_vectors(len(values)).items()}
+    clipped = v["values"] + (values - v["values"]).clamp(-VALUE_CLIP, VALUE_CLIP)
+    per_token = 0.5 * torch.maximum((values - v["returns"]) ** 2, (clipped - v["returns"]) ** 2)
+    (VALUE_COEF * (v["weights"] * per_token).sum()).backward()
+    assert weight.grad is not None
+    return {"values": values.detach(), "gradients": {**_gradients(model), "score.weight": weight.grad}}
+
+
+def _gradients(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

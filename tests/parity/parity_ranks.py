@@ -1,0 +1,107 @@
+"""What each rank does: every case of the payload, one after the other; rank 0 writes what came out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import gradient, make_batch, make_config, make_plan, make_vectors
+from torch import Tensor, nn
+
+from backends.megatron import MegatronBackend
+from backends.megatron.export import WeightExporter
+from rlcore.objective import Objective
+
+
+def weights(backend: MegatronBackend, model: Any, head: str) -> dict[str, Tensor]:
+    """Every weight under its Hugging Face name, on rank 0."""
+    exporter = WeightExporter(model.chunks, model.arch, backend.parallel, dtype=torch.float32, head=head)  # type: ignore[arg-type]
+    named: dict[str, Tensor] = {}
+    for bucket, flat in exporter.export_buckets():
+        if flat is not None:
+            named.update((name, tensor.clone()) for name, tensor in bucket.views(flat))
+    return named
+
+
+def padding_is_zero(chunks: list[nn.Module], backend: MegatronBackend) -> bool:
+    """No step may touch the rows that pad the vocabulary."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+                first = backend.parallel.tp_rank * parameter.size(0)
+                if parameter[max(backend.vocab_size - first, 0) :].count_nonzero():
+                    return False
+    return True
+
+
+def run(case: dict[str, Any], folder: Path) -> None:
+    config = make_config(case, folder.parent / "models")
+    backend = MegatronBackend(
+        config,
+        Objective(config.algorithm),
+        with_reference=True,
+        with_critic=case.get("critic", False),
+        total_steps=10,
+        device="cpu",
+    )
+    root = backend.rank == 0
+    batch = make_batch() if root else None
+    plans = [make_plan(case["plan"])] if "plan" in case else None
+    if root and plans is None:
+        assert batch is not None
+        config.policy.max_tokens_per_microbatch = case["max_tokens"]
+        plans = backend.plan(batch, [range(batch.num_sequences)])
+    backend.load_batch(batch, plans if root else None)
+    result: dict[str, Any] = {"scores": backend.score("policy", entropy=True), "reference": backend.score("reference")}
+    models = {"policy": (backend.policy, "lm")}
+    if backend.critic is not None:
+        result["values"] = backend.score("critic")
+        models["critic"] = (backend.critic, "value")
+    vectors = make_vectors(batch.num_trainable) if batch is not None else None
+    if vectors is not None:
+        for name in case.get("leave_out", []):
+            del vectors[name]
+        if case.get("poison"):
+            vectors["advantages"][0] = float("inf")
+    backend.assign(vectors)
+    before = {name: weights(backend, *model) for name, model in models.items()}
+    update = backend.update(0)
+    after = {name: weights(backend, *model) for name, model in models.items()}
+    result["metrics"], result["skipped"] = update.metrics, update.skipped
+    result["gradients"] = {m: {k: gradient(before[m][k], after[m][k]) for k in before[m]} for m in models}
+    result["unchanged"] = {m: all(torch.equal(before[m][k], after[m][k]) for k in before[m]) for m in models}
+    result["padding_is_zero"] = padding_is_zero(list(backend.policy.chunks), backend)
+    every: list[Any] = [None] * backend.world_size
+    dist.all_gather_object(every, (update.metrics, update.skipped, result["padding_is_zero"]))
+    assert all(one == every[0] or case.get("poison") for one in every), every
+    assert all(one[1:] == every[0][1:] for one in every), every
+    result["micro_batches"] = len(backend._batch.micro_batches(0))
+    backend.close()
+    if root:
+        torch.save(result, folder / f"{case['name']}.pt")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    size = int(os.environ["WORLD_SIZE"])
+    if size > 1:        # one process makes its own group
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=int(os.environ["RANK"]), world_size=size,
+            timeout=timedelta(seconds=60),
+        )  # fmt: skip
+    for case in json.loads((folder / "payload.json").read_text()):
+        print("case", case["name"], flush=True)
+        run(case, folder)
+    if size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The same log-probs, values and full gradients under every layout, with the real Megatron-Core over gloo, and in plain torch.
+
+Every case has sequences of unequal length, one without any token, some without a trainable one, and unequal micro-batches; those
+under data parallelism have a rank without trainable tokens. One launch per world size runs all its cases.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from spawn import run_ranks
+from torch import Tensor
+
+RANKS = Path(__file__).with_name("parity_ranks.py")
+TIGHT = 1e-5        # relative, over each whole tensor
+TP2, PP2, SP2 = {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "sequence": True}
+
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        {"name": "qwen3", "model": "qwen3", "plan": "one", "critic": True},
+        {"name": "qwen3_tied", "model": "qwen3_tied", "plan": "one"},
+        {"name": "qwen2_tied", "model": "qwen2_tied", "plan": "one"},
+        {"name": "llama", "model": "llama", "plan": "one"},
+        {"name": "uneven", "model": "qwen3", "plan": "uneven", "critic": True},
+        {"name": "tokens_20", "model": "qwen3", "max_tokens": 20},
+        {"name": "tokens_64", "model": "qwen3", "max_tokens": 64},
+        {"name": "chunks", "model": "qwen3", "plan": "one", "chunk_elements": 100},
+        {"name": "padded", "model": "qwen3", "plan": "one", "divisible_by": 128},
+        {"name": "on_policy", "model": "qwen3", "plan": "uneven", "leave_out": ["old_logprobs"]},
+        {"name": "recompute", "model": "qwen3", "plan": "uneven",
+         "megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
+        {"name": "offloaded", "model": "qwen3", "plan": "one", "reference": "qwen3_other", "offload": True},
+        {"name": "other_reference", "model": "qwen3", "plan": "one", "reference": "qwen3_other"},
+        {"name": "poisoned", "model": "qwen3", "plan": "uneven", "poison": True},
+        {"name": "bf16", "model": "qwen3", "plan": "uneven", "dtype": "bf16", "critic": True},
+    ],
+    2: [
+        {"name": "tp2", "model": "qwen3", "plan": "uneven", "parallel": TP2, "critic": True},
+        {"name": "tp2_tied", "model": "qwen2_tied", "plan": "uneven", "parallel": TP2},
+        {"name": "tp2_padded", "model": "qwen3", "plan": "uneven", "parallel": TP2, "divisible_by": 64},
+        {"name": "tp2_sp", "model": "qwen3", "plan": "uneven", "parallel": SP2, "critic": True},
+        {"name": "tp2_sp_tied", "model": "qwen3_tied", "plan": "uneven", "parallel": SP2},
+        {"name": "pp2", "model": "qwen3", "plan": "uneven", "parallel": PP2, "critic": True, "offload": True},
+        {"name": "pp2_tied", "model": "qwen3_tied", "plan": "uneven", "parallel": PP2},
+        {"name": "vpp2", "model": "qwen3", "plan": "pairs", "parallel": {"pipeline": 2, "virtual_pipeline": 2}},
+        {"name": "dp2", "model": "qwen3", "plan": "dp2", "critic": True},
+        {"name": "dp2_starved", "model": "qwen3", "plan": "starved"},
+        {"name": "dp2_distributed", "model": "qwen3", "plan": "starved", "distributed": True, "critic": True},
+        {"name": "dp2_planned", "model": "qwen3", "max_tokens": 40},
+        {"name": "pp2_poisoned", "model": "qwen3", "plan": "uneven", "parallel": PP2, "poison": True},
+        {"name": "tp2_sp_bf16", "model": "qwen3", "plan": "uneven", "parallel": SP2, "dtype": "bf16", "critic": True},
+    ],
+    4: [
+        {"name": "tp2_pp2", "model": "qwen3", "plan": "uneven", "parallel": {"tensor": 2, "pipeline": 2}, "critic": True},
+        {"name": "tp2_sp_pp2_tied", "model": "qwen3_tied", "plan": "uneven",
+         "parallel": {"tensor": 2, "pipeline": 2, "sequence": True}},
+        {"name": "tp2_dp2_distributed", "model": "qwen3", "plan": "starved", "parallel": TP2, "distributed": True},
+        {"name": "pp2_dp2", "model": "qwen3", "plan": "starved", "parallel": PP2, "critic": True},
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("parity")
+    oracle.write_models(path / "models")
+    return path
+
+
+class Results:
+    """Results of all cases of a world size, by name; the world runs when its first case is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.worlds: dict[int, Path] = {}
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        size = next(size for size, cases in CASES.items() for case in cases if case["name"] == name)
+        if size not in self.worlds:
+            self.worlds[size] = self.folder / f"world{size}"
+            run_ranks(RANKS, size, self.worlds[size], CASES[size], deadline_s=150)
+        result: dict[str, Any] = torch.load(self.worlds[size] / f"{name}.pt", weights_only=False)
+        return result
+
+
+@pytest.fixture(scope="session")
+def results(folder: Path) -> Results:
+    return Results(folder)
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def check_gradients(got: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
+    assert got.keys() == expected.keys()
+    far = {name: d for name in expected if not (d := distance(got[name], expected[name])) <= bound}
+    assert not far, f"relative distance of gradients above {bound}: {far}"
+
+
+def case_named(name: str) -> dict[str, Any]:
+    return next(case for cases in CASES.values() for case in cases if case["name"] == name)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_tied", "qwen2_tied", "llama"])
+def test_one_process_equals_plain_torch(name: str, results: Results, folder: Path) -> None:
+    expected, got = oracle.policy_step(folder / "models" / name), results[name]
+    torch.testing.assert_close(got["scores"]["logprobs"].double(), expected["logprobs"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(got["scores"]["entropy"].double(), expected["entropy"], atol=1e-5, rtol=0)
+    check_gradients(got["gradients"]["policy"], expected["gradients"], TIGHT)
+
+
+def test_critic_equals_plain_torch(results: Results, folder: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    head = torch.randn(1, 32, generator=generator) / 33**0.5
+    expected, got = oracle.critic_step(folder / "models" / "qwen3", head), results["qwen3"]
+    torch.testing.assert_close(got["values"]["values"].double(), expected["values"], atol=1e-5, rtol=0)
+    # The vocabulary's output layer has no part in a value.
+    gradients = {k: v for k, v in got["gradients"]["critic"].items() if k in expected["gradients"]}
+    check_gradients(gradients, expected["gradients"], TIGHT)
+
+
+def test_without_old_logprobs_the_step_is_on_policy(results: Results, folder: Path) -> None:
+    expected = oracle.policy_step(folder / "models" / "qwen3", on_policy=True)
+    check_gradients(results["on_policy"]["gradients"]["policy"], expected["gradients"], TIGHT)
+    assert results["on_policy"]["metrics"]["val/ratio"] == 1.0
+
+
+EXACT = [
+    case["name"]
+    for cases in CASES.values()
+    for case in cases
+    if case["name"] not in oracle.MODELS and not {"poison", "dtype", "leave_out"} & case.keys()
+]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_layout_equals_one_process(name: str, results: Results) -> None:
+    case, got = case_named(name), results[name]
+    expected = results[case["model"]]
+    for key in ("logprobs", "entropy"):
+        torch.testing.assert_close(got["scores"][key], expected["scores"][key], atol=1e-5, rtol=0)
+    if "reference" not in case:     # the initial policy: its KL is 0, not nearly 0
+        assert torch.equal(got["reference"]["logprobs"], got["scores"]["logprobs"])
+    if case.get("critic"):
+        torch.testing.assert_close(got["values"]["values"], expected["values"]["values"], atol=1e-5, rtol=0)
+    for model, gradients in got["gradients"].items():
+        check_gradients(gradients, expected["gradients"][model], TIGHT)
+    for metric in got["metrics"]:
+        assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-4, abs=1e-6), metric
+    assert got["padding_is_zero"]
+    assert not got["skipped"]
+
+
+def test_the_token_budget_decides_the_micro_batches(results: Results) -> None:
+    counts = [results[name]["micro_batches"] for name in ("qwen3", "tokens_64", "tokens_20")]
+    assert counts == sorted(counts)
+    assert counts[0] == 1
+    assert counts[2] > 4
+
+
+@pytest.mark.parametrize("name", ["offloaded", "other_reference"])
+def test_another_reference(name: str, results: Results, folder: Path) -> None:
+    expected = oracle.policy_step(folder / "models" / "qwen3_other")["logprobs"]
+    torch.testing.assert_close(results[name]["reference"]["logprobs"].double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["poisoned", "pp2_poisoned"])
+def test_a_step_without_finite_gradients_is_skipped_and_reported(name: str, results: Results) -> None:
+    got = results[name]
+    assert got["skipped"]
+    assert got["unchanged"]["policy"]
+
+
+@pytest.mark.parametrize("name", ["bf16", "tp2_sp_bf16"])
+def test_bf16_stays_near_fp32(name: str, results: Results) -> None:
+    """bf16 has 8 bits of mantissa: log-probs within 0.1, the gradient's norm within 5 %."""
+    got, expected = results[name], results["qwen3"]
+    assert (got["scores"]["logprobs"] - expected["scores"]["logprobs"]).abs().max() < 0.1
+    assert (got["values"]["values"] - expected["values"]["values"]).abs().max() < 0.1
+    for key in ("train/grad_norm", "train/critic_grad_norm"):
+        assert got["metrics"][key] == pytest.approx(expected["metrics"][key], rel=0.05)
+    for name_, gradients in got["gradients"].items():
+        check_gradients(gradients, expected["gradients"][name_], 0.1)
+    assert not got["unchanged"]["policy"]
