@@ -10,7 +10,7 @@ LOSS = ("loss/policy_avg", "objective/loss")
 LENGTH = ("val/sequence_lengths",)
 TOKENS_PER_SECOND = ("perf/tokens_per_second",)
 STEP_SECONDS = ("time/step",)
-ACCURACY = ("eval/accuracy", "eval/reward", "eval/scores")
+ACCURACY = ("eval/accuracy", "eval/score")
 
 
 def first(metrics: Mapping[str, float], names: Sequence[str]) -> float | None:

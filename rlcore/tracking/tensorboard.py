@@ -24,9 +24,10 @@ class TensorboardTracker(BaseTracker):
         _check_installed()
         self.folder, self._settings = folder, settings
         self._writer: Any = None
+        self._prompt_lengths: NDArray[np.int64] | None = None
 
     def show_prompt_lengths(self, lengths: NDArray[np.int64]) -> None:
-        self._open(0).add_histogram("data/prompt_lengths", lengths, 0)
+        self._prompt_lengths = lengths
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         writer = self._open(step)
@@ -39,18 +40,23 @@ class TensorboardTracker(BaseTracker):
         self._open(step).add_text("samples", "\n\n---\n\n".join(blocks), step)
 
     def close(self, status: str) -> None:
-        writer = self._open(0)
-        writer.add_text("status", status)
-        writer.close()
+        if self._writer is not None:
+            self._writer.add_text("status", status)
+            self._writer.close()
 
     def _open(self, step: int) -> Any:
-        """The writer, made when the first step is known: TensorBoard drops what an earlier process wrote from there on."""
+        """The writer, made when the first step is known: TensorBoard drops what an earlier process wrote from there on.
+
+        Nothing may be written before, or a resumed run would lose all its curves.
+        """
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self.folder), purge_step=step)
             text = json.dumps(self._settings, indent=2)
             self._writer.add_text("config", "    " + text.replace("\n", "\n    "), step)
+            if self._prompt_lengths is not None and len(self._prompt_lengths):
+                self._writer.add_histogram("data/prompt_lengths", self._prompt_lengths, step)
         return self._writer
 
 

@@ -116,7 +116,9 @@ def test_tensorboard_files_read_back(tmp_path: Path, make_sample: MakeSample) ->
     for step in range(1, 6):
         first.log(step, {"rollout/reward": step / 10})
     first.close("interrupted")
+    TensorboardTracker(tmp_path, {}).close("failed")    # a process that got to no step
     resumed = TensorboardTracker(tmp_path, {"run": {"name": "a"}})
+    resumed.show_prompt_lengths(np.array([3, 4, 4, 9]))
     for step in (4, 5, 6):
         resumed.log(step, {"rollout/reward": step / 100})
     resumed.show_samples(6, [make_sample(response_text="forty-six")])
@@ -130,6 +132,8 @@ def test_tensorboard_files_read_back(tmp_path: Path, make_sample: MakeSample) ->
     assert "forty-six" in texts["samples/text_summary"]
     assert '"name": "a"' in texts["config/text_summary"]
     assert texts["status/text_summary"] == "completed"
+    histogram = events.Histograms("data/prompt_lengths")[-1].histogram_value
+    assert (histogram.num, histogram.sum) == (4, 20)
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
