@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -270,7 +271,7 @@ def _check_same(folder: Path, model: Saved, described: dict[str, Any], parallel:
 def _read_errors(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (CheckpointingException, CheckpointException, OSError, RuntimeError, KeyError) as error:
+    except (CheckpointingException, CheckpointException, UnpicklingError, EOFError, OSError, RuntimeError) as error:
         raise ModelError(f"checkpoint {folder}: cannot be loaded: {_first_cause(error)}") from error
 
 
@@ -283,8 +284,11 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 
 def _first_cause(error: BaseException) -> str:
-    """One line: torch's CheckpointException carries a traceback for every rank."""
+    """One line: torch's CheckpointException carries a traceback for every rank, its unpickler a page of advice."""
+    where = ""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = next(iter(error.failures.items()))
-        return f"{cause} (rank {rank})"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+        error, where = cause, f" (rank {rank})"
+    if isinstance(error, (UnpicklingError, EOFError)):
+        return f"a file holds other bytes than were written{where}"
+    return f"{(str(error) or type(error).__name__).splitlines()[0]}{where}"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 
 
-def run_world(script: Path, size: int, folder: Path, payload: Any, *, deadline_s: float = 120) -> None:
+def run_world(script: Path, size: int, folder: Path, payload: Any, *, deadline_s: float = 240) -> None:
     """Run `script` as ranks 0..size-1; each gets `payload` by `join_world`. Fails with the log of a rank that failed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "payload.json").write_text(json.dumps(payload))
@@ -43,8 +43,8 @@ def run_world(script: Path, size: int, folder: Path, payload: Any, *, deadline_s
     assert not failed, f"{script.name}: ranks {failed} failed or outlived {deadline_s} s\n{logs}"
 
 
-def join_world() -> tuple[Path, Any]:
-    """On a rank: join the process group; (the test's folder, the payload)."""
+def join_world() -> Any:
+    """On a rank: join the process group; the payload."""
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     dist.init_process_group(
@@ -53,4 +53,4 @@ def join_world() -> tuple[Path, Any]:
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
-    return folder, json.loads((folder / "payload.json").read_text())
+    return json.loads((folder / "payload.json").read_text())

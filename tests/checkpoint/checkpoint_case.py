@@ -1,4 +1,4 @@
-"""What each rank of test_checkpoint.py does: load, step, save and export, job after job.
+"""What each rank of test_checkpoint.py does in one case: train and save, or load; then export, step and export.
 
 A step's gradient is a Hugging Face folder times a number, so it is the same under every layout, and without clipping AdamW
 works element by element: all layouts must agree to the bit.
@@ -11,21 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from worlds import join_world
 
 from backends.megatron.convert.architecture import Architecture, read_architecture
 from backends.megatron.convert.load import load_hf
 from backends.megatron.convert.names import owned_parameters
-from backends.megatron.cpu import importing_megatron, megatron_device
+from backends.megatron.cpu import importing_megatron
 
 with importing_megatron():
     from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint
     from backends.megatron.export import WeightExporter, export_hf
     from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
     from backends.megatron.optimizer import ScheduledOptimizer
-    from backends.megatron.parallel import ParallelState, destroy_parallel, init_parallel
+    from backends.megatron.parallel import ParallelState
 from rlcore.config.policy import OptimizerConfig, ParallelConfig
 from rlcore.weights import DTYPES
 
@@ -78,7 +76,7 @@ def read_gradients(
     return [(parameter, gradient.clone()) for parameter, gradient in found]
 
 
-def run(job: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
+def train_and_save_or_load(job: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
     """Two steps and a save, or a load; then a third step. Exports before and after it."""
     variant = job["variant"]
     models = [Trained(name, Path(path), variant, layout, parallel) for name, path in job["sources"].items()]
@@ -95,19 +93,3 @@ def run(job: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) ->
         model.export(Path(job["before"]))
         model.step(2)
         model.export(Path(job["after"]))
-
-
-def main() -> None:
-    _, plan = join_world()
-    for entry in plan:
-        layout = ParallelConfig(**entry["layout"])
-        with megatron_device("cpu"):
-            parallel = init_parallel(layout, timeout_s=60, seed=0)
-            for job in entry["jobs"]:
-                run(job, layout, parallel)
-            destroy_parallel()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

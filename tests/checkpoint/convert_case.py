@@ -1,4 +1,4 @@
-"""What each rank of test_convert.py does: every case of the payload, import then export."""
+"""What each rank of test_convert.py does in one case: import, then export."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from worlds import join_world
 
 from backends.megatron.convert.architecture import read_architecture
 from backends.megatron.convert.load import load_hf
-from backends.megatron.cpu import importing_megatron, megatron_device
+from backends.megatron.cpu import importing_megatron
 
 with importing_megatron():
     from backends.megatron.export import WeightExporter, export_hf
     from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config
-    from backends.megatron.parallel import ParallelState, destroy_parallel, init_parallel
+    from backends.megatron.parallel import ParallelState
 from rlcore.config.policy import ParallelConfig
 from rlcore.weights import DTYPES
 
 
-def convert(case: dict[str, Any], folder: Path, layout: ParallelConfig, parallel: ParallelState) -> None:
+def convert(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
     source, head = Path(case["source"]), case["head"]
     arch = read_architecture(source)
     config = transformer_config(arch, layout, case["dtype"], torch.device("cpu"), {})
@@ -32,24 +30,8 @@ def convert(case: dict[str, Any], folder: Path, layout: ParallelConfig, parallel
     exporter = WeightExporter(
         chunks, arch, parallel, dtype=DTYPES[case["dtype"]], head=head, bucket_bytes=case["bucket_bytes"]
     )
-    export_hf(exporter, folder / case["name"], source, max_shard_bytes=case["shard_bytes"])
+    export_hf(exporter, Path(case["target"]), source, max_shard_bytes=case["shard_bytes"])
     # The second round goes through the reused buffers.
     seen = [(b.index, None if flat is None else flat.sum(dtype=torch.int64).item()) for b, flat in exporter.export_buckets()]
     assert [index for index, _ in seen] == list(range(len(exporter.buckets)))
     assert all((total is not None) == (parallel.rank == 0) for _, total in seen)
-
-
-def main() -> None:
-    folder, layouts = join_world()
-    for cases in layouts:
-        layout = ParallelConfig(**cases["layout"])
-        with megatron_device("cpu"):
-            parallel = init_parallel(layout, timeout_s=60, seed=0)
-            for case in cases["cases"]:
-                convert(case, folder, layout, parallel)
-            destroy_parallel()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,110 @@
+"""All gloo worlds of this folder: started once, one a size, each going through every case of its layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo_world import run_world
+from hf_folders import MODELS, write_model
+from plan import LAYOUTS, REFUSED, VARIANTS, WORLDS, Refused, load_pairs
+from safetensors.torch import load_file
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the worlds left behind, below `root`."""
+
+    root: Path
+
+    def model(self, name: str) -> Path:
+        return self.root / "hf" / name
+
+    def export(self, layout: str, model: str) -> Path:
+        return self.root / "converted" / f"{model}-{layout}"
+
+    def checkpoint(self, variant: str, source: str) -> Path:
+        return self.root / "checkpoints" / f"{variant}-{source}"
+
+    def trained(self, when: str, variant: str, source: str, target: str = "") -> Path:
+        """`when`: "before" or "after" the third step; `target`: the layout it was loaded under."""
+        return self.root / when / f"{variant}-{source}-{target}"
+
+    def refused(self, name: str) -> Path:
+        return self.root / "refused" / name
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor below a folder, by its path and name."""
+    return {
+        f"{path.parent.relative_to(folder).as_posix()}/{name}": tensor
+        for path in sorted(folder.rglob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def _convert_cases(outputs: Outputs, layout: str) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        ("convert", {
+            "source": str(outputs.model(name)),
+            "target": str(outputs.export(layout, name)),
+            "dtype": "bf16" if MODELS[name][2] == torch.bfloat16 else "fp32",
+            "head": "value" if name == "reward" else "lm",
+            "divisible_by": 64 if name == "qwen3" else 1,       # at TP 2 one rank holds padding alone
+            "bucket_bytes": 3000 if name == "llama" else 1 << 20,
+            "shard_bytes": 20_000 if name in ("llama", "qwen2") else 1 << 20,
+        })
+        for name in MODELS
+    ]  # fmt: skip
+
+
+def _checkpoint_case(outputs: Outputs, variant: str, source: str, target: str = "") -> tuple[str, dict[str, Any]]:
+    return "checkpoint", {
+        **_models(outputs, variant),
+        "load" if target else "save": str(outputs.checkpoint(variant, source)),
+        "before": str(outputs.trained("before", variant, source, target)),
+        "after": str(outputs.trained("after", variant, source, target)),
+    }
+
+
+def _refused_case(outputs: Outputs, name: str, case: Refused) -> tuple[str, dict[str, Any]]:
+    models = _models(outputs, case.into)
+    if case.models:
+        models["sources"] = {role: str(outputs.model(model)) for role, model in case.models.items()}
+    folder = outputs.refused(name)
+    return "refused", {
+        **models,
+        "load": str(outputs.checkpoint(case.saved, "one")),
+        "copy": str(folder / "checkpoint"),
+        "damage": case.damage,
+        "result": str(folder / "result"),
+        **({"weights_of": case.weights_of, "export": str(folder / "export")} if case.weights_of else {}),
+    }
+
+
+def _models(outputs: Outputs, variant: str) -> dict[str, Any]:
+    policy = str(outputs.model(VARIANTS[variant]["policy"]))
+    return {"variant": VARIANTS[variant], "sources": {"policy": policy, "critic": str(outputs.model("reward"))}}
+
+
+@pytest.fixture(scope="session")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+    outputs = Outputs(tmp_path_factory.mktemp("worlds"))
+    for name in MODELS:
+        write_model(name, outputs.model(name))
+    for size, world in WORLDS.items():
+        plan = []
+        for layout in world.saves:
+            plan.append((layout, [_checkpoint_case(outputs, variant, layout) for variant in VARIANTS]))
+        for layout in world.layouts:
+            loads = [_checkpoint_case(outputs, v, *pair) for v in VARIANTS for pair in load_pairs(layout)]
+            plan.append((layout, _convert_cases(outputs, layout) + loads))
+        for name, case in REFUSED.items():
+            if case.layout in world.layouts:
+                plan.append((case.layout, [_refused_case(outputs, name, case)]))
+        payload = [{"layout": LAYOUTS[layout], "cases": cases} for layout, cases in plan]
+        run_world(Path(__file__).with_name("world_ranks.py"), size, outputs.root / f"world{size}", payload)
+    return outputs

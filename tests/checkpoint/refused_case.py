@@ -1,0 +1,73 @@
+"""What each rank of test_refused.py does in one case: damage a copy of a checkpoint, try to load it, keep the words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from checkpoint_case import Trained
+
+from backends.megatron.checkpoint import Saved, load_checkpoint, load_weights
+from backends.megatron.parallel import ParallelState
+from rlcore.config.policy import ParallelConfig
+from rlcore.errors import RlcoreError
+
+
+def _shard(folder: Path) -> Path:
+    return sorted((folder / "policy").glob("*.distcp"))[0]
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _overwrite(path: Path) -> None:
+    path.write_bytes(b"\1" * path.stat().st_size)
+
+
+def _drop_critic(folder: Path) -> None:
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    del manifest["models"]["critic"]
+    (folder / "checkpoint.json").write_text(json.dumps(manifest))
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "none": lambda folder: None,
+    "shard_missing": lambda folder: _shard(folder).unlink(),
+    "shard_truncated": lambda folder: _cut(_shard(folder)),
+    "shard_overwritten": lambda folder: _overwrite(_shard(folder)),
+    "metadata_overwritten": lambda folder: _overwrite(folder / "policy" / ".metadata"),
+    "common_overwritten": lambda folder: _overwrite(folder / "policy" / "common.pt"),
+    "common_missing": lambda folder: (folder / "policy" / "common.pt").unlink(),
+    "manifest_missing": lambda folder: (folder / "checkpoint.json").unlink(),
+    "manifest_truncated": lambda folder: _cut(folder / "checkpoint.json"),
+    "critic_missing": _drop_critic,
+}
+
+
+def try_refused(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
+    """Write `result` once a rank: the error's class and message, or "loaded"."""
+    folder = Path(case["copy"])
+    if parallel.rank == 0:
+        shutil.copytree(case["load"], folder)
+        DAMAGES[case["damage"]](folder)
+    dist.barrier()
+    models = [Trained(name, Path(path), case["variant"], layout, parallel) for name, path in case["sources"].items()]
+    try:
+        if "weights_of" in case:
+            for model in models:
+                saved: Saved = model.saved
+                load_weights(folder, case["weights_of"], saved.arch, saved.chunks, parallel)
+        else:
+            load_checkpoint(folder, [model.saved for model in models], parallel)
+        outcome = "loaded"
+    except RlcoreError as error:
+        outcome = f"{type(error).__name__}: {error}"
+    Path(f"{case['result']}.rank{parallel.rank}").write_text(outcome)
+    if "export" in case:
+        for model in models:
+            model.export(Path(case["export"]))

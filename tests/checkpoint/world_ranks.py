@@ -1,0 +1,30 @@
+"""One rank of a gloo world: goes through the payload's layouts, and each layout's cases."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from checkpoint_case import train_and_save_or_load
+from convert_case import convert
+from gloo_world import join_world
+from refused_case import try_refused
+
+from backends.megatron.cpu import megatron_device
+from backends.megatron.parallel import destroy_parallel, init_parallel
+from rlcore.config.policy import ParallelConfig
+
+KINDS = {"convert": convert, "checkpoint": train_and_save_or_load, "refused": try_refused}
+
+
+def main() -> None:
+    for entry in join_world():
+        layout = ParallelConfig(**entry["layout"])
+        with megatron_device("cpu"):
+            parallel = init_parallel(layout, timeout_s=60, seed=0)
+            for kind, case in entry["cases"]:
+                KINDS[kind](case, layout, parallel)
+            destroy_parallel()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
