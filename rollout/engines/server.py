@@ -1,9 +1,9 @@
 """The embedded engine as a process of its own: `python -m rollout.engines.server < config.json`.
 
-A small HTTP server, JSON both ways, one route for each verb of `rlcore.protocols.RolloutEngine` and `join_group`. Weights do
-not come over HTTP: `receive_bucket` takes them from the process group (rollout/wire.py) that `join_group` entered.
+A small HTTP server, JSON both ways, one route for each verb of `rlcore.protocols.RolloutEngine`, and `join_group`. Weights
+do not come over HTTP: `receive_bucket` takes them from the process group (weight_group.py) that `join_group` entered.
 
-The process ends when its parent does. It reports its port on a pipe, since only the kernel can pick a free one without a race.
+The process ends when its parent does. It reports its port on a pipe: only the kernel can pick a free one without a race.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlcore.config.rollout import EngineConfig
 from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
 from rollout.engines.codec import decode_buckets, decode_request, encode_completion
 from rollout.engines.embedded import EmbeddedEngine
-from rollout.wire import Wire, WireAddress, gpu_identity
+from rollout.engines.weight_group import GroupAddress, WeightGroup, gpu_identity
 
 MAX_BODY = 1 << 30
 PARENT_POLL_S = 0.5
@@ -61,7 +61,7 @@ class EngineServer:
 
     def __init__(self, engine: EmbeddedEngine, key: str) -> None:
         self.engine, self._key = engine, f"Bearer {key}"
-        self._wire: Wire | None = None
+        self._group: WeightGroup | None = None
         self._sizes: dict[int, int] = {}        # bucket index -> bytes
         self.verbs: dict[str, Verb] = {
             "generate": self._generate,
@@ -112,18 +112,18 @@ class EngineServer:
         self._sizes = {bucket.index: bucket.num_bytes for bucket in buckets}
 
     async def _join_group(self, body: dict[str, Any]) -> None:
-        if self._wire is not None:
-            await asyncio.to_thread(self._wire.close)
-            self._wire = None
-        address = WireAddress(**body["address"])
-        self._wire = await asyncio.to_thread(Wire, address, body["rank"], device=self.engine.device)
+        if self._group is not None:
+            await asyncio.to_thread(self._group.close)
+            self._group = None
+        address = GroupAddress(**body["address"])
+        self._group = await asyncio.to_thread(WeightGroup, address, body["rank"], device=self.engine.device)
 
     async def _receive_bucket(self, body: dict[str, Any]) -> None:
-        if self._wire is None:
+        if self._group is None:
             raise RunFailed(f"{self.engine.name}: is in no weight group; call join_group first")
         if body["index"] not in self._sizes:
             raise RunFailed(f"{self.engine.name}: bucket {body['index']} is not in the layout of begin_update")
-        flat = await asyncio.to_thread(self._wire.receive, self._sizes[body["index"]])
+        flat = await asyncio.to_thread(self._group.receive, self._sizes[body["index"]])
         await self.engine.receive_bucket(body["index"], flat)
 
     async def _health(self, _: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,170 @@
+"""An embedded engine in a process of its own, as a `RolloutEngine`: starts the process, talks to it, notices its death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+from torch import Tensor
+
+from rlcore.config.rollout import EngineConfig
+from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
+from rlcore.protocols import Completion, GenerateRequest, PauseMode
+from rlcore.weights import Bucket
+from rollout.engines.child import Child
+from rollout.engines.codec import decode_completion, encode_buckets, encode_request
+from rollout.engines.server import ServerConfig, config_json
+from rollout.engines.weight_group import GroupAddress
+
+MODULE = "rollout.engines.server"
+ERRORS: dict[str, type[RlcoreError]] = {kind.__name__: kind for kind in (UserError, ModelError, RunFailed, DeadlineExceeded)}
+GRACE_S = 5.0       # the server keeps its own deadlines; ours comes a little later, for a server that hangs
+PROBE_S = 10.0
+
+
+class RemoteEngine:
+    """`rlcore.protocols.RolloutEngine` over a server process that it starts. Use it from one event loop.
+
+    Args:
+        model_path, dtype, tokenizer: as for `EmbeddedEngine`.
+        log: file for the process's output.
+    """
+
+    def __init__(
+        self, model_path: str, *, config: EngineConfig, dtype: str = "bf16", tokenizer: str | None = None,
+        name: str = "engine-0", log: Path,
+    ) -> None:
+        self.name, self.config = name, config
+        self._server = ServerConfig(
+            name, model_path, tokenizer, dtype, config.model_dump(mode="json"), key=secrets.token_urlsafe(32),
+            parent_pid=os.getpid(),
+        )
+        self._child = Child(f"engine {name}", log)
+        self._session: aiohttp.ClientSession | None = None
+        self._url = ""
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Raises RunFailed or DeadlineExceeded with the last lines of the process's log."""
+        if self._session is not None:
+            return
+
+        def config(ready_fd: int) -> bytes:
+            return config_json(ServerConfig(**asdict(self._server) | {"ready_fd": ready_fd}))
+
+        port = await self._child.start(MODULE, config, timeout_s=self.config.start_timeout_s)
+        self._url = f"http://{self._server.host}:{port}"
+        self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._server.key}"})
+        await self.health()
+
+    async def close(self) -> None:
+        """Ask the process to end, then end it."""
+        if self._session is not None:
+            await self._session.close()
+        await self._child.terminate()
+
+    async def kill(self) -> None:
+        """End the process at once: for one that does not answer."""
+        if self._session is not None:
+            await self._session.close()
+        await self._child.kill()
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.process.pid if self._child.process is not None else None
+
+    # --- the verbs ------------------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        body = {"requests": [encode_request(request) for request in requests]}
+        results = await self._call("generate", body, self.config.request_timeout_s, "rollout.engine.request_timeout_s")
+        return [[decode_completion(value) for value in completions] for completions in results]
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._call("pause", {"mode": mode}, self.config.request_timeout_s, "rollout.engine.request_timeout_s")
+
+    async def resume(self) -> None:
+        await self._update("resume")
+
+    async def abort(self) -> None:
+        await self._update("abort")
+
+    async def join_group(self, address: GroupAddress, rank: int) -> None:
+        """Enter the process group that weights come over, leaving the one before. Returns when all members are there."""
+        await self._update("join_group", {"address": asdict(address), "rank": rank})
+
+    async def begin_update(self, buckets: Sequence[Bucket]) -> None:
+        await self._update("begin_update", {"buckets": encode_buckets(buckets)})
+
+    async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
+        """Returns when the bucket came over the process group and is in the model; `flat` must be None."""
+        if flat is not None:
+            raise RunFailed(f"engine {self.name} is another process: it takes buckets over the process group")
+        await self._update("receive_bucket", {"index": index})
+
+    async def end_update(self) -> None:
+        await self._update("end_update")
+
+    async def set_version(self, version: int) -> None:
+        await self._update("set_version", {"version": version})
+
+    async def checksum(self) -> str:
+        return str(await self._update("checksum"))
+
+    async def health(self) -> dict[str, Any]:
+        """name, pid, device, gpu (its identity, or None) and version (None without whole weights)."""
+        health: dict[str, Any] = await self._call("health", {}, PROBE_S, "a constant")
+        return health
+
+    # --- the wire -------------------------------------------------------------------------------------------------
+
+    async def _update(self, verb: str, body: dict[str, Any] | None = None) -> Any:
+        return await self._call(verb, body or {}, self.config.update_timeout_s, "rollout.engine.update_timeout_s")
+
+    async def _call(self, verb: str, body: dict[str, Any], timeout_s: float, key: str) -> Any:
+        """The verb's result. Raises what the server raised, RunFailed when it died, DeadlineExceeded when it hangs."""
+        session, ended = self._session, self._child.ended
+        if session is None or session.closed or ended is None:
+            raise RunFailed(f"engine {self.name} does not run (asked to {verb}); start it first")
+        request = asyncio.ensure_future(self._post(session, verb, body))
+        try:
+            await asyncio.wait({request, ended}, timeout=timeout_s + GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+            if not request.done() and not ended.done():
+                raise DeadlineExceeded(
+                    f"engine {self.name} (pid {self.pid}) did not answer /{verb} within {timeout_s:g} s ({key})"
+                )
+            if ended.done():
+                raise self._death(verb)
+            return request.result()
+        except aiohttp.ClientError as error:
+            # A process that is killed drops its connections a moment before it is seen dead.
+            await asyncio.wait({ended}, timeout=1.0)
+            if ended.done():
+                raise self._death(verb) from None
+            raise RunFailed(f"engine {self.name}: /{verb} failed: {type(error).__name__}: {error}") from error
+        finally:
+            if not request.done():
+                request.cancel()
+            elif not request.cancelled():
+                request.exception()     # seen: where the process died, that is the error to report
+
+    def _death(self, verb: str) -> RunFailed:
+        return RunFailed(f"engine {self.name} (pid {self.pid}) died during /{verb}: {self._child.describe_end()}")
+
+    async def _post(self, session: aiohttp.ClientSession, verb: str, body: dict[str, Any]) -> Any:
+        unlimited = aiohttp.ClientTimeout(total=None)       # `_call` keeps the deadline
+        async with session.post(f"{self._url}/{verb}", data=orjson.dumps(body), timeout=unlimited) as response:
+            answer = orjson.loads(await response.read())
+        if "error" in answer:
+            kind = ERRORS.get(answer["type"], RunFailed)
+            text = answer["error"]
+            raise kind(text if self.name in text else f"engine {self.name}: {text}")
+        return answer["result"]
