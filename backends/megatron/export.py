@@ -45,23 +45,26 @@ def weight_specs(arch: Architecture, dtype: torch.dtype, head: Head = "lm") -> l
     ]
 
 
-def export_hf(exporter: WeightExporter, folder: Path, source: Path, *, max_shard_bytes: int = 4 << 30) -> None:
-    """Write a Hugging Face folder that `transformers` loads: shards, index, config, and `source`'s tokenizer files.
+def export_hf(
+    exporter: WeightExporter, folder: Path, tokenizer: Path | None = None, *, max_shard_bytes: int = 4 << 30
+) -> None:
+    """Write a Hugging Face folder that `transformers` loads: shards, index, config, and the files of the tokenizer.
 
-    Collective. The folder is written aside and renamed by rank 0; it must not exist, or be empty.
-    Raises ModelError where it has content, on every rank.
+    `tokenizer`: the folder that has them, by default the model's own. Collective. The folder is written aside and renamed
+    by rank 0; an earlier export there is replaced.
+    Raises ModelError on rank 0 (and RunFailed elsewhere) where the folder holds something else or is the model's source.
     """
-    parallel, writer = exporter.parallel, None
+    arch, parallel, writer = exporter.arch, exporter.parallel, None
     with together(parallel, f"the export to {folder}"):
         if parallel.rank == 0:
-            writer = FolderWriter(Path(folder), exporter.specs, max_shard_bytes)
+            writer = FolderWriter(folder, exporter.specs, max_shard_bytes, (arch.folder, tokenizer or arch.folder))
     with together(parallel, f"the export to {folder}"):
         for bucket, flat in exporter.export_buckets():
             if writer is not None and flat is not None:
                 for name, tensor in bucket.views(flat):
                     writer.add(name, tensor)
         if writer is not None:
-            writer.finish(exporter.arch.hf_config, source, exporter.arch.table.classes[exporter.head == "value"])
+            writer.finish(arch.hf_config, arch.table.classes[exporter.head == "value"])
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Trained:
     def export(self, folder: Path) -> None:
         head = "value" if self.saved.name == "critic" else "lm"
         exporter = WeightExporter(self.saved.chunks, self.saved.arch, self.parallel, dtype=self.dtype, head=head)
-        export_hf(exporter, folder / self.saved.name, self.source)
+        export_hf(exporter, folder / self.saved.name)
 
 
 def read_gradients(

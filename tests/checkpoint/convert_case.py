@@ -30,7 +30,7 @@ def convert(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelStat
     exporter = WeightExporter(
         chunks, arch, parallel, dtype=DTYPES[case["dtype"]], head=head, bucket_bytes=case["bucket_bytes"]
     )
-    export_hf(exporter, Path(case["target"]), source, max_shard_bytes=case["shard_bytes"])
+    export_hf(exporter, Path(case["target"]), max_shard_bytes=case["shard_bytes"])
     # The second round goes through the reused buffers.
     seen = [(b.index, None if flat is None else flat.sum(dtype=torch.int64).item()) for b, flat in exporter.export_buckets()]
     assert [index for index, _ in seen] == list(range(len(exporter.buckets)))

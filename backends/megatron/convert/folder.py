@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlcore.errors import ModelError
-from rlcore.runs.files import sync, sync_tree
+from rlcore.runs.files import remove_tree, sync, sync_tree
 from rlcore.weights import TensorSpec, cut_buckets
 
 # Tokenizer, chat template, generation settings, custom code: by suffix, since tokenizers may bring files of any name.
@@ -23,13 +23,18 @@ _WRITTEN = {"config.json", "model.safetensors.index.json", "pytorch_model.bin.in
 class FolderWriter:
     """Takes the tensors in the order of `specs`, writes a shard as soon as it is full, and renames the folder at the end.
 
-    Raises ModelError where the folder exists and has content.
+    `sources` are the folders that the model and its tokenizer came from. An earlier export in `folder` is replaced when the
+    new one is whole. Raises ModelError where `folder` holds something else, or is one of the sources.
     """
 
-    def __init__(self, folder: Path, specs: Sequence[TensorSpec], max_shard_bytes: int) -> None:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ModelError(f"{folder}: already exists; choose another folder for the export, or remove it")
-        self._folder = folder
+    def __init__(
+        self, folder: Path, specs: Sequence[TensorSpec], max_shard_bytes: int, sources: Sequence[Path]
+    ) -> None:
+        if folder.exists() and not (folder / "config.json").is_file() and (folder.is_file() or any(folder.iterdir())):
+            raise ModelError(f"{folder}: exists and is no Hugging Face folder; choose another folder for the export")
+        if any(folder.resolve() == source.resolve() for source in sources):
+            raise ModelError(f"{folder}: is what the model was read from; choose another folder for the export")
+        self._folder, self._sources = folder, sources
         self._aside = folder.with_name(f".{folder.name}.partial")
         self._shards = cut_buckets(specs, max_shard_bytes)
         self._dtype = specs[0].dtype
@@ -48,20 +53,27 @@ class FolderWriter:
             self._pending = {}
             self._shard += 1
 
-    def finish(self, hf_config: dict[str, Any], source: Path, class_name: str) -> None:
-        """Write index and config, copy the rest from `source`, and put the folder in its place."""
+    def finish(self, hf_config: dict[str, Any], class_name: str) -> None:
+        """Write index and config, copy the rest from the sources, and put the folder in its place."""
         assert self._shard == len(self._shards), "finish() before every tensor was added"
         if len(self._shards) > 1:
             self._write_json("model.safetensors.index.json", self._index())
         self._write_json("config.json", self._config(hf_config, class_name))
-        for path in sorted(source.iterdir()):
-            if path.is_file() and path.suffix in _COPIED and path.name not in _WRITTEN:
-                shutil.copyfile(path, self._aside / path.name)
+        self._copy_companions()
         sync_tree(self._aside)
         if self._folder.exists():
-            self._folder.rmdir()
+            remove_tree(self._folder)
         self._aside.rename(self._folder)
         sync(self._folder.parent)
+
+    def _copy_companions(self) -> None:
+        """The tokenizer folder's files; of a model folder apart from it, only how to generate."""
+        model, tokenizer = self._sources[0], self._sources[-1]
+        companions = [model / "generation_config.json"]
+        companions += [path for path in sorted(tokenizer.iterdir()) if path.suffix in _COPIED and path.name not in _WRITTEN]
+        for path in companions:
+            if path.is_file():
+                shutil.copyfile(path, self._aside / path.name)
 
     def _file_name(self, shard: int) -> str:
         count = len(self._shards)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.table import FUSED_NORMS, OUTPUT_LAYER, VALUE_HEAD, WORD_EMBEDDING, Entry
+from backends.megatron.convert.table import FUSED_NORMS, OUTPUT_LAYER, WORD_EMBEDDING, Entry
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 
@@ -50,9 +50,3 @@ def owned_parameters(chunks: Sequence[nn.Module], arch: Architecture) -> Iterato
             if entry is None:
                 raise KeyError(f"{name}: no entry in the {arch.family} table")
             yield entry, param, copy
-
-
-def head_of(chunks: Sequence[nn.Module]) -> str:
-    """"value" where these chunks hold a value head, else "lm"."""
-    names = (name for chunk in chunks for name, _ in unwrap(chunk).named_parameters())
-    return "value" if VALUE_HEAD in names else "lm"
