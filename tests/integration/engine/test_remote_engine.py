@@ -1,0 +1,269 @@
+"""Engines in processes of their own: HTTP, the process group for weights, and everything that can die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+from engine_kit import flatten, layout, request, tiny_qwen3
+
+from rlcore.config import Config
+from rlcore.data.sample import VersionSpan
+from rlcore.errors import DeadlineExceeded, ModelError, PublicationFailed, RunFailed, UserError
+from rlcore.weights import digest
+from rollout.engines.embedded import EmbeddedEngine
+from rollout.engines.remote import RemoteEngine
+from rollout.wire import EngineSink
+
+LIMITS = {"device": "cpu", "threads": 1, "start_timeout_s": 60.0, "request_timeout_s": 20.0, "update_timeout_s": 5.0}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.set_num_threads(1)
+    return tiny_qwen3()
+
+
+@pytest.fixture(scope="module")
+def config(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    model.config.save_pretrained(folder)
+    return Config.model_validate({
+        "run": {"name": "test"}, "model": {"path": str(folder), "dtype": "fp32"}, "data": {"paths": "none.jsonl"},
+        "training": {"steps": 1}, "rollout": {"engine": LIMITS, "on_update": "in_place"},
+    })
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def run(loop, coroutine, seconds=90):
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result(seconds)
+
+
+def remote(config, name, log, **changes):
+    settings = config.rollout.engine.model_copy(update=changes)
+    return RemoteEngine(config.model.path, config=settings, dtype="fp32", name=name, log=log / f"{name}.log")
+
+
+async def start_all(engines):
+    await asyncio.gather(*(engine.start() for engine in engines))
+
+
+async def close_all(engines):
+    await asyncio.gather(*(engine.close() for engine in engines))
+
+
+@pytest.fixture(scope="module")
+def pair(config, loop, tmp_path_factory):
+    """Two engine processes, for the tests that leave them whole."""
+    engines = [remote(config, f"engine-{i}", tmp_path_factory.mktemp("logs")) for i in range(2)]
+    run(loop, start_all(engines))
+    yield engines
+    run(loop, close_all(engines))
+    assert not any(alive(engine.pid) for engine in engines)
+
+
+def alive(pid):
+    """Zombies are dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def publish(sink, model, version):
+    buckets = layout(model)
+    sink.prepare(buckets)
+    send_all(sink, buckets, model)
+    sink.finish(version)
+
+
+def send_all(sink, buckets, model):
+    for bucket in buckets:
+        sink.send(bucket, flatten(bucket, model))
+
+
+def requests():
+    prompts = [[3, 4, 5], [6], [7, 8, 9, 10]]
+    return [request(p, draw=i, n=3, max_new_tokens=12, stop_token_ids=(2,)) for i, p in enumerate(prompts)]
+
+
+def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, config, loop, pair):
+    local = EmbeddedEngine(config.model.path, config=config.rollout.engine, dtype="fp32", name="local")
+    run(loop, local.start())
+    sink = EngineSink(config, [*pair, local], loop, verify=True)
+    publish(sink, model, 3)
+    first_group = sink._group
+    answers = [run(loop, engine.generate(requests())) for engine in (*pair, local)]
+    assert [run(loop, engine.checksum()) for engine in pair] == [digest(model.named_parameters())] * 2
+    for answer in answers[:2]:
+        for a, b in zip((c for row in answer for c in row), (c for row in answers[2] for c in row)):
+            assert a.tokens.tolist() == b.tokens.tolist()
+            assert a.tokens.dtype == np.int32
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+            assert (a.finish_reason, a.versions) == (b.finish_reason, b.versions)
+            assert a.versions == (VersionSpan(3, 0, len(a.tokens)),)
+    publish(sink, tiny_qwen3(seed=1), 4)
+    assert sink._group is first_group       # the same members: the group is kept
+    assert run(loop, pair[0].health())["version"] == 4
+    sink.close()
+    run(loop, local.close())
+
+
+def test_an_update_in_the_middle_of_a_generation(model, config, loop, pair):
+    sink = EngineSink(config, pair[:1], loop)
+    publish(sink, model, 5)
+    long = [request([1, 2], max_new_tokens=500)]
+    running = asyncio.run_coroutine_threadsafe(pair[0].generate(long), loop)
+    time.sleep(0.3)
+    assert not running.done()
+    publish(sink, tiny_qwen3(seed=1), 6)
+    [[completion]] = running.result(60)
+    assert [span.version for span in completion.versions] == [5, 6]
+    assert completion.versions[-1].end == len(completion.tokens) == 500
+    sink.close()
+
+
+def test_abort_over_the_wire(model, config, loop, pair):
+    sink = EngineSink(config, pair[:1], loop)
+    publish(sink, model, 7)
+    running = asyncio.run_coroutine_threadsafe(pair[0].generate([request([1], max_new_tokens=500)]), loop)
+    time.sleep(0.2)
+    run(loop, pair[0].abort())
+    [[completion]] = running.result(10)
+    assert completion.finish_reason == "abort"
+    assert len(completion.tokens) < 500
+    sink.close()
+
+
+def test_errors_of_the_engine_arrive_as_what_they_are(model, config, loop, pair):
+    with pytest.raises(UserError, match="draw 9: a prompt token lies outside"):
+        run(loop, pair[0].generate([request([99], draw=9)]))
+    run(loop, pair[1].pause("drain"))
+    with pytest.raises(ModelError, match=r"engine-1: the published weights do not fit model.path: missing"):
+        run(loop, pair[1].begin_update(layout(model)[1:]))
+    with pytest.raises(RunFailed, match="engine-1 is another process"):
+        run(loop, pair[1].receive_bucket(0, torch.zeros(4, dtype=torch.uint8)))
+    run(loop, pair[1].resume())
+
+
+def test_the_server_wants_its_key(loop, pair):
+    async def ask(key):
+        async with aiohttp.ClientSession() as session, session.post(
+            f"{pair[0]._url}/health", headers={"Authorization": f"Bearer {key}"}
+        ) as answer:
+            return answer.status
+
+    assert run(loop, ask("guess")) == 401
+    assert run(loop, ask(pair[0]._server.key)) == 200
+
+
+def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypatch):
+    """Three engines; one dies while it generates, one hangs in the middle of a publication, the third goes on."""
+    monkeypatch.setattr("rollout.wire.PROBE_S", 2.0)
+    monkeypatch.setattr("rollout.engines.remote.GRACE_S", 1.0)
+    doomed = remote(config, "doomed", tmp_path)
+    frozen = remote(config, "frozen", tmp_path, request_timeout_s=2.0)
+    run(loop, start_all([doomed, frozen]))
+    sink = EngineSink(config, [doomed, frozen, pair[0]], loop, verify=True)
+    publish(sink, model, 11)
+
+    running = asyncio.run_coroutine_threadsafe(doomed.generate([request([1], max_new_tokens=500)]), loop)
+    time.sleep(0.1)
+    os.kill(doomed.pid, signal.SIGKILL)
+    with pytest.raises(RunFailed, match=r"engine doomed \(pid \d+\) died during /generate: killed by SIGKILL"):
+        running.result(3)
+
+    os.kill(frozen.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"engine frozen \(pid \d+\) did not answer /generate within 2 s \(rollout"):
+        run(loop, frozen.generate([request([1])]))
+    assert time.monotonic() - began < 8
+    os.kill(frozen.pid, signal.SIGCONT)
+
+    buckets = layout(model)
+    sink.prepare(buckets)       # goes on without the dead one
+    assert [engine.name for engine in sink.engines] == ["frozen", "engine-0"]
+    sink.send(buckets[0], flatten(buckets[0], model))
+    os.kill(frozen.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(PublicationFailed, match=r"engine frozen .* did not answer"):
+        send_all(sink, buckets[1:], model)
+    assert time.monotonic() - began < 20
+    sink.cancel()
+    assert not alive(frozen.pid)
+
+    publish(sink, model, 12)
+    assert [engine.name for engine in sink.engines] == ["engine-0"]
+    assert run(loop, pair[0].health())["version"] == 12
+    sink.close()
+    run(loop, close_all([doomed, frozen]))
+
+
+def test_a_start_that_fails_shows_the_end_of_the_log(config, loop, tmp_path):
+    engine = RemoteEngine(str(tmp_path / "nowhere"), config=config.rollout.engine, name="lost", log=tmp_path / "log")
+    with pytest.raises(RunFailed, match=r"(?s)engine lost ended before it was ready: exit code 1.*ModelError.*no config.json"):
+        run(loop, engine.start())
+    with pytest.raises(RunFailed, match="engine lost does not run"):
+        run(loop, engine.health())
+
+
+def test_a_start_that_takes_too_long_leaves_no_process(config, loop, tmp_path):
+    settings = config.rollout.engine.model_copy(update={"start_timeout_s": 0.2})
+    engine = RemoteEngine(config.model.path, config=settings, name="late", log=tmp_path / "log")
+    with pytest.raises(DeadlineExceeded, match=r"engine late was not ready within 0.2 s \(rollout.engine.start_timeout_s\)"):
+        run(loop, engine.start())
+    assert not alive(engine.pid)
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from rlcore.config.rollout import EngineConfig
+from rollout.engines.remote import RemoteEngine
+
+async def main():
+    config = EngineConfig(device="cpu", threads=1)
+    engine = RemoteEngine(sys.argv[1], config=config, dtype="fp32", log=Path(sys.argv[2]))
+    await engine.start()
+    print(engine.pid, flush=True)
+    await asyncio.sleep(120)
+
+asyncio.run(main())
+"""
+
+
+def test_an_engine_ends_with_its_parent(config, tmp_path):
+    repository = Path(__file__).resolve().parents[3]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, config.model.path, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True,
+        cwd=repository, env=os.environ | {"PYTHONPATH": str(repository)},
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert alive(pid)
+    parent.kill()
+    parent.wait(10)
+    deadline = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)
