@@ -1,7 +1,7 @@
-"""Packed (`thd`) causal self-attention without Transformer Engine, its rotary positions, and an RMSNorm for sequence parallelism.
+"""Packed (`thd`) causal self-attention without Transformer Engine, its rotary positions, and an RMSNorm.
 
-A pack is T tokens of several sequences, one behind the other. How it is cut is worked out once per pack (`PackLayout`) and shared
-by all layers.
+A pack is T tokens of several sequences, one behind the other. How it is cut is worked out once per pack (`PackLayout`)
+and shared by all layers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SMALLEST_BUCKET = 16
 class PackLayout:
     """Where the sequences of one pack stand.
 
-    Buckets hold sequences of similar length, padded on the right to the longest: a causal query never sees a key behind it, so no
-    mask is needed. `restore` undoes the buckets: token t is row `restore[t]` of their concatenation.
+    Buckets hold sequences of similar length, padded on the right to the longest: a causal query never sees a key behind it,
+    so no mask is needed. `restore` undoes the buckets: token t is row `restore[t]` of their concatenation.
     """
 
     lengths: tuple[int, ...]            # of every sequence of the pack, none of them 0
@@ -92,8 +92,8 @@ def _bucket_members(lengths: Sequence[int]) -> list[list[int]]:
 class PackedSequences(PackedSeqParams):
     """What Megatron carries through the layers as `packed_seq_params`.
 
-    `cu_seqlens_q` stays None: with it Megatron would cut the pack sequence by sequence in Python to rotate q and k, in every layer.
-    Here the rotary angles are already those of the pack's positions (`PackedRotaryEmbedding`).
+    `cu_seqlens_q` stays None: with it Megatron would cut the pack sequence by sequence in Python to rotate q and k, in every
+    layer. Here the rotary angles are already those of the pack's positions (`PackedRotaryEmbedding`).
     """
 
     layout: PackLayout | None = None

@@ -15,7 +15,7 @@ from backends.megatron.attention import uses_varlen
 from backends.megatron.build import BuildContext, build_critic, build_policy, build_reference
 from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint
 from backends.megatron.convert.architecture import read_architecture
-from backends.megatron.cpu import megatron_device
+from backends.megatron.cpu import expected_warnings_off, megatron_device
 from backends.megatron.export import WeightExporter, export_hf
 from backends.megatron.held import HeldBatch
 from backends.megatron.losses import critic_loss, policy_loss
@@ -62,9 +62,11 @@ class MegatronBackend:
         if config.critic.offload:
             raise ConfigError("critic.offload: not available yet; set it to false")
         arch = read_architecture(config.model.path)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         check_layout(arch, policy.parallel, dist.get_world_size() if dist.is_initialized() else 1)
         self._owns_process_group = init_process_group(self.device, timeout_s=timeout_s)
-        with megatron_device(self.device):
+        with megatron_device(self.device), expected_warnings_off():
             self.parallel = init_parallel(policy.parallel, timeout_s=timeout_s, seed=config.run.seed)
             context = BuildContext(config, arch, self.parallel, self.device, total_steps)
             self.policy, self.reference = build_policy(context), None

@@ -99,8 +99,8 @@ def build_reference(context: BuildContext, policy: Model) -> Model | HostWeights
         copy_weights(policy.chunks, model.chunks)
     else:
         load_hf(model.chunks, arch, Path(reference.path), context.parallel)
-    # Passes run without gradients. The weights keep `requires_grad` all the same: torch.matmul folds [T, 1, H] by it, and without
-    # may expand the weight to [T, H, H'] instead; and so the reference's arithmetic is the policy's, bit for bit.
+    # Passes run without gradients, but the weights keep `requires_grad`: by it torch.matmul folds [T, 1, H] to a matrix, where
+    # it might else expand the weight to [T, H, H']; and so the reference computes what the policy does, bit for bit.
     for module in model.modules:
         module.eval()
     return model

@@ -1,8 +1,8 @@
 """Stock Megatron-Core on a machine without CUDA: its CUDA calls are answered on the CPU while a context is open.
 
-Megatron asks for devices by name (`device="cuda"`, `torch.cuda.current_device()`, `tensor.type() == "torch.cuda.FloatTensor"`),
-synchronises streams and keeps CUDA random states. `megatron_device("cpu")` answers all of that with the CPU, for the calls inside
-it; nothing stays installed. With CUDA it is a no-op, so every caller is one code path.
+Megatron asks for devices by name (`device="cuda"`, `torch.cuda.current_device()`, `tensor.type()`), synchronises streams and
+keeps CUDA random states. `megatron_device("cpu")` answers all of that with the CPU, for the calls inside it; nothing stays
+installed. With CUDA it is a no-op, so every caller is one code path.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,13 @@ _CPU = torch.device("cpu")
 _CUDA_TYPE_NAMES = {
     f"torch.{kind}": f"torch.cuda.{kind}" for kind in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor")
 }
+_EXPECTED_WARNINGS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    r"\s*The 'megatron.core.transformer.custom_layers.transformer_engine'",
+    "full scope is deprecated",                     # a default of TransformerConfig
+    "When using async grad allreduce",              # CUDA_DEVICE_MAX_CONNECTIONS, of no use on this path
+)
 
 
 def _on_cpu(device: Any) -> Any:
@@ -164,12 +172,23 @@ def importing_megatron() -> Iterator[None]:
 
     They would import the compiler (seconds) and need a C++ compiler when one of the functions is first called.
     """
-    if torch.cuda.is_available() or "megatron.core.jit" in sys.modules:
+    if "megatron.core.jit" in sys.modules:
         yield
         return
     compiler = torch.compile
-    torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda f: f)  # type: ignore[assignment]
+    if not torch.cuda.is_available():
+        torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda f: f)  # type: ignore[assignment]
     try:
-        yield
+        with expected_warnings_off():
+            yield
     finally:
         torch.compile = compiler
+
+
+@contextlib.contextmanager
+def expected_warnings_off() -> Iterator[None]:
+    """Around imports and building: Megatron warns of what this backend chose, by design, to do without."""
+    with warnings.catch_warnings():
+        for message in _EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -117,7 +118,7 @@ class HeldBatch:
         """The packs of one optimizer step, made when first asked for and kept: every pass and epoch uses the same."""
         if minibatch not in self._packs:
             borders = self.minibatches[minibatch].borders
-            tokens = [int(self.batch.cu_tokens[b] - self.batch.cu_tokens[a]) for a, b in zip(borders, borders[1:])]
+            tokens = [int(self.batch.cu_tokens[b] - self.batch.cu_tokens[a]) for a, b in pairwise(borders)]
             sizes = [pack_size(n, self._pad_multiple) for n in tokens]
             if self._parallel.pp_size > 1:      # stages exchange activations of one shape in a schedule call
                 sizes = [max(sizes)] * len(sizes)

@@ -1,8 +1,8 @@
 """Log-probs and entropy at trainable positions, without ever holding `[tokens, vocabulary]`.
 
-The head works through the rows in chunks and recomputes a chunk's softmax in the backward pass. The vocabulary is split over the
-tensor-parallel ranks: two small all-reduces per micro-batch give the softmax statistics, however many chunks there are. Columns that
-Megatron added to pad the vocabulary take no part in softmax, entropy or gradient.
+The head works through the rows in chunks and recomputes a chunk's softmax in the backward pass. The vocabulary is split over
+the tensor-parallel ranks: two small all-reduces per micro-batch give the softmax statistics, however many chunks there are.
+Columns that Megatron added to pad the vocabulary take no part in softmax, entropy or gradient.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 class LogprobHead(ColumnParallelLinear):
     """Megatron's output layer with another `forward`.
 
-    It stays a *called* module, since Megatron's DDP waits for gathered parameters in a pre-forward hook; names and sharding of its
-    state are those of the stock layer.
+    It stays a *called* module, since Megatron's DDP waits for gathered parameters in a pre-forward hook; names and sharding of
+    its state are those of the stock layer.
     """
 
     def forward(  # type: ignore[override]
@@ -157,8 +157,8 @@ class LogprobHead(ColumnParallelLinear):
 class ValueHead(nn.Module):
     """A linear map to one value, replicated over TP; initialised with std 1 / sqrt(hidden + 1), the same on every rank.
 
-    Values are computed in fp32 on the rank's own share of the tokens, so that under sequence parallelism only [T] is gathered; its
-    gradient is then partial on every rank, which the mark on the weight makes Megatron sum.
+    Values are computed in fp32 on the rank's own share of the tokens, so that under sequence parallelism only [T] is gathered;
+    the weight's gradient is then partial on every rank, which the mark on it makes Megatron sum.
     """
 
     def __init__(self, config: Any, tp_group: ProcessGroup, *, seed: int) -> None:

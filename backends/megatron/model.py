@@ -47,7 +47,7 @@ OWNED = {
     **dict.fromkeys(
         ("gradient_accumulation_fusion", "masked_softmax_fusion", "apply_rope_fusion", "persist_layer_norm",
          "bias_activation_fusion", "bias_dropout_fusion", "fp8", "fp4"), _NO_TE),
-    **dict.fromkeys((*_INIT_METHODS, "perform_initialization", "use_cpu_initialization"), "weights always come from a model folder"),
+    **dict.fromkeys((*_INIT_METHODS, "perform_initialization", "use_cpu_initialization"), "weights come from a model folder"),
     **dict.fromkeys(("num_moe_experts", "mtp_num_layers", "multi_latent_attention"), "not available yet"),
 }  # fmt: skip
 

@@ -69,7 +69,8 @@ class ParallelState:
         indices, stages = zip(*(place.tolist() for place in places))
         replicas = [[rank for rank in range(world_size) if indices[rank] == d] for d in range(dp_size)]
         groups = [
-            dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=f"REPLICA_{d}") for d, ranks in enumerate(replicas)
+            dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=f"REPLICA_{d}")
+            for d, ranks in enumerate(replicas)
         ]
         return cls(
             rank=dist.get_rank(),
@@ -114,9 +115,11 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
         )
     model = arch.transformer
     heads, groups = model["num_attention_heads"], model.get("num_query_groups") or model["num_attention_heads"]
-    for what, size in (("attention heads", heads), ("KV groups", groups), ("feed-forward size", model["ffn_hidden_size"])):
+    for what, size in (("attention heads", heads), ("KV groups", groups), ("feed-forward width", model["ffn_hidden_size"])):
         if size % tp:
-            raise ConfigError(f"policy.parallel.tensor: {tp} does not divide the model's {size} {what}; choose a divisor of {size}")
+            raise ConfigError(
+                f"policy.parallel.tensor: {tp} does not divide the model's {what} ({size}); choose a divisor of {size}"
+            )
     layers = model["num_layers"]
     if layers % (pp * vpp):
         raise ConfigError(

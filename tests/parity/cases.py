@@ -22,6 +22,10 @@ TRAINABLE = [range(4, 7), range(1, 12), range(0), range(0), range(6, 19), range(
 
 # plan -> [data-parallel rank][micro-batch] = sequences
 PLANS: dict[str, list[list[list[int]]]] = {
+    "half0": [[[0, 4, 2], [3, 8]]],
+    "half1": [[[1], [5, 6, 7]]],
+    "dp2_half0": [[[0, 2]], [[4, 3, 8]]],
+    "dp2_half1": [[[6]], [[1, 5, 7]]],
     "one": [[list(range(9))]],
     "uneven": [[[4, 0], [7], [2], [1, 3, 5, 6], [8]]],      # the third micro-batch has no token
     "pairs": [[[0, 1, 3], [7], [4, 5], [8, 2, 6]]],         # an even number, for the interleaved schedule
@@ -30,7 +34,13 @@ PLANS: dict[str, list[list[list[int]]]] = {
 }
 
 # An optimizer step that is linear in the gradient, to read it off the weights: delta = lr * g / (|g| + eps) = 1000 g.
-LINEAR = {"lr": 1e6, "eps": 1e3, "weight_decay": 0.0, "clip_grad": 0.0}
+LINEAR: dict[str, float] = {"lr": 1e6, "eps": 1e3, "weight_decay": 0.0, "clip_grad": 0.0}
+
+# An ordinary one, with everything switched on.
+TRAINED: dict[str, Any] = {
+    "lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "clip_grad": 1.0, "warmup_steps": 2, "schedule": "cosine", "min_lr": 1e-4,
+    "decay_steps": 6,
+}  # fmt: skip
 
 
 def gradient(before: Tensor, after: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_other": ("Qwen3Config", {"head_dim": 16}),
     "qwen3_tied": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
-    "llama": ("LlamaConfig", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
-              "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}),
+    "llama": ("LlamaConfig", {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192}}),
 }  # fmt: skip
 
 
@@ -50,10 +52,43 @@ def _per_sequence(model: Any, head: Any) -> list[Tensor]:
 
 def policy_step(folder: Path, *, on_policy: bool = False) -> dict[str, Any]:
     """Log-probs [M], entropy [M] and the gradient of every weight, of the PPO-clip loss with KL and entropy terms."""
+    model = _load(folder)
+    logprobs, entropy = _policy_backward(model, on_policy=on_policy)
+    return {"logprobs": logprobs, "entropy": entropy, "gradients": _gradients(model)}
+
+
+def rate(step: int) -> float:
+    """TRAINED's learning rate: two steps of warm-up, then half a cosine until step 6."""
+    if step < 2:
+        return 1e-3 * (step + 1) / 2
+    return 1e-4 + 0.5 * (1e-3 - 1e-4) * (1 + math.cos(math.pi * (step - 2) / 4))
+
+
+def trained(folder: Path, *, steps: int) -> dict[str, Tensor]:
+    """What `steps` of torch's AdamW under TRAINED change in every weight."""
+    model = _load(folder)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-4)
+    for step in range(steps):
+        optimizer.zero_grad()
+        _policy_backward(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        optimizer.step()
+    return {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+
+def _load(folder: Path) -> Any:
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
 
+
+def _policy_backward(model: Any, *, on_policy: bool = False) -> tuple[Tensor, Tensor]:
     def head(hidden: Tensor, targets: Tensor) -> Tensor:
         log_p = (model.lm_head(hidden) / TEMPERATURE).log_softmax(-1)
         return torch.stack([log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)])
@@ -66,14 +101,12 @@ def policy_step(folder: Path, *, on_policy: bool = False) -> dict[str, Any]:
     gap = v["ref_logprobs"] - logprobs
     per_token = surrogate + KL_COEF * (gap.exp() - gap - 1) - ENTROPY_COEF * entropy
     (v["weights"] * per_token).sum().backward()
-    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "gradients": _gradients(model)}
+    return logprobs.detach(), entropy.detach()
 
 
 def critic_step(folder: Path, head_weight: Tensor) -> dict[str, Any]:
     """Values [M] and gradients of the clipped value loss; `head_weight` [1, H] is the value head."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    model = _load(folder)
     weight = head_weight.double().requires_grad_()
     values = torch.cat(_per_sequence(model, lambda hidden, targets: (hidden @ weight.t())[:, 0]))
     v = {name: value.double() for name, value in make_vectors(len(values)).items()}

@@ -52,7 +52,8 @@ def run(case: dict[str, Any], folder: Path) -> None:
     )
     root = backend.rank == 0
     batch = make_batch() if root else None
-    plans = [make_plan(case["plan"])] if "plan" in case else None
+    names = case.get("plan")
+    plans = [make_plan(name) for name in ([names] if isinstance(names, str) else names)] if names else None
     if root and plans is None:
         assert batch is not None
         config.policy.max_tokens_per_microbatch = case["max_tokens"]
@@ -67,14 +68,18 @@ def run(case: dict[str, Any], folder: Path) -> None:
     if vectors is not None:
         for name in case.get("leave_out", []):
             del vectors[name]
+        if case.get("own_old"):
+            vectors["old_logprobs"] = result["scores"]["logprobs"]
         if case.get("poison"):
             vectors["advantages"][0] = float("inf")
     backend.assign(vectors)
     before = {name: weights(backend, *model) for name, model in models.items()}
-    update = backend.update(0)
+    for _ in range(case.get("steps", 1)):
+        update = backend.update(case.get("update", 0))
     after = {name: weights(backend, *model) for name, model in models.items()}
     result["metrics"], result["skipped"] = update.metrics, update.skipped
     result["gradients"] = {m: {k: gradient(before[m][k], after[m][k]) for k in before[m]} for m in models}
+    result["moved"] = {k: after["policy"][k] - v for k, v in before["policy"].items()}
     result["unchanged"] = {m: all(torch.equal(before[m][k], after[m][k]) for k in before[m]) for m in models}
     result["padding_is_zero"] = padding_is_zero(list(backend.policy.chunks), backend)
     every: list[Any] = [None] * backend.world_size

@@ -39,4 +39,5 @@ def run_ranks(script: Path, size: int, folder: Path, payload: Any, *, deadline_s
     failed = [i for i, p in enumerate(ranks) if p.returncode]
     if failed:
         tails = "\n".join(f"--- rank {i}\n{(folder / f'rank{i}.log').read_text()[-3000:]}" for i in failed)
-        raise AssertionError(f"{script.name}: ranks {failed} failed (still running then: {late}; limit {deadline_s} s)\n{tails}")
+        what = f"{script.name}: ranks {failed} failed (still running then: {late}; limit {deadline_s} s)"
+        raise AssertionError(f"{what}\n{tails}")

@@ -1,7 +1,7 @@
 """The same log-probs, values and full gradients under every layout, with the real Megatron-Core over gloo, and in plain torch.
 
-Every case has sequences of unequal length, one without any token, some without a trainable one, and unequal micro-batches; those
-under data parallelism have a rank without trainable tokens. One launch per world size runs all its cases.
+Every case has sequences of unequal length, one without any token, some without a trainable one, and unequal micro-batches;
+those under data parallelism have a rank without trainable tokens. One launch per world size runs all its cases.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from cases import TRAINED
 from spawn import run_ranks
 from torch import Tensor
 
@@ -35,6 +36,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
          "megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
         {"name": "offloaded", "model": "qwen3", "plan": "one", "reference": "qwen3_other", "offload": True},
         {"name": "other_reference", "model": "qwen3", "plan": "one", "reference": "qwen3_other"},
+        {"name": "half0", "model": "qwen3", "plan": ["half0", "half1"], "update": 0, "critic": True},
+        {"name": "half1", "model": "qwen3", "plan": ["half0", "half1"], "update": 1, "critic": True},
+        {"name": "trained", "model": "qwen3", "plan": "uneven", "optimizer": TRAINED, "steps": 3},
         {"name": "poisoned", "model": "qwen3", "plan": "uneven", "poison": True},
         {"name": "bf16", "model": "qwen3", "plan": "uneven", "dtype": "bf16", "critic": True},
     ],
@@ -51,6 +55,11 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "dp2_starved", "model": "qwen3", "plan": "starved"},
         {"name": "dp2_distributed", "model": "qwen3", "plan": "starved", "distributed": True, "critic": True},
         {"name": "dp2_planned", "model": "qwen3", "max_tokens": 40},
+        {"name": "tp2_own_old", "model": "qwen3", "plan": "uneven", "parallel": SP2, "own_old": True},
+        {"name": "dp2_half0", "model": "qwen3", "plan": ["dp2_half0", "dp2_half1"], "update": 0, "critic": True},
+        {"name": "dp2_half1", "model": "qwen3", "plan": ["dp2_half0", "dp2_half1"], "update": 1, "critic": True},
+        {"name": "tp2_trained", "model": "qwen3", "plan": "uneven", "parallel": TP2, "optimizer": TRAINED, "steps": 3},
+        {"name": "dp2_trained", "model": "qwen3", "plan": "starved", "distributed": True, "optimizer": TRAINED, "steps": 3},
         {"name": "pp2_poisoned", "model": "qwen3", "plan": "uneven", "parallel": PP2, "poison": True},
         {"name": "tp2_sp_bf16", "model": "qwen3", "plan": "uneven", "parallel": SP2, "dtype": "bf16", "critic": True},
     ],
@@ -134,7 +143,7 @@ EXACT = [
     case["name"]
     for cases in CASES.values()
     for case in cases
-    if case["name"] not in oracle.MODELS and not {"poison", "dtype", "leave_out"} & case.keys()
+    if case["name"] not in oracle.MODELS and not {"poison", "dtype", "leave_out", "update", "steps", "own_old"} & case.keys()
 ]
 
 
@@ -154,6 +163,31 @@ def test_every_layout_equals_one_process(name: str, results: Results) -> None:
         assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-4, abs=1e-6), metric
     assert got["padding_is_zero"]
     assert not got["skipped"]
+
+
+@pytest.mark.parametrize("prefix", ["", "dp2_"])
+def test_gradients_of_two_optimizer_steps_add_up_to_that_of_one(prefix: str, results: Results) -> None:
+    first, second, whole = results[f"{prefix}half0"], results[f"{prefix}half1"], results["qwen3"]
+    torch.testing.assert_close(first["scores"]["logprobs"], whole["scores"]["logprobs"], atol=1e-5, rtol=0)
+    for model, expected in whole["gradients"].items():
+        summed = {name: first["gradients"][model][name] + second["gradients"][model][name] for name in expected}
+        check_gradients(summed, expected, TIGHT)
+
+
+@pytest.mark.parametrize("name", ["trained", "tp2_trained", "dp2_trained"])
+def test_three_steps_of_adamw_equal_torchs(name: str, results: Results, folder: Path) -> None:
+    """Clipping, warm-up, cosine, and weight decay that spares norms."""
+    expected, got = oracle.trained(folder / "models" / "qwen3", steps=3), results[name]
+    assert got["metrics"]["lr"] == pytest.approx(oracle.rate(2))
+    assert got["metrics"]["train/grad_norm"] > TRAINED["clip_grad"], "clipping was not exercised"
+    far = {key: d for key in expected if not (d := distance(got["moved"][key], expected[key])) <= 1e-4}
+    assert not far, f"relative distance of what three steps changed: {far}"
+
+
+def test_scored_log_probs_are_those_of_the_step_to_the_bit(results: Results) -> None:
+    metrics = results["tp2_own_old"]["metrics"]
+    assert metrics["policy/approxkl_avg"] == 0
+    assert (metrics["val/ratio"], metrics["val/ratio_var"]) == (1, 0)
 
 
 def test_the_token_budget_decides_the_micro_batches(results: Results) -> None:

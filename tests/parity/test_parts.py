@@ -1,0 +1,223 @@
+"""The parts of the Megatron backend that need no second process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.cpu import importing_megatron, megatron_device
+
+with importing_megatron():
+    from backends.megatron.attention import PackLayout, bucketed_attention
+    from backends.megatron.model import OWNED, check_overrides, padded_vocab_size
+    from backends.megatron.optimizer import learning_rate
+from cases import LENGTHS, make_batch, make_plan
+
+from backends.megatron.held import Distribution
+from backends.megatron.pack import make_micro_batch, pack_size, pad_lengths
+from backends.megatron.parallel import check_layout
+from backends.megatron.transfer import _flatten, _num_bytes, _views
+from rlcore.config.policy import OptimizerConfig, ParallelConfig
+from rlcore.data.packing import MinibatchPlan
+from rlcore.errors import ConfigError
+
+CPU = torch.device("cpu")
+ARCH = Architecture(
+    family="qwen3", hf_config={}, vocab_size=31, tie_word_embeddings=True, max_position_embeddings=64, rope_theta=1e4,
+    rope_scaling=None,
+    transformer={"num_layers": 6, "hidden_size": 32, "num_attention_heads": 12, "num_query_groups": 4, "kv_channels": 16,
+                 "ffn_hidden_size": 48},
+)  # fmt: skip
+
+
+# --- the CPU context ----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_installed_outside_the_context() -> None:
+    stream, current, scatter = torch.cuda.Stream, torch.cuda.current_device, torch.distributed.scatter
+    with megatron_device("cpu"), megatron_device("cpu"):
+        assert torch.cuda.current_device() == CPU
+        assert torch.zeros(1, device="cuda").device == CPU
+        assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+        assert not torch.cuda.is_available()
+    assert (torch.cuda.Stream, torch.cuda.current_device, torch.distributed.scatter) == (stream, current, scatter)
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+def test_an_error_inside_leaves_nothing_installed() -> None:
+    current = torch.cuda.current_device
+    with pytest.raises(KeyError), megatron_device("cpu"):
+        raise KeyError
+    assert torch.cuda.current_device is current
+
+
+def test_importing_the_package_imports_neither_torch_nor_megatron() -> None:
+    code = "import sys, backends.megatron; print([m for m in ('torch', 'megatron') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+# --- packs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [[5, 0, 1, 40, 17, 16, 40], [7, 7, 7], [1]])
+def test_bucketed_attention_is_attention_in_each_sequence(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    total, scale = sum(lengths), 0.3
+    q, k, v = (torch.randn(total, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    layout = PackLayout.of_lengths(lengths, CPU)
+    expected = []
+    start = 0
+    for n in lengths:
+        qi, ki, vi = (x[start : start + n].transpose(0, 1) for x in (q, k, v))
+        ki, vi = (x.repeat_interleave(2, 0) for x in (ki, vi))
+        scores = (qi @ ki.transpose(1, 2) * scale).masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
+        expected.append((scores.softmax(-1) @ vi).transpose(0, 1).reshape(n, 32))
+        start += n
+    want, got = torch.cat(expected), bucketed_attention(q, k, v, layout, scale)
+    torch.testing.assert_close(got, want)
+    weight = torch.randn_like(want)
+    got_gradients, want_gradients = (torch.autograd.grad((out * weight).sum(), (q, k, v)) for out in (got, want))
+    torch.testing.assert_close(got_gradients, want_gradients)
+
+
+def test_a_bucket_is_padded_by_less_than_half() -> None:
+    lengths = list(range(1, 200))
+    layout = PackLayout.of_lengths(lengths, CPU)
+    assert len(layout.buckets) <= 10
+    assert sum(b.numel() for b in layout.buckets) < 1.5 * sum(lengths)
+    assert layout.positions.tolist() == [p for n in lengths for p in range(n)]
+
+
+def test_equal_lengths_need_no_gather() -> None:
+    assert PackLayout.of_lengths([9, 9, 9], CPU).identity
+    assert not PackLayout.of_lengths([9, 8, 9], CPU).identity
+
+
+@pytest.mark.parametrize(("missing", "longest"), [(0, 5), (3, 0), (50, 20), (64, 16)])
+def test_pads_fill_and_stay_short(missing: int, longest: int) -> None:
+    pads = pad_lengths(missing, longest)
+    assert sum(pads) == missing
+    assert all(0 < n <= max(longest, 16) for n in pads)
+
+
+def test_a_micro_batch_shifts_its_targets_and_pads_at_the_end() -> None:
+    batch = make_batch()
+    micro = make_micro_batch(batch, 1, 5, 48, CPU)
+    start, end = int(batch.cu_tokens[1]), int(batch.cu_tokens[5])
+    assert micro.num_tokens == end - start == sum(LENGTHS[1:5])
+    assert micro.num_slots == sum(micro.packed.layout.lengths) == 48  # type: ignore[union-attr]
+    trainable = batch.loss_mask[start:end].nonzero()[:, 0]
+    assert micro.target_index.tolist() == (trainable - 1).tolist()
+    assert micro.target_tokens.tolist() == batch.tokens[start:end][trainable].tolist()
+    assert micro.cu_seqlens.tolist() == [0, 11, 11, 11, 24]
+    assert micro.input_ids[0, micro.num_tokens :].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("first", "last"), [(2, 3), (4, 4), (2, 4)])
+def test_a_micro_batch_without_trainable_tokens(first: int, last: int) -> None:
+    micro = make_micro_batch(make_batch(), first, last, pack_size(0, 4) if first != 2 or last != 4 else 8, CPU)
+    assert len(micro.target_index) == len(micro.target_tokens) == 0
+    assert micro.rows.stop == micro.rows.start
+    assert micro.cu_seqlens.tolist() == [0] * (last - first + 1)
+
+
+# --- transfer -------------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_come_out_of_a_flat_buffer_as_they_went_in() -> None:
+    share = {
+        "bytes": torch.tensor([True, False, True]),
+        "longs": torch.arange(5),
+        "none": torch.zeros(0, dtype=torch.float64),
+        "doubles": torch.randn(2, 3, dtype=torch.float64).t(),      # not contiguous
+        "halves": torch.randn(3).bfloat16(),
+    }
+    layout = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in share.items()]
+    flat = _flatten(share)
+    assert flat.numel() == _num_bytes(layout)
+    out = _views(flat, layout)
+    assert all(torch.equal(out[name], tensor) and out[name].dtype == tensor.dtype for name, tensor in share.items())
+
+
+def test_a_sequence_that_no_plan_places_is_an_error() -> None:
+    whole = make_plan("one")
+    Distribution.of(make_batch(), [whole], 1)
+    missing = MinibatchPlan((((0, 1, 2, 3, 4, 5, 6, 7),),))
+    with pytest.raises(ValueError, match="sequence 8 of 9 0 times"):
+        Distribution.of(make_batch(), [missing], 1)
+    with pytest.raises(ValueError, match="2 times"):
+        Distribution.of(make_batch(), [whole, missing], 1)
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "message"),
+    [
+        ({"tensor": 2, "pipeline": 2}, 6, "does not divide the world size 6"),
+        ({"tensor": 8}, 8, r"attention heads \(12\)"),
+        ({"tensor": 3}, 3, r"KV groups \(4\)"),
+        ({"pipeline": 4}, 4, "6 layers"),
+        ({"pipeline": 2, "virtual_pipeline": 2}, 2, "6 layers"),
+        ({"virtual_pipeline": 2}, 1, "needs pipeline > 1"),
+        ({"sequence": True}, 1, "needs tensor > 1"),
+        ({"context": 2}, 2, "not available"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(parallel: dict[str, Any], world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_layout(ARCH, ParallelConfig(**parallel), world_size)
+
+
+def test_a_layout_that_fits() -> None:
+    check_layout(ARCH, ParallelConfig(tensor=4, pipeline=3, sequence=True), 24)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("recompute_granularty", "did you mean 'recompute_granularity'"),
+        ("num_layers", "the model folder decides it"),
+        ("tensor_model_parallel_size", "policy.parallel"),
+        ("hidden_dropout", "the model folder|dropout is off"),
+        ("bf16", "model.dtype"),
+        ("calculate_per_token_loss", "weighted losses"),
+    ],
+)
+def test_overrides_that_are_refused(key: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"policy.megatron.{key}.*({message})"):
+        check_overrides({key: 1}, ARCH)
+
+
+def test_every_owned_field_is_a_field() -> None:
+    for key in OWNED:
+        with pytest.raises(ConfigError, match="cannot be set here"):
+            check_overrides({key: 1}, ARCH)
+    check_overrides({"recompute_granularity": "full"}, ARCH)
+
+
+@pytest.mark.parametrize(("vocab", "divisible", "tp", "padded"), [(31, 1, 2, 32), (31, 64, 2, 128), (32, 1, 4, 32)])
+def test_padded_vocabulary(vocab: int, divisible: int, tp: int, padded: int) -> None:
+    assert padded_vocab_size(vocab, divisible, tp) == padded
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]),
+        ("cosine", [0.5, 1.0, 1.0, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5), 0.2]),
+    ],
+)
+def test_learning_rate(schedule: Any, expected: list[float]) -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.2, schedule=schedule, warmup_steps=2)
+    rates = [learning_rate(config, step, total_steps=6) for step in range(8)]
+    assert rates[:7] == pytest.approx(expected)
+    assert rates[7] == rates[6]
