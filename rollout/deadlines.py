@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -11,6 +12,8 @@ from typing import Any, TypeVar
 from rlcore.errors import DeadlineExceeded
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
 CANCEL_S = 5.0                                  # what a cancelled task gets to clean up
 GRACE_S = 15.0                                  # beyond the inner deadline, before the loop itself counts as stuck
 
@@ -38,6 +41,18 @@ async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]
     if task.done() and not task.cancelled():
         task.exception()                        # seen: whatever the cancelled work raised, the deadline is the cause
     raise DeadlineExceeded(message)
+
+
+async def together(*work: Awaitable[T]) -> list[T]:
+    """All results, or the first error, after which nothing of `work` goes on."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CANCEL_S)
 
 
 class LoopThread:
@@ -74,7 +89,11 @@ class LoopThread:
         """Cancel what is left and end the thread."""
         if self.loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop).result(CANCEL_S + GRACE_S)
+        try:
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop).result(CANCEL_S + GRACE_S)
+        except FutureTimeout:
+            logger.warning("the thread %s is blocked and is left behind", self._thread.name)
+            return
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(CANCEL_S)
         if not self._thread.is_alive():

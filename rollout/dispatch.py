@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rlcore.errors import RlcoreError, RunFailed
 from rlcore.protocols import Completion, GenerateRequest, RolloutEngine
-from rollout.deadlines import within
+from rollout.deadlines import together, within
 
 
 class Dispatcher:
@@ -37,12 +36,7 @@ class Dispatcher:
                 for i, completions in zip(part, answers):
                     results[i] = completions
 
-        tasks = [asyncio.ensure_future(serve(e)) for e in range(len(self.engines)) if shares[e]]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        await together(*(serve(e) for e in range(len(self.engines)) if shares[e]))
         return results
 
     def _cut(self, share: Sequence[int], requests: Sequence[GenerateRequest]) -> Iterator[list[int]]:

@@ -19,13 +19,14 @@ from rlcore.config import Config
 from rlcore.data.prompts import PromptSet, PromptStream
 from rlcore.data.sample import Sample
 from rlcore.data.tokenizer import stop_token_ids
-from rlcore.errors import ConfigError, DataError, RunFailed
+from rlcore.errors import ConfigError, DataError, DeadlineExceeded, RunFailed
 from rlcore.protocols import RolloutEngine, SamplingParams, StepRollouts
-from rollout.deadlines import LoopThread, within
+from rollout.deadlines import LoopThread, together, within
 from rollout.dispatch import Dispatcher
 from rollout.filters import FilterChain
 from rollout.ledger import Ledger
 from rollout.rewards.build import build_scorer
+from rollout.rewards.pool import START_TIMEOUT_S as REWARD_START_TIMEOUT_S
 from rollout.rewards.scorer import VERIFIERS
 from rollout.vocabulary import check_vocabulary
 from rollout.waves import Group, WaveRunner
@@ -90,7 +91,7 @@ class RolloutService:
         Raises:
             RunFailed: one of them did not start; the service is closed then.
         """
-        limit = self._config.rollout.engine.start_timeout_s * 2
+        limit = self._config.rollout.engine.start_timeout_s + REWARD_START_TIMEOUT_S
         try:
             self._call(self._start(), limit, "starting the engines and rewards")
         except BaseException:
@@ -154,15 +155,15 @@ class RolloutService:
         )
 
     async def _start(self) -> None:
+        await together(self._scorer.start(), *(self._start_engine(engine) for engine in self.engines))
+
+    async def _start_engine(self, engine: RolloutEngine) -> None:
         seconds = self._config.rollout.engine.start_timeout_s
-        for engine in self.engines:
-            await within(
-                seconds,
-                engine.start(),
-                lambda engine=engine: f"engine {engine.name} was not ready after {seconds:g} s "  # type: ignore[misc]
-                "(rollout.engine.start_timeout_s)",
-            )
-        await self._scorer.start()
+        await within(
+            seconds,
+            engine.start(),
+            lambda: f"engine {engine.name} was not ready after {seconds:g} s (rollout.engine.start_timeout_s)",
+        )
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
         return self._thread.call(work, seconds=seconds, what=what)
@@ -288,6 +289,8 @@ class RolloutService:
             return
         try:
             self._call(self._stop(), CLOSE_S, "closing the rollout service")
+        except DeadlineExceeded as error:
+            logger.warning("%s", error)         # the daemon thread ends with the process
         finally:
             self._thread.close()
 
@@ -303,11 +306,11 @@ class RolloutService:
 
 
 def evaluation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over samples; `eval/correct_rate` is the share that a verifier accepts, or else of rewards above 0."""
+    """Means over samples; `eval/accuracy` is the share that a verifier accepts, or else of rewards above 0."""
     n = len(samples)
     return {
         "eval/score": sum(s.reward for s in samples) / n,
-        "eval/correct_rate": sum(bool(s.metadata.get("correct", s.reward > 0)) for s in samples) / n,
+        "eval/accuracy": sum(bool(s.metadata.get("correct", s.reward > 0)) for s in samples) / n,
         "eval/sequence_lengths": sum(s.num_trainable for s in samples) / n,
         "eval/stop_token_rate": sum(s.finish_reason == "stop" for s in samples) / n,
     }

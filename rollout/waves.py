@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from rlcore.data.sample import Sample
 from rlcore.data.tokenizer import decode
 from rlcore.errors import RlcoreError, RunFailed
 from rlcore.protocols import Completion, Generate, GenerateRequest, Prompt, Workflow
-from rollout.deadlines import CANCEL_S
+from rollout.deadlines import together
 from rollout.dispatch import Dispatcher
 from rollout.gate import BatchGate
 from rollout.rewards.scorer import FailureCounts, Scorer
@@ -55,14 +54,9 @@ class WaveRunner:
         self._stage = dict.fromkeys(draws, "workflow")
         gate = BatchGate(self.dispatcher.batch) if self.batched else None
         generators = [gate.enter(draw) if gate else self.dispatcher.one for draw in draws]
-        tasks = [asyncio.ensure_future(self._one(d, g, gate)) for d, g in zip(draws, generators, strict=True)]
         try:
-            return list(await asyncio.gather(*tasks))
+            return await together(*(self._one(draw, generate, gate) for draw, generate in zip(draws, generators, strict=True)))
         finally:
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks, timeout=CANCEL_S)
             if gate:
                 await gate.close()
 
@@ -120,5 +114,5 @@ class WaveRunner:
         ):
             draws = [draw for draw, at in self._stage.items() if at == stage]
             if draws:
-                parts.append(f"{len(draws)} prompts wait for {party}, the first is {self.prompt_of(draws[0]).prompt_id}")
+                parts.append(f"{len(draws)} of the prompts wait for {party}, the first is {self.prompt_of(draws[0]).prompt_id}")
         return "; ".join(parts) or "no prompt is unfinished"

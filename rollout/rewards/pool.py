@@ -138,6 +138,7 @@ class RewardPool:
 
     async def score(self, part: str, sample: Sample) -> Score:
         """The deadline runs from when a worker takes the call, not from when it queues."""
+        await self.start()
         worker = await self._places.get()
         try:
             if worker is None:

@@ -58,8 +58,6 @@ def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, Callab
             functions[part] = load_object(name, {}, key=f"reward.parts.{part}.function")
     except ConfigError as error:
         problem, functions = str(error), {}
-    except Exception as error:  # noqa: BLE001 - the user's module may raise anything at import: the parent reports it
-        problem, functions = f"reward.parts.{part}.function: importing {name!r} failed: {type(error).__name__}: {error}", {}
     answers.write(pack(problem))
     answers.flush()
     return functions

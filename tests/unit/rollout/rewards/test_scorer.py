@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -147,3 +149,38 @@ def test_math_that_never_ends_times_out(sample):
     batch = [sample("$9^{9^{9^{9}}}!$", "2"), sample("2", "2")]
     score({**parts(math="math"), "workers": 1, "timeout_s": 2.0}, batch)
     assert [s.reward for s in batch] == [0.0, 1.0]
+
+
+ORPHANS = """
+import asyncio, sys
+sys.path.insert(0, {folder!r})
+from rlcore.config.reward import RewardConfig
+from rlcore.data.sample import Sample
+import numpy as np
+from rollout.rewards.build import build_scorer
+
+async def main():
+    config = {{"parts": {{"f": {{"function": "reward_functions:fickle"}}}}, "workers": 1, "timeout_s": 500}}
+    scorer = build_scorer(RewardConfig.model_validate(config), vocab_size=3)
+    await scorer.start()
+    empty = np.zeros(0, np.int32)
+    sample = Sample(0, 0, "p", 0, 0, empty, empty.astype(np.uint8), empty.astype(np.float32), (), "stop", response_text="hang")
+    call = asyncio.ensure_future(scorer.score([sample]))
+    await asyncio.sleep(0.3)
+    print("hanging", flush=True)
+    await call
+
+asyncio.run(main())
+"""
+
+
+def test_workers_die_with_a_killed_parent():
+    script = ORPHANS.format(folder=os.path.dirname(__file__))
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    with parent:
+        assert parent.stdout.readline() == b"hanging\n"
+        (worker,) = psutil.Process(parent.pid).children()
+        parent.kill()
+    _, alive = psutil.wait_procs([worker], timeout=10)
+    assert alive == []
