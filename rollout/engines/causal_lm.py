@@ -128,11 +128,12 @@ def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.M
     Built on the meta device: no time goes into random weights, and no global random state is touched, which a trainer in
     the same process depends on.
     """
+    if not (Path(path) / "config.json").is_file():
+        raise ModelError(f"model.path: {path} has no config.json; give a Hugging Face model folder")
+
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import AttentionInterface
 
-    if not (Path(path) / "config.json").is_file():
-        raise ModelError(f"model.path: {path} has no config.json; give a Hugging Face model folder")
     AttentionInterface.register(ATTENTION, attention)
     config = AutoConfig.from_pretrained(path)
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):

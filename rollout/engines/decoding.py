@@ -213,7 +213,7 @@ class Decoding:
             return self.model.forward(tokens, columns[None], None, cache)
         positions = (columns[None] - pads[:, None]).clamp_(min=0)
         visible = (columns[None, :] <= columns[:, None]) & (columns[None, None, :] >= pads[:, None, None])
-        # A padded query would see nothing and turn into NaN, which the values would carry on: let it see itself.
+        # A padded query sees nothing, which some attention kernels turn into NaN and the values carry on: let it see itself.
         visible |= torch.eye(width, dtype=torch.bool, device=self.model.device)
         mask = torch.zeros_like(visible, dtype=self.model.dtype).masked_fill_(~visible, -torch.inf)
         return self.model.forward(tokens, positions, mask[:, None], cache)

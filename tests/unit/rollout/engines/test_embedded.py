@@ -9,6 +9,7 @@ from engine_kit import VOCAB, request, tiny_qwen3, with_engine
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlcore.errors import ModelError, RunFailed, UserError
+from rollout.engines.embedded import plan_slots
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [1, 2, 3, 4], [9, 9, 9]]
 
@@ -87,6 +88,12 @@ def test_the_same_tokens_in_any_chunks_order_and_company(model, folder):
                 np.testing.assert_allclose(completion.logprobs, other.logprobs, atol=1e-5)
     again = with_engine(folder, model, backwards)
     assert all((a.logprobs == b.logprobs).all() for x, y in zip(whole, again) for a, b in zip(x, y))     # to the bit
+
+
+def test_chunks_are_cut_by_address_and_not_by_the_order_of_the_requests():
+    asked = [request([1], draw=draw, n=2, first_sample=first) for draw, first in [(3, 0), (1, 2), (2, 0), (1, 0)]]
+    order = [(asked[slot.request].draw, slot.sample) for slot in plan_slots(asked)]
+    assert order == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (3, 0), (3, 1)]
 
 
 def test_another_seed_draw_sample_or_turn_is_another_response(model, folder):
