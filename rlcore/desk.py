@@ -19,6 +19,7 @@ from rlcore.errors import RunFailed, UserError
 from rlcore.protocols import RolloutSource, StepRollouts, Tracker, UpdateResult
 from rlcore.runs.checkpoints import CheckpointStore
 from rlcore.runs.directory import RunDirectory, Status
+from rlcore.tracking.samples import pick_samples
 
 CONTINUE = "continue"
 INPUT_FIELDS = ("logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "versions", "rollout_ids")
@@ -75,7 +76,7 @@ class Desk:
         self._evaluation, samples = self.source.evaluate()
         if step == 0:
             self.tracker.log(0, self._evaluation)
-        self.tracker.show_samples(step, samples[: self.config.tracking.show_samples])
+        self.tracker.show_samples(step, pick_samples(samples, self.config.tracking.show_samples))
 
     # --- the log and the decision ---------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class Desk:
             advantages = [part.numpy() for part in batch.vectors["advantages"].split(batch.num_trainable_each)]
             self.directory.write_rollouts(step, samples, advantages)
         if step % self.config.tracking.show_every == 0 and not self.config.is_sft:
-            self.tracker.show_samples(step, samples[: self.config.tracking.show_samples])
+            self.tracker.show_samples(step, pick_samples(samples, self.config.tracking.show_samples))
         if self._kl_stop(metrics):
             return "early_stopped"
         if step >= self.total_steps:
@@ -187,6 +188,7 @@ class Desk:
         """
         found = self.checkpoints.latest() if self.directory.resumed else None
         if found is None:
+            self.directory.rewind(0)
             return ""
         if found.step >= self.total_steps:
             raise UserError(

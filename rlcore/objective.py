@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+
 from torch import Tensor
 
 from rlcore.algorithms import KLKind, PolicyLoss, PolicyLossInputs, approx_kl, build_policy_loss

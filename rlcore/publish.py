@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlcore.control import Control
 from rlcore.errors import PublicationFailed, RunFailed
 from rlcore.protocols import PolicyBackend, WeightSink
+from rlcore.weights import Bucket
 
 MAX_ATTEMPTS = 5
 
@@ -77,7 +79,8 @@ class Publisher:
 
     def _attempt(self, step: int) -> bool:
         failure: PublicationFailed | None = None
-        opened = self.control.decide("opening a publication", lambda: self._open(step), timeout_s=self.timeout_s)
+        buckets = self.backend.buckets()
+        opened = self.control.decide("opening a publication", lambda: self._open(step, buckets), timeout_s=self.timeout_s)
         if opened != "open":
             return False
         for bucket, flat in self.backend.export_buckets():
@@ -89,12 +92,12 @@ class Publisher:
         closed = self.control.decide("closing a publication", lambda: self._close(failure), timeout_s=self.timeout_s)
         return closed == "done"
 
-    def _open(self, step: int) -> str:
+    def _open(self, step: int, buckets: Sequence[Bucket]) -> str:
         assert self.sink is not None
         assert self.journal is not None
         self._version = self.journal.next(step).version
         try:
-            self.sink.prepare(self.backend.buckets())
+            self.sink.prepare(buckets)
         except PublicationFailed:                       # recovery: the next attempt, with the engines left
             self.sink.cancel()
             return "failed"

@@ -23,10 +23,11 @@ from rlcore.errors import ConfigError, ModelError, UserError
 from rlcore.launch.process import Process, open_log
 from rlcore.loop import Trainer
 from rlcore.objective import Objective
-from rlcore.protocols import PolicyBackend, RolloutSource, WeightSink
+from rlcore.protocols import PolicyBackend, RolloutEngine, RolloutSource, WeightSink
 from rlcore.publish import Publisher, VersionJournal
 from rlcore.runs.checkpoints import CheckpointStore, latest_checkpoint
 from rlcore.runs.directory import RunDirectory
+from rlcore.runs.files import remove_tree
 from rlcore.tracking import build_trackers
 
 if TYPE_CHECKING:
@@ -136,8 +137,15 @@ def open_run(loaded: Loaded, stack: ExitStack, *, resume: bool, overwrite: bool)
     config = loaded.config
     directory = RunDirectory.create(config.run.dir, config.run.name, resume=resume, overwrite=overwrite)
     stack.callback(directory.close)
+    stack.push(lambda kind, *_: _give_back(directory, kind))
     directory.write_config(config.model_dump(mode="json"), loaded.origins)
     return directory
+
+
+def _give_back(directory: RunDirectory, kind: type[BaseException] | None) -> None:
+    """Bad input that shows before the first step leaves the name of a new run free."""
+    if kind is not None and issubclass(kind, UserError) and not directory.resumed and not directory.metrics_path.exists():
+        remove_tree(directory.path)
 
 
 def open_office(config: Config, process: Process, stack: ExitStack) -> Office:
@@ -157,12 +165,25 @@ def open_office(config: Config, process: Process, stack: ExitStack) -> Office:
     return open_service(config, process, tokenizer, stack)
 
 
+def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
+    """One embedded engine: in this process where the run has no other, so that a debugger reaches it."""
+    engine, model, tokenizer = config.rollout.engine, config.model.path, config.model.tokenizer
+    in_process = process.world_size == 1 if engine.in_process is None else engine.in_process
+    if in_process:
+        from rollout.engines.embedded import EmbeddedEngine
+
+        return [EmbeddedEngine(model, config=engine, dtype=config.model.dtype, tokenizer=tokenizer)]
+    from rollout.engines.remote import RemoteEngine
+
+    log = Path(config.run.dir) / config.run.name / "logs" / "engine_0.log"
+    return [RemoteEngine(model, config=engine, dtype=config.model.dtype, tokenizer=tokenizer, log=log)]
+
+
 def open_service(config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack) -> Office:
+    from rollout.service import RolloutService
     from rollout.wire import EngineSink
 
-    from rollout.service import RolloutService
-
-    service = RolloutService(config, tokenizer, build_engines(config, process, tokenizer))
+    service = RolloutService(config, tokenizer, build_engines(config, process))
     stack.callback(service.close)
     sink = EngineSink(config, service.engines, service.loop, device=process.device)
     stack.callback(sink.close)
@@ -207,7 +228,7 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
         if outcome.status != "interrupted" and trainer.config.checkpoint.export_hf:
             trainer.backend.export_hf(Path(trainer.config.run.dir) / trainer.config.run.name / "hf")
     except BaseException as error:
-        if trainer.desk is not None:
+        if trainer.desk is not None and not isinstance(error, UserError):
             trainer.desk.close("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", reason=str(error))
         raise
     process.control.main(

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -72,7 +72,8 @@ def join(config: Config) -> Iterator[Process]:
         with _signals(control):
             yield Process(rank, world_size, device.index or 0, device, control)
     except BaseException as error:
-        control.fail(error)
+        with suppress(dist.DistError):      # the store's host may be what failed
+            control.fail(error)
         raise
     finally:
         heart.stop()
@@ -97,7 +98,7 @@ class _Heart:
         while not self._stopped.is_set():
             try:
                 self._store.set(self._key, str(time.time()))
-            except RuntimeError:        # the store's host is gone, and so will this process be: others report it
+            except dist.DistError:      # the store's host is gone, and so will this process be: others report it
                 return
             self._stopped.wait(BEAT_S)
 

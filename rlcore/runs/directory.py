@@ -23,9 +23,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rlcore.config.render import render_config
 from rlcore.data.sample import Sample
 from rlcore.errors import UserError
-from rlcore.runs.config_file import render_config
 from rlcore.runs.files import remove_tree, write_atomic
 from rlcore.runs.rollouts import write_rollouts
 

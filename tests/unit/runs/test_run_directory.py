@@ -11,7 +11,7 @@ import yaml
 
 from rlcore.data.sample import Sample
 from rlcore.errors import DataError, UserError
-from rlcore.runs.config_file import render_config
+from rlcore.config.render import render_config
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts
 
