@@ -24,15 +24,20 @@ from rlcore.config.rollout import EngineConfig
 from rlcore.errors import RunFailed, UserError
 from rlcore.protocols import Completion, GenerateRequest, PauseMode
 from rlcore.weights import Bucket
+from rollout.deadlines import within
 from rollout.engines.causal_lm import CausalLM
 from rollout.engines.decoding import Decoding, Slot
 from rollout.engines.gate import Gate
 from rollout.engines.model_weights import ModelWeights
 from rollout.engines.stopping import StopStrings
 
+CLOSE_S = 30.0      # for the token that is being made
+
 
 class EmbeddedEngine:
     """`rlcore.protocols.RolloutEngine` in this process.
+
+    It takes torch's number of threads as it finds it; `config.threads` is for engines in processes of their own.
 
     Args:
         model_path: Hugging Face folder; only its config is read, weights come by publication.
@@ -61,15 +66,14 @@ class EmbeddedEngine:
             await asyncio.get_running_loop().run_in_executor(self._worker, self._build)
 
     def _build(self) -> None:
-        if self.config.threads is not None:
-            torch.set_num_threads(self.config.threads)
         self._model = CausalLM(self.model_path, device=self.device, dtype=self.dtype)
         self._weights = ModelWeights(self.name, self._model.module)
 
     async def close(self) -> None:
-        """Requests in flight fail with RunFailed at their next token."""
+        """Requests in flight fail with RunFailed at their next token. Raises DeadlineExceeded when none comes."""
         self._gate.close()
-        await asyncio.to_thread(self._worker.shutdown)
+        stopping = asyncio.to_thread(self._worker.shutdown)
+        await within(CLOSE_S, stopping, lambda: f"{self.name}: one token took longer than {CLOSE_S:g} s while closing")
 
     # --- generation -----------------------------------------------------------------------------------------------
 
