@@ -16,8 +16,6 @@ __all__ = ["MegatronBackend"]
 def __getattr__(name: str) -> Any:
     if name != "MegatronBackend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from backends.megatron.cpu import importing_megatron
+    from backends.megatron.backend import MegatronBackend
 
-    with importing_megatron():
-        from backends.megatron.backend import MegatronBackend
     return MegatronBackend

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,6 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-
-try:
-    from torch.nn.attention import varlen
-except ImportError:     # torch < 2.10: the bucketed attention serves every device
-    varlen = None  # type: ignore[assignment]
 
 _SMALLEST_BUCKET = 16
 
@@ -142,18 +138,27 @@ class PackedAttention(MegatronModule):
             raise TypeError("PackedAttention takes packed sequences only")
         layout = packed_seq_params.layout
         if uses_varlen(query.device, query.dtype):
-            out = varlen.varlen_attn(
+            out = _varlen_attention()(
                 query, key, value, layout.cu_seqlens, layout.cu_seqlens, layout.longest, layout.longest,
                 scale=self.scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1),
             )  # fmt: skip
-            assert isinstance(out, Tensor)
-            return out.reshape(out.size(0), -1)
+            return cast(Tensor, out).reshape(query.size(0), -1)
         return bucketed_attention(query, key, value, layout, self.scale)
 
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's variable-length flash attention serves this device and dtype."""
-    return varlen is not None and device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and _varlen_attention() is not None
+
+
+@cache
+def _varlen_attention() -> Any:
+    """torch's kernel, or None before torch 2.10. Its import brings the compiler along, so only CUDA pays for it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
 
 
 def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:

@@ -11,19 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.megatron.attention import uses_varlen
-from backends.megatron.build import BuildContext, build_critic, build_policy, build_reference
-from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint
-from backends.megatron.convert.architecture import read_architecture
-from backends.megatron.cpu import expected_warnings_off, megatron_device
-from backends.megatron.export import WeightExporter, export_hf
-from backends.megatron.held import HeldBatch
-from backends.megatron.losses import critic_loss, policy_loss
-from backends.megatron.metrics import shared_moments
-from backends.megatron.optimizer import StepReport
-from backends.megatron.parallel import check_layout, destroy_parallel, init_parallel, init_process_group
-from backends.megatron.reference import HostWeights
-from backends.megatron.train import HeadOptions, Model, score_pass, training_pass
+from backends.megatron.cpu import expected_warnings_off, importing_megatron, megatron_device
+
+with importing_megatron():
+    from backends.megatron.attention import uses_varlen
+    from backends.megatron.build import BuildContext, build_critic, build_policy, build_reference
+    from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint
+    from backends.megatron.convert.architecture import read_architecture
+    from backends.megatron.export import WeightExporter, export_hf
+    from backends.megatron.held import HeldBatch
+    from backends.megatron.losses import critic_loss, policy_loss
+    from backends.megatron.metrics import shared_moments
+    from backends.megatron.optimizer import StepReport
+    from backends.megatron.parallel import check_layout, destroy_parallel, init_parallel, init_process_group
+    from backends.megatron.reference import HostWeights
+    from backends.megatron.train import HeadOptions, Model, score_pass, training_pass
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
@@ -200,15 +202,14 @@ class MegatronBackend:
         """What was chosen, for the first lines of a run."""
         p, dtype = self.parallel, DTYPES[self.config.model.dtype]
         optimizer = self.config.policy.optimizer
+        present = {"policy": True, "reference": self.reference is not None, "critic": self.critic is not None}
         sequence = " + sequence parallel" if self.config.policy.parallel.sequence else ""
         return {
             "layout": f"TP {p.tp_size}{sequence} x PP {p.pp_size} x DP {p.dp_size} on {p.world_size} {self.device.type} ranks",
             "attention": "variable-length flash" if uses_varlen(self.device, dtype) else "bucketed SDPA",
             "layers": "megatron-core local spec, torch RMSNorm",
             "optimizer": "AdamW, distributed" if optimizer.distributed else "AdamW",
-            "models": " + ".join(
-                name for name, model in (("policy", 1), ("reference", self.reference), ("critic", self.critic)) if model
-            ),
+            "models": " + ".join(name for name, built in present.items() if built),
             "dtype": self.config.model.dtype,
         }
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,51 +19,11 @@ from torch import Tensor, nn
 
 from backends.megatron.attention import LocalRMSNorm, PackedAttention, PackedRotaryEmbedding
 from backends.megatron.convert.architecture import Architecture
+from backends.megatron.fields import FUSIONS, INIT_METHODS, check_overrides
 from backends.megatron.logprobs import LogprobHead, Targets, ValueHead
 from rlcore.config.policy import ParallelConfig
 from rlcore.errors import ConfigError
 from rlcore.weights import DTYPES
-
-_LAYOUT = "set it under policy.parallel"
-_MODEL = "the model folder decides it"
-_PACKED = "packed sequences and weighted losses depend on it"
-_NO_TE = "its kernel needs Transformer Engine or Apex, which this layer spec does not use"
-
-_INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
-
-# Fields of TransformerConfig that `policy.megatron` may not set, with the reason.
-OWNED = {
-    **dict.fromkeys(
-        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-         "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"), _LAYOUT),
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16", "autocast_dtype", "enable_autocast"), "set model.dtype"),
-    **dict.fromkeys(
-        ("calculate_per_token_loss", "variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm",
-         "deallocate_pipeline_outputs", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "timers"), _PACKED),
-    **dict.fromkeys(("hidden_dropout", "attention_dropout"), "dropout is off: the ratio of a PPO step would be noise"),
-    **dict.fromkeys(("activation_func", "activation_func_clamp_value"), _MODEL),
-    **dict.fromkeys(
-        ("gradient_accumulation_fusion", "masked_softmax_fusion", "apply_rope_fusion", "persist_layer_norm",
-         "bias_activation_fusion", "bias_dropout_fusion", "fp8", "fp4"), _NO_TE),
-    **dict.fromkeys((*_INIT_METHODS, "perform_initialization", "use_cpu_initialization"), "weights come from a model folder"),
-    **dict.fromkeys(("num_moe_experts", "mtp_num_layers", "multi_latent_attention"), "not available yet"),
-}  # fmt: skip
-
-
-def check_overrides(overrides: Mapping[str, Any], arch: Architecture) -> None:
-    """Refuse keys of `policy.megatron` that TransformerConfig does not have or that something else decides.
-
-    Raises ConfigError naming the key, and the nearest field or the reason.
-    """
-    fields = {f.name for f in dataclasses.fields(TransformerConfig) if f.init}
-    for key in overrides:
-        if key not in fields:
-            nearest = difflib.get_close_matches(key, fields, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ConfigError(f"policy.megatron.{key}: megatron.core's TransformerConfig has no such field{hint}")
-        reason = _MODEL if key in arch.transformer else OWNED.get(key)
-        if reason:
-            raise ConfigError(f"policy.megatron.{key}: cannot be set here: {reason}")
 
 
 def transformer_config(
@@ -90,7 +48,7 @@ def transformer_config(
         "bf16": torch_dtype == torch.bfloat16,
         # Not `perform_initialization: False`: that leaves weights without their tensor-parallel mark, and so out of the
         # gradient norm on all ranks but the first. Zeros also fill the rows that pad the vocabulary.
-        **dict.fromkeys(_INIT_METHODS, nn.init.zeros_),
+        **dict.fromkeys(INIT_METHODS, nn.init.zeros_),
         "use_cpu_initialization": False,
         "calculate_per_token_loss": True,
         "variable_seq_lengths": False,
@@ -98,7 +56,7 @@ def transformer_config(
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": not interleaved,
-        **dict.fromkeys((key for key, reason in OWNED.items() if reason is _NO_TE and key not in ("fp8", "fp4")), False),
+        **dict.fromkeys(FUSIONS, False),
         **overrides,
     }
     try:
