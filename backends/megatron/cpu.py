@@ -8,6 +8,7 @@ installed. With CUDA it is a no-op, so every caller is one code path.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import threading
 import warnings
@@ -137,6 +138,8 @@ class _Installed:
         with self._lock:
             self._open += 1
             if self._open == 1:
+                # torch.optim imports it at first use; its tables refuse a function that stands under two names.
+                importlib.import_module("torch._dynamo")
                 stand_ins = _replacements()
                 self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]
                 for owner, name, stand_in in stand_ins:
