@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlcore.runs.metrics import read_metrics
 from rlcore.tracking.plot import plot_run
-from rlcore.tracking.report import render, summarize
+from rlcore.tracking.report import format_report, summarize
 
 
 def main() -> None:
@@ -21,9 +21,13 @@ def main() -> None:
     summary = summarize(read_metrics(run / "metrics.jsonl"))
     curve = plot_run(run / "metrics.jsonl", run / "curve.png", title="GRPO on addition, 2 tensor-parallel ranks")
     seconds = time.time() - arguments.started
-    result = {"accuracy_before": summary.accuracy_before, "accuracy_after": summary.accuracy_after, "seconds": round(seconds, 1)}
+    result = {
+        "accuracy_before": summary.accuracy_before,
+        "accuracy_after": summary.accuracy_after,
+        "seconds": round(seconds, 1),
+    }
     (run / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(render(summary))
+    print(format_report(summary, title="GRPO on addition"))
     print(f"held-out greedy accuracy  {summary.accuracy_before:.1%} before, {summary.accuracy_after:.1%} after")
     print(f"everything together       {seconds:.0f} s")
     print(f"reward curve              {curve}")
