@@ -24,8 +24,8 @@ with importing_megatron():
     from backends.megatron.metrics import shared_moments
     from backends.megatron.optimizer import StepReport
     from backends.megatron.parallel import check_layout, destroy_parallel, init_parallel, init_process_group
-    from backends.megatron.reference import HostWeights
     from backends.megatron.train import HeadOptions, Model, score_pass, training_pass
+    from backends.megatron.weights import HostWeights
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
@@ -75,7 +75,7 @@ class MegatronBackend:
             if with_reference:
                 self.reference = build_reference(context, self.policy)
             context.start_training(self.policy, policy.optimizer)
-            self.critic = build_critic(context) if with_critic else None
+            self.critic = build_critic(context, self.policy) if with_critic else None
         self._head = HeadOptions(_temperature(config), policy.logprobs.chunk_elements)
         self._held: HeldBatch | None = None
         self._exporter: WeightExporter | None = None

@@ -15,8 +15,8 @@ from backends.megatron.convert.load import load_hf
 from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
 from backends.megatron.optimizer import ScheduledOptimizer
 from backends.megatron.parallel import ParallelState, check_layout
-from backends.megatron.reference import HostWeights, copy_weights
 from backends.megatron.train import Model
+from backends.megatron.weights import HostWeights, copy_trunk, copy_weights
 from rlcore.config import Config
 from rlcore.config.policy import OptimizerConfig
 from rlcore.errors import ModelError
@@ -106,12 +106,15 @@ def build_reference(context: BuildContext, policy: Model) -> Model | HostWeights
     return model
 
 
-def build_critic(context: BuildContext) -> Model:
-    """The value model, trainable: `critic.path`'s weights and head, or the policy's folder and a fresh head."""
+def build_critic(context: BuildContext, policy: Model) -> Model:
+    """The value model, trainable: `critic.path`'s weights and head, or the initial policy's weights and a fresh head."""
     critic = context.config.critic
     arch = context.other_architecture(critic.path, "critic.path")
     model = context.build(arch, value_head=True)
-    load_hf(model.chunks, arch, Path(critic.path or context.config.model.path), context.parallel)
+    if critic.path is None:
+        copy_trunk(policy.chunks, model.chunks)
+    else:
+        load_hf(model.chunks, arch, Path(critic.path), context.parallel)
     context.start_training(model, critic.optimizer)
     return model
 

@@ -1,4 +1,4 @@
-"""A frozen reference that lives in host memory and borrows the policy's parameters for a pass."""
+"""Weights taken from one model into another: copies, and a reference in host memory that borrows the policy's parameters."""
 
 from __future__ import annotations
 
@@ -42,6 +42,16 @@ class HostWeights:
 def copy_weights(source: Sequence[nn.Module], target: Sequence[nn.Module]) -> None:
     """Copy every parameter between models of one architecture and layout."""
     _fill(target, _parameters(source))
+
+
+@torch.no_grad()
+def copy_trunk(source: Sequence[nn.Module], target: Sequence[nn.Module]) -> None:
+    """Copy the parameters that two models have in common: all but their heads."""
+    for own, other in zip(target, source):
+        given = dict(other.named_parameters())
+        for name, parameter in own.named_parameters():
+            if name in given:
+                parameter.copy_(given[name])
 
 
 @torch.no_grad()
