@@ -280,7 +280,7 @@ def _write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, OSError, RuntimeError) as error:
-        raise RunFailed(f"the checkpoint {folder} could not be written: {_first_cause(error)}") from error
+        raise RunFailed(f"writing {folder}: {_first_cause(error)}") from error
 
 
 def _first_cause(error: BaseException) -> str:

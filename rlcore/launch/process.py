@@ -21,8 +21,11 @@ import torch.distributed as dist
 
 from rlcore.config import Config
 from rlcore.control import Control, LocalStore, Store
+from rlcore.runs.rng import seed_rng
 
 BEAT_S = 2.0
+LEAVE_S = 5.0           # from the loss of the store to the end of a process that has not noticed it otherwise
+logger = logging.getLogger(__name__)
 _open_logs: list[TextIO] = []       # faulthandler writes to the descriptor: it must stay open
 
 
@@ -55,6 +58,10 @@ def join(config: Config) -> Iterator[Process]:
     logging.getLogger("py.warnings").addHandler(logging.NullHandler())
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # without it cuBLAS refuses
+        torch.use_deterministic_algorithms(True)
+    seed_rng(config.run.seed)
     if not under_torchrun():
         with _signals(control := Control(LocalStore(), 0, 1)):
             yield Process(0, 1, 0, pick_device(0), control)
@@ -98,9 +105,16 @@ class _Heart:
         while not self._stopped.is_set():
             try:
                 self._store.set(self._key, str(time.time()))
-            except dist.DistError:      # the store's host is gone, and so will this process be: others report it
+            except dist.DistError:      # recovery: none; the store's host is gone, and the run with it
+                self._leave()
                 return
             self._stopped.wait(BEAT_S)
+
+    def _leave(self) -> None:
+        """Nobody supervises this process any more: one that generates, or waits for a peer, must not live on as an orphan."""
+        if not self._stopped.wait(LEAVE_S):
+            logger.error("the process that holds the run's store has died (a launcher, or node 0): this one leaves")
+            os._exit(1)
 
     def stop(self) -> None:
         self._stopped.set()

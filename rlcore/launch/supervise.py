@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,9 +20,12 @@ import torch.distributed as dist
 
 from rlcore.config import Config
 from rlcore.errors import RunFailed
+from rlcore.launch import INTERRUPTED
 
 GRACE_S = 10.0          # from the first death to SIGKILL for the rest
+SETTLE_S = 0.5          # in which the peers of a dead process fail too
 LAST_LINES = 15
+USER_ERROR = 2          # the exit code of a rank that was given bad input
 
 
 def supervise(config: Config, arguments: Sequence[str]) -> int:
@@ -37,7 +41,9 @@ def supervise(config: Config, arguments: Sequence[str]) -> int:
     try:
         with _forward_signals(workers):
             culprit = watch.first_failure()
-        return 0 if culprit is None else watch.blame(culprit)
+        if culprit is not None:
+            return watch.blame(culprit)
+        return INTERRUPTED if any(worker.returncode == INTERRUPTED for worker in workers) else 0
     finally:
         _stop(workers)
 
@@ -68,19 +74,27 @@ class _Watch:
         """The rank that ended the run, None when all ended well."""
         while True:
             codes = [worker.poll() for worker in self.workers]
-            dead = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
-            if dead:
-                # Peers of a killed process fail too, at almost the same time: the one killed by a signal is the cause.
-                time.sleep(0.5)
-                codes = [worker.poll() for worker in self.workers]
-                killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
-                return (killed or dead)[0]
-            if all(code == 0 for code in codes):
+            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, INTERRUPTED)]
+            if failed:
+                return self._culprit(failed[0])
+            if None not in codes:
                 return None
             self.silent = next((rank for rank, code in enumerate(codes) if code is None and self._is_silent(rank)), None)
             if self.silent is not None:
                 return self.silent
             time.sleep(0.2)
+
+    def _culprit(self, first: int) -> int:
+        """Who is to be named, when `first` was seen to fail first: its peers fail too, at almost the same time."""
+        time.sleep(SETTLE_S)
+        killed = [rank for rank, worker in enumerate(self.workers) if (worker.poll() or 0) < 0]
+        if killed:
+            return killed[0]
+        # Bad input ends all ranks, rank 0 last: it has engines to close, and it is the one that tells the user.
+        with suppress(subprocess.TimeoutExpired):
+            if self.workers[0].wait(timeout=GRACE_S) == USER_ERROR:
+                return 0
+        return first
 
     def _is_silent(self, rank: int) -> bool:
         key = f"rlcore/0/beat/{rank}"

@@ -176,7 +176,8 @@ class CheckpointStore:
         """What to tell the user when writing the checkpoint of `step`, or its shards, failed with `error`."""
         earlier = [s for s in self.steps() if s != step]
         intact = f"the checkpoint of step {earlier[-1]} is intact" if earlier else "there is no earlier checkpoint"
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        # By its words: what a rank met reaches us wrapped, or pickled by torch without its cause.
+        full = any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
         full = full or shutil.disk_usage(self.folder).free < NEARLY_FULL
         advice = f"free space under {self.folder} and continue with --resume" if full else "continue with --resume"
         return RunFailed(f"the checkpoint of step {step} could not be written: {error}; {intact}; {advice}")

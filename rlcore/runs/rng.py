@@ -26,6 +26,16 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
+def seed_rng(seed: int) -> None:
+    """Start every generator of `rng_state` from `seed`."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    if "torch" in sys.modules:
+        import torch
+
+        torch.manual_seed(seed)     # CUDA's too
+
+
 def restore_rng(state: Mapping[str, Any]) -> None:
     """The inverse of `rng_state`. A CUDA device that the state does not know keeps its generator."""
     version, internal, gauss = state["python"]

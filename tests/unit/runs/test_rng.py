@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from rlcore.runs.rng import restore_rng, rng_state
+from rlcore.runs.rng import restore_rng, rng_state, seed_rng
 from rlcore.runs.state import decode_state, encode_state
 
 
@@ -21,3 +21,12 @@ def test_generators_go_on_where_they_were_saved() -> None:
     restore_rng(decode_state(saved))
     assert [draw() for _ in range(3)] == expected
     assert draw() != expected[0]
+
+
+def test_a_seed_fixes_every_generator() -> None:
+    seed_rng(7)
+    first = draw()
+    seed_rng(8)
+    assert all(a != b for a, b in zip(draw(), first))
+    seed_rng(7)
+    assert draw() == first
