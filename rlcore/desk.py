@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rlcore.algorithms import EstimatorInputs, Moments, rollout_metrics
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import split_minibatches
-from rlcore.errors import RunFailed, UserError
+from rlcore.data.sample import Sample
+from rlcore.early_stopping import EarlyStopping
+from rlcore.errors import RunFailed
 from rlcore.protocols import RolloutSource, StepRollouts, Tracker, UpdateResult
-from rlcore.runs.checkpoints import CheckpointStore
+from rlcore.runs.checkpoints import Checkpoint, CheckpointStore
 from rlcore.runs.directory import RunDirectory, Status
+from rlcore.runs.metrics import read_metrics
+from rlcore.step_metrics import step_metrics
+from rlcore.tracking.hub import push_to_hub
+from rlcore.tracking.report import format_report, summarize
 from rlcore.tracking.samples import pick_samples
 
 CONTINUE = "continue"
-INPUT_FIELDS = ("logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "versions", "rollout_ids")
+FINISHED = ("completed", "early_stopped")       # the ends that count as a success
+CARD_METRICS = ("step", "eval/accuracy", "eval/score", "rollout/reward", "objective/kl", "loss/policy_avg")
+ENGINE_VECTORS = ("rollout_logprobs", "versions")   # placeholders where labels were written by people
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,13 @@ class Outcome:
 
 
 class Desk:
+    """What rank 0 does alone.
+
+    Args:
+        resume_from: the checkpoint after which the run goes on.
+        replay_from: the shards that a replay starts from (`training.replay_from`), optimizer included.
+    """
+
     def __init__(
         self,
         config: Config,
@@ -44,16 +55,23 @@ class Desk:
         checkpoints: CheckpointStore,
         total_steps: int,
         interrupted: Callable[[], bool],
+        resume_from: Checkpoint | None = None,
+        replay_from: Path | None = None,
     ) -> None:
         self.config, self.source, self.tracker = config, source, tracker
         self.directory, self.checkpoints = directory, checkpoints
         self.total_steps, self.interrupted = total_steps, interrupted
+        self.early_stopping = EarlyStopping.of(config.training)
         self.step = 0
         self.episodes = 0
         self.minibatches: list[list[int]] = []
+        self.metrics: dict[str, float] = {}     # of the step at hand
         self.reason: dict[str, Any] = {}        # why an early stop happened, for result.json
+        self._resume_from, self._replay_from = resume_from, replay_from
         self._rollouts: StepRollouts | None = None
+        self._batch: RolloutBatch | None = None
         self._evaluation: dict[str, float] = {}
+        self._evaluated: list[Sample] = []
         self._seconds_before = 0.0              # of earlier incarnations
         self._began = time.monotonic()
 
@@ -62,101 +80,75 @@ class Desk:
     def rollouts(self, step: int) -> RolloutBatch:
         """Wait for the samples of `step` and cut them into optimizer steps."""
         self._rollouts = self.source.next_step(step)
-        self._evaluation = {}
         batch = RolloutBatch.from_samples(self._rollouts.samples)
+        if self.config.is_sft:
+            for name in ENGINE_VECTORS:
+                del batch.vectors[name]
         self.minibatches = split_minibatches(
             batch.num_sequences,
             self.config.algorithm.minibatches,
             batch.vectors["group_ids"],
-            seed=self.config.run.seed * 1_000_003 + step,
+            seed=self.config.run.seed * 1_000_003 + (self._rollouts.recorded_step or step),
         )
         return batch
 
     def evaluate(self, step: int) -> None:
-        self._evaluation, samples = self.source.evaluate()
-        if step == 0:
-            self.tracker.log(0, self._evaluation)
-        self.tracker.show_samples(step, pick_samples(samples, self.config.tracking.show_samples))
+        self._evaluation, self._evaluated = self.source.evaluate()
 
-    # --- the log and the decision ---------------------------------------------------------------------------------
+    # --- the decision and the log ---------------------------------------------------------------------------------
 
     def end_step(
         self, step: int, batch: RolloutBatch, updates: Sequence[UpdateResult], seconds: Mapping[str, float]
     ) -> str:
-        """Log `step`; `CONTINUE`, or the status that the run ends with."""
+        """Measure `step`; `CONTINUE`, or the status that the run ends with.
+
+        Raises:
+            RunFailed: early stopping is armed and the KL is not a number; the step is in the log.
+        """
         assert self._rollouts is not None
-        samples = self._rollouts.samples
-        self.step, self.episodes = step, self.episodes + len(samples)
-        metrics = self._metrics(step, batch, updates, seconds)
-        self.tracker.log(step, metrics)
-        if self.config.tracking.save_rollouts:
-            advantages = [part.numpy() for part in batch.vectors["advantages"].split(batch.num_trainable_each)]
-            self.directory.write_rollouts(step, samples, advantages)
-        if step % self.config.tracking.show_every == 0 and not self.config.is_sft:
-            self.tracker.show_samples(step, pick_samples(samples, self.config.tracking.show_samples))
-        if self._kl_stop(metrics):
+        self.step, self.episodes, self._batch = step, self.episodes + batch.num_sequences, batch
+        self.metrics = step_metrics(self.config, self._rollouts, batch, updates, seconds, episodes=self.episodes)
+        try:
+            status = self._status(self.metrics.get("objective/kl"))
+        except RunFailed:
+            self.log(step, seconds)
+            raise
+        return "interrupted" if status == CONTINUE and self.interrupted() else status
+
+    def _status(self, kl: float | None) -> str:
+        """What follows from the step at hand and its `objective/kl`."""
+        if self._stops_early(kl):
             return "early_stopped"
-        if step >= self.total_steps:
-            return "completed"
-        return "interrupted" if self.interrupted() else CONTINUE
+        return "completed" if self.step >= self.total_steps else CONTINUE
 
-    def _metrics(
-        self, step: int, batch: RolloutBatch, updates: Sequence[UpdateResult], seconds: Mapping[str, float]
-    ) -> dict[str, float]:
+    def log(self, step: int, seconds: Mapping[str, float]) -> None:
+        """Write down `step`, with the evaluation if there was one; step 0 is the evaluation before training."""
+        times = {f"time/{phase}": value for phase, value in seconds.items()}
+        self.metrics |= {**self._evaluation, **times, "time/from_scratch": self._elapsed}
+        if step > 0 or self._evaluation:
+            self.tracker.log(step, self.metrics)
+        self._show(step, self._evaluated)
+        self._evaluation, self._evaluated = {}, []
+        if step == 0 or self.config.is_sft:
+            return
         assert self._rollouts is not None
-        metrics: dict[str, float] = {
-            "episode": self.episodes,
-            "epoch": self._rollouts.epoch,
-            **self._rollouts.metrics,
-            **_update_metrics(updates, batch),
-            **self._batch_metrics(batch),
-            **self._evaluation,
-            **{f"time/{phase}": value for phase, value in seconds.items()},
-            "time/from_scratch": self._elapsed,
-            "perf/tokens_per_second": len(batch.tokens) / seconds["step"],
-        }
-        if "generation" in seconds:
-            metrics["perf/trainer_idle_fraction"] = seconds["generation"] / seconds["step"]
-        return metrics
+        assert self._batch is not None
+        if self.config.tracking.save_rollouts:
+            credit = self._batch.vectors["advantages"].split(self._batch.num_trainable_each)
+            self.directory.write_rollouts(step, self._rollouts.samples, [part.numpy() for part in credit])
+        if step % self.config.tracking.show_every == 0:
+            self._show(step, self._rollouts.samples)
 
-    def _batch_metrics(self, batch: RolloutBatch) -> dict[str, float]:
-        assert self._rollouts is not None
-        samples, vectors = self._rollouts.samples, batch.vectors
-        if self.config.is_sft:
-            return {"val/sequence_lengths": float(batch.lengths.double().mean())}
-        inputs = EstimatorInputs(
-            cu_seqlens=batch.cu_seqlens,
-            rewards=vectors["rewards"],
-            group_ids=vectors["group_ids"],
-            **{name: vectors[name] for name in INPUT_FIELDS if name in vectors},
-        )
-        versions = [span.version for sample in samples for span in sample.versions]
-        correct = torch.tensor([float(s.metadata.get("correct", math.nan)) for s in samples])
-        return rollout_metrics(
-            inputs,
-            finish_reasons=[sample.finish_reason for sample in samples],
-            entropy=vectors.get("entropy"),
-            correct=correct,
-            returns=vectors.get("returns"),
-            reward_coef=self.config.algorithm.kl.reward_coef,
-            version=max(versions, default=None),
-        )
+    def _show(self, step: int, samples: Sequence[Sample]) -> None:
+        if picked := pick_samples(samples, self.config.tracking.show_samples):
+            self.tracker.show_samples(step, picked)
 
-    def _kl_stop(self, metrics: Mapping[str, float]) -> bool:
-        """Strictly above the target stops; a KL that is no number fails the run."""
-        training = self.config.training
-        if not training.early_stopping or training.target_kl is None:
+    def _stops_early(self, kl: float | None) -> bool:
+        if self.early_stopping is None or not self.early_stopping.trips(kl):
             return False
-        kl = metrics.get("objective/kl")
-        if kl is None or math.isnan(kl):
-            raise RunFailed(f"early stopping: objective/kl of step {self.step} is {kl}, expected a number")
-        if kl <= training.target_kl:
-            return False
-        self.reason = {"objective_kl": kl, "target_kl": training.target_kl}
-        self.tracker.note(
-            f"early stopping: objective/kl {kl:.6g} of step {self.step} is above "
-            f"training.target_kl {training.target_kl:g}; saving and ending the run as a success"
-        )
+        assert kl is not None
+        self.reason = {"objective_kl": kl, "target_kl": self.early_stopping.target_kl}
+        self.tracker.note(self.early_stopping.tripped(self.step, kl))
         return True
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
@@ -174,6 +166,7 @@ class Desk:
                 "step": step,
                 "episodes": self.episodes,
                 "seconds": self._elapsed,
+                "objective_kl": self.metrics.get("objective/kl"),
                 "source": self._rollouts.snapshot,
                 "tracker": self.tracker.state(),
             },
@@ -181,20 +174,11 @@ class Desk:
         self.checkpoints.commit(step)
 
     def restore(self) -> str:
-        """The folder of the newest whole checkpoint's shards, "" for a fresh start; rank 0's own state is taken from it.
-
-        Raises:
-            UserError: the run has already trained all its steps.
-        """
-        found = self.checkpoints.latest() if self.directory.resumed else None
+        """The folder of the shards to load before training, "" for none; rank 0's own state is taken from a checkpoint."""
+        found = self._resume_from
         if found is None:
             self.directory.rewind(0)
-            return ""
-        if found.step >= self.total_steps:
-            raise UserError(
-                f"run {self.config.run.name!r} is complete at step {found.step} of {self.total_steps}: "
-                "nothing is left to train; raise training.steps to go on"
-            )
+            return str(self._replay_from or "")
         self.step, self.episodes = found.step, int(found.state["episodes"])
         self._seconds_before = float(found.state["seconds"])
         self.source.restore(found.state["source"])
@@ -203,37 +187,44 @@ class Desk:
         self.tracker.note(f"resuming after step {found.step} from {found.folder}")
         return str(found.model)
 
+    def restored_status(self) -> str:
+        """`CONTINUE`, unless a kill came between the last checkpoint and the result: then there is only the end to do."""
+        return CONTINUE if self._resume_from is None else self._status(self._resume_from.state.get("objective_kl"))
+
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def close(self, status: Status, *, reason: str = "") -> None:
-        """Leave `result.json` behind and end the trackers."""
+    def conclude(self, status: Status, *, reason: str = "") -> None:
+        """Leave `result.json` behind and sum the run up."""
         self.directory.write_result(status, self.step, reason, seconds=self._elapsed, **self.reason)
-        self.tracker.close(status)
+        rows = read_metrics(self.directory.metrics_path)
+        if rows and status != "failed":
+            self.tracker.note(format_report(summarize(rows), result=self.directory.read_result()))
+
+    def push(self, folder: Path) -> None:
+        """Upload the final model, its card linked with the tracked run.
+
+        A hub that refuses does not undo the run: `result.json` and the terminal say what is missing.
+        """
+        hub, result = self.config.tracking.hub, self.directory.read_result()
+        assert hub.repo is not None
+        assert result is not None
+        last = read_metrics(self.directory.metrics_path)[-1]
+        try:
+            result["hub"] = push_to_hub(
+                folder,
+                hub.repo,
+                private=hub.private,
+                run_name=self.directory.name,
+                run_url=self.tracker.url,
+                metrics={name: last[name] for name in CARD_METRICS if name in last},
+            )
+            self.tracker.note(f"pushed {folder} to {result['hub']}")
+        except RunFailed as error:
+            result["hub_error"] = str(error)
+            self.tracker.note(str(error))
+        self.directory.write_result(**result)
 
     @property
     def _elapsed(self) -> float:
         return self._seconds_before + time.monotonic() - self._began
 
-
-def _update_metrics(updates: Sequence[UpdateResult], batch: RolloutBatch) -> dict[str, float]:
-    """Token means over all optimizer steps of the step; norms and rates of the last one.
-
-    Where one optimizer step was all, and no pass came before it, its own KL and entropy are those of the batch.
-    """
-    if not updates:
-        return {}
-    moments = Moments()
-    for update in updates:
-        moments.merge(update.moments)
-    metrics = {
-        **updates[-1].metrics,
-        **moments.reduce(optimizer_steps=len(updates)),
-        "train/optimizer_steps": len(updates),
-        "train/skipped_updates": sum(update.skipped for update in updates),
-    }
-    tokens_per_sequence = batch.num_trainable / sum(count > 0 for count in batch.num_trainable_each)
-    if "rollout/kl" in metrics:
-        metrics["objective/kl"] = metrics["rollout/kl"] * tokens_per_sequence
-    if len(updates) == 1 and "policy/entropy_avg" in metrics:
-        metrics["objective/entropy"] = metrics["policy/entropy_avg"] * tokens_per_sequence
-    return metrics

@@ -15,7 +15,7 @@ from rlcore.config import Config
 from rlcore.control import Control
 from rlcore.credit import Credit
 from rlcore.data.batch import RolloutBatch
-from rlcore.desk import CONTINUE, Desk, Outcome
+from rlcore.desk import CONTINUE, FINISHED, Desk, Outcome
 from rlcore.protocols import PolicyBackend, UpdateResult
 from rlcore.publish import Publisher
 from rlcore.runs.directory import Status
@@ -37,11 +37,12 @@ class Trainer:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
-        step = self.resume()
-        self.publish(step)
+        step, status = self.resume()
+        if status == CONTINUE:
+            self.publish(step)
         if step == 0:
             self.evaluate(0)
-        status = CONTINUE
+            self.log(0)
         while status == CONTINUE:
             step += 1
             self.seconds = {}
@@ -51,9 +52,10 @@ class Trainer:
                 self.assign_credit(batch)
                 updates = self.update(step)
                 self.publish(step)
-            if step == self.total_steps or every(step, self.config.evaluation.every):
-                self.evaluate(step)
             status = self.end_step(step, batch, updates)
+            if status in FINISHED or every(step, self.config.evaluation.every):
+                self.evaluate(step)
+            self.log(step)
             if status != CONTINUE or every(step, self.config.checkpoint.every):
                 self.save(step)
         return Outcome(cast(Status, status), step)
@@ -120,13 +122,16 @@ class Trainer:
                 )
 
     def end_step(self, step: int, batch: RolloutBatch | None, updates: list[UpdateResult]) -> str:
-        """Log the step; every rank learns whether to go on."""
+        """Measure the step; every rank learns whether to go on."""
         self.control.announce_interrupt()
         return self.control.decide(
             f"the end of step {step}",
             lambda: self.main.end_step(step, present(batch), updates, self.seconds),
             timeout_s=self.patience,
         )
+
+    def log(self, step: int) -> None:
+        self.control.main(f"the log of step {step}", lambda: self.main.log(step, self.seconds), timeout_s=self.patience)
 
     def save(self, step: int) -> None:
         """Every rank's shards beside rank 0's state, committed by one rename."""
@@ -136,13 +141,16 @@ class Trainer:
         self.backend.save(Path(folder))
         self.control.main("committing a checkpoint", lambda: self.main.commit_checkpoint(step), timeout_s=self.patience)
 
-    def resume(self) -> int:
-        """The step to continue after: 0, or that of the newest whole checkpoint, whose weights are loaded."""
+    def resume(self) -> tuple[int, str]:
+        """The step to continue after, 0 or that of the newest whole checkpoint, whose weights are loaded; and whether to."""
         folder = self.control.decide("looking for a checkpoint", lambda: self.main.restore(), timeout_s=self.patience)
         if not folder:
-            return 0
+            return 0, CONTINUE
         self.backend.load(Path(folder))
-        return int(self.control.decide("the step to resume at", lambda: str(self.main.step), timeout_s=self.patience))
+        step = self.control.decide("the step to resume at", lambda: str(self.main.step), timeout_s=self.patience)
+        return int(step), self.control.decide(
+            "whether to go on", lambda: self.main.restored_status(), timeout_s=self.patience
+        )
 
     # --- small things ---------------------------------------------------------------------------------------------
 

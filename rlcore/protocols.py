@@ -216,6 +216,7 @@ class StepRollouts:
     metrics: dict[str, float]               # rollout/*, time/generation: what only the source knows
     epoch: float                            # passes over the prompts so far
     snapshot: dict[str, Any]                # the consistent cut after this step's hand-over, JSON-able
+    recorded_step: int | None = None        # of a replay: the step that these samples were made for
 
 
 class RolloutSource(Protocol):
@@ -261,6 +262,11 @@ class WeightSink(Protocol):
 
 
 class Tracker(Protocol):
+    @property
+    def url(self) -> str | None:
+        """Where the run can be seen, if anywhere."""
+        ...
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def show_samples(self, step: int, samples: Sequence[Sample]) -> None: ...

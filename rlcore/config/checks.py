@@ -185,8 +185,9 @@ def debugging(config: Config) -> Problems:
     if training.debug == "train_only" and training.replay is None:
         message = "train_only trains on a saved step again: name its rollouts/step_*.jsonl.zst in training.replay"
         yield Problem("training.debug", message)
-    if training.replay is not None and training.debug != "train_only":
-        yield Problem("training.replay", "a saved step is trained on only with training.debug: train_only")
+    for key in ("replay", "replay_from"):
+        if getattr(training, key) is not None and training.debug != "train_only":
+            yield Problem(f"training.{key}", "a saved step is trained on only with training.debug: train_only")
     if training.debug is not None and config.is_sft:
         yield Problem("training.debug", f"{training.debug} is for runs with rollouts, not for the sft loss")
 

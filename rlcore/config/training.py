@@ -19,6 +19,7 @@ class TrainingConfig(Section):
     max_update_kl: PositiveFloat | None = None
     debug: Literal["rollout_only", "train_only"] | None = None
     replay: str | None = None                   # train_only: a rollouts/step_*.jsonl.zst file to train on again
+    replay_from: str | None = None              # ... from this training checkpoint, its optimizer state included
 
 
 class EvaluationConfig(Section):

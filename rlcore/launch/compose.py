@@ -18,17 +18,18 @@ from rlcore.config import Config
 from rlcore.config.derived import total_steps, updates_per_step
 from rlcore.config.load import Loaded
 from rlcore.credit import Credit
-from rlcore.desk import Desk, Outcome
+from rlcore.desk import FINISHED, Desk, Outcome
 from rlcore.errors import ConfigError, ModelError, UserError
 from rlcore.launch.process import Process, open_log
+from rlcore.launch.run_folder import OpenRun, open_run
 from rlcore.loop import Trainer
 from rlcore.objective import Objective
 from rlcore.protocols import PolicyBackend, RolloutEngine, RolloutSource, WeightSink
 from rlcore.publish import Publisher, VersionJournal
-from rlcore.runs.checkpoints import CheckpointStore, latest_checkpoint
-from rlcore.runs.directory import RunDirectory
-from rlcore.runs.files import remove_tree
+from rlcore.runs.checkpoints import latest_checkpoint
+from rlcore.runs.directory import Status
 from rlcore.tracking import build_trackers
+from rlcore.tracking.hub import reach_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,19 +53,21 @@ def run_rank(process: Process, loaded: Loaded, *, resume: bool, overwrite: bool)
     with ExitStack() as stack:
         # What the user may have got wrong is looked at before a run of the same name is touched.
         office = control.main("reading the data", lambda: open_office(config, process, stack), timeout_s=patience)
-        directory = control.main(
-            "opening the run", lambda: open_run(loaded, stack, resume=resume, overwrite=overwrite), timeout_s=patience
-        )
-        open_log(Path(config.run.dir) / config.run.name / "logs", process.rank)
+        if config.tracking.hub.repo:
+            control.main("reaching the hub", lambda: reach_hub(config.tracking.hub), timeout_s=patience)
         prompts = control.decide("counting the prompts", lambda: str(present(office).num_prompts), timeout_s=patience)
         steps = total_steps(config, int(prompts))
+        run = control.main(
+            "opening the run", lambda: open_run(loaded, steps, stack, resume=resume, overwrite=overwrite), timeout_s=patience
+        )
+        open_log(Path(config.run.dir) / config.run.name / "logs", process.rank)
         backend = build_backend(config, process, objective, credit, optimizer_steps=steps * updates_per_step(config))
         stack.callback(backend.close)
         control.main("starting the engines", lambda: present(office).source.start(), timeout_s=patience)
         desk = journal = None
-        if directory is not None:
-            journal = VersionJournal(directory.path / "versions.jsonl")
-            desk = build_desk(loaded, process, present(office), directory, backend, steps)
+        if run is not None:
+            journal = VersionJournal(run.directory.path / "versions.jsonl")
+            desk = build_desk(loaded, process, present(office), run, backend, steps)
         publisher = build_publisher(config, process, backend, office, journal)
         return finish(Trainer(config, control, backend, credit, steps, publisher, desk), process)
 
@@ -119,33 +122,22 @@ def build_backend(
     )
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The folder of shards that `path` means: a run (its newest checkpoint), a checkpoint, or the shards themselves."""
+def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
+    """The folder of shards that `path` means: a run (its newest checkpoint), a checkpoint, or the shards themselves.
+
+    Raises:
+        UserError: there is none; the message begins with `key`.
+    """
     if (path / "checkpoints").is_dir():
         found = latest_checkpoint(path / "checkpoints")
         if found is None:
-            raise UserError(f"policy.checkpoint: run {path} has no checkpoint")
+            raise UserError(f"{key}: run {path} has no checkpoint")
         return found.model
     if (path / "model").is_dir():
         return path / "model"
     if path.is_dir():
         return path
-    raise UserError(f"policy.checkpoint: {path} does not exist; expected a run, a checkpoint or its folder of shards")
-
-
-def open_run(loaded: Loaded, stack: ExitStack, *, resume: bool, overwrite: bool) -> RunDirectory:
-    config = loaded.config
-    directory = RunDirectory.create(config.run.dir, config.run.name, resume=resume, overwrite=overwrite)
-    stack.callback(directory.close)
-    stack.push(lambda kind, *_: _give_back(directory, kind))
-    directory.write_config(config.model_dump(mode="json"), loaded.origins)
-    return directory
-
-
-def _give_back(directory: RunDirectory, kind: type[BaseException] | None) -> None:
-    """Bad input that shows before the first step leaves the name of a new run free."""
-    if kind is not None and issubclass(kind, UserError) and not directory.resumed and not directory.metrics_path.exists():
-        remove_tree(directory.path)
+    raise UserError(f"{key}: {path} does not exist; expected a run, a checkpoint or its folder of shards")
 
 
 def open_office(config: Config, process: Process, stack: ExitStack) -> Office:
@@ -201,37 +193,54 @@ def build_publisher(
 
 
 def build_desk(
-    loaded: Loaded, process: Process, office: Office, directory: RunDirectory, backend: PolicyBackend, steps: int
+    loaded: Loaded, process: Process, office: Office, run: OpenRun, backend: PolicyBackend, steps: int
 ) -> Desk:
-    config = loaded.config
-    tracker = build_trackers(config, directory, total_steps=steps)
+    config, directory, found = loaded.config, run.directory, run.resume_from
+    tracker = build_trackers(config, directory, found.state["tracker"] if found else None, total_steps=steps)
     tracker.start({"run": str(directory.path), **backend.describe()})
     if office.prompt_lengths is not None:
         tracker.show_prompt_lengths(office.prompt_lengths)
-    for note in loaded.notes:
-        tracker.note(note)
-    return Desk(
+    desk = Desk(
         config,
         source=office.source,
         tracker=tracker,
         directory=directory,
-        checkpoints=CheckpointStore(directory.checkpoints, keep=config.checkpoint.keep),
+        checkpoints=run.checkpoints,
         total_steps=steps,
         interrupted=lambda: process.control.interrupt_requested,
+        resume_from=found,
+        replay_from=_replay_from(config),
     )
+    for note in loaded.notes:
+        tracker.note(note)
+    if desk.early_stopping is not None:
+        tracker.note(desk.early_stopping.armed)
+    return desk
+
+
+def _replay_from(config: Config) -> Path | None:
+    path = config.training.replay_from
+    return None if path is None else find_checkpoint(Path(path), "training.replay_from")
 
 
 def finish(trainer: Trainer, process: Process) -> Outcome:
     """Train, export, and leave a result behind, whatever the end is."""
+    config, desk = trainer.config, trainer.desk
+    folder = Path(config.run.dir) / config.run.name / "hf"
     try:
         outcome = trainer.train()
-        if outcome.status != "interrupted" and trainer.config.checkpoint.export_hf:
-            trainer.backend.export_hf(Path(trainer.config.run.dir) / trainer.config.run.name / "hf")
+        if outcome.status in FINISHED and config.checkpoint.export_hf:
+            trainer.backend.export_hf(folder)
     except BaseException as error:
-        if trainer.desk is not None and not isinstance(error, UserError):
-            trainer.desk.close("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", reason=str(error))
+        if desk is not None:
+            status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            if not isinstance(error, UserError):
+                desk.conclude(status, reason=str(error))
+            desk.tracker.close(status)
         raise
-    process.control.main(
-        "closing the run", lambda: trainer.main.close(outcome.status), timeout_s=trainer.patience
-    )
+    process.control.main("the result of the run", lambda: trainer.main.conclude(outcome.status), timeout_s=trainer.patience)
+    if desk is not None:        # the other ranks may leave meanwhile: an upload can take longer than they would wait
+        if outcome.status in FINISHED and config.tracking.hub.repo:
+            desk.push(folder)
+        desk.tracker.close(outcome.status)
     return outcome

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import yaml
 
+from rlcore.config.training import HubConfig
 from rlcore.errors import RunFailed, UserError
 from rlcore.runs.files import write_atomic
 from rlcore.tracking.format import number
@@ -26,6 +27,23 @@ class HubClient(Protocol):
     def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> Any: ...
 
     def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> Any: ...
+
+
+def reach_hub(config: HubConfig, *, client: HubClient | None = None) -> None:
+    """Make the repository, or find that it is there: what is wrong with it shows before a run begins and not at its end.
+
+    Raises:
+        UserError: huggingface_hub is missing, or the hub refuses.
+    """
+    assert config.repo is not None
+    client = client or _hub_client()
+    try:
+        client.create_repo(config.repo, private=config.private, exist_ok=True)
+    except Exception as error:  # as in push_to_hub
+        raise UserError(
+            f"tracking.hub.repo: {config.repo!r} cannot be reached: {_one_line(error)}; log in with `hf auth login`, "
+            "or unset it and push the run's hf/ folder later"
+        ) from error
 
 
 def push_to_hub(
@@ -52,7 +70,7 @@ def push_to_hub(
         client.upload_folder(repo_id=repo, folder_path=str(folder), commit_message=f"Trained by rlcore run {run_name}")
     except Exception as error:  # the hub's errors, the connection's and the file system's have no common base
         raise RunFailed(
-            f"tracking.hub: pushing to {repo!r} failed: {error}; the model is whole in {folder}: "
+            f"tracking.hub: pushing to {repo!r} failed: {_one_line(error)}; the model is whole in {folder}: "
             f"log in with `hf auth login` and push it by `hf upload {repo} {folder}`"
         ) from error
     return str(created)
@@ -97,6 +115,10 @@ def _split(path: Path, text: str) -> tuple[dict[str, Any], str]:
     if not isinstance(front, dict):
         raise UserError(f"{path}: the front matter of the model card must be a mapping, got {type(front).__name__}")
     return front, text[match.end() :]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _hub_client() -> HubClient:

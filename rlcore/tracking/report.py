@@ -9,7 +9,7 @@ from typing import Any
 from rlcore.tracking import names
 from rlcore.tracking.format import duration, number
 
-NOT_PHASES = frozenset({"time/step", "time/from_scratch"})      # totals of the others
+NOT_PHASES = frozenset({"time/step", "time/from_scratch", "time/engine"})      # totals, and a part of generation
 
 
 @dataclass(frozen=True)
