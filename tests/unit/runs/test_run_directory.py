@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from rlcore.data.sample import Sample
 from rlcore.errors import DataError, UserError
-from rlcore.config.render import render_config
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts
 
@@ -97,21 +95,6 @@ def test_a_run_that_is_written_by_a_living_process_is_refused(tmp_path: Path) ->
         holder.stdin.close()
         holder.stdout.close()
     assert RunDirectory.create(tmp_path, "a", resume=True).resumed, "a killed process holds nothing"
-
-
-def test_config_reads_back_and_names_origins(tmp_path: Path) -> None:
-    values = {
-        "run": {"name": "off", "seed": 1},
-        "policy": {"optimizer": {"lr": 2e-6, "eps": 1e-8}, "megatron": {}},
-        "data": {"paths": ["a.jsonl", "b: c.jsonl"], "note": "two\nlines # and a hash"},
-        "training": {"early_stopping": False, "target_kl": None},
-    }
-    origins = {"policy.optimizer.lr": "override", "data.paths": "base.yaml:12", "policy": "never shown"}
-    text = render_config(values, origins)
-    assert yaml.safe_load(text) == values
-    assert "    lr: 2.0e-06  # override\n" in text
-    assert "  paths: [a.jsonl, 'b: c.jsonl']  # base.yaml:12\n" in text
-    assert "never shown" not in text
 
 
 def test_result_is_absent_until_written(tmp_path: Path) -> None:
