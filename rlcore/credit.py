@@ -5,7 +5,7 @@ Everything works on the whole batch, on compact vectors of trainable tokens; no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,19 @@ from rlcore.algorithms import (
     whiten,
 )
 from rlcore.config import Config
-from rlcore.config.derived import estimator_options, needs_critic, needs_reference, normalize_advantages
+from rlcore.config.derived import (
+    estimator_options,
+    needs_critic,
+    needs_reference,
+    normalize_advantages,
+    updates_per_step,
+)
 from rlcore.data.batch import RolloutBatch, ragged_index
 from rlcore.errors import RunFailed
-from rlcore.objective import Objective
+from rlcore.objective import Objective, rules_of
+
+INPUT_FIELDS = ("logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "versions", "rollout_ids")
+LOSS_FIELDS = ("logprobs", "old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs", "versions", "weights")
 
 
 class Credit:
@@ -39,23 +48,28 @@ class Credit:
         self.needs_reference = needs_reference(config, needs | objective.loss.needs)
         self.needs_critic = needs_critic(needs)
         self.normalize = normalize_advantages(config)
-        one_update = algorithm.epochs * algorithm.minibatches == 1
-        before_update = (
-            bool(needs & {"kl", "logprobs"})
-            or config.training.early_stopping
-            or self.objective.loss.has_batch_stats
+        self.needs_logprobs = not config.is_sft and self._scored_before_update(needs)
+
+    def _scored_before_update(self, needs: Collection[str]) -> bool:
+        """Whether the policy needs a pass of its own, since no update sees the whole batch with the weights that it had."""
+        algorithm, training = self.config.algorithm, self.config.training
+        if algorithm.old_logprobs == "recompute" or training.early_stopping or self.objective.loss.has_batch_stats:
+            return True
+        if algorithm.kl.reward_coef or not {"kl", "logprobs"}.isdisjoint(needs):
+            return True
+        updated_once = (
+            updates_per_step(self.config) == 1
+            and training.debug != "rollout_only"
+            and not (self.needs_critic and self.config.critic.warmup_steps)
         )
-        self.needs_logprobs = (
-            algorithm.old_logprobs == "recompute"
-            or before_update
-            or (algorithm.old_logprobs == "auto" and not one_update)
-        )
+        return not updated_once and (algorithm.old_logprobs == "auto" or self.needs_reference)
 
     def assign(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Per-token vectors for the optimizer, from the scores that `batch.vectors` already holds.
 
         Raises:
-            RunFailed: no sequence of the batch has a trainable token.
+            RunFailed: no sequence of the batch has a trainable token, or the estimator broke a rule (it wrote into its
+                inputs, returned a wrong shape, a number that is not finite, or no targets for the critic).
         """
         if batch.num_trainable == 0:
             raise RunFailed(f"none of the {batch.num_sequences} sequences of this step has a trainable token")
@@ -67,7 +81,7 @@ class Credit:
         else:
             advantages = self._advantages(batch)
         batch.set("advantages", advantages)
-        if "old_logprobs" not in vectors:
+        if not self.config.is_sft:
             if self.config.algorithm.old_logprobs == "rollout":
                 batch.set("old_logprobs", vectors["rollout_logprobs"])
             elif "logprobs" in vectors:
@@ -77,16 +91,18 @@ class Credit:
         return {name: vectors[name] for name in names if name in vectors} | self._batch_stats(batch, minibatches)
 
     def _advantages(self, batch: RolloutBatch) -> Tensor:
-        given: dict[str, Any] = {
-            name: batch.vectors[name]
-            for name in ("logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "versions", "rollout_ids")
-            if name in batch.vectors
-        }
+        given: dict[str, Any] = {name: batch.vectors[name] for name in INPUT_FIELDS if name in batch.vectors}
         inputs = EstimatorInputs(
             cu_seqlens=batch.cu_seqlens, rewards=batch.vectors["rewards"], group_ids=batch.vectors["group_ids"], **given
         )
-        result = self.estimator(inputs)
-        if self.needs_critic and result.returns is not None:
+        with rules_of("algorithm.estimator"):
+            result = self.estimator(inputs)
+        if self.needs_critic:
+            if result.returns is None:
+                raise RunFailed(
+                    f"algorithm.estimator: {self.estimator.name!r} needs values but returned no returns, "
+                    "which are what the critic learns: return Advantages(advantages, returns)"
+                )
             batch.set("returns", result.returns)
         return whiten(result.advantages) if self.normalize else result.advantages
 
@@ -110,12 +126,8 @@ class Credit:
         stats: dict[str, Tensor] = {}
         for k, rows in enumerate(minibatches):
             part = batch.select(rows)
-            inputs = PolicyLossInputs(
-                cu_seqlens=part.cu_seqlens,
-                logprobs=part.vectors["old_logprobs"],
-                old_logprobs=part.vectors["old_logprobs"],
-                advantages=part.vectors["advantages"],
-                weights=part.vectors["weights"],
-            )
-            stats |= {f"batch_stats/{k}/{name}": value for name, value in self.objective.batch_stats(inputs).items()}
+            known: dict[str, Any] = {name: part.vectors[name] for name in LOSS_FIELDS if name in part.vectors}
+            with rules_of("algorithm.loss"):
+                found = self.objective.batch_stats(PolicyLossInputs(cu_seqlens=part.cu_seqlens, **known))
+            stats |= {f"batch_stats/{k}/{name}": value for name, value in found.items()}
         return stats

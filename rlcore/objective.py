@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor
 
-from rlcore.algorithms import KLKind, PolicyLoss, PolicyLossInputs, approx_kl, build_policy_loss
+from rlcore.algorithms import (
+    AlgorithmError,
+    KLKind,
+    PolicyLoss,
+    PolicyLossInputs,
+    approx_kl,
+    build_policy_loss,
+    kl_clamped,
+)
 from rlcore.config.algorithm import AlgorithmConfig
+from rlcore.errors import RunFailed
 
 
 class Objective:
@@ -29,11 +39,14 @@ class Objective:
         return self.loss.batch_stats(inputs) if self.loss.has_batch_stats else {}
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
-        out = self.loss(inputs)
+        """Raises RunFailed where the loss broke a rule: it wrote into its inputs, or returned a wrong shape."""
+        with rules_of("algorithm.loss"):
+            out = self.loss(inputs)
         per_token, metrics = out.per_token, dict(out.metrics)
         logprobs = inputs.logprobs.detach()
         if inputs.ref_logprobs is not None:
             metrics["rollout/kl"] = approx_kl(logprobs, inputs.ref_logprobs, self.logged_kl_kind)
+            metrics["rollout/kl_clamped_share"] = kl_clamped(logprobs, inputs.ref_logprobs)
         if inputs.rollout_logprobs is not None:
             metrics["rollout/train_rollout_logprob_diff"] = (logprobs - inputs.rollout_logprobs).abs()
         if inputs.weights is not None:
@@ -47,3 +60,12 @@ class Objective:
                 raise ValueError("the loss has an entropy bonus (algorithm.entropy_coef) but got no entropy")
             per_token = per_token - self.entropy_coef * inputs.entropy
         return replace(out, per_token=per_token, metrics=metrics)
+
+
+@contextmanager
+def rules_of(key: str) -> Iterator[None]:
+    """A plugin that breaks a rule while training ends the run in one plain line, which begins with its config key."""
+    try:
+        yield
+    except AlgorithmError as error:
+        raise RunFailed(f"{key}: {error}") from error

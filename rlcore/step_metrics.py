@@ -10,10 +10,9 @@ import torch
 from rlcore.algorithms import EstimatorInputs, Moments, rollout_metrics
 from rlcore.config import Config
 from rlcore.config.derived import updates_per_step
+from rlcore.credit import INPUT_FIELDS
 from rlcore.data.batch import RolloutBatch
 from rlcore.protocols import StepRollouts, UpdateResult
-
-INPUT_FIELDS = ("logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "versions", "rollout_ids")
 
 
 def step_metrics(
