@@ -18,6 +18,7 @@ from rlcore.protocols import RolloutSource, StepRollouts, Tracker, UpdateResult
 from rlcore.runs.checkpoints import Checkpoint, CheckpointStore
 from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.metrics import read_metrics
+from rlcore.runs.rng import restore_rng, rng_state
 from rlcore.step_metrics import step_metrics
 from rlcore.tracking.hub import push_to_hub
 from rlcore.tracking.report import format_report, summarize
@@ -43,6 +44,7 @@ class Desk:
     Args:
         resume_from: the checkpoint after which the run goes on.
         replay_from: the shards that a replay starts from (`training.replay_from`), optimizer included.
+        origins: where each value of the configuration came from.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Desk:
         interrupted: Callable[[], bool],
         resume_from: Checkpoint | None = None,
         replay_from: Path | None = None,
+        origins: Mapping[str, str] | None = None,
     ) -> None:
         self.config, self.source, self.tracker = config, source, tracker
         self.directory, self.checkpoints = directory, checkpoints
@@ -67,7 +70,7 @@ class Desk:
         self.minibatches: list[list[int]] = []
         self.metrics: dict[str, float] = {}     # of the step at hand
         self.reason: dict[str, Any] = {}        # why an early stop happened, for result.json
-        self._resume_from, self._replay_from = resume_from, replay_from
+        self._resume_from, self._replay_from, self._origins = resume_from, replay_from, origins
         self._rollouts: StepRollouts | None = None
         self._batch: RolloutBatch | None = None
         self._evaluation: dict[str, float] = {}
@@ -169,27 +172,41 @@ class Desk:
                 "objective_kl": self.metrics.get("objective/kl"),
                 "source": self._rollouts.snapshot,
                 "tracker": self.tracker.state(),
+                "rng": rng_state(),     # of this rank: estimators, workflows and filters run here
             },
         )
         self.checkpoints.commit(step)
+
+    def checkpoint_failure(self, step: int, error: RunFailed) -> RunFailed:
+        """What to raise when the shards of `step` could not be written; what there is of them is deleted."""
+        failure = self.checkpoints.failure(step, error)
+        self.checkpoints.abort(step)
+        return failure
 
     def restore(self) -> str:
         """The folder of the shards to load before training, "" for none; rank 0's own state is taken from a checkpoint."""
         found = self._resume_from
         if found is None:
-            self.directory.rewind(0)
             return str(self._replay_from or "")
         self.step, self.episodes = found.step, int(found.state["episodes"])
         self._seconds_before = float(found.state["seconds"])
         self.source.restore(found.state["source"])
-        self.checkpoints.rewind(found.step)
-        self.directory.rewind(found.step)
-        self.tracker.note(f"resuming after step {found.step} from {found.folder}")
         return str(found.model)
 
-    def restored_status(self) -> str:
-        """`CONTINUE`, unless a kill came between the last checkpoint and the result: then there is only the end to do."""
-        return CONTINUE if self._resume_from is None else self._status(self._resume_from.state.get("objective_kl"))
+    def go_on(self) -> str:
+        """Everything is loaded: forget what the run did after this point. "STEP STATUS".
+
+        The status is `CONTINUE`, unless a kill came between the last checkpoint and the result: then only the end is to do.
+        """
+        self.directory.rewind(self.step)
+        self.directory.write_config(self.config.model_dump(mode="json"), self._origins)
+        found = self._resume_from
+        if found is None:
+            return f"{self.step} {CONTINUE}"
+        self.checkpoints.rewind(found.step)
+        self.tracker.note(f"resuming after step {found.step} from {found.folder}")
+        restore_rng(found.state["rng"])
+        return f"{found.step} {self._status(found.state.get('objective_kl'))}"
 
     # --- the end --------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from rlcore.control import Control
 from rlcore.credit import Credit
 from rlcore.data.batch import RolloutBatch
 from rlcore.desk import CONTINUE, FINISHED, Desk, Outcome
+from rlcore.errors import RunFailed
 from rlcore.protocols import PolicyBackend, UpdateResult
 from rlcore.publish import Publisher
 from rlcore.runs.directory import Status
@@ -138,19 +139,22 @@ class Trainer:
         folder = self.control.decide(
             "opening a checkpoint", lambda: str(self.main.begin_checkpoint(step)), timeout_s=self.patience
         )
-        self.backend.save(Path(folder))
+        try:
+            self.backend.save(Path(folder))
+        except RunFailed as error:
+            if self.desk is None:
+                raise
+            raise self.desk.checkpoint_failure(step, error) from error
         self.control.main("committing a checkpoint", lambda: self.main.commit_checkpoint(step), timeout_s=self.patience)
 
     def resume(self) -> tuple[int, str]:
         """The step to continue after, 0 or that of the newest whole checkpoint, whose weights are loaded; and whether to."""
         folder = self.control.decide("looking for a checkpoint", lambda: self.main.restore(), timeout_s=self.patience)
-        if not folder:
-            return 0, CONTINUE
-        self.backend.load(Path(folder))
-        step = self.control.decide("the step to resume at", lambda: str(self.main.step), timeout_s=self.patience)
-        return int(step), self.control.decide(
-            "whether to go on", lambda: self.main.restored_status(), timeout_s=self.patience
-        )
+        if folder:
+            self.backend.load(Path(folder))
+        # Only now, when nothing can be refused any more, is what came after the checkpoint given up.
+        step, status = self.control.decide("going on", lambda: self.main.go_on(), timeout_s=self.patience).split()
+        return int(step), status
 
     # --- small things ---------------------------------------------------------------------------------------------
 

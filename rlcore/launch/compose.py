@@ -5,6 +5,8 @@ Only here, in the other files of this folder and in the command line may `rlcore
 
 from __future__ import annotations
 
+import errno
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,20 +21,23 @@ from rlcore.config.derived import total_steps, updates_per_step
 from rlcore.config.load import Loaded
 from rlcore.credit import Credit
 from rlcore.desk import FINISHED, Desk, Outcome
-from rlcore.errors import ConfigError, ModelError, UserError
-from rlcore.launch.process import Process, open_log
+from rlcore.errors import ConfigError, ModelError, RunFailed, UserError
+from rlcore.launch.logs import folder_of
+from rlcore.launch.process import Process
 from rlcore.launch.run_folder import OpenRun, open_run
 from rlcore.loop import Trainer
 from rlcore.objective import Objective
 from rlcore.protocols import PolicyBackend, RolloutEngine, RolloutSource, WeightSink
 from rlcore.publish import Publisher, VersionJournal
 from rlcore.runs.checkpoints import latest_checkpoint
-from rlcore.runs.directory import Status
+from rlcore.runs.directory import Status, check_run_name
 from rlcore.tracking import build_trackers
 from rlcore.tracking.hub import reach_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -48,24 +53,26 @@ class Office:
 def run_rank(process: Process, loaded: Loaded, *, resume: bool, overwrite: bool) -> Outcome:
     """Everything that one rank does, from the configuration to the result."""
     config, control, patience = loaded.config, process.control, loaded.config.cluster.start_timeout_s
+    check_input(config, process.world_size, resume=resume, overwrite=overwrite)
     objective, credit = build_algorithm(config)
-    check_model(config, process.world_size)
-    with ExitStack() as stack:
+    with ExitStack() as stack, process.blaming():
         # What the user may have got wrong is looked at before a run of the same name is touched.
         office = control.main("reading the data", lambda: open_office(config, process, stack), timeout_s=patience)
         if config.tracking.hub.repo:
             control.main("reaching the hub", lambda: reach_hub(config.tracking.hub), timeout_s=patience)
         prompts = control.decide("counting the prompts", lambda: str(present(office).num_prompts), timeout_s=patience)
         steps = total_steps(config, int(prompts))
+        backend = build_backend(config, process, objective, credit, optimizer_steps=steps * updates_per_step(config))
+        stack.callback(backend.close)
+        control.assemble("building the models", timeout_s=patience)
         run = control.main(
             "opening the run", lambda: open_run(loaded, steps, stack, resume=resume, overwrite=overwrite), timeout_s=patience
         )
-        open_log(Path(config.run.dir) / config.run.name / "logs", process.rank)
-        backend = build_backend(config, process, objective, credit, optimizer_steps=steps * updates_per_step(config))
-        stack.callback(backend.close)
+        process.log.open(folder_of(config.run))
         control.main("starting the engines", lambda: present(office).source.start(), timeout_s=patience)
         desk = journal = None
         if run is not None:
+            process.last_words.append(lambda failure: run.leave(RunFailed(str(failure))))
             journal = VersionJournal(run.directory.path / "versions.jsonl")
             desk = build_desk(loaded, process, present(office), run, backend, steps)
         publisher = build_publisher(config, process, backend, office, journal)
@@ -88,8 +95,22 @@ def build_algorithm(config: Config) -> tuple[Objective, Credit]:
         raise ConfigError(f"algorithm: {error}") from error
 
 
+def check_input(config: Config, world_size: int, *, resume: bool, overwrite: bool) -> None:
+    """What can be said about the user's input at once, by every rank and by who starts them.
+
+    Raises:
+        UserError: a model that cannot be converted or laid out so, a file or checkpoint that is not there, a run that is.
+    """
+    check_model(config, world_size)
+    if config.policy.checkpoint is not None:
+        find_checkpoint(Path(config.policy.checkpoint))
+    if config.training.replay_from is not None:
+        find_checkpoint(Path(config.training.replay_from), "training.replay_from")
+    check_run_name(config.run.dir, config.run.name, resume=resume, overwrite=overwrite)
+
+
 def check_model(config: Config, world_size: int) -> None:
-    """The model folder can be converted and the layout fits it; the same answer on every rank, before anything starts."""
+    """The model folder can be converted and the layout fits it."""
     from backends.megatron.convert.architecture import read_architecture
     from backends.megatron.parallel import check_layout
 
@@ -210,6 +231,7 @@ def build_desk(
         interrupted=lambda: process.control.interrupt_requested,
         resume_from=found,
         replay_from=_replay_from(config),
+        origins=loaded.origins,
     )
     for note in loaded.notes:
         tracker.note(note)
@@ -228,15 +250,18 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
     config, desk = trainer.config, trainer.desk
     folder = Path(config.run.dir) / config.run.name / "hf"
     try:
-        outcome = trainer.train()
-        if outcome.status in FINISHED and config.checkpoint.export_hf:
-            trainer.backend.export_hf(folder)
+        with process.blaming():
+            outcome = trainer.train()
+            if outcome.status in FINISHED and config.checkpoint.export_hf:
+                trainer.backend.export_hf(folder)
     except BaseException as error:
         if desk is not None:
             status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             if not isinstance(error, UserError):
-                desk.conclude(status, reason=str(error))
+                _conclude_failed(desk, status, error)
             desk.tracker.close(status)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RunFailed(f"{error}; free space under {config.run.dir} and continue with --resume") from error
         raise
     process.control.main("the result of the run", lambda: trainer.main.conclude(outcome.status), timeout_s=trainer.patience)
     if desk is not None:        # the other ranks may leave meanwhile: an upload can take longer than they would wait
@@ -244,3 +269,10 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
             desk.push(folder)
         desk.tracker.close(outcome.status)
     return outcome
+
+
+def _conclude_failed(desk: Desk, status: Status, error: BaseException) -> None:
+    try:
+        desk.conclude(status, reason=str(error))
+    except OSError as second:       # a full disk, say: what failed first is what the user must hear
+        logger.error("result.json could not be written: %s", second)

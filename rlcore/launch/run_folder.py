@@ -13,8 +13,9 @@ from rlcore.desk import FINISHED
 from rlcore.early_stopping import EarlyStopping
 from rlcore.errors import UserError
 from rlcore.runs.checkpoints import Checkpoint, CheckpointStore
-from rlcore.runs.directory import RunDirectory
+from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.files import remove_tree
+from rlcore.runs.metrics import read_metrics
 
 
 @dataclass(frozen=True)
@@ -25,19 +26,33 @@ class OpenRun:
     checkpoints: CheckpointStore
     resume_from: Checkpoint | None
 
+    def leave(self, error: BaseException) -> None:
+        """What `error` leaves behind, unless the run has its result: a free name after bad input, else a failed run."""
+        directory = self.directory
+        if directory.has_ended:
+            return
+        if not isinstance(error, UserError):
+            rows = read_metrics(directory.metrics_path)
+            status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            directory.write_result(status, rows[-1]["step"] if rows else 0, str(error))
+        elif not directory.resumed and not directory.metrics_path.exists():
+            remove_tree(directory.path)
+
 
 def open_run(loaded: Loaded, steps: int, stack: ExitStack, *, resume: bool, overwrite: bool) -> OpenRun:
     """Take the run's folder and find the point to go on from; a refused resume leaves the folder as it was."""
     config = loaded.config
     directory = RunDirectory.create(config.run.dir, config.run.name, resume=resume, overwrite=overwrite)
     stack.callback(directory.close)
-    stack.push(lambda kind, *_: _give_back(directory, kind))
     checkpoints = CheckpointStore(directory.checkpoints, keep=config.checkpoint.keep)
     found = checkpoints.latest() if directory.resumed else None
+    run = OpenRun(directory, checkpoints, found)
+    stack.push(lambda _, error, __: run.leave(error) if error is not None else None)
     if found is not None:
         check_unfinished(config, found, steps, directory.read_result() or {})
-    directory.write_config(config.model_dump(mode="json"), loaded.origins)
-    return OpenRun(directory, checkpoints, found)
+    if found is None:       # a resumed run keeps its configuration until nothing can be refused any more
+        directory.write_config(config.model_dump(mode="json"), loaded.origins)
+    return run
 
 
 def check_unfinished(config: Config, found: Checkpoint, steps: int, result: Mapping[str, Any]) -> None:
@@ -62,9 +77,3 @@ def check_unfinished(config: Config, found: Checkpoint, steps: int, result: Mapp
             f"run {name!r} stopped early at step {found.step} of {steps}: objective/kl {kl:.6g} is above training.target_kl "
             f"{stopping.target_kl:g}; raise it, or set training.early_stopping=false, to go on"
         )
-
-
-def _give_back(directory: RunDirectory, kind: type[BaseException] | None) -> None:
-    """Bad input that shows before the first step leaves the name of a new run free."""
-    if kind is not None and issubclass(kind, UserError) and not directory.resumed and not directory.metrics_path.exists():
-        remove_tree(directory.path)
