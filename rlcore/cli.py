@@ -108,9 +108,12 @@ def init_model(arguments: argparse.Namespace) -> int:
 
 
 def metrics(arguments: argparse.Namespace) -> int:
-    from rlcore.listing import list_metrics
+    from rlcore.listing import list_metrics, metrics_page
 
-    print("\n".join(list_metrics()))
+    if arguments.markdown:
+        print(metrics_page(), end="")
+    else:
+        print("\n".join(list_metrics()))
     return 0
 
 
@@ -168,7 +171,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("source", type=Path, help="a run (its last checkpoint) or a checkpoint folder")
     sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
     _add_model_options(command("init-model", init_model, "write a small, randomly initialised Hugging Face folder"))
-    command("metrics", metrics, "define every metric that a run writes")
+    sub = command("metrics", metrics, "define every metric that a run writes")
+    sub.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")
     command("algorithms", algorithms, "list estimators and losses with their keywords")
     return parser
 

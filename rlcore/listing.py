@@ -27,6 +27,27 @@ def list_metrics() -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths)) + f"  {spec.definition}"
 
 
+def metrics_page() -> str:
+    """docs/metrics.md, made by `rlcore metrics --markdown`."""
+    rows = "\n".join(
+        f"| `{spec.name}` | {spec.definition} | {spec.denominator} | {spec.unit} |" for spec in METRICS.values()
+    )
+    return f"""# Metrics
+
+Written by `rlcore metrics --markdown`; do not edit. One JSON object a step in `runs/<name>/metrics.jsonl`, the same names
+in TensorBoard and wandb.
+
+A *token* is a trainable token: prompts, tool output, observations and padding are in no metric. A *sequence* is one with
+at least one trainable token, unless a line says "all sequences". A metric whose inputs were not computed is absent, never
+0: without a reference model there is no KL, without a critic no value loss, with one optimizer step a batch (and nothing
+that needs a pass before it) no `rollout/ess`. Steps that train the critic alone (`critic.warmup_steps`) have no policy loss.
+
+| name | what it is | averaged over | unit |
+|---|---|---|---|
+{rows}
+"""
+
+
 def list_algorithms() -> Iterator[str]:
     """Each estimator and policy loss: its sentence, what it needs, its keywords with their defaults."""
     yield "estimators (algorithm.estimator.name)"

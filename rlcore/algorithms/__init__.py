@@ -20,7 +20,7 @@ from rlcore.algorithms.guard import GuardedEstimator, GuardedPolicyLoss
 from rlcore.algorithms.keywords import Keyword
 from rlcore.algorithms.kl import KLKind, approx_kl, kl_clamped
 from rlcore.algorithms.losses.value import value_clipped, value_loss
-from rlcore.algorithms.metric_table import METRICS, MetricSpec
+from rlcore.algorithms.metric_table import METRICS, MetricSpec, metric_spec
 from rlcore.algorithms.metrics import explained_variance, rollout_metrics
 from rlcore.algorithms.moments import Moments
 from rlcore.algorithms.ragged import (
@@ -84,6 +84,7 @@ __all__ = [
     "kl_clamped",
     "last_token_index",
     "loss_weights",
+    "metric_spec",
     "policy_loss_keywords",
     "policy_loss_names",
     "register_estimator",

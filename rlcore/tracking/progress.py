@@ -1,4 +1,4 @@
-"""What a run shows while it goes: one line a step, a bar below it on a terminal.
+"""What a run shows while it goes: a line for each step that takes its time, a bar below on a terminal.
 
     step  12/40 | reward 0.412 | kl 0.0031 | length 3.21 | 1.23k tok/s | 2.1 s/step | 1m02s left
 """
@@ -22,6 +22,7 @@ from rlcore.tracking.format import duration, number, sample_lines
 from rlcore.tracking.names import first
 
 WINDOW = 20     # steps over which the time left is estimated
+QUIET_S = 2.0   # quick steps share a line: the first, the last, evaluations, and else one in so many seconds
 Clock = Callable[[], float]
 
 ENDINGS = {
@@ -47,6 +48,8 @@ class Progress(BaseTracker):
         self._began = self._last = clock()
         self._intervals: deque[float] = deque(maxlen=WINDOW)
         self._step = 0
+        self._shown: float | None = None        # when a step's line was last written
+        self._withheld = ""                     # the line of the last step, while it is not
 
     def start(self, description: Mapping[str, str]) -> None:
         width = max((len(key) for key in description), default=0)
@@ -60,9 +63,13 @@ class Progress(BaseTracker):
         if step > 0:    # step 0 is the evaluation before training: no measure of a step's time
             self._intervals.append(now - self._last)
         self._step, self._last = step, now
-        self.write(" | ".join([self._position(), *self._fields(metrics)]))
+        self._withheld = " | ".join([self._position(), *self._fields(metrics)])
+        evaluated = first(metrics, names.ACCURACY) is not None
+        if evaluated or step >= self.total_steps or self._shown is None or now - self._shown >= QUIET_S:
+            self._show_step()
 
     def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        self._show_step()
         for sample in samples:
             head, *texts = sample_lines(sample)
             self.write(f"  sample of step {step}: {head}")
@@ -70,9 +77,11 @@ class Progress(BaseTracker):
                 self.write("    " + text.replace("\n", "\n    "))
 
     def note(self, line: str) -> None:
+        self._show_step()
         self.write(line)
 
     def close(self, status: str) -> None:
+        self._show_step()
         spent = duration(self._clock() - self._began)
         self.write(f"run {self.name}: {ENDINGS.get(status, status)} after step {self._step}/{self.total_steps}, {spent}")
 
@@ -82,6 +91,12 @@ class Progress(BaseTracker):
         if not self._intervals:
             return None
         return sum(self._intervals) / len(self._intervals) * max(self.total_steps - self._step, 0)
+
+    def _show_step(self) -> None:
+        """Write the line of the last step, unless that was done: what follows is about that step."""
+        if self._withheld:
+            self.write(self._withheld)
+            self._shown, self._withheld = self._last, ""
 
     def write(self, line: str) -> None:
         print(line, file=self.stream, flush=True)

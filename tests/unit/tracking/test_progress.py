@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -82,6 +83,35 @@ def test_the_time_left_of_a_resumed_run_counts_its_own_steps() -> None:
         clock.now += 1
         progress.log(step, {})
     assert progress.seconds_left == pytest.approx((4 + 8) / 9)
+
+
+def test_quick_steps_share_lines() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress("quick", 500, stream, clock=clock)
+    for step in range(1, 501):
+        clock.now += 0.05
+        progress.log(step, METRICS if step != 77 else {**METRICS, "eval/accuracy": 0.5})
+    progress.close("completed")
+    lines = stream.getvalue().splitlines()
+    steps = [int(line.split("/")[0].split()[-1]) for line in lines[:-1]]
+    assert steps[:3] == [1, 41, 77]
+    assert steps[-1] == 500
+    assert len(steps) < 25 / 2 + 4
+    assert all((b - a) * 0.05 >= 2.0 for a, b in pairwise(steps) if b not in (77, 500))
+
+
+def test_what_follows_a_step_follows_its_line(make_sample: Callable[..., Sample]) -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress("quick", 9, stream, clock=clock)
+    for step in (1, 2, 3, 4, 5):
+        progress.log(step, METRICS)
+        if step == 2:
+            progress.show_samples(2, [make_sample()])
+        if step == 4:
+            progress.note("early stopping")
+    progress.close("interrupted")
+    heads = [line.split(" |")[0].split(":")[0] for line in stream.getvalue().splitlines() if not line.startswith("   ")]
+    assert heads == ["step 1/9", "step 2/9", "  sample of step 2", "step 4/9", "early stopping", "step 5/9", "run quick"]
 
 
 def test_samples_are_shown_as_text(make_sample: Callable[..., Sample]) -> None:
