@@ -13,6 +13,7 @@ from pathlib import Path
 from rlcore import __version__
 from rlcore.config.load import Loaded, load_config, split_arguments
 from rlcore.errors import RunFailed, UserError
+from rlcore.launch.ranks import first_on_node, started_by_torchrun
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -24,15 +25,14 @@ _SETTINGS = "FILE.yaml ... and overrides KEY=VALUE (policy.optimizer.lr=2e-6), l
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
     arguments = _parse(argv)
+    arguments.given = list(sys.argv[1:] if argv is None else argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         return command(arguments)
-    except UserError as error:
-        print(f"rlcore: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except RunFailed as error:
-        print(f"rlcore: {error}", file=sys.stderr)
-        return EXIT_FAILED
+    except (UserError, RunFailed) as error:
+        if first_on_node():     # ranks that meet the same error say it once
+            print(f"rlcore: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
     except KeyboardInterrupt:
         print("rlcore: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -45,12 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    loaded = _load(arguments.settings)
+    launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
+    loaded = _load([*launcher, *arguments.settings])
     from rlcore import launch
     from rlcore.plugin_checks import check_plugins
 
     loaded = replace(loaded, notes=(*loaded.notes, *check_plugins(loaded)))
-    return launch.train(loaded, resume=arguments.resume, overwrite=arguments.overwrite)
+    return launch.train(loaded, resume=arguments.resume, overwrite=arguments.overwrite, arguments=arguments.given)
 
 
 def validate(arguments: argparse.Namespace) -> int:

@@ -3,6 +3,9 @@
 Generation can take longer than any collective may, so rank 0 does its part alone and posts the outcome in a key-value store;
 the other ranks poll it, each wait with a deadline. Early stop, SIGTERM and errors travel the same way: all ranks leave at
 the same step.
+
+An error anywhere ends the run. The first rank that fails says so under one key, where every wait looks; a rank that breaks in
+a collective because a peer is gone finds the reason there too.
 """
 
 from __future__ import annotations
@@ -12,14 +15,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
+
+from torch.distributed import DistError
 
 from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed, UserError
 
 T = TypeVar("T")
 POLL_S = 0.002
 POLL_MAX_S = 0.05
+BLAME_S = 3.0               # for a peer's failure to become known, once a collective broke
+_FAILED = "failed"
 
 
 class Store(Protocol):
@@ -31,50 +39,109 @@ class Store(Protocol):
 
     def check(self, keys: list[str], /) -> bool: ...
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended the run: the first rank that failed, and its error in a line or two."""
+
+    rank: int
+    error: str
+    bad_input: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed: {self.error}"
+
 
 class PeerFailed(RunFailed):
     """Another rank failed; the message is that rank's."""
 
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+def post_failure(store: Store, failure: Failure) -> None:
+    """Say what ended the run, unless something else is said already."""
+    store.compare_set(_FAILED, "", json.dumps(asdict(failure)))
+
+
+def read_failure(store: Store) -> Failure | None:
+    return Failure(**json.loads(store.get(_FAILED))) if store.check([_FAILED]) else None
+
 
 class Control:
-    """One object a rank. `main` is called by all ranks in the same order."""
+    """One object a rank. `main`, `decide` and `assemble` are called by all ranks in the same order."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
         self._count = 0
         self._interrupted = threading.Event()
 
+    # --- agreement ------------------------------------------------------------------------------------------------
+
     def main(self, what: str, work: Callable[[], T], *, timeout_s: float) -> T | None:
         """Rank 0 runs `work` and returns its value; the others wait until it is done and return None.
 
         An exception of `work` is raised on every rank: on rank 0 itself, elsewhere as `PeerFailed`.
         """
-        self._count += 1
-        key = f"main/{self._count}"
+        key = self._next_key()
         if self.rank == 0:
-            try:
-                value = work()
-            except BaseException as error:
-                self._post(key, {"error": _plain(error), "what": what})
-                raise
-            self._post(key, {})
+            value = self._lead(work)
+            self.store.set(key, "")
             return value
-        self._wait(key, what, timeout_s)
+        self._wait(key, f"rank 0: {what}", timeout_s)
         return None
 
     def decide(self, what: str, work: Callable[[], str], *, timeout_s: float) -> str:
         """As `main`, but every rank gets the string that rank 0's `work` returned."""
-        self._count += 1
-        key = f"main/{self._count}"
+        key = self._next_key()
         if self.rank == 0:
-            try:
-                value = work()
-            except BaseException as error:
-                self._post(key, {"error": _plain(error), "what": what})
-                raise
-            self._post(key, {"value": value})
+            value = self._lead(work)
+            self.store.set(key, value)
             return value
-        return str(self._wait(key, what, timeout_s)["value"])
+        self._wait(key, f"rank 0: {what}", timeout_s)
+        return self.store.get(key).decode()
+
+    def assemble(self, what: str, *, timeout_s: float) -> None:
+        """Rank 0 waits here until every rank has come here; the others go on.
+
+        Raises:
+            UserError: a rank was given bad input (rank 0).
+            PeerFailed: a rank failed otherwise.
+        """
+        key = self._next_key()
+        if self.rank != 0:
+            self.store.set(f"{key}/{self.rank}", "")
+            return
+        for rank in range(1, self.world_size):
+            self._wait(f"{key}/{rank}", f"rank {rank}: {what}", timeout_s)
+
+    def _next_key(self) -> str:
+        self._count += 1
+        return f"main/{self._count}"
+
+    def _lead(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except BaseException as error:      # told at once: closing what is open may take a while
+            self.fail(error)
+            raise
+
+    def _wait(self, key: str, what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        pause = POLL_S
+        while not self.store.check([key]):
+            self.announce_interrupt()
+            if (failure := read_failure(self.store)) is not None:
+                raise self._peer_error(failure)
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"rank {self.rank} waited {timeout_s:.0f} s for {what}")
+            time.sleep(pause)
+            pause = min(pause * 1.5, POLL_MAX_S)
+
+    # --- a clean end ----------------------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
         """Ask for a clean end at the next decision (signal handlers, any rank)."""
@@ -89,37 +156,45 @@ class Control:
     def interrupt_requested(self) -> bool:
         return self._interrupted.is_set() or self.store.check(["interrupt"])
 
+    @property
+    def was_signalled(self) -> bool:
+        """This very process was asked to end."""
+        return self._interrupted.is_set()
+
+    # --- failures -------------------------------------------------------------------------------------------------
+
     def fail(self, error: BaseException) -> None:
         """Leave this rank's last words where the others find them."""
-        if not isinstance(error, PeerFailed):
-            self._post("failed", {"error": _plain(error), "rank": self.rank})
+        if isinstance(error, PeerFailed):
+            return
+        with suppress(DistError):           # the store's host may be what failed
+            post_failure(self.store, Failure(self.rank, in_one_line(error), isinstance(error, UserError)))
 
-    def _post(self, key: str, value: dict[str, object]) -> None:
-        self.store.set(key, json.dumps(value))
+    def explain(self, error: BaseException) -> BaseException:
+        """The failure of another rank where that is what made `error`, or `error` itself."""
+        if self.world_size == 1 or not isinstance(error, RuntimeError | RunFailed) or isinstance(error, PeerFailed):
+            return error
+        deadline = time.monotonic() + (0.0 if isinstance(error, RlcoreError) else BLAME_S)
+        failure: Failure | None = None
+        with suppress(DistError):
+            while (failure := read_failure(self.store)) is None and time.monotonic() < deadline:
+                time.sleep(POLL_MAX_S)
+        return error if failure is None or failure.rank == self.rank else self._peer_error(failure)
 
-    def _wait(self, key: str, what: str, timeout_s: float) -> dict[str, object]:
-        deadline = time.monotonic() + timeout_s
-        pause = POLL_S
-        while not self.store.check([key]):
-            self.announce_interrupt()
-            if self.store.check(["failed"]):
-                failed = json.loads(self.store.get("failed"))
-                raise PeerFailed(f"rank {failed['rank']} failed: {failed['error']}")
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"rank {self.rank} waited {timeout_s:.0f} s for rank 0: {what}")
-            time.sleep(pause)
-            pause = min(pause * 1.5, POLL_MAX_S)
-        answer: dict[str, object] = json.loads(self.store.get(key))
-        if "error" in answer:
-            raise PeerFailed(f"rank 0 failed in {answer['what']}: {answer['error']}")
-        return answer
+    def _peer_error(self, failure: Failure) -> RlcoreError:
+        """Rank 0 speaks for all: what a peer refused as bad input is bad input for the run."""
+        if failure.bad_input and self.rank == 0:
+            return UserError(f"rank {failure.rank}: {failure.error}")
+        return PeerFailed(failure)
 
 
-def _plain(error: BaseException) -> str:
-    """One line for what we raise on purpose; a traceback for the rest."""
-    if isinstance(error, RlcoreError | UserError):
+def in_one_line(error: BaseException) -> str:
+    """The message of what we raise on purpose; for the rest the type, the message and the place."""
+    if isinstance(error, RlcoreError):
         return str(error)
-    return "".join(traceback.format_exception(error)).strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 class LocalStore:
@@ -137,6 +212,7 @@ class LocalStore:
     def check(self, keys: list[str], /) -> bool:
         return all(key in self._values for key in keys)
 
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        if not self.check(keys):
-            raise DeadlineExceeded(f"{keys} never appeared")
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        if self._values.get(key, "") == expected:
+            self._values[key] = desired
+        return self._values[key].encode()

@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlcore.config.load import Loaded
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, RunFailed
+from rlcore.launch.ranks import supervised, under_torchrun
 
+FAILED = 1
+BAD_INPUT = 2
 INTERRUPTED = 130       # the exit code of a run that was asked to stop before its end
 
 
-def train(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
-    """Run `rlcore train`. The exit code: 0 for completed and early_stopped, 130 for interrupted."""
-    from rlcore.launch.process import join, under_torchrun
+def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[str] = ()) -> int:
+    """Run `rlcore train`. The exit code: 0 for completed and early_stopped, 130 for interrupted.
 
+    Args:
+        arguments: the command line after `rlcore`; the processes of a run with several are started with it.
+    """
     config = loaded.config
     if config.cluster.launcher == "local" and config.cluster.processes_per_node > 1 and not under_torchrun():
+        from rlcore.launch.compose import check_input
         from rlcore.launch.supervise import supervise
 
-        return supervise(config, sys.argv[1:])
+        check_input(config, config.cluster.processes_per_node, resume=resume, overwrite=overwrite)
+        return supervise(config, arguments)
     if config.cluster.launcher == "torchrun" and not under_torchrun():
         raise ConfigError(
             "cluster.launcher is torchrun, but this process has no RANK: start it with `torchrun ... -m rlcore train ...`, "
             "or set cluster.launcher=local and cluster.processes_per_node"
         )
-    from rlcore.launch.compose import run_rank
+    return _train_rank(loaded, resume=resume, overwrite=overwrite)
 
-    with join(config) as process:
-        outcome = run_rank(process, loaded, resume=resume, overwrite=overwrite)
+
+def _train_rank(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
+    from rlcore.control import PeerFailed
+    from rlcore.launch.compose import run_rank
+    from rlcore.launch.logs import describe
+    from rlcore.launch.process import join
+
+    rank = 0
+    try:
+        with join(loaded.config) as process:
+            rank = process.rank
+            outcome = run_rank(process, loaded, resume=resume, overwrite=overwrite)
+    except PeerFailed as error:
+        if rank != 0 or supervised():       # somebody else tells the user
+            return FAILED
+        raise RunFailed(describe(error.failure, loaded.config.run)) from error
     return INTERRUPTED if outcome.status == "interrupted" else 0
 
 

@@ -1,32 +1,26 @@
-"""One trainer process: who it is, where it logs, how it hears signals, and how it leaves."""
+"""One trainer process: who it is, how it hears signals, and how it leaves."""
 
 from __future__ import annotations
 
-import faulthandler
-import logging
 import os
 import signal
-import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
 
 from rlcore.config import Config
-from rlcore.control import Control, LocalStore, Store
+from rlcore.config.run import RunConfig
+from rlcore.control import Control, Failure, LocalStore
+from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
+from rlcore.launch.logs import RankLog, rank_log
+from rlcore.launch.pulse import Pulse, Watch
+from rlcore.launch.ranks import store_prefix, under_torchrun
 from rlcore.runs.rng import seed_rng
-
-BEAT_S = 2.0
-LEAVE_S = 5.0           # from the loss of the store to the end of a process that has not noticed it otherwise
-logger = logging.getLogger(__name__)
-_open_logs: list[TextIO] = []       # faulthandler writes to the descriptor: it must stay open
 
 
 @dataclass(frozen=True)
@@ -36,11 +30,23 @@ class Process:
     local_rank: int
     device: torch.device
     control: Control
+    log: RankLog
+    last_words: list[Callable[[Failure], None]] = field(default_factory=list)   # said where the main thread cannot any more
+    pulse: Pulse | None = None
 
-
-def under_torchrun() -> bool:
-    """True when somebody (torchrun, or our own supervisor) has told this process its rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """An error in here is told to the other ranks at once; one that a peer's failure made becomes `PeerFailed`."""
+        try:
+            yield
+        except Exception as error:
+            if self.pulse is not None:
+                self.pulse.leaving()
+            cause = _in_our_words(self.control.explain(error), self)
+            self.control.fail(cause)
+            if cause is error:
+                raise
+            raise cause from error
 
 
 def pick_device(local_rank: int) -> torch.device:
@@ -53,71 +59,85 @@ def pick_device(local_rank: int) -> torch.device:
 @contextmanager
 def join(config: Config) -> Iterator[Process]:
     """This process's place among the trainer's ranks; a run of one process needs no environment."""
-    # Megatron warns of every package that it can do without: into the log with that, once it is open.
-    logging.captureWarnings(True)
-    logging.getLogger("py.warnings").addHandler(logging.NullHandler())
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    if config.run.deterministic:
+    with rank_log(int(os.environ["RANK"]) if under_torchrun() else 0) as log:
+        _set_up_torch(config.run)
+        if under_torchrun():
+            with _among_ranks(config, log) as process:
+                yield process
+        else:
+            with _signals(control := Control(LocalStore(), 0, 1)):
+                yield Process(0, 1, 0, pick_device(0), control, log)
+
+
+def _set_up_torch(run: RunConfig) -> None:
+    if run.threads is not None:
+        torch.set_num_threads(run.threads)
+    if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # without it cuBLAS refuses
         torch.use_deterministic_algorithms(True)
-    seed_rng(config.run.seed)
-    if not under_torchrun():
-        with _signals(control := Control(LocalStore(), 0, 1)):
-            yield Process(0, 1, 0, pick_device(0), control)
-        return
-    device = pick_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=config.cluster.collective_timeout_s),
-    )
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore(f"rlcore/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _default_store())
+    seed_rng(run.seed)
+
+
+@contextmanager
+def _among_ranks(config: Config, log: RankLog) -> Iterator[Process]:
+    local_rank, cluster = int(os.environ.get("LOCAL_RANK", "0")), config.cluster
+    device = pick_device(local_rank)
+    store, rank, world_size = _meet(device, cluster.start_timeout_s, cluster.collective_timeout_s)
     control = Control(store, rank, world_size)
-    heart = _Heart(store, rank)
+    watched = [0] if rank else range(1, world_size)
+    last_words: list[Callable[[Failure], None]] = []
+    # A connection of its own: one that the main thread waits on would hold the beats back.
+    beats = store.clone()   # type: ignore[attr-defined]  # torch's type stub lacks it
+    watch = Watch(beats, watched, limit_s=cluster.heartbeat_timeout_s, start_limit_s=cluster.start_timeout_s)
+    pulse = Pulse(beats, control, watch, last_words)
+    process = Process(rank, world_size, local_rank, device, control, log, last_words, pulse)
     try:
-        with _signals(control):
-            yield Process(rank, world_size, device.index or 0, device, control)
+        with process.blaming(), _signals(control):
+            yield process
     except BaseException as error:
-        with suppress(dist.DistError):      # the store's host may be what failed
-            control.fail(error)
-        raise
-    finally:
-        heart.stop()
-        # A rank that failed leaves at once: a polite farewell would wait for peers that are stuck in a collective.
-        if sys.exc_info()[0] is None and dist.is_initialized():
-            dist.destroy_process_group()
+        control.fail(error)         # an interrupt is no failure that `blaming` sees
+        pulse.stop(in_peace=False)
+        raise                       # at once: a polite farewell would wait for peers that are stuck in a collective
+    pulse.stop(in_peace=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def _default_store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
+def _meet(device: torch.device, start_timeout_s: float, collective_timeout_s: float) -> tuple[dist.Store, int, int]:
+    """Join the default process group; the run's store, this rank and the world size.
+
+    Raises:
+        RunFailed: the others cannot be reached, or do not come.
+    """
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=start_timeout_s)))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("ranks", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=collective_timeout_s),
+        )
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise RunFailed(f"rank {os.environ['RANK']} cannot meet the other ranks at {address}: {reason}") from error
+    return dist.PrefixStore(store_prefix(), store), rank, world_size
 
 
-class _Heart:
-    """Says every two seconds that this process runs; the supervisor takes silence for a hang."""
-
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._key = store, f"beat/{rank}"
-        self._stopped = threading.Event()
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
-
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                self._store.set(self._key, str(time.time()))
-            except dist.DistError:      # recovery: none; the store's host is gone, and the run with it
-                self._leave()
-                return
-            self._stopped.wait(BEAT_S)
-
-    def _leave(self) -> None:
-        """Nobody supervises this process any more: one that generates, or waits for a peer, must not live on as an orphan."""
-        if not self._stopped.wait(LEAVE_S):
-            logger.error("the process that holds the run's store has died (a launcher, or node 0): this one leaves")
-            os._exit(1)
-
-    def stop(self) -> None:
-        self._stopped.set()
+def _in_our_words(error: BaseException, process: Process) -> BaseException:
+    """A collective that broke or took too long, without a peer that said why; anything else stays as it is."""
+    text = str(error)
+    if isinstance(error, RlcoreError) or not isinstance(error, RuntimeError) or process.world_size == 1:
+        return error
+    if "gloo" not in text.lower() and not isinstance(error, dist.DistError):
+        return error
+    reason = text.splitlines()[0]
+    if "timed out" in text.lower() or "timeout" in text.lower():
+        return DeadlineExceeded(
+            f"rank {process.rank} waited for its peers in a collective for longer than cluster.collective_timeout_s: {reason}"
+        )
+    return RunFailed(f"rank {process.rank} lost a peer in a collective: {reason}")
 
 
 @contextmanager
@@ -137,23 +157,3 @@ def _signals(control: Control) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def open_log(folder: Path, rank: int) -> None:
-    """This rank's log. Rank 0 also keeps the terminal; the others' whole output goes to their file.
-
-    `kill -USR1 PID` writes the stack of every thread into it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / f"rank_{rank}.log").open("a", buffering=1)
-    _open_logs.append(file)
-    if rank != 0:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    logging.basicConfig(
-        stream=file, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
-    faulthandler.enable(file)
-    faulthandler.register(signal.SIGUSR1, file)

@@ -1,7 +1,7 @@
 """Several trainer processes on this machine, started and watched by us with the environment that torchrun gives.
 
-The first process that dies or falls silent ends the run: the rest are stopped within a deadline, and the culprit's rank and
-the last lines of its log are what the user sees.
+The first process that dies or falls silent ends the run: the others are told why, leave or are ended within a deadline, and
+the culprit's rank and the last lines of its log are what the user sees.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
 from rlcore.config import Config
+from rlcore.control import Failure, post_failure, read_failure
 from rlcore.errors import RunFailed
-from rlcore.launch import INTERRUPTED
+from rlcore.launch import BAD_INPUT, INTERRUPTED
+from rlcore.launch.logs import LAST_LINES, describe, folder_of, path_of
+from rlcore.launch.pulse import LEAVE_S, NOTICE_S, Watch
+from rlcore.launch.ranks import SUPERVISED, store_prefix
 
-GRACE_S = 10.0          # from the first death to SIGKILL for the rest
-SETTLE_S = 0.5          # in which the peers of a dead process fail too
-LAST_LINES = 15
-USER_ERROR = 2          # the exit code of a rank that was given bad input
+POLL_S = 0.1
+DUMP_S = 1.0            # for a stuck process to write its stacks
+END_S = 10.0            # from SIGTERM to SIGKILL, where we are the ones who end it
+LAST_LINES_OF_A_STACK = 40
 
 
 def supervise(config: Config, arguments: Sequence[str]) -> int:
@@ -34,24 +37,110 @@ def supervise(config: Config, arguments: Sequence[str]) -> int:
     Raises:
         RunFailed: a process died or hung; names its rank and shows its log's last lines.
     """
-    count = config.cluster.processes_per_node
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    workers = [_start(rank, count, store.port, config, arguments) for rank in range(count)]
-    watch = _Watch(config, store, workers)
+    ranks = _Ranks(config, arguments)
     try:
-        with _forward_signals(workers):
-            culprit = watch.first_failure()
-        if culprit is not None:
-            return watch.blame(culprit)
-        return INTERRUPTED if any(worker.returncode == INTERRUPTED for worker in workers) else 0
+        with _passing_on_signals(ranks.workers):
+            failure = ranks.wait()
+            if failure is not None:
+                ranks.wait_for_the_others(failure)
     finally:
-        _stop(workers)
+        ranks.end()
+    code = ranks.exit_code(failure)
+    if code is None:
+        assert failure is not None
+        raise RunFailed(describe(failure, config.run, lines=ranks.lines))
+    return code
+
+
+class _Ranks:
+    """The processes, and the store in which they meet."""
+
+    def __init__(self, config: Config, arguments: Sequence[str]) -> None:
+        self.config, self.count = config, config.cluster.processes_per_node
+        self._host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self.store = dist.PrefixStore(store_prefix(), self._host)
+        cluster = config.cluster
+        self._watch = Watch(
+            self.store, range(self.count), limit_s=cluster.heartbeat_timeout_s, start_limit_s=cluster.start_timeout_s
+        )
+        self.lines = LAST_LINES
+        self.workers: list[subprocess.Popen[bytes]] = []
+        for rank in range(self.count):
+            self.workers.append(_start(rank, self.count, self._host.port, config, arguments))
+
+    def wait(self) -> Failure | None:
+        """Until all have ended well, or for what ends the run."""
+        while True:
+            codes = [worker.poll() for worker in self.workers]
+            failure = self._died(codes) or read_failure(self.store) or self._fell_silent(codes)
+            if failure is not None:
+                post_failure(self.store, failure)       # the others are told
+                return failure
+            if None not in codes:
+                return None
+            time.sleep(POLL_S)
+
+    def wait_for_the_others(self, failure: Failure) -> None:
+        """They know of the failure: they close what is open and leave, or end themselves. One that is stopped does neither."""
+        culprit, deadline = self.workers[failure.rank], time.monotonic() + NOTICE_S + LEAVE_S
+        while time.monotonic() < deadline and any(worker.poll() is None for worker in self.workers):
+            silent_s = self._watch.silence().get(failure.rank, 0.0)
+            if culprit.poll() is None and silent_s > self.config.cluster.heartbeat_timeout_s:
+                self._dump_stacks(failure.rank)
+                culprit.kill()
+            time.sleep(POLL_S)
+
+    def exit_code(self, failure: Failure | None) -> int | None:
+        """None where nobody has told the user yet what went wrong."""
+        codes = [worker.returncode for worker in self.workers]
+        if failure is None:
+            return INTERRUPTED if INTERRUPTED in codes else 0
+        speaker = codes[0]                              # the first rank keeps the terminal
+        if speaker in (BAD_INPUT, INTERRUPTED):
+            return int(speaker)
+        return int(speaker) if failure.rank == 0 and speaker > 0 else None
+
+    def end(self) -> None:
+        """SIGTERM asks for a clean end that a rank stuck in a collective cannot give: SIGKILL follows."""
+        for worker in self.workers:
+            if worker.poll() is None:
+                worker.terminate()
+        deadline = time.monotonic() + END_S
+        for worker in self.workers:
+            try:
+                worker.wait(timeout=max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait(timeout=END_S)
+
+    def _died(self, codes: Sequence[int | None]) -> Failure | None:
+        """A process that was killed, or that ended without a word to the others."""
+        for rank, code in enumerate(codes):
+            if code is not None and code < 0:
+                return Failure(rank, f"it was killed by {signal.Signals(-code).name}")
+        told = read_failure(self.store)
+        for rank, code in enumerate(codes):
+            if told is None and code not in (None, 0, INTERRUPTED):
+                return Failure(rank, f"it ended with exit code {code}", bad_input=code == BAD_INPUT)
+        return None
+
+    def _fell_silent(self, codes: Sequence[int | None]) -> Failure | None:
+        failure = self._watch.failure()
+        return failure if failure is not None and codes[failure.rank] is None else None
+
+    def _dump_stacks(self, rank: int) -> None:
+        """Ask a silent process for the stack of every thread: its fault handler answers where the interpreter is stuck."""
+        if path_of(folder_of(self.config.run), rank).exists():
+            self.workers[rank].send_signal(signal.SIGUSR1)
+            self.lines = LAST_LINES_OF_A_STACK
+            time.sleep(DUMP_S)
 
 
 def _start(rank: int, count: int, port: int, config: Config, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     threads = config.run.threads or max(1, (os.cpu_count() or 1) // count)
     environment = {
         **os.environ,
+        SUPERVISED: "1",
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
@@ -61,94 +150,22 @@ def _start(rank: int, count: int, port: int, config: Config, arguments: Sequence
         "TORCHELASTIC_USE_AGENT_STORE": "True",     # the store is ours: no port is chosen twice
         "OMP_NUM_THREADS": str(threads),
     }
-    return subprocess.Popen([sys.executable, "-m", "rlcore", *arguments], env=environment)
+    # A session of its own: a Ctrl-C is ours to pass on, once, like a SIGTERM that only we get.
+    return subprocess.Popen([sys.executable, "-m", "rlcore", *arguments], env=environment, start_new_session=True)
 
 
-class _Watch:
-    def __init__(self, config: Config, store: dist.TCPStore, workers: list[subprocess.Popen[bytes]]) -> None:
-        self.config, self.store, self.workers = config, store, workers
-        self.started = time.time()
-        self.silent: int | None = None
+@contextmanager
+def _passing_on_signals(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """SIGTERM and Ctrl-C go to every worker, and we wait for their end."""
 
-    def first_failure(self) -> int | None:
-        """The rank that ended the run, None when all ended well."""
-        while True:
-            codes = [worker.poll() for worker in self.workers]
-            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, INTERRUPTED)]
-            if failed:
-                return self._culprit(failed[0])
-            if None not in codes:
-                return None
-            self.silent = next((rank for rank, code in enumerate(codes) if code is None and self._is_silent(rank)), None)
-            if self.silent is not None:
-                return self.silent
-            time.sleep(0.2)
+    def forward(number: int, _frame: object) -> None:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.send_signal(number)
 
-    def _culprit(self, first: int) -> int:
-        """Who is to be named, when `first` was seen to fail first: its peers fail too, at almost the same time."""
-        time.sleep(SETTLE_S)
-        killed = [rank for rank, worker in enumerate(self.workers) if (worker.poll() or 0) < 0]
-        if killed:
-            return killed[0]
-        # Bad input ends all ranks, rank 0 last: it has engines to close, and it is the one that tells the user.
-        with suppress(subprocess.TimeoutExpired):
-            if self.workers[0].wait(timeout=GRACE_S) == USER_ERROR:
-                return 0
-        return first
-
-    def _is_silent(self, rank: int) -> bool:
-        key = f"rlcore/0/beat/{rank}"
-        last = float(self.store.get(key)) if self.store.check([key]) else None
-        limit = self.config.cluster.heartbeat_timeout_s if last else self.config.cluster.start_timeout_s
-        return time.time() - (last or self.started) > limit
-
-    def blame(self, rank: int) -> int:
-        code = self.workers[rank].poll()
-        if rank == self.silent:
-            what = f"has been silent for {self.config.cluster.heartbeat_timeout_s:.0f} s (cluster.heartbeat_timeout_s)"
-        elif code is not None and code < 0:
-            what = f"was killed by {signal.Signals(-code).name}"
-        elif code is not None and rank == 0 and code != 1:
-            return code                         # rank 0 has told the user itself (bad input, an interrupt)
-        else:
-            what = f"exited with code {code}"
-        log = Path(self.config.run.dir) / self.config.run.name / "logs" / f"rank_{rank}.log"
-        lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []
-        tail = "".join(f"\n  {line}" for line in lines)
-        raise RunFailed(f"trainer rank {rank} {what}; the last lines of {log}:{tail or ' (empty)'}")
-
-
-class _forward_signals:
-    """Ctrl-C reaches the workers by the terminal; SIGTERM is passed on, and we wait for their clean end."""
-
-    def __init__(self, workers: list[subprocess.Popen[bytes]]) -> None:
-        self.workers = workers
-
-    def __enter__(self) -> None:
-        def forward(number: int, _frame: object) -> None:
-            for worker in self.workers:
-                if worker.poll() is None:
-                    worker.send_signal(number)
-
-        self.previous = {
-            signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
-            signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
-        }
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.previous.items():
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _stop(workers: list[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM asks for a clean end that a rank stuck in a collective cannot give: SIGKILL follows."""
-    for worker in workers:
-        if worker.poll() is None:
-            worker.terminate()
-    deadline = time.monotonic() + GRACE_S
-    for worker in workers:
-        try:
-            worker.wait(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            worker.wait(timeout=GRACE_S)

@@ -44,6 +44,7 @@ class RunDirectory:
 
     path: Path
     resumed: bool = False       # `create` found an earlier part of the run
+    has_ended: bool = False     # this process has written the result
     _lock: int | None = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -56,23 +57,11 @@ class RunDirectory:
         Raises `UserError` for a name that exists (without either flag) or is no plain name, and when another process
         holds the run.
         """
-        if resume and overwrite:
-            raise UserError("--resume and --overwrite contradict each other: keep the run or delete it")
-        if not name or name.startswith(".") or os.sep in name:
-            raise UserError(f"run.name must be a plain folder name that does not start with a dot, got {name!r}")
+        existing = check_run_name(root, name, resume=resume, overwrite=overwrite)
         path = Path(root) / name
-        if path.exists() and not path.is_dir():
-            raise UserError(f"{path} is a file; a run needs a folder there: choose another run.name")
-        existing = path.is_dir() and any(entry.name not in _NOT_A_RUN for entry in path.iterdir())
-        if existing and not (resume or overwrite):
-            raise UserError(
-                f"run {name!r} exists ({path}): continue it with --resume, replace it with --overwrite, "
-                "or choose another run.name"
-            )
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path)
         if existing and overwrite:
-            _check_is_run(path)
             remove_tree(path)
             os.close(lock)
             path.mkdir()
@@ -129,6 +118,7 @@ class RunDirectory:
         """Say how the run ended. `details` are JSON-able: `objective_kl`, `target_kl`, ..."""
         result = {"status": status, "steps": steps, "reason": reason, **details}
         write_atomic(self.result_path, json.dumps(result, indent=2).encode() + b"\n")
+        self.has_ended = True
 
     def read_result(self) -> dict[str, Any] | None:
         """What `write_result` left, or None while the run goes on or was killed."""
@@ -151,6 +141,25 @@ class RunDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def check_run_name(root: Path | str, name: str, *, resume: bool, overwrite: bool) -> bool:
+    """Whether there is a run of that name already; touches nothing. Raises UserError as `RunDirectory.create` does."""
+    if resume and overwrite:
+        raise UserError("--resume and --overwrite contradict each other: keep the run or delete it")
+    if not name or name.startswith(".") or os.sep in name:
+        raise UserError(f"run.name must be a plain folder name that does not start with a dot, got {name!r}")
+    path = Path(root) / name
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file; a run needs a folder there: choose another run.name")
+    existing = path.is_dir() and any(entry.name not in _NOT_A_RUN for entry in path.iterdir())
+    if existing and not (resume or overwrite):
+        raise UserError(
+            f"run {name!r} exists ({path}): continue it with --resume, replace it with --overwrite, or choose another run.name"
+        )
+    if existing and overwrite:
+        _check_is_run(path)
+    return existing
 
 
 def _check_is_run(path: Path) -> None:

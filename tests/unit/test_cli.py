@@ -37,10 +37,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_train_hands_over_the_configuration_and_its_notes(launched, tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text("training: {target_kl: 0.1}\ncritic: {value_clip: 0.2}\n")
-    assert cli.main(["train", str(file), *GIVEN, "--resume", "run.seed=5"]) == 0
+    given = ["train", str(file), *GIVEN, "--resume", "run.seed=5"]
+    assert cli.main(given) == 0
 
     (loaded,), how = launched["train"]
-    assert how == {"resume": True, "overwrite": False}
+    assert how == {"resume": True, "overwrite": False, "arguments": given}
     assert loaded.config.run.seed == 5
     assert [note.split(":")[0] for note in loaded.notes] == ["training.target_kl", "critic"]
 

@@ -1,0 +1,117 @@
+"""Where one rank's records go: its file in the run's folder, and from rank 0 our own warnings to the terminal too."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from typing import TextIO
+
+from rlcore.config.run import RunConfig
+from rlcore.control import Failure
+from rlcore.errors import RlcoreError
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+OURS = ("rlcore", "backends", "rollout")
+EARLY_RECORDS = 10_000
+LAST_LINES = 15
+_kept_open: list[TextIO] = []       # faulthandler writes to the descriptor, also while the interpreter ends
+
+
+class RankLog:
+    """Keeps records until `open` says which file they belong in: a run's folder is taken only when all else is well."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._early = MemoryHandler(EARLY_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+        self._file: logging.Handler | None = None
+
+    def open(self, folder: Path) -> None:
+        """Write to `folder`/rank_N.log from here on, and what was said before.
+
+        The whole output of the ranks above 0 goes there. `kill -USR1 PID` writes the stack of every thread into it.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path_of(folder, self.rank).open("a", buffering=1)
+        _kept_open.append(file)
+        self._file = logging.StreamHandler(file)
+        self._file.setFormatter(logging.Formatter(FORMAT))
+        self._early.setTarget(self._file)
+        self._early.flush()
+        logging.getLogger().removeHandler(self._early)
+        logging.getLogger().addHandler(self._file)
+        faulthandler.enable(file)
+        faulthandler.register(signal.SIGUSR1, file)
+        if self.rank != 0:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+
+    def last_words(self, error: BaseException) -> None:
+        """End the file with what ended this rank. Python itself writes the traceback of the others' there."""
+        if self._file is None or (self.rank != 0 and not isinstance(error, RlcoreError)):
+            return
+        trace = None if isinstance(error, RlcoreError) else (type(error), error, error.__traceback__)
+        text = str(error) if trace is None else "this rank ends:"
+        self._file.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, trace))
+
+    def close(self) -> None:
+        for handler in (self._early, self._file):
+            if handler is not None:
+                logging.getLogger().removeHandler(handler)
+
+
+class _Terminal(logging.Handler):
+    """Warnings of ours, on the standard error of the moment: a progress display may have put itself before it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING and record.name.partition(".")[0] in OURS
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def rank_log(rank: int) -> Iterator[RankLog]:
+    """Collect this process's records, Python's warnings among them, while open."""
+    root, log = logging.getLogger(), RankLog(rank)
+    handlers: list[logging.Handler] = [log._early] + ([_Terminal()] if rank == 0 else [])
+    level = root.level
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)       # Megatron warns of every package that it can do without
+    for handler in handlers:
+        root.addHandler(handler)
+    try:
+        yield log
+    except BaseException as error:
+        log.last_words(error)
+        raise
+    finally:
+        log.close()
+        for handler in handlers:
+            root.removeHandler(handler)
+        root.setLevel(level)
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.log"
+
+
+def folder_of(run: RunConfig) -> Path:
+    return Path(run.dir) / run.name / "logs"
+
+
+def describe(failure: Failure, run: RunConfig, *, lines: int = LAST_LINES) -> str:
+    """What ended a run, for the user: the rank, what happened, and the end of its log."""
+    path = path_of(folder_of(run), failure.rank)
+    tail = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
+    if not tail:
+        return f"trainer {failure}; its log {path} is empty"
+    return f"trainer {failure}; the last lines of {path}:" + "".join(f"\n  {line}" for line in tail)

@@ -1,0 +1,132 @@
+"""Signs of life. Every rank says that it runs; whoever watches takes silence for a hang; and when the run has failed, a rank
+that is stuck (in a collective, in a generation) and cannot leave by itself is ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch.distributed as dist
+
+from rlcore.control import Control, Failure, Store, post_failure, read_failure
+
+BEAT_S = 1.0
+NOTICE_S = 5.0          # from a failure of the run to the end of a rank that has not noticed it
+LEAVE_S = 45.0          # ... of one that has, but does not get done with closing what is open
+SIGNALLED_S = 5.0       # silence that counts once this process was asked to end: torchrun asks when another one died
+STALL_S = 10.0          # between two looks: it was the watcher that stood still
+_LEFT = "left"
+logger = logging.getLogger(__name__)
+
+
+def beat_key(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+class Watch:
+    """Which of `ranks` has been silent for too long. Only changes of a beat count, so no clocks are compared."""
+
+    def __init__(self, store: Store, ranks: Iterable[int], *, limit_s: float, start_limit_s: float) -> None:
+        self.store, self.limit_s, self.start_limit_s = store, limit_s, start_limit_s
+        now = time.monotonic()
+        self._beats: dict[int, tuple[bytes | None, float]] = dict.fromkeys(ranks, (None, now))
+        self._looked = now
+
+    def silence(self) -> dict[int, float]:
+        """Seconds since each rank's last sign of life; ranks that left in peace are not among them."""
+        now = time.monotonic()
+        stalled = now - self._looked > STALL_S      # stopped and continued, with all the others maybe
+        self._looked = now
+        silence: dict[int, float] = {}
+        for rank, (before, since) in self._beats.items():
+            beat = self.store.get(beat_key(rank)) if self.store.check([beat_key(rank)]) else None
+            if beat != before or stalled:
+                self._beats[rank] = beat, now
+                since = now
+            if beat != _LEFT.encode():
+                silence[rank] = now - since
+        return silence
+
+    def failure(self, *, limit_s: float | None = None) -> Failure | None:
+        """The rank that is silent for longest, if that is more than it may."""
+        silence = self.silence()
+        if not silence:
+            return None
+        rank = max(silence, key=silence.__getitem__)
+        if self._beats[rank][0] is None:
+            if silence[rank] <= self.start_limit_s:
+                return None
+            return Failure(rank, f"it has not joined the others within {self.start_limit_s:g} s (cluster.start_timeout_s)")
+        limit = self.limit_s if limit_s is None else min(limit_s, self.limit_s)
+        if silence[rank] <= limit:
+            return None
+        return Failure(rank, f"it has been silent for {silence[rank]:.0f} s (cluster.heartbeat_timeout_s: {self.limit_s:g})")
+
+
+class Pulse:
+    """One thread a rank: beats, watches (rank 0 all others, they rank 0), and ends this process where it must.
+
+    Args:
+        store: used by this thread alone. A store that another thread waits on would keep the beats from going out.
+        last_words: called with the failure right before this process is ended from here; may grow.
+    """
+
+    def __init__(
+        self, store: Store, control: Control, watch: Watch, last_words: Sequence[Callable[[Failure], None]]
+    ) -> None:
+        self._store, self._control, self._watch, self._last_words = store, control, watch, last_words
+        self._stopped, self._leaving = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread.start()
+
+    def leaving(self) -> None:
+        """The main thread knows that the run is over, and is closing what is open."""
+        self._leaving.set()
+
+    def stop(self, *, in_peace: bool) -> None:
+        """No more beats; `in_peace` tells the watchers that this is no hang."""
+        self._stopped.set()
+        self._thread.join(NOTICE_S)
+        if in_peace:
+            try:
+                self._control.store.set(beat_key(self._control.rank), _LEFT)
+            except dist.DistError as error:     # recovery: none is needed, nobody is left to watch
+                logger.info("the run's store is gone: %s", error)
+
+    def _run(self) -> None:
+        number, noticed = 0, 0.0
+        while not self._stopped.is_set():
+            failure = self._look(number)
+            if failure is not None:
+                noticed = noticed or time.monotonic()
+                if time.monotonic() - noticed > (LEAVE_S if self._leaving.is_set() else NOTICE_S):
+                    self._end(failure)
+            number += 1
+            self._stopped.wait(BEAT_S)
+
+    def _look(self, number: int) -> Failure | None:
+        try:
+            self._store.set(beat_key(self._control.rank), str(number))
+            known = read_failure(self._store)
+            if known is None:
+                silent = self._watch.failure(limit_s=SIGNALLED_S if self._control.was_signalled else None)
+                if silent is not None:
+                    post_failure(self._store, silent)
+                    known = read_failure(self._store)
+            return known
+        except dist.DistError as error:         # recovery: none; with its store the run is gone
+            return Failure(self._control.rank, f"the process that holds the run's store (a launcher, node 0) is gone: {error}")
+
+    def _end(self, failure: Failure) -> None:
+        if self._stopped.is_set():
+            return
+        logger.error("this process has not left by itself and is ended: %s", failure)
+        try:
+            for say in self._last_words:
+                say(failure)
+        finally:
+            os._exit(1)

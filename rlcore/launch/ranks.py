@@ -1,0 +1,30 @@
+"""What the environment says about this process's place. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+
+SUPERVISED = "RLCORE_SUPERVISED"        # set by our own supervisor, who tells the user how its ranks ended
+
+
+def under_torchrun() -> bool:
+    """True when somebody (torchrun, or our own supervisor) has told this process its rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def supervised() -> bool:
+    return SUPERVISED in os.environ
+
+
+def started_by_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and not supervised()
+
+
+def first_on_node() -> bool:
+    """Whether this process speaks on the terminal of its node: ranks that meet the same error say it once."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def store_prefix() -> str:
+    """Keys of the ranks in the launcher's store; torchrun keeps it over restarts."""
+    return f"rlcore/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
