@@ -67,18 +67,22 @@ class MegatronBackend:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         check_layout(arch, policy.parallel, dist.get_world_size() if dist.is_initialized() else 1)
-        self._owns_process_group = init_process_group(self.device, timeout_s=timeout_s)
-        with megatron_device(self.device), expected_warnings_off():
-            self.parallel = init_parallel(policy.parallel, timeout_s=timeout_s, seed=config.run.seed)
-            context = BuildContext(config, arch, self.parallel, self.device, total_steps)
-            self.policy, self.reference = build_policy(context), None
-            if with_reference:
-                self.reference = build_reference(context, self.policy)
-            context.start_training(self.policy, policy.optimizer)
-            self.critic = build_critic(context, self.policy) if with_critic else None
         self._head = HeadOptions(_temperature(config), policy.logprobs.chunk_elements)
         self._held: HeldBatch | None = None
         self._exporter: WeightExporter | None = None
+        self._owns_process_group = init_process_group(self.device, timeout_s=timeout_s)
+        try:
+            with megatron_device(self.device), expected_warnings_off():
+                self.parallel = init_parallel(policy.parallel, timeout_s=timeout_s, seed=config.run.seed)
+                context = BuildContext(config, arch, self.parallel, self.device, total_steps)
+                self.policy, self.reference = build_policy(context), None
+                if with_reference:
+                    self.reference = build_reference(context, self.policy)
+                context.start_training(self.policy, policy.optimizer)
+                self.critic = build_critic(context, self.policy) if with_critic else None
+        except BaseException:
+            self.close()        # a folder that does not fit must not keep Megatron's groups: they are process-wide
+            raise
         self.rank, self.world_size = self.parallel.rank, self.parallel.world_size
         self.data_parallel_size = self.parallel.dp_size
         self.vocab_size = arch.vocab_size
