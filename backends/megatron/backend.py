@@ -183,7 +183,10 @@ class MegatronBackend:
 
     def export_hf(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
-        export_hf(self._weights, folder, Path(self.config.model.tokenizer or self.config.model.path))
+        exporter, model = self._weights, self.config.model
+        if exporter.specs[0].torch_dtype != DTYPES[model.dtype]:    # the engine's weights may be coarser
+            exporter = self._new_exporter(model.dtype)
+        export_hf(exporter, folder, Path(model.tokenizer or model.path))
 
     def save(self, folder: Path) -> None:
         """Policy and critic with optimizers and schedules as a distributed checkpoint in `folder`."""
@@ -233,12 +236,14 @@ class MegatronBackend:
     @property
     def _weights(self) -> WeightExporter:
         if self._exporter is None:
-            rollout = self.config.rollout.engine
-            self._exporter = WeightExporter(
-                self.policy.chunks, self.policy.arch, self.parallel,
-                dtype=DTYPES[rollout.dtype or self.config.model.dtype], bucket_bytes=rollout.bucket_bytes,
-            )  # fmt: skip
+            self._exporter = self._new_exporter(self.config.rollout.engine.dtype or self.config.model.dtype)
         return self._exporter
+
+    def _new_exporter(self, dtype: str) -> WeightExporter:
+        return WeightExporter(
+            self.policy.chunks, self.policy.arch, self.parallel,
+            dtype=DTYPES[dtype], bucket_bytes=self.config.rollout.engine.bucket_bytes,
+        )  # fmt: skip
 
     def _scored(self, model: str) -> tuple[Model, Any]:
         """The model to run, and the context that lends it weights."""

@@ -238,6 +238,9 @@ def notes_on(config: Config) -> Problems:
             yield Problem(f"{path}.{unused}", "is ignored: the schedule is constant")
     if config.evaluation.samples_per_prompt > 1 and config.evaluation.temperature == 0:
         yield Problem("evaluation.samples_per_prompt", "the samples are all alike: evaluation.temperature is 0")
+    if config.evaluation.paths and (config.is_sft or training.debug == "train_only"):
+        why = "supervised fine-tuning" if config.is_sft else "train_only"
+        yield Problem("evaluation", f"is ignored: {why} has no engine to generate with; score the result with `rlcore eval`")
     if config.is_sft:
         for path, differs in (
             ("reward", config.reward != RewardConfig()),

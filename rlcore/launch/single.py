@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rlcore.config import Config
+from rlcore.config.algorithm import LossConfig
 from rlcore.config.load import Loaded, load_config
 from rlcore.config.policy import ParallelConfig
 from rlcore.errors import UserError
@@ -21,7 +22,7 @@ from rlcore.tracking.format import sample_lines
 
 def evaluate_model(loaded: Loaded, output: Path | None) -> int:
     """Publish the configured weights to an engine, score the evaluation prompts, print the scores and a few samples."""
-    config = _in_one_process(loaded.config)
+    config = _generating(_in_one_process(loaded.config))
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory()))
         config.run.dir, config.run.name = str(scratch), "eval"
@@ -47,7 +48,7 @@ def export_checkpoint(source: Path, folder: Path) -> int:
     """Read a checkpoint of any layout and write it as a Hugging Face folder."""
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty: choose another folder")
-    shards = find_checkpoint(source)
+    shards = find_checkpoint(source, "export")
     run = RunDirectory(next((p for p in (source, *source.parents) if (p / "config.yaml").is_file()), source))
     if not run.config_path.is_file():
         raise UserError(f"{source}: no config.yaml in it or above it; expected a run or one of its checkpoints")
@@ -66,6 +67,14 @@ def _in_one_process(config: Config) -> Config:
     config.policy.parallel = ParallelConfig()
     config.policy.optimizer.distributed = False
     config.cluster.launcher, config.cluster.processes_per_node = "local", 1
+    return config
+
+
+def _generating(config: Config) -> Config:
+    """What is scored may be a supervised run or a replay, which have no engine of their own."""
+    config.training.debug = config.training.replay = config.training.replay_from = None
+    if config.is_sft:
+        config.algorithm.loss = LossConfig()
     return config
 
 
