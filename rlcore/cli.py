@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlcore import __version__
 from rlcore.config.load import Loaded, load_config, split_arguments
-from rlcore.errors import RunFailed, UserError
+from rlcore.errors import EmptyBatch, RunFailed, UserError
 from rlcore.launch.ranks import first_on_node, started_by_torchrun
 
 EXIT_FAILED = 1
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, RunFailed) as error:
         if first_on_node():     # ranks that meet the same error say it once
             print(f"rlcore: {error}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
+        return EXIT_USAGE if isinstance(error, UserError | EmptyBatch) else EXIT_FAILED
     except KeyboardInterrupt:
         print("rlcore: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

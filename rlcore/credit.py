@@ -29,7 +29,7 @@ from rlcore.config.derived import (
     updates_per_step,
 )
 from rlcore.data.batch import RolloutBatch, ragged_index
-from rlcore.errors import RunFailed
+from rlcore.errors import EmptyBatch, RunFailed
 from rlcore.objective import Objective, rules_of
 
 INPUT_FIELDS = ("logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "versions", "rollout_ids")
@@ -68,11 +68,12 @@ class Credit:
         """Per-token vectors for the optimizer, from the scores that `batch.vectors` already holds.
 
         Raises:
-            RunFailed: no sequence of the batch has a trainable token, or the estimator broke a rule (it wrote into its
-                inputs, returned a wrong shape, a number that is not finite, or no targets for the critic).
+            EmptyBatch: no sequence of the batch has a trainable token.
+            RunFailed: the estimator broke a rule (it wrote into its inputs, returned a wrong shape, a number that is not
+                finite, or no targets for the critic).
         """
         if batch.num_trainable == 0:
-            raise RunFailed(f"none of the {batch.num_sequences} sequences of this step has a trainable token")
+            raise EmptyBatch(f"none of the {batch.num_sequences} sequences of this step has a trainable token")
         vectors = batch.vectors
         if "logprobs" in vectors and "ref_logprobs" in vectors:
             batch.set("kl", approx_kl(vectors["logprobs"], vectors["ref_logprobs"], self.config.algorithm.kl.reward_kind))

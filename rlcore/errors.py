@@ -7,6 +7,7 @@
     |   +-- ModelError
     +-- RunFailed            the run cannot go on: exit code 1
     |   +-- DeadlineExceeded
+    |   +-- EmptyBatch       prompts, rewards and filters leave nothing to train on: exit code 2
     +-- PublicationFailed    an engine did not take a publication whole: the caller runs it again with the rest
 """
 
@@ -34,11 +35,15 @@ class ModelError(UserError):
 
 
 class RunFailed(RlcoreError):
-    """The run cannot go on: a dead worker, no engine left, an empty batch."""
+    """The run cannot go on: a dead worker, no engine left."""
 
 
 class DeadlineExceeded(RunFailed, TimeoutError):
     """Something took longer than its limit; the message names who was waited for and which key sets the limit."""
+
+
+class EmptyBatch(RunFailed):
+    """Nothing is left to train on: bad input that only shows while the run goes. What it has done so far is kept."""
 
 
 class PublicationFailed(RlcoreError):

@@ -19,7 +19,7 @@ from rlcore.config import Config
 from rlcore.data.prompts import PromptSet, PromptStream
 from rlcore.data.sample import Sample
 from rlcore.data.tokenizer import stop_token_ids
-from rlcore.errors import ConfigError, DataError, DeadlineExceeded, RunFailed
+from rlcore.errors import ConfigError, DataError, DeadlineExceeded, EmptyBatch
 from rlcore.protocols import RolloutEngine, SamplingParams, StepRollouts
 from rollout.deadlines import LoopThread, together, within
 from rollout.dispatch import Dispatcher
@@ -175,7 +175,10 @@ class RolloutService:
 
         Raises:
             DeadlineExceeded: `rollout.timeout_s` or `rollout.engine.request_timeout_s`; names who was waited for.
-            RunFailed: an engine or workflow failed, or the filters leave too little. The step's draws are requeued.
+            EmptyBatch: the filters leave too little.
+            RunFailed: an engine or workflow failed.
+
+        The draws of a step that failed are requeued.
         """
         limit = self._config.rollout.timeout_s
         failures = self._training.failures
@@ -211,7 +214,7 @@ class RolloutService:
         while len(done.kept) < wanted:
             room = DRAWS_PER_GROUP * wanted - done.draws
             if room <= 0:
-                raise RunFailed(self._too_little(step, done, wanted))
+                raise EmptyBatch(self._too_little(step, done, wanted))
             count = min(room, math.ceil((wanted - len(done.kept)) * self._config.rollout.oversample))
             draws = self._stream.take(count)
             self.ledger.draw(draws)

@@ -36,7 +36,7 @@ class BuildContext:
     def build(self, arch: Architecture, *, value_head: bool = False) -> Model:
         """A model without weights, gradients or optimizer."""
         policy, model = self.config.policy, self.config.model
-        overrides = {"deterministic_mode": self.config.run.deterministic, **policy.megatron}
+        overrides = {**({"deterministic_mode": True} if self.config.run.deterministic else {}), **policy.megatron}
         config = transformer_config(arch, policy.parallel, model.dtype, self.device, overrides)
         chunks = build_chunks(
             arch,

@@ -217,7 +217,7 @@ def _read_manifest(folder: Path, names: Sequence[str], parallel: ParallelState) 
     with together(parallel, f"reading the checkpoint {folder}"):
         path = folder / MANIFEST
         if not path.is_file():
-            raise ModelError(f"{folder}: not a complete checkpoint: no {MANIFEST} in it")
+            raise ModelError(f"{folder}: not a complete checkpoint: no {MANIFEST}; expected what a run saved as its model")
         try:
             manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             files, models = dict(manifest["files"]), dict(manifest["models"])

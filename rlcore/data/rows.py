@@ -39,13 +39,16 @@ def read_examples(paths: Sequence[str], *, prompt_key: str, label_key: str | Non
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """("file:line", row) of each row of one file."""
+    check_file(path)
+    return _parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
+
+
+def check_file(path: Path) -> None:
+    """Raises DataError for a file that is not there or is of no known kind; reads nothing."""
     if not path.is_file():
-        raise DataError(f"data: {path} is not a file")
-    if path.suffix == ".parquet":
-        return _parquet_rows(path)
-    if path.suffix in JSONL_SUFFIXES:
-        return _jsonl_rows(path)
-    raise DataError(f"data: {path} has the suffix {path.suffix!r}; known are .parquet, {', '.join(JSONL_SUFFIXES)}")
+        raise DataError(f"data: {path} is not a file; expected JSONL or parquet, one row a prompt")
+    if path.suffix not in (".parquet", *JSONL_SUFFIXES):
+        raise DataError(f"data: {path} has the suffix {path.suffix!r}; known are .parquet, {', '.join(JSONL_SUFFIXES)}")
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -31,10 +31,17 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if not Path(folder).is_dir():
         raise ModelError(f"tokenizer: {folder} is not a folder; set model.tokenizer or model.path to a Hugging Face folder")
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"tokenizer: {folder} holds none that can be loaded ({type(error).__name__}: {reason})") from error
+    # Without the files transformers makes the model's kind of tokenizer, with nothing but its special tokens.
+    if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}:
+        raise ModelError(
+            f"tokenizer: {folder} holds none: no tokenizer.json, tokenizer.model or vocab.json in it; "
+            "copy them there, or set model.tokenizer to a folder that has them"
+        )
+    return tokenizer
 
 
 def leading_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -20,6 +20,7 @@ from rlcore.config import Config
 from rlcore.config.derived import total_steps, updates_per_step
 from rlcore.config.load import Loaded
 from rlcore.credit import Credit
+from rlcore.data.rows import check_file
 from rlcore.desk import FINISHED, Desk, Outcome
 from rlcore.errors import ConfigError, ModelError, RunFailed, UserError
 from rlcore.launch.logs import folder_of
@@ -102,6 +103,9 @@ def check_input(config: Config, world_size: int, *, resume: bool, overwrite: boo
         UserError: a model that cannot be converted or laid out so, a file or checkpoint that is not there, a run that is.
     """
     check_model(config, world_size)
+    if config.training.replay is None:
+        for path in (*config.data.paths, *([] if config.is_sft else config.evaluation.paths)):
+            check_file(Path(path))
     if config.policy.checkpoint is not None:
         find_checkpoint(Path(config.policy.checkpoint))
     if config.training.replay_from is not None:
