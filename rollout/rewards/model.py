@@ -97,7 +97,9 @@ class ModelPart:
 def load_classifier(folder: str, where: str, device: torch.device) -> Any:
     """The classifier in `folder`, ready for left-padded batches. Raises ModelError if it has not exactly one output."""
     from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()      # the run has its own
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     try:
         model, report = AutoModelForSequenceClassification.from_pretrained(

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))     # lab
+
+from lab import Lab
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Lab]:
+    threads = torch.get_num_threads()
+    yield Lab(tmp_path_factory.mktemp("lab"), tiny_model)
+    torch.set_num_threads(threads)

@@ -1,0 +1,115 @@
+"""Runs of the whole loop in this process, on a model of 2 layers: about a second each, once everything is imported."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlcore import cli
+from rlcore.runs.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+LEARNING = ("policy.optimizer.lr=3e-3",)    # large enough that a few steps move the policy visibly
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a command ended, and what its run left behind."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    @property
+    def rows(self) -> dict[int, dict[str, Any]]:
+        return {row["step"]: row for row in self.metrics}
+
+    @property
+    def result(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.folder / "result.json").read_bytes())
+        return content
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step_{step:06d}"
+
+    def rollouts(self, step: int) -> Path:
+        return self.folder / "rollouts" / f"step_{step:06d}.jsonl.zst"
+
+    def lines(self, text: str) -> list[str]:
+        """The lines of the terminal that hold `text`."""
+        return [line for line in (self.out + self.err).splitlines() if text in line]
+
+
+class Lab:
+    """A folder with a model, a reward model, addition problems and the configuration that all runs share.
+
+    Rewards come from the reward model: they differ between any two responses, and cost no worker process.
+    """
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        sys.path.insert(0, str(ROOT / "examples" / "addition"))
+        from make_data import make
+
+        self.folder, self.model = folder, model
+        self.reward_model = folder / "reward_model"
+        make_classifier(model, self.reward_model)
+        make(folder / "data")
+        self.base = folder / "base.yaml"
+        self.base.write_text(
+            f"""
+run: {{dir: {folder / "runs"}, threads: 1}}
+model: {{path: {model}, dtype: fp32}}
+data: {{paths: {folder / "data" / "train.jsonl"}}}
+policy: {{optimizer: {{lr: 1.0e-3}}, max_tokens_per_microbatch: 256}}
+rollout: {{prompts_per_step: 4, samples_per_prompt: 4, sampling: {{max_new_tokens: 6}}}}
+reward: {{parts: {{liked: {{model: {{path: {self.reward_model}}}}}}}}}
+training: {{steps: 3}}
+tracking: {{show_samples: 0}}
+"""
+        )
+
+    def train(self, name: str, *arguments: str) -> Run:
+        """`rlcore train base.yaml run.name=NAME ARGUMENTS`."""
+        return self.command("train", str(self.base), f"run.name={name}", *arguments, name=name)
+
+    def sft(self, name: str, *arguments: str) -> Run:
+        given = (f"run.name={name}", f"run.dir={self.folder / 'runs'}", "run.threads=1", f"model.path={self.model}",
+                 "model.dtype=fp32", f"data.paths={self.folder / 'data' / 'train.jsonl'}", "algorithm.loss.name=sft",
+                 "training.steps=4", "training.batch_size=16", "policy.optimizer.lr=1e-3", *arguments)  # fmt: skip
+        return self.command("train", *given, name=name)
+
+    def command(self, *arguments: str, name: str = "") -> Run:
+        """Any `rlcore` command."""
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            code = cli.main(list(arguments))
+        return Run(code, out.getvalue(), err.getvalue(), self.folder / "runs" / name)
+
+
+def make_classifier(model: Path, folder: Path, *, seed: int = 5) -> None:
+    """A sequence classifier with one output on the architecture of `model`, with weights of its own."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(model, num_labels=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        classifier = AutoModelForSequenceClassification.from_config(config)
+        torch.nn.init.normal_(classifier.score.weight, std=0.5)
+    classifier.save_pretrained(folder)
+
+
+def same(a: float, b: float, *, rel: float = 1e-5, abs_: float = 1e-7) -> bool:
+    return math.isclose(a, b, rel_tol=rel, abs_tol=abs_)
