@@ -1,64 +1,93 @@
 """Runs `rlcore train` again and again without paying for the imports again: `python resume_driver.py`, a job a line.
 
-Each job runs in a child forked from a process that has imported everything and started no thread. A job may name a point
-and a call of it at which the child kills itself with SIGKILL, or seconds after which it is killed from outside. The answer
-is a line: how the child ended, how long it took, and how often each point was passed.
+Each job is forked from a process that has imported everything and started no thread. It may name a point and a call of it at
+which its processes are killed with SIGKILL, or a file by whose growth, and seconds after which, they are. The answer is a line
+too: how the job ended, and which processes it left behind. How often it passed each point goes to a file beside its log.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import functools
 import importlib
 import json
 import os
 import signal
+import socket
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Every stage at which a kill could leave something half done: name -> (module, object in it).
+import psutil
+
+# Every stage that a kill could leave half done: name -> (module, what is called there).
 POINTS = {
-    "prompts": ("rollout.service", "RolloutService.next_step"),
+    "rollouts": ("rollout.service", "RolloutService.next_step"),
     "score": ("backends.megatron.backend", "MegatronBackend.score"),
     "update": ("backends.megatron.backend", "MegatronBackend.update"),
-    "journal": ("rlcore.publish", "VersionJournal.next"),
+    "version": ("rlcore.publish", "VersionJournal.next"),
     "publish": ("rollout.wire", "EngineSink.send"),
-    "evaluate": ("rollout.service", "RolloutService.evaluate"),
-    "log": ("rlcore.runs.metrics", "MetricsFile.append"),
-    "rollouts": ("rlcore.runs.directory", "RunDirectory.write_rollouts"),
+    "evaluation": ("rollout.service", "RolloutService.evaluate"),
+    "metrics": ("rlcore.runs.metrics", "MetricsFile.append"),
+    "samples": ("rlcore.runs.directory", "RunDirectory.write_rollouts"),
     "begin": ("rlcore.runs.checkpoints", "CheckpointStore.begin"),
     "shards": ("backends.megatron.checkpoint", "write_sharded"),
     "state": ("rlcore.runs.checkpoints", "CheckpointStore.write_state"),
     "commit": ("rlcore.runs.checkpoints", "CheckpointStore.commit"),
-    "prune": ("rlcore.runs.checkpoints", "remove_tree"),
+    "flush": ("rlcore.runs.checkpoints", "sync_tree"),
+    "prune": ("rlcore.runs.checkpoints", "CheckpointStore._prune"),
+    "remove": ("rlcore.runs.checkpoints", "remove_tree"),
     "export": ("backends.megatron.backend", "MegatronBackend.export_hf"),
     "result": ("rlcore.runs.directory", "RunDirectory.write_result"),
     "rename": ("os", "rename"),
     "replace": ("os", "replace"),
     "fsync": ("os", "fsync"),
+    "write shard": ("megatron.core.dist_checkpointing.strategies.filesystem_async", "_write_item"),
 }
+LIMIT_S = 150.0                 # for one job
+ORPHANS_S = 20.0                # in which everything that a job started must be gone
+POLL_S = 0.01
+PR_SET_CHILD_SUBREAPER = 36
 
 
-def kill_here() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+# --- inside a job -----------------------------------------------------------------------------------------------------
 
 
-def watch(passed: Counter[str], point: str, call: int, *, after: bool) -> None:
-    """Count every point; before or after call number `call` (from 1) of `point`, die."""
+def kill_all() -> None:
+    os.killpg(0, signal.SIGKILL)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def disk_full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+ACTIONS = {"kill": kill_all, "terminate": terminate, "disk full": disk_full}
+
+
+def watch(passed: Counter[str], spec: dict[str, Any]) -> None:
+    """Count every point; at call number `call` (from 1) of `point`, before or `after` it, do what `action` says."""
+    act = ACTIONS[spec.get("action", "kill")]
 
     def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
         def counted(*args: Any, **kwargs: Any) -> Any:
             passed[name] += 1
-            mine = name == point and passed[name] == call
-            if mine and not after:
-                kill_here()
+            here = name == spec.get("point") and passed[name] == spec["call"]
+            if here and not spec.get("after"):
+                act()
             result = real(*args, **kwargs)
-            if mine:
-                kill_here()
+            if here and spec.get("after"):
+                act()
             return result
 
         return counted
@@ -71,46 +100,47 @@ def watch(passed: Counter[str], point: str, call: int, *, after: bool) -> None:
         setattr(owner, attribute, wrap(name, getattr(owner, attribute)))
 
 
-def tear_line(call: int) -> None:
-    """Die in the middle of writing line number `call` of metrics.jsonl."""
-    from rlcore.runs import metrics
+def tear_line(passed: Counter[str], call: int) -> None:
+    """Die in the middle of line number `call` of metrics.jsonl."""
+    from rlcore.runs.metrics import MetricsFile
 
-    real, written = metrics._line, Counter[str]()
+    real = MetricsFile.append
 
-    def line(row: Any) -> bytes:
-        written["lines"] += 1
-        if written["lines"] == call:
-            (path,) = Path(os.environ["RESUME_RUN"]).glob("metrics.jsonl")
-            with path.open("ab") as file:
-                file.write(real(row)[:40])
-            kill_here()
-        return real(row)
+    def append(self: MetricsFile, step: int, metrics: dict[str, float]) -> None:
+        real(self, step, metrics)
+        passed["torn line"] += 1
+        if passed["torn line"] == call:
+            os.truncate(self.path, self.path.stat().st_size - 30)
+            kill_all()
 
-    metrics._line = line
+    MetricsFile.append = append     # type: ignore[method-assign, assignment]
 
 
-def run_job(job: dict[str, Any]) -> int:
+def run_rank(job: dict[str, Any]) -> int:
     from rlcore.cli import main
 
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    sys.argv = ["rlcore", *job["arguments"]]
     passed: Counter[str] = Counter()
-    kill = job.get("kill", {})
-    if kill.get("point") == "torn line":
-        os.environ["RESUME_RUN"] = job["run"]
-        tear_line(kill["call"])
+    spec = job.get("at", {})
+    if spec.get("rank", 0) != int(os.environ.get("RANK", "0")):
+        spec = {}
+    if spec.get("point") == "torn line":
+        tear_line(passed, spec["call"])
     else:
-        watch(passed, kill.get("point", ""), kill.get("call", 0), after=kill.get("after", False))
+        watch(passed, spec)
     code = main(job["arguments"])
-    Path(job["log"]).with_suffix(".passed").write_text(json.dumps(passed))
+    if os.environ.get("RANK", "0") == "0":
+        Path(job["log"] + ".passed").write_text(json.dumps(passed))
     return code
 
 
-def child(job: dict[str, Any]) -> int:
+def run_forked(job: dict[str, Any]) -> int:
     try:
-        return run_job(job)
-    except BaseException:
+        return run_rank(job)
+    except Exception:  # noqa: BLE001  whatever the run did not handle: a traceback in the job's log
         traceback.print_exc()
         return 70
     finally:
@@ -118,26 +148,107 @@ def child(job: dict[str, Any]) -> int:
         sys.stderr.flush()
 
 
+# --- beside it --------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(job: dict[str, Any]) -> list[int]:
+    """The process ids of the ranks; they are one process group, led by the first."""
+    ranks, port = job.get("ranks", 1), free_port()
+    pids: list[int] = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, pids[0] if pids else 0)
+            if ranks > 1:
+                os.environ.update(
+                    RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+                    MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                )  # fmt: skip
+            os._exit(run_forked(job))
+        with suppress(PermissionError, ProcessLookupError):     # the child was quicker, or is gone already
+            os.setpgid(pid, pids[0] if pids else pid)
+        pids.append(pid)
+    return pids
+
+
+def victim(pids: list[int], who: str) -> None:
+    """SIGKILL: "all", "first" (the launcher alone, where there is one), or "rank N" of a launcher's ranks."""
+    if who == "all":
+        os.killpg(pids[0], signal.SIGKILL)
+    elif who == "first":
+        os.kill(pids[0], signal.SIGKILL)
+    else:
+        rank = who.removeprefix("rank ")
+        below = psutil.Process(pids[0]).children(recursive=True)
+        next(p for p in below if p.environ().get("RANK") == rank and "rlcore" in p.cmdline()).kill()
+
+
+def lines_in(path: str) -> int:
+    return Path(path).read_bytes().count(b"\n") if Path(path).exists() else 0
+
+
+def wait(pids: list[int], outside: dict[str, Any] | None) -> dict[int, int]:
+    """Exit codes by process. `outside` kills `who` so many `seconds` after `file` has so many `lines`."""
+    began, ended = time.monotonic(), dict[int, int]()
+    due: float | None = None
+    while len(ended) < len(pids):
+        for pid in set(pids) - set(ended):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                ended[pid] = os.waitstatus_to_exitcode(status)
+        if outside is not None and due is None and lines_in(outside["file"]) >= outside["lines"]:
+            due = time.monotonic() + outside.get("seconds", 0)
+        if outside is not None and due is not None and time.monotonic() >= due and pids[0] not in ended:
+            victim(pids, outside.get("who", "all"))
+            outside = None
+        if time.monotonic() - began > LIMIT_S:
+            os.killpg(pids[0], signal.SIGKILL)
+        time.sleep(POLL_S)
+    return ended
+
+
+def orphans() -> list[str]:
+    """What is still running below this process, which inherits every orphan; none of it survives this call."""
+    deadline = time.monotonic() + ORPHANS_S
+    while time.monotonic() < deadline:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        left = psutil.Process().children(recursive=True)
+        if not left:
+            return []
+        time.sleep(POLL_S)
+    described = [" ".join(process.cmdline()) for process in left]
+    for process in left:
+        process.kill()
+    return described
+
+
 def serve(job: dict[str, Any]) -> dict[str, Any]:
-    began = time.perf_counter()
-    pid = os.fork()
-    if pid == 0:
-        os._exit(child(job))
-    limit = threading.Timer(job["kill_after_s"], os.kill, (pid, signal.SIGKILL)) if "kill_after_s" in job else None
-    if limit is not None:
-        limit.start()
-    _, status = os.waitpid(pid, 0)
-    if limit is not None:
-        limit.cancel()
-        limit.join()
-    return {"code": os.waitstatus_to_exitcode(status), "seconds": time.perf_counter() - began}
+    began = time.monotonic()
+    pids = start(job)
+    ended = wait(pids, job.get("outside"))
+    seconds = time.monotonic() - began
+    return {"codes": [ended[pid] for pid in pids], "seconds": seconds, "orphans": orphans()}
 
 
 def main() -> None:
-    import rlcore.launch.compose  # noqa: F401
-    from backends.megatron import backend  # noqa: F401
-    from rollout import service  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
+    import rlcore.data.tokenizer
+    import rlcore.launch.compose
+    import rollout.engines.embedded  # noqa: F401
+    from backends.megatron import backend  # noqa: F401
+
+    for module, _ in POINTS.values():
+        importlib.import_module(module)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         print(json.dumps(serve(json.loads(line))), flush=True)

@@ -1,0 +1,219 @@
+"""What test_resume.py runs, and how it compares two runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from rlcore.runs.checkpoints import latest_checkpoint
+from rlcore.runs.metrics import read_metrics
+from rlcore.runs.rollouts import read_rollouts
+
+ROOT = Path(__file__).resolve().parents[2]
+ANSWER_S = 240.0
+STEPS = 5
+UPDATES = 4                     # optimizer steps a step
+NOT_COMPARED = ("time/", "perf/")
+
+# PPO with everything that has a state: critic, reference, schedules, a filter, groups that go back to the stream, and ten
+# prompts of which a step takes three to four.
+PPO: dict[str, Any] = {
+    "run": {"threads": 1},
+    "policy": {
+        "max_tokens_per_microbatch": 64,
+        "optimizer": {"lr": 5e-3, "warmup_steps": 3, "schedule": "cosine", "weight_decay": 0.01},
+    },
+    "critic": {"optimizer": {"lr": 1e-2, "schedule": "linear"}, "value_clip": 0.2, "warmup_steps": 1},
+    "algorithm": {
+        "estimator": {"name": "ppo", "gamma": 1.0, "lam": 0.95},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "kl": {"reward_coef": 0.05},
+        "minibatches": 2,
+        "epochs": 2,
+    },
+    "rollout": {
+        "prompts_per_step": 3,
+        "samples_per_prompt": 4,
+        "oversample": 1.3,
+        "filters": ["zero_variance"],
+        "sampling": {"temperature": 1.0, "max_new_tokens": 6},
+        "engine": {"in_process": True},
+    },
+    "evaluation": {"every": 2, "temperature": 1.0},
+    "reward": {"workers": 1, "parts": {"digits": {"function": "tests.integration.resume_parts:share_of_digits"}}},
+    "training": {"steps": STEPS},
+    "checkpoint": {"every": 2, "keep": 1},
+}
+# GRPO with the KL in the loss, a borrowed reference, and an estimator that draws random numbers.
+GRPO: dict[str, Any] = {
+    **{key: value for key, value in PPO.items() if key != "critic"},
+    "reference": {"offload": True},
+    "algorithm": {
+        "estimator": {"name": "tests.integration.resume_parts:NoisyGRPO"},
+        "loss": {"name": "ppo_clip"},
+        "kl": {"loss_coef": 0.1},
+        "minibatches": 2,
+        "epochs": 2,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    codes: list[int]            # exit codes of the processes started; minus the signal's number for a killed one
+    seconds: float
+    orphans: list[str]          # command lines of what outlived them
+    output: str                 # what this job printed
+
+    @property
+    def killed(self) -> bool:
+        return set(self.codes) == {-9}
+
+
+class Runs:
+    """A folder with a model, data and runs, and the driver that starts them."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        pairs = [(1, 2), (33, 4), (5, 66), (7, 8), (90, 1), (12, 13), (4, 4), (56, 7), (9, 9), (10, 20)]
+        rows = [json.dumps({"prompt": f"{a}+{b}=", "label": str(a + b)}) + "\n" for a, b in pairs]
+        (folder / "train.jsonl").write_text("".join(rows))
+        (folder / "heldout.jsonl").write_text("".join(rows[:3]))
+        common = {
+            "run": {"name": "unnamed", "dir": str(folder)},
+            "model": {"path": str(model), "dtype": "fp32"},
+            "data": {"paths": [str(folder / "train.jsonl")]},
+            "evaluation": {"paths": [str(folder / "heldout.jsonl")]},
+        }
+        for name, config in (("common", common), ("ppo", PPO), ("grpo", GRPO)):
+            (folder / f"{name}.yaml").write_text(json.dumps(config))
+        self._driver = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("resume_driver.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **{key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
+                "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+            },
+        )  # fmt: skip
+        assert self._answer() == {"ready": True}
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    def train(self, name: str, *overrides: str, algorithm: str = "ppo", resume: bool = False, **job: Any) -> Ended:
+        """Run `rlcore train` once. `job` holds the driver's fields: ranks, at, outside."""
+        log = self.folder / f"{name}.log"
+        before = log.stat().st_size if log.exists() else 0
+        files = [str(self.folder / "common.yaml"), str(self.folder / f"{algorithm}.yaml")]
+        arguments = ["train", *files, f"run.name={name}", *overrides, *(["--resume"] if resume else [])]
+        assert self._driver.stdin is not None
+        print(json.dumps({"arguments": arguments, "log": str(log), **job}), file=self._driver.stdin, flush=True)
+        answer = self._answer()
+        return Ended(answer["codes"], answer["seconds"], answer["orphans"], log.read_bytes()[before:].decode())
+
+    def passed(self, name: str) -> dict[str, int]:
+        """How often the last whole job of `name` came to each point of the driver's."""
+        counts: dict[str, int] = json.loads(self.path(f"{name}.log.passed").read_text())
+        return counts
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._driver.stdout is not None
+        ready, _, _ = select.select([self._driver.stdout], [], [], ANSWER_S)
+        assert ready, "the driver does not answer"
+        line = self._driver.stdout.readline()
+        assert line, f"the driver has ended with code {self._driver.wait(10)}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        assert self._driver.stdin is not None
+        self._driver.stdin.close()
+        try:
+            self._driver.wait(10)
+        except subprocess.TimeoutExpired:
+            self._driver.kill()
+            self._driver.wait(10)
+
+
+# --- comparing runs ---------------------------------------------------------------------------------------------------
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl without what the clock writes."""
+    rows = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if not key.startswith(NOT_COMPARED)} for row in rows]
+
+
+def result_of(run: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((run / "result.json").read_text())
+    return result
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Relative path -> content of every file below `folder`."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    """Bit for bit: every metric, every sample, all weights, optimizers, generators and the book of the prompts."""
+    rows, expected = metrics_of(run), metrics_of(reference)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for row, other in zip(rows, expected, strict=True):
+        # As text: NaN equals NaN, and no two floats look alike.
+        assert {key: repr(value) for key, value in row.items()} == {key: repr(value) for key, value in other.items()}
+    assert contents(run / "hf") == contents(reference / "hf")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == sorted(
+        path.name for path in (reference / "checkpoints").iterdir()
+    )
+    assert _last_shards(run) == _last_shards(reference)
+    assert _state(run) == _state(reference)
+    assert _samples(run) == _samples(reference)
+    assert {**result_of(run), "seconds": 0} == {**result_of(reference), "seconds": 0}
+
+
+def assert_close_run(run: Path, reference: Path, *, tolerance: float) -> None:
+    """To round-off: every metric of every step, and every weight."""
+    rows, expected = metrics_of(run), metrics_of(reference)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for row, other in zip(rows, expected, strict=True):
+        assert row.keys() == other.keys()
+        for key, value in row.items():
+            torch.testing.assert_close(
+                value, other[key], rtol=tolerance, atol=tolerance, equal_nan=True,
+                msg=lambda text, key=key, step=row["step"]: f"{key} of step {step}: {text}",
+            )  # fmt: skip
+    weights, others = (load_file(folder / "hf" / "model.safetensors") for folder in (run, reference))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _last_shards(run: Path) -> dict[str, bytes]:
+    found = latest_checkpoint(run / "checkpoints")
+    assert found is not None
+    return {name: content for name, content in contents(found.model).items() if name.endswith((".distcp", ".pt"))}
+
+
+def _state(run: Path) -> str:
+    found = latest_checkpoint(run / "checkpoints")
+    assert found is not None
+    return repr({**found.state, "seconds": 0})
+
+
+def _samples(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """The records of every step; versions count publications, of which a resumed run makes more."""
+    return {
+        path.name: [{**record, "versions": None} for record in read_rollouts(path)]
+        for path in sorted((run / "rollouts").glob("*.zst"))
+    }

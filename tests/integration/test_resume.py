@@ -1,0 +1,215 @@
+"""A run that is killed, wherever, and resumed is the run that was never disturbed.
+
+With one process and one thread bit for bit: metrics, samples, weights, optimizers, generators, the book of the prompts.
+Over several ranks, and from one layout to another, to round-off.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.resume_runs import (
+    STEPS,
+    UPDATES,
+    Ended,
+    Runs,
+    assert_close_run,
+    assert_same_run,
+    contents,
+    metrics_of,
+    result_of,
+)
+
+SEED = 20
+
+# (point, which call of it, after it?): one for each thing that a kill can leave half done. Checkpoints are those of step 2, 4, 5.
+KILLS: dict[str, dict[str, Any]] = {
+    "before_anything": {"point": "version", "call": 1, "after": True},
+    "before_a_checkpoint": {"point": "update", "call": UPDATES + 2},
+    "between_policy_and_critic_shards": {"point": "shards", "call": 2},
+    "in_a_line_of_metrics": {"point": "torn line", "call": 4},
+    "between_metrics_and_samples": {"point": "samples", "call": 4},
+    "in_a_shard": {"point": "write shard", "call": 200},
+    "before_the_rename": {"point": "flush", "call": 2, "after": True},
+    "after_the_rename": {"point": "prune", "call": 2},
+    "in_the_export": {"point": "export", "call": 1, "after": True},
+    "before_the_result": {"point": "result", "call": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Runs]:
+    runs = Runs(tmp_path_factory.mktemp("resume"), tiny_model)
+    yield runs
+    runs.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: Runs) -> Ended:
+    """The run called "reference"."""
+    ended = runs.train("reference")
+    assert ended.codes == [0], ended.output
+    assert result_of(runs.path("reference"))["status"] == "completed"
+    return ended
+
+
+def finish(runs: Runs, name: str, *overrides: str, **job: Any) -> None:
+    ended = runs.train(name, *overrides, resume=True, **job)
+    assert set(ended.codes) == {0}, ended.output
+    assert not ended.orphans
+
+
+def test_the_reference_has_everything_in_play(runs: Runs, undisturbed: Ended) -> None:
+    rows = metrics_of(runs.path("reference"))
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert rows[1]["objective/kl"] == 0 < rows[STEPS]["objective/kl"]       # the reference stays, the policy leaves it
+    assert rows[2]["epoch"] < 1 < rows[STEPS]["epoch"]                      # reshuffled in between
+    assert sum(row["rollout/requeued_prompts"] for row in rows[1:]) > 0
+    assert len({row["lr"] for row in rows[2:]}) == STEPS - 1
+    assert all(row["train/optimizer_steps"] == UPDATES for row in rows[1:])
+    assert "eval/score" in rows[2]
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", KILLS)
+def test_killed_at_a_point(runs: Runs, undisturbed: Ended, where: str) -> None:
+    ended = runs.train(where, at=KILLS[where])
+    assert ended.killed, ended.output
+    assert not ended.orphans
+    finish(runs, where)
+    assert_same_run(runs.path(where), runs.path("reference"))
+
+
+def kill_at_times(runs: Runs, name: str, draw: random.Random, kills: int) -> int:
+    """Kill the run at times drawn over all of its training, resuming it in between; then let it end. How often it was killed."""
+    whole, versions, killed = result_of(runs.path("reference"))["seconds"], runs.path(name) / "versions.jsonl", 0
+    for number in range(kills):
+        lines = versions.read_bytes().count(b"\n") if versions.exists() else 0
+        outside = {"file": str(versions), "lines": lines + 1, "seconds": draw.uniform(0, whole)}
+        ended = runs.train(name, resume=number > 0, outside=outside)
+        killed += ended.killed
+        assert not ended.orphans
+        if not ended.killed:
+            assert ended.codes == [0], ended.output
+            break
+    else:
+        finish(runs, name)
+    assert_same_run(runs.path(name), runs.path("reference"))
+    return killed
+
+
+def test_killed_at_times_drawn_from_a_seed(runs: Runs, undisturbed: Ended) -> None:
+    assert kill_at_times(runs, "times", random.Random(SEED), 3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(10))
+def test_killed_at_many_times(runs: Runs, undisturbed: Ended, number: int) -> None:
+    draw = random.Random(SEED + 1 + number)
+    kill_at_times(runs, f"many_times_{number}", draw, draw.randint(1, 4))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(25))
+def test_killed_at_points_drawn_from_a_seed(runs: Runs, undisturbed: Ended, number: int) -> None:
+    draw, name = random.Random(1000 + number), f"point_{number}"
+    passed = runs.passed("reference")
+    point = draw.choice(sorted(passed))
+    kill = {"point": point, "call": draw.randint(1, passed[point]), "after": draw.random() < 0.5}
+    ended = runs.train(name, at=kill)
+    assert ended.killed, (kill, ended.output)
+    finish(runs, name)
+    assert_same_run(runs.path(name), runs.path("reference"))
+
+
+def test_random_numbers_and_the_initial_policy_outlive_a_kill(runs: Runs, undisturbed: Ended) -> None:
+    """From the weights of another run's checkpoint: that, not what was resumed, is the reference."""
+    start = f"policy.checkpoint={runs.path('reference')}"
+    ended = runs.train("grpo", start, algorithm="grpo")
+    assert ended.codes == [0], ended.output
+    rows = metrics_of(runs.path("grpo"))
+    assert rows[1]["objective/kl"] == 0 < rows[3]["objective/kl"] < rows[STEPS]["objective/kl"]
+
+    for number, kill in enumerate(({"point": "update", "call": 2 * UPDATES + 3}, {"point": "state", "call": 2})):
+        ended = runs.train("grpo_killed", start, algorithm="grpo", resume=number > 0, at=kill)
+        assert ended.killed, ended.output
+    finish(runs, "grpo_killed", start, algorithm="grpo")
+    assert_same_run(runs.path("grpo_killed"), runs.path("grpo"))
+
+
+def test_asked_to_end(runs: Runs, undisturbed: Ended) -> None:
+    ended = runs.train("asked", at={"point": "update", "call": 2 * UPDATES + 1, "action": "terminate"})
+    assert ended.codes == [130], ended.output
+    result = result_of(runs.path("asked"))
+    assert (result["status"], result["steps"]) == ("interrupted", 3)
+    assert [row["step"] for row in metrics_of(runs.path("asked"))] == [0, 1, 2, 3]
+    assert [path.name for path in (runs.path("asked") / "checkpoints").iterdir()] == ["step_000003"]
+    finish(runs, "asked")
+    assert_same_run(runs.path("asked"), runs.path("reference"))
+
+
+def unowned(run: Path) -> dict[str, bytes]:
+    """What is in a run's folder beside its log and the mark of who holds it."""
+    return {name: content for name, content in contents(run).items() if name != ".lock" and not name.startswith("logs/")}
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_complete_run_has_nothing_to_resume(runs: Runs, undisturbed: Ended) -> None:
+    before = unowned(runs.path("reference"))
+    ended = runs.train("reference", resume=True)
+    assert ended.codes == [2]
+    assert ended.output.count("\n") == 1
+    assert "'reference' is complete at step 5 of 5" in ended.output
+    assert unowned(runs.path("reference")) == before
+
+
+def test_an_optimizer_that_cannot_be_loaded(runs: Runs, undisturbed: Ended) -> None:
+    runs.train("plain", at={"point": "update", "call": 2 * UPDATES + 1})
+    before = unowned(runs.path("plain"))
+    ended = runs.train("plain", "policy.optimizer.distributed=true", resume=True)
+    assert ended.codes == [2]
+    message = ended.output.strip().splitlines()[-1]
+    assert "policy was saved with optimizer.distributed False, the configuration says True; set it back" in message
+    assert "Traceback" not in ended.output
+    assert unowned(runs.path("plain")) == before
+    finish(runs, "plain")
+    assert_same_run(runs.path("plain"), runs.path("reference"))
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", [{"point": "write shard", "call": 200}, {"point": "flush", "call": 2}], ids=["shard", "flush"])
+def test_a_full_disk_leaves_the_last_checkpoint(runs: Runs, undisturbed: Ended, point: dict[str, Any]) -> None:
+    name = "full_" + point["point"].replace(" ", "_")
+    message = fail_of_a_full_disk(runs, name, point)
+    assert "the checkpoint of step 4 could not be written" in message
+    assert "the checkpoint of step 2 is intact; free space under" in message
+    assert [path.name for path in (runs.path(name) / "checkpoints").iterdir()] == ["step_000002"]
+    assert result_of(runs.path(name))["status"] == "failed"
+    finish(runs, name)
+    assert_same_run(runs.path(name), runs.path("reference"))
+
+
+def test_a_disk_too_full_for_the_log(runs: Runs, undisturbed: Ended) -> None:
+    message = fail_of_a_full_disk(runs, "full_log", {"point": "samples", "call": 4})
+    assert f"free space under {runs.folder} and continue with --resume" in message
+
+
+def fail_of_a_full_disk(runs: Runs, name: str, point: dict[str, Any]) -> str:
+    """The one line that the user gets."""
+    ended = runs.train(name, at={**point, "action": "disk full"})
+    assert ended.codes == [1], ended.output
+    assert "Traceback" not in ended.output
+    message = ended.output.strip().splitlines()[-1]
+    assert "No space left on device" in message
+    return message
