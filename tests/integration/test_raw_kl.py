@@ -1,0 +1,178 @@
+"""The KL in the log is the raw KL: transformers finds the same from the saved weights, whatever the estimator does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from lab import LEARNING, Lab, Run, same
+from torch import Tensor
+
+from rlcore.data.sample import Sample
+from rlcore.runs.rollouts import read_rollouts
+
+KL_METRICS = {"rollout/kl", "objective/kl", "rollout/kl_clamped_share"}
+EVERY_WEIGHT = ("checkpoint.every=1", "checkpoint.keep=9", "checkpoint.export_hf=false")
+COEF = 0.3
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """KL of one step's samples, by transformers in float64 from the weights before the step."""
+
+    per_token: float        # mean over trainable tokens
+    per_sequence: float     # mean over sequences of the token sum
+
+
+@torch.no_grad()
+def logprobs(folder: Path, samples: list[Sample]) -> list[Tensor]:
+    """[m] of each sample at its trainable tokens, at temperature 1."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    out = []
+    for sample in samples:
+        tokens = torch.from_numpy(sample.tokens).long()
+        logits = model(tokens[None]).logits[0, :-1]
+        of_tokens = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        out.append(of_tokens[torch.from_numpy(sample.loss_mask[1:]).bool()])
+    return out
+
+
+def estimate(kind: str, d: Tensor) -> Tensor:
+    return {"k1": d, "k2": d.square() / 2, "k3": torch.exp(-d) - 1 + d}[kind]
+
+
+def fresh_kl(lab: Lab, run: Run, step: int, kind: str) -> Fresh:
+    samples = [Sample.from_record(record) for record in read_rollouts(run.rollouts(step))]
+    policy = lab.model
+    if step > 1:
+        policy = lab.folder / "exports" / run.folder.name / str(step - 1)
+        if not policy.exists():
+            assert lab.command("export", str(run.checkpoint(step - 1)), str(policy)).code == 0
+    pairs = zip(logprobs(policy, samples), logprobs(lab.model, samples), strict=True)
+    kl = [estimate(kind, own - reference) for own, reference in pairs]
+    return Fresh(float(torch.cat(kl).mean()), float(torch.stack([values.sum() for values in kl]).mean()))
+
+
+def assert_raw(lab: Lab, run: Run, kind: str, *, coef: float) -> None:
+    assert run.code == 0, run.err
+    for step in (2, 3):
+        row, fresh = run.rows[step], fresh_kl(lab, run, step, kind)
+        assert fresh.per_token != 0.0
+        assert same(row["rollout/kl"], fresh.per_token, rel=1e-3, abs_=1e-6), (row["rollout/kl"], fresh)
+        assert same(row["objective/kl"], fresh.per_sequence, rel=1e-3, abs_=5e-6), (row["objective/kl"], fresh)
+        assert row["objective/non_score_reward"] == -coef * row["objective/kl"]
+        assert same(row["objective/rlhf_reward"], row["objective/scores"] + row["objective/non_score_reward"])
+        assert row["rollout/kl_clamped_share"] == 0.0
+    assert run.rows[1]["rollout/kl"] == 0.0, "before the first step the policy is the reference, bit for bit"
+
+
+PPO = ("algorithm.estimator.name=ppo", "critic.optimizer.lr=1e-3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("k1", ()), ("k2", ("algorithm.minibatches=2", "algorithm.old_logprobs=rollout")), ("k3", ("critic.warmup_steps=1",))],
+)
+def test_ppo_with_kl_in_the_reward_logs_the_raw_kl(lab: Lab, kind: str, options: tuple[str, ...]) -> None:
+    """Neither the shaping of rewards, nor several optimizer steps, nor steps that train the critic alone change it."""
+    coefficient = (f"algorithm.kl.reward_coef={COEF}", f"algorithm.kl.reward_kind={kind}")
+    run = lab.train(f"ppo-{kind}", *LEARNING, *EVERY_WEIGHT, *PPO, *coefficient, *options, "algorithm.kl.loss_coef=0.05")
+    if "critic.warmup_steps=1" in options:
+        assert run.rows[2]["rollout/kl"] == 0.0
+        assert "policy/approxkl_avg" not in run.rows[1]
+        assert same(run.rows[3]["rollout/kl"], fresh_kl(lab, run, 3, kind).per_token, rel=1e-3, abs_=1e-6)
+    else:
+        assert_raw(lab, run, kind, coef=COEF)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("algorithm.kl.monitor=true",),                                     # measured by the one update itself
+        ("algorithm.kl.loss_coef=0.2",),
+        ("algorithm.kl.monitor=true", "algorithm.minibatches=2", "algorithm.old_logprobs=rollout"),
+        ("algorithm.kl.monitor=true", *PPO, "critic.warmup_steps=1"),
+    ],
+    ids=["monitor", "loss", "several updates", "critic warm-up"],
+)
+def test_watched_kl_is_the_same_kl(lab: Lab, options: tuple[str, ...], request: pytest.FixtureRequest) -> None:
+    name = request.node.callspec.id
+    run = lab.train(name, *LEARNING, *EVERY_WEIGHT, "algorithm.kl.reward_kind=k3", "training.steps=4", *options)
+    assert run.code == 0, run.err
+    assert all(set(row) >= KL_METRICS for row in run.metrics)
+    if name != "critic warm-up":
+        assert_raw(lab, run, "k3", coef=0.0)
+    row, fresh = run.rows[4], fresh_kl(lab, run, 4, "k3")
+    assert same(row["rollout/kl"], fresh.per_token, rel=1e-3, abs_=1e-6)
+    assert same(row["objective/kl"], fresh.per_sequence, rel=1e-3, abs_=5e-6)
+
+
+def test_a_pass_of_its_own_and_the_update_measure_the_same(lab: Lab) -> None:
+    shared = (*LEARNING, "algorithm.kl.monitor=true", "algorithm.kl.reward_kind=k3", "checkpoint.export_hf=false")
+    by_update = lab.train("by update", *shared)
+    by_pass = lab.train("by pass", *shared, "algorithm.old_logprobs=recompute")
+    assert "rollout/ess" in by_pass.rows[2]
+    assert "rollout/ess" not in by_update.rows[2]
+    for step in (1, 2, 3):
+        for name in (*KL_METRICS, "objective/entropy", "policy/entropy_avg", "rollout/train_rollout_logprob_diff"):
+            assert same(by_update.rows[step][name], by_pass.rows[step][name]), name
+
+
+def test_without_a_coefficient_there_is_no_kl(lab: Lab) -> None:
+    run = lab.train("no kl", *LEARNING, "checkpoint.export_hf=false")
+    assert "models     policy\n" in run.out
+    for row in run.metrics:
+        assert not KL_METRICS & set(row)
+        assert row["objective/non_score_reward"] == 0.0
+        assert row["objective/rlhf_reward"] == row["objective/scores"]
+
+
+BAD_ESTIMATORS = """
+from rlcore.algorithms import Advantages, EstimatorInputs, expand_to_tokens
+
+class Shapes:
+    needs = {"kl"}
+
+    def __call__(self, inputs: EstimatorInputs) -> Advantages:
+        rewards = expand_to_tokens(inputs.rewards, inputs.cu_seqlens)
+        rewards -= inputs.kl.mul_(0.1)
+        return Advantages(rewards)
+
+class Short:
+    def __call__(self, inputs: EstimatorInputs) -> Advantages:
+        return Advantages(inputs.rewards)
+
+class NoTargets:
+    needs = {"values"}
+
+    def __call__(self, inputs: EstimatorInputs) -> Advantages:
+        return Advantages(inputs.values)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Shapes", "estimator 'kl_plugins:Shapes' wrote into its input 'kl'; inputs are read-only"),
+        ("Short", "estimator 'kl_plugins:Short': advantages: expected shape [M]"),
+        ("NoTargets", "'kl_plugins:NoTargets' needs values but returned no returns"),
+    ],
+)
+def test_an_estimator_that_breaks_a_rule_ends_the_run_in_one_line(
+    lab: Lab, name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 1: the run had begun. What can be seen before it begins is bad input, with exit code 2."""
+    (tmp_path / "kl_plugins.py").write_text(BAD_ESTIMATORS)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = lab.train(f"bad-{name}", f"algorithm.estimator.name=kl_plugins:{name}")
+    assert run.code == 1
+    (line,) = run.err.strip().splitlines()
+    assert line.startswith("rlcore: algorithm.estimator: ")
+    assert says in line
+    assert run.result["status"] == "failed"
+    assert says in run.result["reason"]
+    assert run.metrics == []
