@@ -1,0 +1,146 @@
+"""Algorithms that live in other packages: found by entry point and by import path, and trained with."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lab import LEARNING, ROOT, Lab, Run
+
+from rlcore.data.sample import Sample
+from rlcore.runs.rollouts import read_rollouts
+
+ESTIMATOR = """\
+import torch
+from rlcore.algorithms import Advantages, EstimatorInputs, expand_to_tokens
+
+
+class Ranked:
+    needs = frozenset()
+
+    def __init__(self, *, scale: float = 1.0):
+        self.scale = scale
+
+    def __call__(self, inputs: EstimatorInputs) -> Advantages:
+        ranks = inputs.rewards.argsort().argsort().float()
+        ranks = self.scale * (ranks - ranks.mean()) / max(len(ranks) - 1, 1)
+        return Advantages(expand_to_tokens(ranks, inputs.cu_seqlens))
+"""
+LOSS = """\
+from rlcore.algorithms import PolicyLoss, PolicyLossInputs
+
+
+class Vanilla:
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
+        surprise = -inputs.logprobs.detach()
+        return PolicyLoss(-inputs.advantages * inputs.logprobs, {"surprise": surprise})
+"""
+
+
+def installed(folder: Path) -> Path:
+    """What pip leaves of a package with two entry points: its code, and a dist-info beside it."""
+    site = folder / "site"
+    (site / "ranked_rl").mkdir(parents=True)
+    (site / "ranked_rl" / "__init__.py").write_text("")
+    (site / "ranked_rl" / "estimators.py").write_text(ESTIMATOR)
+    (site / "ranked_rl" / "losses.py").write_text(LOSS)
+    info = site / "ranked_rl-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ranked-rl\nVersion: 1.0\n")
+    estimator, loss = "ranked = ranked_rl.estimators:Ranked", "vanilla = ranked_rl.losses:Vanilla"
+    (info / "entry_points.txt").write_text(f"[rlcore.estimators]\n{estimator}\n\n[rlcore.policy_losses]\n{loss}\n")
+    return site
+
+
+def expected_advantages(samples: list[Sample], scale: float) -> list[float]:
+    ranks = np.argsort(np.argsort([sample.reward for sample in samples])).astype(np.float64)
+    return list(scale * (ranks - ranks.mean()) / (len(ranks) - 1))
+
+
+def assert_trained_with_ranks(run: Run, scale: float) -> None:
+    assert run.code == 0, run.out + run.err
+    for step in (1, 2, 3):
+        records = read_rollouts(run.rollouts(step))
+        samples = [Sample.from_record(record) for record in records]
+        for record, advantage in zip(records, expected_advantages(samples, scale), strict=True):
+            assert np.allclose(record["advantages"], advantage, atol=1e-6)
+            assert len(record["advantages"]) == sum(record["loss_mask"])
+        assert run.rows[step]["train/grad_norm"] > 0
+
+
+def test_the_estimator_is_short() -> None:
+    assert len(ESTIMATOR.splitlines()) <= 15
+
+
+def test_an_installed_package_is_found_by_its_entry_points(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, as a user runs it: nothing but an installed package tells rlcore of it."""
+    site = installed(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "rlcore", "train", str(lab.base), "run.name=entry point", *LEARNING,
+               "algorithm.estimator={name: ranked, scale: 2.0}", "algorithm.loss.name=vanilla"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    run = Run(done.returncode, done.stdout, done.stderr, lab.folder / "runs" / "entry point")
+    assert_trained_with_ranks(run, 2.0)
+    assert all(row["policy/surprise_avg"] > 1.0 for row in run.metrics), "a metric of the plugin's own"
+
+    monkeypatch.syspath_prepend(site)
+    listed = lab.command("algorithms").out
+    assert re.search(r"^  ranked$", listed, re.MULTILINE)
+    assert "scale: float = 1.0" in listed
+
+
+def test_the_same_class_by_its_import_path(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "by_path.py").write_text(ESTIMATOR)
+    monkeypatch.syspath_prepend(tmp_path)
+    named = ("algorithm.estimator.name=by_path:Ranked", "algorithm.estimator.scale=0.5")
+    assert_trained_with_ranks(lab.train("import path", *LEARNING, *named), 0.5)
+
+    for override, hint in (
+        ("algorithm.estimator.scael=1", "did you mean algorithm.estimator.scale?"),
+        ("algorithm.estimator.scale=high", "'scale' expected float, got 'high'"),
+        ("algorithm.estimator.name=by_path:Rnked", "did you mean 'Ranked'?"),
+        ("algorithm.estimator.name=by_pth:Ranked", "no module 'by_pth'"),
+        ("algorithm.kl.reward_coef=0.1", "takes no KL into its reward and would ignore it"),
+    ):
+        refused = lab.train("refused plugin", *named, override)
+        assert refused.code == 2
+        assert hint in refused.err
+        assert "Traceback" not in refused.err
+        assert not refused.folder.exists()
+
+
+def test_the_readmes_example_works_as_printed(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (ROOT / "README.md").read_text()
+    code = re.search(r"```python\n# (my_package/credit\.py)\n(.*?)```", readme, re.DOTALL)
+    command = re.search(r"^    rlcore train grpo\.yaml (algorithm\.estimator\.name=my_package\S+)$", readme, re.MULTILINE)
+    assert code is not None
+    assert command is not None
+    assert len(code[2].strip().splitlines()) <= 15
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / code[1]).write_text(code[2])
+    monkeypatch.syspath_prepend(tmp_path)
+    run = lab.train("readme", *LEARNING, command[1])
+    assert run.code == 0, run.err
+    for record in read_rollouts(run.rollouts(1)):
+        assert set(record["advantages"]) <= {0.0, 1.0}
+    by_group: dict[int, list[tuple[float, float]]] = {}
+    for record in read_rollouts(run.rollouts(3)):
+        by_group.setdefault(record["group_id"], []).append((record["reward"], record["advantages"][0]))
+    assert len(by_group) == 4
+    assert all(max(group)[1] == 1.0 and min(group)[1] == 0.0 for group in by_group.values())
+
+
+def test_the_readmes_configuration_is_valid(tmp_path: Path, lab: Lab) -> None:
+    readme = (ROOT / "README.md").read_text()
+    text = re.search(r"```yaml\n# grpo\.yaml\n(.*?)```", readme, re.DOTALL)
+    assert text is not None
+    (tmp_path / "grpo.yaml").write_text(text[1])
+    checked = lab.command("validate", str(tmp_path / "grpo.yaml"), "cluster.processes_per_node=8")
+    assert checked.code == 0, checked.err
