@@ -78,8 +78,9 @@ def validate(arguments: argparse.Namespace) -> int:
 def evaluate(arguments: argparse.Namespace) -> int:
     chosen: list[str] = []
     if arguments.model is not None:
+        path = json.dumps(str(arguments.model))
         is_hf = (arguments.model / "config.json").is_file()
-        chosen = [f"{'model.path' if is_hf else 'policy.checkpoint'}={json.dumps(str(arguments.model))}"]
+        chosen = [f"model.path={path}", "policy.checkpoint=null"] if is_hf else [f"policy.checkpoint={path}"]
     loaded = _load([*arguments.settings, *chosen])
     if not loaded.config.evaluation.paths:
         raise loaded.error("evaluation.paths", "empty: name the files with the prompts to score")

@@ -18,6 +18,7 @@ from rlcore.protocols import PolicyBackend
 from rlcore.publish import VersionJournal
 from rlcore.runs.directory import RunDirectory
 from rlcore.tracking.format import sample_lines
+from rlcore.tracking.samples import pick_samples
 
 
 def evaluate_model(loaded: Loaded, output: Path | None) -> int:
@@ -35,7 +36,7 @@ def evaluate_model(loaded: Loaded, output: Path | None) -> int:
         assert publisher is not None
         publisher.publish(0)
         metrics, samples = office.source.evaluate()
-    for sample in samples[: config.tracking.show_samples]:
+    for sample in pick_samples(samples, config.tracking.show_samples):
         print("\n".join(sample_lines(sample)))
     for name, value in metrics.items():
         print(f"{name:24} {value:.6g}")
