@@ -49,6 +49,7 @@ class Failure:
     rank: int
     error: str
     bad_input: bool = False
+    waited: bool = False        # it waited for a peer until its deadline: the peer is to blame
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed: {self.error}"
@@ -76,6 +77,7 @@ class Control:
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
+        self.doing = "starting"         # for those who ask where this rank is stuck
         self._count = 0
         self._interrupted = threading.Event()
 
@@ -86,7 +88,7 @@ class Control:
 
         An exception of `work` is raised on every rank: on rank 0 itself, elsewhere as `PeerFailed`.
         """
-        key = self._next_key()
+        key = self._next_key(what)
         if self.rank == 0:
             value = self._lead(work)
             self.store.set(key, "")
@@ -96,7 +98,7 @@ class Control:
 
     def decide(self, what: str, work: Callable[[], str], *, timeout_s: float) -> str:
         """As `main`, but every rank gets the string that rank 0's `work` returned."""
-        key = self._next_key()
+        key = self._next_key(what)
         if self.rank == 0:
             value = self._lead(work)
             self.store.set(key, value)
@@ -111,14 +113,15 @@ class Control:
             UserError: a rank was given bad input (rank 0).
             PeerFailed: a rank failed otherwise.
         """
-        key = self._next_key()
+        key = self._next_key(what)
         if self.rank != 0:
             self.store.set(f"{key}/{self.rank}", "")
             return
         for rank in range(1, self.world_size):
             self._wait(f"{key}/{rank}", f"rank {rank}: {what}", timeout_s)
 
-    def _next_key(self) -> str:
+    def _next_key(self, what: str) -> str:
+        self.doing = what
         self._count += 1
         return f"main/{self._count}"
 
@@ -168,7 +171,10 @@ class Control:
         if isinstance(error, PeerFailed):
             return
         with suppress(DistError):           # the store's host may be what failed
-            post_failure(self.store, Failure(self.rank, in_one_line(error), isinstance(error, UserError)))
+            post_failure(
+                self.store,
+                Failure(self.rank, in_one_line(error), isinstance(error, UserError), isinstance(error, DeadlineExceeded)),
+            )
 
     def explain(self, error: BaseException) -> BaseException:
         """The failure of another rank where that is what made `error`, or `error` itself."""

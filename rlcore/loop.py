@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from rlcore.errors import RunFailed
 from rlcore.protocols import PolicyBackend, UpdateResult
 from rlcore.publish import Publisher
 from rlcore.runs.directory import Status
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -57,6 +60,7 @@ class Trainer:
             if status in FINISHED or every(step, self.config.evaluation.every):
                 self.evaluate(step)
             self.log(step)
+            logger.info("step %d: %s", step, ", ".join(f"{phase} {spent:.3f} s" for phase, spent in self.seconds.items()))
             if status != CONTINUE or every(step, self.config.checkpoint.every):
                 self.save(step)
         return Outcome(cast(Status, status), step)
@@ -171,7 +175,7 @@ class Trainer:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
+        self.control.doing, start = phase, time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 

@@ -146,7 +146,7 @@ class MegatronBackend:
         """One optimizer step of the policy, and of the critic where there is one; a non-finite gradient norm skips it."""
         moments = Moments()
         reports: dict[str, StepReport] = {}
-        with megatron_device(self.device):
+        with megatron_device(self.device), expected_warnings_off():
             if train_policy:
                 loss = policy_loss(self.objective, self._batch, minibatch, moments)
                 reports["policy"] = self._train(self.policy, minibatch, loss)

@@ -19,13 +19,14 @@ from rlcore.algorithms import AlgorithmError
 from rlcore.config import Config
 from rlcore.config.derived import total_steps, updates_per_step
 from rlcore.config.load import Loaded
+from rlcore.control import in_one_line
 from rlcore.credit import Credit
 from rlcore.data.rows import check_file
 from rlcore.desk import FINISHED, Desk, Outcome
 from rlcore.errors import ConfigError, ModelError, RunFailed, UserError
 from rlcore.launch.logs import folder_of
 from rlcore.launch.process import Process
-from rlcore.launch.run_folder import OpenRun, open_run
+from rlcore.launch.run_folder import OpenRun, mark_opened, open_run
 from rlcore.loop import Trainer
 from rlcore.objective import Objective
 from rlcore.protocols import PolicyBackend, RolloutEngine, RolloutSource, WeightSink
@@ -70,10 +71,12 @@ def run_rank(process: Process, loaded: Loaded, *, resume: bool, overwrite: bool)
             "opening the run", lambda: open_run(loaded, steps, stack, resume=resume, overwrite=overwrite), timeout_s=patience
         )
         process.log.open(folder_of(config.run))
+        if run is not None:
+            mark_opened(control.store)
+            process.last_words.append(lambda failure: run.leave(RunFailed(str(failure))))
         control.main("starting the engines", lambda: present(office).source.start(), timeout_s=patience)
         desk = journal = None
         if run is not None:
-            process.last_words.append(lambda failure: run.leave(RunFailed(str(failure))))
             journal = VersionJournal(run.directory.path / "versions.jsonl")
             desk = build_desk(loaded, process, present(office), run, backend, steps)
         publisher = build_publisher(config, process, backend, office, journal)
@@ -277,6 +280,6 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
 
 def _conclude_failed(desk: Desk, status: Status, error: BaseException) -> None:
     try:
-        desk.conclude(status, reason=str(error))
+        desk.conclude(status, reason=in_one_line(error))
     except OSError as second:       # a full disk, say: what failed first is what the user must hear
         logger.error("result.json could not be written: %s", second)

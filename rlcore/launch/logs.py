@@ -21,6 +21,8 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 OURS = ("rlcore", "backends", "rollout")
 EARLY_RECORDS = 10_000
 LAST_LINES = 15
+CHATTY = ("megatron",)              # their INFO lists every parameter, and would be all that a log's end shows
+logger = logging.getLogger(__name__)
 _kept_open: list[TextIO] = []       # faulthandler writes to the descriptor, also while the interpreter ends
 
 
@@ -31,6 +33,7 @@ class RankLog:
         self.rank = rank
         self._early = MemoryHandler(EARLY_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
         self._file: logging.Handler | None = None
+        self._stream: TextIO | None = None
 
     def open(self, folder: Path) -> None:
         """Write to `folder`/rank_N.log from here on, and what was said before.
@@ -40,6 +43,7 @@ class RankLog:
         folder.mkdir(parents=True, exist_ok=True)
         file = path_of(folder, self.rank).open("a", buffering=1)
         _kept_open.append(file)
+        self._stream = file
         self._file = logging.StreamHandler(file)
         self._file.setFormatter(logging.Formatter(FORMAT))
         self._early.setTarget(self._file)
@@ -60,7 +64,13 @@ class RankLog:
             return
         trace = None if isinstance(error, RlcoreError) else (type(error), error, error.__traceback__)
         text = str(error) if trace is None else "this rank ends:"
-        self._file.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, trace))
+        self._file.handle(logging.LogRecord("rlcore", logging.ERROR, __file__, 0, text, None, trace))
+
+    def dump_stacks(self, failure: Failure) -> None:
+        """What every thread is at: for a rank that is about to be ended because it does not leave."""
+        logger.error("this rank does not leave by itself and is ended, in the stacks below: %s", failure)
+        if self._stream is not None:
+            faulthandler.dump_traceback(self._stream)
 
     def close(self) -> None:
         for handler in (self._early, self._file):
@@ -83,8 +93,10 @@ def rank_log(rank: int) -> Iterator[RankLog]:
     """Collect this process's records, Python's warnings among them, while open."""
     root, log = logging.getLogger(), RankLog(rank)
     handlers: list[logging.Handler] = [log._early] + ([_Terminal()] if rank == 0 else [])
-    level = root.level
+    levels = {name: logging.getLogger(name).level for name in (None, *CHATTY)}
     root.setLevel(logging.INFO)
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
     logging.captureWarnings(True)       # Megatron warns of every package that it can do without
     for handler in handlers:
         root.addHandler(handler)
@@ -97,7 +109,8 @@ def rank_log(rank: int) -> Iterator[RankLog]:
         log.close()
         for handler in handlers:
             root.removeHandler(handler)
-        root.setLevel(level)
+        for logger_name, level in levels.items():
+            logging.getLogger(logger_name).setLevel(level)
 
 
 def path_of(folder: Path, rank: int) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -85,7 +86,7 @@ def _among_ranks(config: Config, log: RankLog) -> Iterator[Process]:
     store, rank, world_size = _meet(device, cluster.start_timeout_s, cluster.collective_timeout_s)
     control = Control(store, rank, world_size)
     watched = [0] if rank else range(1, world_size)
-    last_words: list[Callable[[Failure], None]] = []
+    last_words: list[Callable[[Failure], None]] = [log.dump_stacks]
     # A connection of its own: one that the main thread waits on would hold the beats back.
     beats = store.clone()   # type: ignore[attr-defined]  # torch's type stub lacks it
     watch = Watch(beats, watched, limit_s=cluster.heartbeat_timeout_s, start_limit_s=cluster.start_timeout_s)
@@ -132,7 +133,7 @@ def _in_our_words(error: BaseException, process: Process) -> BaseException:
         return error
     if "gloo" not in text.lower() and not isinstance(error, dist.DistError):
         return error
-    reason = text.splitlines()[0]
+    reason = re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0])     # gloo begins with a place in its source
     if "timed out" in text.lower() or "timeout" in text.lower():
         return DeadlineExceeded(
             f"rank {process.rank} waited for its peers in a collective for longer than cluster.collective_timeout_s: {reason}"

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -20,11 +21,17 @@ LEAVE_S = 45.0          # ... of one that has, but does not get done with closin
 SIGNALLED_S = 5.0       # silence that counts once this process was asked to end: torchrun asks when another one died
 STALL_S = 10.0          # between two looks: it was the watcher that stood still
 _LEFT = "left"
+_STUCK = "stuck"
 logger = logging.getLogger(__name__)
 
 
 def beat_key(rank: int) -> str:
     return f"beat/{rank}"
+
+
+def read_stuck(store: Store) -> int | None:
+    """The first rank that did not leave a failed run by itself."""
+    return int(store.get(_STUCK)) if store.check([_STUCK]) else None
 
 
 class Watch:
@@ -33,7 +40,7 @@ class Watch:
     def __init__(self, store: Store, ranks: Iterable[int], *, limit_s: float, start_limit_s: float) -> None:
         self.store, self.limit_s, self.start_limit_s = store, limit_s, start_limit_s
         now = time.monotonic()
-        self._beats: dict[int, tuple[bytes | None, float]] = dict.fromkeys(ranks, (None, now))
+        self._beats: dict[int, tuple[str, float]] = dict.fromkeys(ranks, ("", now))
         self._looked = now
 
     def silence(self) -> dict[int, float]:
@@ -43,11 +50,11 @@ class Watch:
         self._looked = now
         silence: dict[int, float] = {}
         for rank, (before, since) in self._beats.items():
-            beat = self.store.get(beat_key(rank)) if self.store.check([beat_key(rank)]) else None
+            beat = self.store.get(beat_key(rank)).decode() if self.store.check([beat_key(rank)]) else ""
             if beat != before or stalled:
                 self._beats[rank] = beat, now
                 since = now
-            if beat != _LEFT.encode():
+            if beat != _LEFT:
                 silence[rank] = now - since
         return silence
 
@@ -57,14 +64,19 @@ class Watch:
         if not silence:
             return None
         rank = max(silence, key=silence.__getitem__)
-        if self._beats[rank][0] is None:
+        _, _, doing = self._beats[rank][0].partition(" ")
+        if not doing:
             if silence[rank] <= self.start_limit_s:
                 return None
             return Failure(rank, f"it has not joined the others within {self.start_limit_s:g} s (cluster.start_timeout_s)")
         limit = self.limit_s if limit_s is None else min(limit_s, self.limit_s)
         if silence[rank] <= limit:
             return None
-        return Failure(rank, f"it has been silent for {silence[rank]:.0f} s (cluster.heartbeat_timeout_s: {self.limit_s:g})")
+        return Failure(
+            rank,
+            f"it has been silent for {silence[rank]:.0f} s (cluster.heartbeat_timeout_s: {self.limit_s:g}); "
+            f"it was at: {doing}",
+        )
 
 
 class Pulse:
@@ -110,7 +122,7 @@ class Pulse:
 
     def _look(self, number: int) -> Failure | None:
         try:
-            self._store.set(beat_key(self._control.rank), str(number))
+            self._store.set(beat_key(self._control.rank), f"{number} {self._control.doing}")
             known = read_failure(self._store)
             if known is None:
                 silent = self._watch.failure(limit_s=SIGNALLED_S if self._control.was_signalled else None)
@@ -124,8 +136,10 @@ class Pulse:
     def _end(self, failure: Failure) -> None:
         if self._stopped.is_set():
             return
-        logger.error("this process has not left by itself and is ended: %s", failure)
         try:
+            if not self._leaving.is_set():
+                with suppress(dist.DistError):
+                    self._store.compare_set(_STUCK, "", str(self._control.rank))
             for say in self._last_words:
                 say(failure)
         finally:

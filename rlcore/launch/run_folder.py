@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 from rlcore.config import Config
 from rlcore.config.load import Loaded
+from rlcore.control import Store, in_one_line
 from rlcore.desk import FINISHED
 from rlcore.early_stopping import EarlyStopping
 from rlcore.errors import UserError
@@ -16,6 +18,9 @@ from rlcore.runs.checkpoints import Checkpoint, CheckpointStore
 from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.files import remove_tree
 from rlcore.runs.metrics import read_metrics
+
+_OPENED = "opened"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,19 @@ class OpenRun:
         if directory.has_ended:
             return
         if not isinstance(error, UserError):
-            rows = read_metrics(directory.metrics_path)
             status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            directory.write_result(status, rows[-1]["step"] if rows else 0, str(error))
+            conclude(directory, status, in_one_line(error))
         elif not directory.resumed and not directory.metrics_path.exists():
             remove_tree(directory.path)
+
+
+def conclude(directory: RunDirectory, status: Status, reason: str) -> None:
+    """Leave a result behind for a run whose trainer cannot; what failed first is what the user must hear."""
+    try:
+        rows = read_metrics(directory.metrics_path)
+        directory.write_result(status, rows[-1]["step"] if rows else 0, reason)
+    except OSError as second:
+        logger.error("result.json could not be written: %s", second)
 
 
 def open_run(loaded: Loaded, steps: int, stack: ExitStack, *, resume: bool, overwrite: bool) -> OpenRun:
@@ -53,6 +66,15 @@ def open_run(loaded: Loaded, steps: int, stack: ExitStack, *, resume: bool, over
     if found is None:       # a resumed run keeps its configuration until nothing can be refused any more
         directory.write_config(config.model_dump(mode="json"), loaded.origins)
     return run
+
+
+def mark_opened(store: Store) -> None:
+    """Tell who started the ranks that the folder is this run's: its result may be written there."""
+    store.set(_OPENED, "")
+
+
+def was_opened(store: Store) -> bool:
+    return store.check([_OPENED])
 
 
 def check_unfinished(config: Config, found: Checkpoint, steps: int, result: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -22,8 +23,10 @@ from rlcore.control import Failure, post_failure, read_failure
 from rlcore.errors import RunFailed
 from rlcore.launch import BAD_INPUT, INTERRUPTED
 from rlcore.launch.logs import LAST_LINES, describe, folder_of, path_of
-from rlcore.launch.pulse import LEAVE_S, NOTICE_S, Watch
+from rlcore.launch.pulse import LEAVE_S, NOTICE_S, Watch, read_stuck
 from rlcore.launch.ranks import SUPERVISED, store_prefix
+from rlcore.launch.run_folder import conclude, was_opened
+from rlcore.runs.directory import RunDirectory
 
 POLL_S = 0.1
 DUMP_S = 1.0            # for a stuck process to write its stacks
@@ -45,18 +48,16 @@ def supervise(config: Config, arguments: Sequence[str]) -> int:
                 ranks.wait_for_the_others(failure)
     finally:
         ranks.end()
-    code = ranks.exit_code(failure)
-    if code is None:
-        assert failure is not None
-        raise RunFailed(describe(failure, config.run, lines=ranks.lines))
-    return code
+    if failure is None:
+        return INTERRUPTED if INTERRUPTED in ranks.codes else 0
+    return ranks.report(failure)
 
 
 class _Ranks:
     """The processes, and the store in which they meet."""
 
     def __init__(self, config: Config, arguments: Sequence[str]) -> None:
-        self.config, self.count = config, config.cluster.processes_per_node
+        self.config, self.count, self._began = config, config.cluster.processes_per_node, time.time()
         self._host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         self.store = dist.PrefixStore(store_prefix(), self._host)
         cluster = config.cluster
@@ -90,15 +91,33 @@ class _Ranks:
                 culprit.kill()
             time.sleep(POLL_S)
 
-    def exit_code(self, failure: Failure | None) -> int | None:
-        """None where nobody has told the user yet what went wrong."""
-        codes = [worker.returncode for worker in self.workers]
-        if failure is None:
-            return INTERRUPTED if INTERRUPTED in codes else 0
-        speaker = codes[0]                              # the first rank keeps the terminal
+    @property
+    def codes(self) -> list[int | None]:
+        return [worker.returncode for worker in self.workers]
+
+    def report(self, failure: Failure) -> int:
+        """The exit code, where rank 0 has told the user what went wrong: it keeps the terminal.
+
+        Raises:
+            RunFailed: it has not.
+        """
+        speaker, stuck = self.codes[0], read_stuck(self.store)
         if speaker in (BAD_INPUT, INTERRUPTED):
             return int(speaker)
-        return int(speaker) if failure.rank == 0 and speaker > 0 else None
+        self._conclude(failure)
+        if failure.waited and stuck is not None:
+            late = Failure(stuck, "it did not come to where the others waited for it, and was ended")
+            raise RunFailed(describe(late, self.config.run, lines=LAST_LINES_OF_A_STACK))
+        if failure.rank == 0 and speaker is not None and speaker > 0:
+            return speaker
+        raise RunFailed(describe(failure, self.config.run, lines=self.lines))
+
+    def _conclude(self, failure: Failure) -> None:
+        """Rank 0 writes the run's result, but not when it was killed."""
+        directory = RunDirectory(Path(self.config.run.dir) / self.config.run.name)
+        is_written = directory.result_path.exists() and directory.result_path.stat().st_mtime >= self._began
+        if was_opened(self.store) and not is_written:
+            conclude(directory, "failed", str(failure))
 
     def end(self) -> None:
         """SIGTERM asks for a clean end that a rank stuck in a collective cannot give: SIGKILL follows."""

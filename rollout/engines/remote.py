@@ -26,7 +26,7 @@ from rollout.engines.weight_group import GroupAddress
 MODULE = "rollout.engines.server"
 ERRORS: dict[str, type[RlcoreError]] = {kind.__name__: kind for kind in (UserError, ModelError, RunFailed, DeadlineExceeded)}
 GRACE_S = 5.0       # the server keeps its own deadlines; ours comes a little later, for a server that hangs
-PROBE_S = 10.0
+PROBE_S = 10.0      # for an answer to /health, unless requests get less
 
 
 class RemoteEngine:
@@ -121,7 +121,8 @@ class RemoteEngine:
 
     async def health(self) -> dict[str, Any]:
         """name, pid, device, gpu (its identity, or None) and version (None without whole weights)."""
-        health: dict[str, Any] = await self._call("health", {}, PROBE_S, "a constant")
+        limit_s = min(PROBE_S, self.config.request_timeout_s)
+        health: dict[str, Any] = await self._call("health", {}, limit_s, "rollout.engine.request_timeout_s")
         return health
 
     # --- the wire -------------------------------------------------------------------------------------------------

@@ -1,0 +1,178 @@
+"""Runs `rlcore ARGUMENTS` with several ranks without paying for the imports again: `python rank_driver.py`, a job a line.
+
+Everything is imported here once; each job is forked from this process, and so are its ranks, ahead of time: the supervisor
+then hands them the environment and the arguments with which it would have started `python -m rlcore`. A rank is the
+supervisor's child, as always. The answer to a job says how it ended and which processes it left behind.
+
+    {"arguments": [...], "ranks": 2, "log": PATH}    ->  {"code": 1, "seconds": 3.1, "orphans": []}
+
+PATH gets what the job and its ranks write to the terminal, PATH.pids the process ids: the supervisor's, then the ranks'.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+LIMIT_S = 100.0                 # for one job
+ORPHANS_S = 10.0                # in which everything that a job started must be gone
+POLL_S = 0.02
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG = 1
+
+
+class Forked:
+    """A rank that waits for its arguments; to the supervisor it is a `subprocess.Popen`."""
+
+    def __init__(self) -> None:
+        reader, self._writer = os.pipe()
+        parent = os.getpid()
+        self.pid = os.fork()
+        self.returncode: int | None = None
+        if self.pid == 0:
+            os.close(self._writer)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            given = os.fdopen(reader).readline()
+            os._exit(run_rank(**json.loads(given)) if given and os.getppid() == parent else 0)
+        os.close(reader)
+
+    def begin(self, arguments: Sequence[str], environment: dict[str, str]) -> Forked:
+        with os.fdopen(self._writer, "w") as pipe:
+            pipe.write(json.dumps({"arguments": list(arguments), "environment": environment}) + "\n")
+        return self
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("rank", timeout)
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run_rank(arguments: list[str], environment: dict[str, str]) -> int:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    return run(arguments)
+
+
+def run(arguments: list[str]) -> int:
+    from rlcore.cli import main
+
+    try:
+        return main(arguments)
+    except SystemExit as error:
+        return int(error.code or 0)
+    except BaseException:  # noqa: BLE001  what Python itself would print on its way out
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def run_job(job: dict[str, Any]) -> int:
+    from rlcore.launch import supervise
+
+    os.setsid()
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(job.get("environment", {}))
+    sys.path += job.get("path", [])
+    ranks = [Forked() for _ in range(job["ranks"])]
+    waiting = iter(ranks)
+    supervise.subprocess = _Starter(waiting)    # type: ignore[assignment, attr-defined]
+    Path(job["log"] + ".pids").write_text(json.dumps([os.getpid(), *(rank.pid for rank in ranks)]))
+    return run(job["arguments"])
+
+
+class _Starter:
+    """`subprocess`, as far as the supervisor uses it."""
+
+    TimeoutExpired = subprocess.TimeoutExpired
+
+    def __init__(self, waiting: Any) -> None:
+        self._waiting = waiting
+
+    def Popen(self, command: list[str], *, env: dict[str, str], start_new_session: bool) -> Forked:
+        assert command[:3] == [sys.executable, "-m", "rlcore"]
+        assert start_new_session
+        rank: Forked = next(self._waiting)
+        return rank.begin(command[3:], env)
+
+
+def serve(job: dict[str, Any]) -> dict[str, Any]:
+    began = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(run_job(job))
+    ended, status = 0, 0
+    while not ended:
+        if time.monotonic() - began > LIMIT_S:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_S)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    seconds = time.monotonic() - began
+    return {"code": os.waitstatus_to_exitcode(status), "seconds": seconds, "orphans": orphans()}
+
+
+def orphans() -> list[str]:
+    """What still runs below this process, which inherits every orphan; none of it survives this call."""
+    deadline = time.monotonic() + ORPHANS_S
+    left = psutil.Process().children(recursive=True)
+    while left and time.monotonic() < deadline:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(POLL_S)
+        left = psutil.Process().children(recursive=True)
+    described = []
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            described.append(f"{process.pid} {' '.join(process.cmdline())}")
+            process.kill()
+    return described
+
+
+def main() -> None:
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+    from backends.megatron import backend  # noqa: F401
+
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(serve(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
