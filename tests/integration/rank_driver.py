@@ -12,6 +12,7 @@ PATH gets what the job and its ranks write to the terminal, PATH.pids the proces
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -26,6 +27,16 @@ from typing import Any
 
 import psutil
 
+PRELOADED = (
+    "transformers.models.qwen3.modeling_qwen3",
+    "backends.megatron.backend",
+    "rlcore.launch.compose",
+    "rlcore.launch.supervise",
+    "rlcore.plugin_checks",
+    "rollout.engines.embedded",
+    "rollout.engines.remote",
+    "rollout.wire",
+)
 LIMIT_S = 100.0                 # for one job
 ORPHANS_S = 10.0                # in which everything that a job started must be gone
 POLL_S = 0.02
@@ -164,10 +175,8 @@ def orphans() -> list[str]:
 
 
 def main() -> None:
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
-    from backends.megatron import backend  # noqa: F401
-
+    for module in PRELOADED:
+        importlib.import_module(module)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
