@@ -24,6 +24,7 @@ from rlcore.credit import Credit
 from rlcore.data.rows import check_file
 from rlcore.desk import FINISHED, Desk, Outcome
 from rlcore.errors import ConfigError, ModelError, RunFailed, UserError
+from rlcore.launch.initial import find_checkpoint, pin_initial_policy
 from rlcore.launch.logs import folder_of
 from rlcore.launch.process import Process
 from rlcore.launch.run_folder import OpenRun, mark_opened, open_run
@@ -31,7 +32,6 @@ from rlcore.loop import Trainer
 from rlcore.objective import Objective
 from rlcore.protocols import PolicyBackend, RolloutEngine, RolloutSource, WeightSink
 from rlcore.publish import Publisher, VersionJournal
-from rlcore.runs.checkpoints import latest_checkpoint
 from rlcore.runs.directory import Status, check_run_name
 from rlcore.tracking import build_trackers
 from rlcore.tracking.hub import reach_hub
@@ -54,8 +54,9 @@ class Office:
 
 def run_rank(process: Process, loaded: Loaded, *, resume: bool, overwrite: bool) -> Outcome:
     """Everything that one rank does, from the configuration to the result."""
+    check_input(loaded.config, process.world_size, resume=resume, overwrite=overwrite)
+    loaded = pin_initial_policy(loaded, resume=resume)
     config, control, patience = loaded.config, process.control, loaded.config.cluster.start_timeout_s
-    check_input(config, process.world_size, resume=resume, overwrite=overwrite)
     objective, credit = build_algorithm(config)
     with ExitStack() as stack, process.blaming():
         # What the user may have got wrong is looked at before a run of the same name is touched.
@@ -137,9 +138,6 @@ def build_backend(
 ) -> PolicyBackend:
     from backends.megatron.backend import MegatronBackend
 
-    if config.policy.checkpoint is not None:
-        config = config.model_copy(deep=True)
-        config.policy.checkpoint = str(find_checkpoint(Path(config.policy.checkpoint or "")))
     return MegatronBackend(
         config,
         objective,
@@ -148,24 +146,6 @@ def build_backend(
         total_steps=optimizer_steps,
         device=process.device,
     )
-
-
-def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
-    """The folder of shards that `path` means: a run (its newest checkpoint), a checkpoint, or the shards themselves.
-
-    Raises:
-        UserError: there is none; the message begins with `key`.
-    """
-    if (path / "checkpoints").is_dir():
-        found = latest_checkpoint(path / "checkpoints")
-        if found is None:
-            raise UserError(f"{key}: run {path} has no checkpoint")
-        return found.model
-    if (path / "model").is_dir():
-        return path / "model"
-    if path.is_dir():
-        return path
-    raise UserError(f"{key}: {path} does not exist; expected a run, a checkpoint or its folder of shards")
 
 
 def open_office(config: Config, process: Process, stack: ExitStack) -> Office:

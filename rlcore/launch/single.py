@@ -12,7 +12,8 @@ from rlcore.config.algorithm import LossConfig
 from rlcore.config.load import Loaded, load_config
 from rlcore.config.policy import ParallelConfig
 from rlcore.errors import UserError
-from rlcore.launch.compose import build_algorithm, build_backend, build_publisher, check_model, find_checkpoint, open_office
+from rlcore.launch.compose import build_algorithm, build_backend, build_publisher, check_model, open_office
+from rlcore.launch.initial import find_checkpoint, pin_initial_policy
 from rlcore.launch.process import Process, join
 from rlcore.protocols import PolicyBackend
 from rlcore.publish import VersionJournal
@@ -23,7 +24,7 @@ from rlcore.tracking.samples import pick_samples
 
 def evaluate_model(loaded: Loaded, output: Path | None) -> int:
     """Publish the configured weights to an engine, score the evaluation prompts, print the scores and a few samples."""
-    config = _generating(_in_one_process(loaded.config))
+    config = _generating(_in_one_process(pin_initial_policy(loaded, resume=False).config))
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory()))
         config.run.dir, config.run.name = str(scratch), "eval"
