@@ -1,4 +1,4 @@
-"""The end of the quickstart: held-out accuracy before and after, a table, the reward curve, and what was left behind."""
+"""The end of the quickstart, below the run's own table: held-out accuracy, the reward curve, and what was left behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlcore.runs.metrics import read_metrics
 from rlcore.tracking.plot import plot_run
-from rlcore.tracking.report import format_report, summarize
+from rlcore.tracking.report import summarize
 
 
 def main() -> None:
@@ -27,7 +27,6 @@ def main() -> None:
         "seconds": round(seconds, 1),
     }
     (run / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(format_report(summary, title="GRPO on addition"))
     print(f"held-out greedy accuracy  {summary.accuracy_before:.1%} before, {summary.accuracy_after:.1%} after")
     print(f"everything together       {seconds:.0f} s")
     print(f"reward curve              {curve}")
