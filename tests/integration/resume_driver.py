@@ -122,6 +122,8 @@ def run_rank(job: dict[str, Any]) -> int:
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    if "module" in job:
+        os.execv(sys.executable, [sys.executable, "-m", *job["module"], *job["arguments"]])
     sys.argv = ["rlcore", *job["arguments"]]
     passed: Counter[str] = Counter()
     spec = job.get("at", {})
@@ -177,16 +179,16 @@ def start(job: dict[str, Any]) -> list[int]:
     return pids
 
 
-def victim(pids: list[int], who: str) -> None:
-    """SIGKILL: "all", "first" (the launcher alone, where there is one), or "rank N" of a launcher's ranks."""
+def strike(pids: list[int], who: str, number: int) -> None:
+    """Send a signal to "all", "first" (the launcher alone, where there is one), or "rank N" of a launcher's ranks."""
     if who == "all":
-        os.killpg(pids[0], signal.SIGKILL)
+        os.killpg(pids[0], number)
     elif who == "first":
-        os.kill(pids[0], signal.SIGKILL)
+        os.kill(pids[0], number)
     else:
         rank = who.removeprefix("rank ")
         below = psutil.Process(pids[0]).children(recursive=True)
-        next(p for p in below if p.environ().get("RANK") == rank and "rlcore" in p.cmdline()).kill()
+        next(p for p in below if p.environ().get("RANK") == rank and "rlcore" in p.cmdline()).send_signal(number)
 
 
 def lines_in(path: str) -> int:
@@ -194,7 +196,7 @@ def lines_in(path: str) -> int:
 
 
 def wait(pids: list[int], outside: dict[str, Any] | None) -> dict[int, int]:
-    """Exit codes by process. `outside` kills `who` so many `seconds` after `file` has so many `lines`."""
+    """Exit codes by process. `outside`: `who` gets `signal` so many `seconds` after `file` has so many `lines`."""
     began, ended = time.monotonic(), dict[int, int]()
     due: float | None = None
     while len(ended) < len(pids):
@@ -205,7 +207,7 @@ def wait(pids: list[int], outside: dict[str, Any] | None) -> dict[int, int]:
         if outside is not None and due is None and lines_in(outside["file"]) >= outside["lines"]:
             due = time.monotonic() + outside.get("seconds", 0)
         if outside is not None and due is not None and time.monotonic() >= due and pids[0] not in ended:
-            victim(pids, outside.get("who", "all"))
+            strike(pids, outside.get("who", "all"), signal.Signals[outside.get("signal", "SIGKILL")])
             outside = None
         if time.monotonic() - began > LIMIT_S:
             os.killpg(pids[0], signal.SIGKILL)
@@ -242,7 +244,7 @@ def main() -> None:
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     import rlcore.data.tokenizer
-    import rlcore.launch.compose
+    import rlcore.launch.compose  # noqa: F401
     import rollout.engines.embedded  # noqa: F401
     from backends.megatron import backend  # noqa: F401
 

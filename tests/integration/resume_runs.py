@@ -65,6 +65,12 @@ GRPO: dict[str, Any] = {
         "epochs": 2,
     },
 }
+SFT: dict[str, Any] = {
+    **{key: PPO[key] for key in ("run", "policy", "training", "checkpoint")},
+    "algorithm": {"loss": {"name": "sft"}},
+    "training": {"steps": STEPS, "batch_size": 4},
+    "evaluation": {"paths": []},
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class Runs:
             "data": {"paths": [str(folder / "train.jsonl")]},
             "evaluation": {"paths": [str(folder / "heldout.jsonl")]},
         }
-        for name, config in (("common", common), ("ppo", PPO), ("grpo", GRPO)):
+        for name, config in (("common", common), ("ppo", PPO), ("grpo", GRPO), ("sft", SFT)):
             (folder / f"{name}.yaml").write_text(json.dumps(config))
         self._driver = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("resume_driver.py"))],
@@ -112,7 +118,7 @@ class Runs:
         return self.folder / name
 
     def train(self, name: str, *overrides: str, algorithm: str = "ppo", resume: bool = False, **job: Any) -> Ended:
-        """Run `rlcore train` once. `job` holds the driver's fields: ranks, at, outside."""
+        """Run `rlcore train` once. `job` holds the driver's fields: ranks, at, outside, module."""
         log = self.folder / f"{name}.log"
         before = log.stat().st_size if log.exists() else 0
         files = [str(self.folder / "common.yaml"), str(self.folder / f"{algorithm}.yaml")]
@@ -196,7 +202,9 @@ def assert_close_run(run: Path, reference: Path, *, tolerance: float) -> None:
     weights, others = (load_file(folder / "hf" / "model.safetensors") for folder in (run, reference))
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, others[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            weight, others[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def _last_shards(run: Path) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ Over several ranks, and from one layout to another, to round-off.
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ from tests.integration.resume_runs import (
     result_of,
 )
 
-SEED = 20
+SEED = 5
 
-# (point, which call of it, after it?): one for each thing that a kill can leave half done. Checkpoints are those of step 2, 4, 5.
+# A point, which call of it, and whether after it: one for each thing that a kill can leave half done. Checkpoints are written
+# after steps 2, 4 and 5.
 KILLS: dict[str, dict[str, Any]] = {
     "before_anything": {"point": "version", "call": 1, "after": True},
     "before_a_checkpoint": {"point": "update", "call": UPDATES + 2},
@@ -88,7 +90,7 @@ def test_killed_at_a_point(runs: Runs, undisturbed: Ended, where: str) -> None:
 
 
 def kill_at_times(runs: Runs, name: str, draw: random.Random, kills: int) -> int:
-    """Kill the run at times drawn over all of its training, resuming it in between; then let it end. How often it was killed."""
+    """Kill the run at times drawn over all of its training, resume it in between, then let it end. How often it was killed."""
     whole, versions, killed = result_of(runs.path("reference"))["seconds"], runs.path(name) / "versions.jsonl", 0
     for number in range(kills):
         lines = versions.read_bytes().count(b"\n") if versions.exists() else 0
@@ -130,18 +132,32 @@ def test_killed_at_points_drawn_from_a_seed(runs: Runs, undisturbed: Ended, numb
 
 
 def test_random_numbers_and_the_initial_policy_outlive_a_kill(runs: Runs, undisturbed: Ended) -> None:
-    """From the weights of another run's checkpoint: that, not what was resumed, is the reference."""
-    start = f"policy.checkpoint={runs.path('reference')}"
-    ended = runs.train("grpo", start, algorithm="grpo")
-    assert ended.codes == [0], ended.output
+    """The reference is the checkpoint that the run began with: not what was resumed, nor what its run has trained since."""
+    shutil.copytree(runs.path("reference"), runs.path("start"))
+    start = f"policy.checkpoint={runs.path('start')}"
+    finish(runs, "grpo", start, algorithm="grpo")
     rows = metrics_of(runs.path("grpo"))
     assert rows[1]["objective/kl"] == 0 < rows[3]["objective/kl"] < rows[STEPS]["objective/kl"]
 
     for number, kill in enumerate(({"point": "update", "call": 2 * UPDATES + 3}, {"point": "state", "call": 2})):
         ended = runs.train("grpo_killed", start, algorithm="grpo", resume=number > 0, at=kill)
         assert ended.killed, ended.output
+        finish(runs, "start", f"training.steps={STEPS + 1 + number}", "checkpoint.keep=9")
     finish(runs, "grpo_killed", start, algorithm="grpo")
     assert_same_run(runs.path("grpo_killed"), runs.path("grpo"))
+
+    shutil.rmtree(runs.path("start") / "checkpoints" / f"step_{STEPS:06d}")
+    ended = runs.train("grpo_killed", start, "training.steps=9", algorithm="grpo", resume=True)
+    assert ended.codes == [2]
+    assert f"step_{STEPS:06d}/model, which is gone" in ended.output
+
+
+def test_supervised_fine_tuning_killed(runs: Runs) -> None:
+    finish(runs, "sft", algorithm="sft")
+    ended = runs.train("sft_killed", algorithm="sft", at={"point": "update", "call": 4})
+    assert ended.killed, ended.output
+    finish(runs, "sft_killed", algorithm="sft")
+    assert_same_run(runs.path("sft_killed"), runs.path("sft"))
 
 
 def test_asked_to_end(runs: Runs, undisturbed: Ended) -> None:
@@ -188,7 +204,9 @@ def test_an_optimizer_that_cannot_be_loaded(runs: Runs, undisturbed: Ended) -> N
 # --- a full disk ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("point", [{"point": "write shard", "call": 200}, {"point": "flush", "call": 2}], ids=["shard", "flush"])
+@pytest.mark.parametrize(
+    "point", [{"point": "write shard", "call": 200}, {"point": "flush", "call": 2}], ids=["shard", "flush"]
+)
 def test_a_full_disk_leaves_the_last_checkpoint(runs: Runs, undisturbed: Ended, point: dict[str, Any]) -> None:
     name = "full_" + point["point"].replace(" ", "_")
     message = fail_of_a_full_disk(runs, name, point)
@@ -213,3 +231,88 @@ def fail_of_a_full_disk(runs: Runs, name: str, point: dict[str, Any]) -> str:
     message = ended.output.strip().splitlines()[-1]
     assert "No space left on device" in message
     return message
+
+
+# --- several ranks and other layouts ----------------------------------------------------------------------------------
+
+# AdamW divides by the square root of the second moment: where that is tiny it makes any round-off as large as the learning
+# rate, and two layouts part within three steps. With this eps they stay together.
+CALM = ("policy.optimizer.eps=1e-2", "critic.optimizer.eps=1e-2")
+TP2 = (*CALM, "policy.parallel.tensor=2", "cluster.launcher=torchrun")
+PP2 = (*CALM, "policy.parallel.pipeline=2", "cluster.launcher=torchrun")
+LAUNCHED = (*CALM, "policy.parallel.tensor=2", "cluster.processes_per_node=2", "rollout.engine.in_process=false")
+ROUND_OFF = 1e-5
+
+
+@pytest.fixture(scope="module")
+def calm(runs: Runs) -> Path:
+    """An undisturbed run in one process."""
+    finish(runs, "calm", *CALM)
+    return runs.path("calm")
+
+
+def test_two_ranks_killed_in_a_checkpoint(runs: Runs, calm: Path) -> None:
+    ended = runs.train("killed_tp2", *TP2, ranks=2, at={"point": "shards", "call": 3, "rank": 1})
+    assert ended.killed, ended.output
+    assert not ended.orphans
+    finish(runs, "killed_tp2", *TP2, ranks=2)
+    assert_close_run(runs.path("killed_tp2"), calm, tolerance=ROUND_OFF)
+
+
+def test_begun_on_tensor_parallel_ranks_continued_on_pipeline_stages_and_ended_in_one_process(runs: Runs, calm: Path) -> None:
+    ask = {"point": "update", "call": UPDATES + 1, "action": "terminate"}
+    for layout, steps in ((TP2, 2), (PP2, 4)):
+        ended = runs.train("layouts", *layout, ranks=2, resume=True, at=ask)
+        assert ended.codes == [130, 130], ended.output
+        result = result_of(runs.path("layouts"))
+        assert (result["status"], result["steps"]) == ("interrupted", steps)
+    finish(runs, "layouts", *CALM)
+    assert_close_run(runs.path("layouts"), calm, tolerance=ROUND_OFF)
+
+
+def test_nothing_outlives_a_killed_launcher(runs: Runs, calm: Path) -> None:
+    """Ranks, an engine and a reward worker in processes of their own: gone with the launcher, and the run goes on."""
+    metrics = runs.path("launched") / "metrics.jsonl"
+    ended = runs.train("launched", *LAUNCHED, outside={"file": str(metrics), "lines": 4, "who": "first"})
+    assert ended.killed, ended.output
+    assert not ended.orphans
+    finish(runs, "launched", *TP2, ranks=2)     # in the driver: another three interpreters would cost 20 seconds
+    assert_close_run(runs.path("launched"), calm, tolerance=ROUND_OFF)
+
+
+@pytest.mark.full
+def test_asked_to_end_through_the_launcher(runs: Runs, calm: Path) -> None:
+    outside = {"file": str(runs.path("launched_asked") / "metrics.jsonl"), "lines": 3, "who": "first", "signal": "SIGTERM"}
+    ended = runs.train("launched_asked", *LAUNCHED, outside=outside)
+    assert ended.codes == [130], ended.output
+    assert not ended.orphans
+    result = result_of(runs.path("launched_asked"))
+    assert (result["status"], result["steps"]) == ("interrupted", len(metrics_of(runs.path("launched_asked"))) - 1)
+    finish(runs, "launched_asked", *LAUNCHED)
+    assert_close_run(runs.path("launched_asked"), calm, tolerance=ROUND_OFF)
+
+
+@pytest.mark.full
+def test_under_torchrun(runs: Runs, calm: Path) -> None:
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rlcore"]
+    options = ("policy.parallel.tensor=2", "cluster.launcher=torchrun", "rollout.engine.in_process=false", *CALM)
+    outside = {"file": str(runs.path("torchrun") / "metrics.jsonl"), "lines": 4, "who": "first"}
+    ended = runs.train("torchrun", *options, module=torchrun, outside=outside)
+    assert ended.killed, ended.output
+    assert not ended.orphans
+    finish(runs, "torchrun", *options, module=torchrun)
+    assert_close_run(runs.path("torchrun"), calm, tolerance=ROUND_OFF)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_outlives_a_killed_rank(runs: Runs, calm: Path, rank: int) -> None:
+    name = f"launched_rank_{rank}"
+    outside = {"file": str(runs.path(name) / "metrics.jsonl"), "lines": 4, "who": f"rank {rank}"}
+    ended = runs.train(name, *LAUNCHED, outside=outside)
+    assert ended.codes == [1]
+    assert f"rank {rank}" in ended.output
+    assert "SIGKILL" in ended.output
+    assert not ended.orphans
+    finish(runs, name, *LAUNCHED)
+    assert_close_run(runs.path(name), calm, tolerance=ROUND_OFF)
