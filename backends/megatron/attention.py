@@ -18,6 +18,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from backends.megatron.elementwise import rotate
+
 _SMALLEST_BUCKET = 16
 
 
@@ -88,11 +90,13 @@ def _bucket_members(lengths: Sequence[int]) -> list[list[int]]:
 class PackedSequences(PackedSeqParams):
     """What Megatron carries through the layers as `packed_seq_params`.
 
-    `cu_seqlens_q` stays None: with it Megatron would cut the pack sequence by sequence in Python to rotate q and k, in every
-    layer. Here the rotary angles are already those of the pack's positions (`PackedRotaryEmbedding`).
+    The rotary angles travel here too and `PackedAttention` applies them: Megatron would cut the pack sequence by sequence in
+    Python to rotate q and k, in every layer.
     """
 
     layout: PackLayout | None = None
+    cos: Tensor | None = None           # [T, 1, d/2], of the angle of each token at its position
+    sin: Tensor | None = None
 
     @classmethod
     def of(cls, layout: PackLayout) -> PackedSequences:
@@ -100,7 +104,7 @@ class PackedSequences(PackedSeqParams):
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """Rotary angles of a pack: [T, 1, d], each token at its position inside its sequence.
+    """Rotary angles of a pack, each token at its position inside its sequence, left in the `PackedSequences`.
 
     GPTModel asks for a length and hands it to `forward`; the slot carries the packed sequences instead.
     """
@@ -111,10 +115,11 @@ class PackedRotaryEmbedding(RotaryEmbedding):
             raise TypeError(f"the model takes packed sequences only, got packed_seq_params={packed!r}")
         return packed
 
-    def forward(self, packed: PackedSequences, *args: Any, **kwargs: Any) -> Tensor:   # type: ignore[override]
+    def forward(self, packed: PackedSequences, *args: Any, **kwargs: Any) -> None:     # type: ignore[override]
         assert packed.layout is not None
-        emb: Tensor = self.get_emb(packed.layout.longest)       # [longest, 1, 1, d]
-        return emb[packed.layout.positions, 0]
+        emb: Tensor = self.get_emb(packed.layout.longest)       # [longest, 1, 1, d], its halves equal
+        angles = emb[..., : emb.size(-1) // 2]
+        packed.cos, packed.sin = (part[packed.layout.positions, 0] for part in (angles.cos(), angles.sin()))
 
 
 class PackedAttention(MegatronModule):
@@ -137,6 +142,9 @@ class PackedAttention(MegatronModule):
         if packed_seq_params is None or packed_seq_params.layout is None:
             raise TypeError("PackedAttention takes packed sequences only")
         layout = packed_seq_params.layout
+        assert packed_seq_params.cos is not None
+        assert packed_seq_params.sin is not None
+        query, key = (rotate(x, packed_seq_params.cos, packed_seq_params.sin) for x in (query, key))
         if uses_varlen(query.device, query.dtype):
             out = _varlen_attention()(
                 query, key, value, layout.cu_seqlens, layout.cu_seqlens, layout.longest, layout.longest,

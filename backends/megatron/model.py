@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from backends.megatron.attention import LocalRMSNorm, PackedAttention, PackedRotaryEmbedding
 from backends.megatron.convert.architecture import Architecture
+from backends.megatron.elementwise import SwiGLU
 from backends.megatron.fields import FUSIONS, INIT_METHODS, check_overrides
 from backends.megatron.logprobs import LogprobHead, Targets, ValueHead
 from rlcore.config.policy import ParallelConfig
@@ -57,6 +58,7 @@ def transformer_config(
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": not interleaved,
         **dict.fromkeys(FUSIONS, False),
+        "use_te_activation_func": True,     # the MLP's activation is a module of ours, see `_layer_spec`
         **overrides,
     }
     try:
@@ -119,6 +121,7 @@ def _layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerB
     parts = layer.submodules
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
+    parts.mlp.submodules.activation_func = SwiGLU
     parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
