@@ -61,3 +61,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         activated: Tensor = _SwiGLU.apply(x)
         return activated
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Megatron's MLP asks each of its parts; this one has no weights."""
+        return {}
