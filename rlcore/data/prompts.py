@@ -73,15 +73,15 @@ class PromptSet:
         limit = max_prompt_tokens if max_prompt_tokens is not None else max(len(ids) for ids in tokens)
         kept = [i for i, ids in enumerate(tokens) if len(ids) <= limit]
         excluded = [example.where for example, ids in zip(examples, tokens) if len(ids) > limit]
-        if excluded:
-            logger.warning(
-                "%d of %d prompts have more than data.max_prompt_tokens = %d tokens and are left out (the first: %s)",
-                len(excluded), len(examples), limit, excluded[0],
-            )
         if not kept:
             raise DataError(
                 f"{', '.join(paths)}: all {len(examples)} prompts have more than data.max_prompt_tokens = {limit} tokens "
                 f"(the shortest has {min(len(ids) for ids in tokens)})"
+            )
+        if excluded:
+            logger.warning(
+                "%d of %d prompts have more than data.max_prompt_tokens = %d tokens and are left out (the first: %s)",
+                len(excluded), len(examples), limit, excluded[0],
             )
         return cls(
             examples=[examples[i] for i in kept],
