@@ -16,15 +16,20 @@ class ReplaySource:
     """A `RolloutSource` that gives the same recorded samples at every step."""
 
     def __init__(self, path: Path) -> None:
-        self.samples = [Sample.from_record(record) for record in read_rollouts(path)]
-        if not self.samples:
+        records = read_rollouts(path)
+        if not records:
             raise DataError(f"training.replay: {path} holds no samples")
+        try:
+            self.samples = [Sample.from_record(record) for record in records]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"training.replay: {path} holds something else than samples: {error!r}") from error
+        self.recorded_step: int | None = records[0].get("step")
 
     def start(self) -> None:
         pass
 
     def next_step(self, step: int) -> StepRollouts:
-        return StepRollouts(list(self.samples), {}, epoch=float(step), snapshot={})
+        return StepRollouts(list(self.samples), {}, epoch=float(step), snapshot={}, recorded_step=self.recorded_step)
 
     def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
         raise AssertionError("a replay has no engine to evaluate with")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import zstandard
 from lab import LEARNING, Lab, Run, same
 from safetensors.torch import load_file
 
@@ -70,21 +71,21 @@ def training_metrics(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.startswith(others)}
 
 
-@pytest.mark.parametrize("source", ["trained", "with_critic"])
-def test_a_replayed_step_is_the_step(lab: Lab, source: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("source", "step"), [("trained", 2), ("with_critic", 2), ("with_critic", 3)])
+def test_a_replayed_step_is_the_step(lab: Lab, source: str, step: int, request: pytest.FixtureRequest) -> None:
     """Bit for bit, on the checkpoint before it: weights, optimizer, critic and the cut into mini-batches are the same."""
     run: Run = request.getfixturevalue(source)
+    name = f"replay of {source} {step}"
     replay = lab.command(
-        "train", str(run.folder / "config.yaml"), f"run.name=replay of {source}", "training.debug=train_only",
-        "training.steps=1", f"training.replay={run.rollouts(2)}", f"training.replay_from={run.checkpoint(1)}",
-        name=f"replay of {source}",
+        "train", str(run.folder / "config.yaml"), f"run.name={name}", "training.debug=train_only", "training.steps=1",
+        f"training.replay={run.rollouts(step)}", f"training.replay_from={run.checkpoint(step - 1)}", name=name,
     )  # fmt: skip
     assert replay.code == 0, replay.err
-    again, first = training_metrics(replay.rows[1]), training_metrics(run.rows[2])
+    again, first = training_metrics(replay.rows[1]), training_metrics(run.rows[step])
     assert again == first
     assert {"loss/policy_avg", "train/grad_norm", "rollout/reward"} <= set(again)
     assert [record["tokens"] for record in read_rollouts(replay.rollouts(1))] == [
-        record["tokens"] for record in read_rollouts(run.rollouts(2))
+        record["tokens"] for record in read_rollouts(run.rollouts(step))
     ]
 
 
@@ -102,11 +103,14 @@ def test_a_step_is_trained_on_again_and_again(lab: Lab, trained: Run) -> None:
 
 def test_a_replay_that_cannot_be_says_so(lab: Lab, trained: Run, tmp_path: Path) -> None:
     (tmp_path / "damaged.jsonl.zst").write_bytes(trained.rollouts(1).read_bytes()[:100])
+    other = tmp_path / "other.jsonl.zst"
+    other.write_bytes(zstandard.compress(b'{"prompt": "12+34="}\n'))
     given = f"training.replay={trained.rollouts(1)}"
     for overrides, text in (
         ([f"training.replay={tmp_path / 'none.zst'}", "training.debug=train_only"], "none.zst"),
         ([f"training.replay={tmp_path / 'damaged.jsonl.zst'}", "training.debug=train_only"], "not a readable rollout file"),
         ([given, "training.debug=train_only", f"training.replay_from={tmp_path / 'none'}"], "training.replay_from"),
+        ([f"training.replay={other}", "training.debug=train_only"], "something else than samples"),
         ([given], "training.debug"),
         (["training.debug=train_only"], "training.replay"),
         ([f"training.replay_from={trained.folder}"], "training.replay_from"),

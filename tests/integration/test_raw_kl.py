@@ -122,6 +122,15 @@ def test_a_pass_of_its_own_and_the_update_measure_the_same(lab: Lab) -> None:
             assert same(by_update.rows[step][name], by_pass.rows[step][name]), name
 
 
+def test_an_update_that_is_not_the_only_one_measures_nothing_of_the_batch(lab: Lab) -> None:
+    """The later ones see a policy that has moved: what is defined for the policy before the step is absent instead."""
+    several = ("algorithm.minibatches=2", "algorithm.old_logprobs=rollout", "checkpoint.export_hf=false")
+    run = lab.train("moved", *LEARNING, *several)
+    for row in run.metrics:
+        assert not {"rollout/train_rollout_logprob_diff", "objective/entropy", *KL_METRICS} & set(row)
+        assert {"policy/entropy_avg", "policy/approxkl_avg"} <= set(row)
+
+
 def test_without_a_coefficient_there_is_no_kl(lab: Lab) -> None:
     run = lab.train("no kl", *LEARNING, "checkpoint.export_hf=false")
     assert "models     policy\n" in run.out
