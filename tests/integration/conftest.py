@@ -10,6 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))     # lab
 
 from lab import Lab
+from rank_runs import RankRuns
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +18,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[
     threads = torch.get_num_threads()
     yield Lab(tmp_path_factory.mktemp("lab"), tiny_model)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def rank_runs(tmp_path_factory: pytest.TempPathFactory, lab: Lab) -> Iterator[RankRuns]:
+    runs = RankRuns(tmp_path_factory.mktemp("rank_runs"), lab.base, lab.folder / "runs")
+    yield runs
+    runs.close()

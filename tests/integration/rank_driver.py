@@ -4,7 +4,7 @@ Everything is imported here once; each job is forked from this process, and so a
 then hands them the environment and the arguments with which it would have started `python -m rlcore`. A rank is the
 supervisor's child, as always. The answer to a job says how it ended and which processes it left behind.
 
-    {"arguments": [...], "ranks": 2, "log": PATH}    ->  {"code": 1, "seconds": 3.1, "orphans": []}
+    {"arguments": [...], "ranks": 2, "log": PATH}    ->  {"code": 1, "orphans": [], "orphans_seconds": 0.1}
 
 PATH gets what the job and its ranks write to the terminal, PATH.pids the process ids: the supervisor's, then the ranks'.
 """
@@ -152,8 +152,9 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
             os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_S)
         ended, status = os.waitpid(pid, os.WNOHANG)
-    seconds = time.monotonic() - began
-    return {"code": os.waitstatus_to_exitcode(status), "seconds": seconds, "orphans": orphans()}
+    ended_at = time.monotonic()
+    left = orphans()
+    return {"code": os.waitstatus_to_exitcode(status), "orphans": left, "orphans_seconds": time.monotonic() - ended_at}
 
 
 def orphans() -> list[str]:

@@ -1,0 +1,124 @@
+"""The test's side of rank_driver.py: runs with several ranks, and what is done to them while they go."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlcore.runs.metrics import read_metrics
+
+HERE = Path(__file__).resolve().parent
+REACH_S = 60.0                  # for a run to get to where something is done to it
+ANSWER_S = 130.0                # above the driver's own limit
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run with several ranks ended."""
+
+    code: int
+    said: str                   # on the terminal, by all ranks
+    folder: Path
+    seconds: float              # from what was done to it, else from its start
+    orphans: list[str]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.folder / "result.json").read_bytes())
+        return content
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    def log(self, rank: int) -> str:
+        return (self.folder / "logs" / f"rank_{rank}.log").read_text()
+
+    def lines(self, text: str) -> list[str]:
+        return [line for line in self.said.splitlines() if text in line]
+
+
+@dataclass(frozen=True)
+class Going:
+    """The processes of a run that goes."""
+
+    supervisor: int
+    ranks: list[int]
+
+    def child(self, word: str) -> psutil.Process:
+        """The process below rank 0 with `word` in its command line."""
+        below = psutil.Process(self.ranks[0]).children(recursive=True)
+        return next(process for process in below if any(word in part for part in process.cmdline()))
+
+
+Act = Callable[[Going], object]
+
+
+def to_rank(rank: int, number: signal.Signals) -> Act:
+    return lambda going: os.kill(going.ranks[rank], number)
+
+
+def to_child(word: str, number: signal.Signals) -> Act:
+    return lambda going: going.child(word).send_signal(number)
+
+
+class RankRuns:
+    """`rlcore train` with two ranks or more, in processes forked from one that has imported everything."""
+
+    def __init__(self, folder: Path, base: Path, runs: Path) -> None:
+        self.folder, self.base, self.runs = folder, base, runs
+        self._count = 0
+        self._driver = subprocess.Popen(
+            [sys.executable, str(HERE / "rank_driver.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])},
+        )  # fmt: skip
+        assert self._answer() == {"ready": True}
+
+    def train(self, name: str, *arguments: str, ranks: int = 2, act: Act | None = None, after_steps: int = 2) -> Ended:
+        """Run to the end; once `after_steps` steps are in metrics.jsonl, do `act`."""
+        self._count += 1
+        log, folder = self.folder / f"{self._count}.log", self.runs / name
+        given = ["train", str(self.base), f"run.name={name}", f"cluster.processes_per_node={ranks}", *arguments]
+        began = time.monotonic()
+        assert self._driver.stdin is not None
+        self._driver.stdin.write(json.dumps({"arguments": given, "ranks": ranks, "log": str(log)}) + "\n")
+        if act is not None:
+            self._reach(folder / "metrics.jsonl", after_steps, log)
+            supervisor, *pids = json.loads(Path(f"{log}.pids").read_text())
+            began = time.monotonic()
+            act(Going(supervisor, pids))
+        answer = self._answer()
+        orphans_s = answer["orphans_seconds"]
+        return Ended(answer["code"], log.read_text(), folder, time.monotonic() - began - orphans_s, answer["orphans"])
+
+    def close(self) -> None:
+        assert self._driver.stdin is not None
+        self._driver.stdin.close()
+        self._driver.wait(timeout=10)
+
+    def _reach(self, metrics: Path, steps: int, log: Path) -> None:
+        deadline = time.monotonic() + REACH_S
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < steps:
+            assert time.monotonic() < deadline, f"no step {steps} in {REACH_S} s: {log.read_text()}"
+            time.sleep(0.02)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._driver.stdout is not None
+        ready, _, _ = select.select([self._driver.stdout], [], [], ANSWER_S)
+        assert ready, f"the driver has not answered in {ANSWER_S} s"
+        answer: dict[str, Any] = json.loads(self._driver.stdout.readline())
+        return answer
+
+

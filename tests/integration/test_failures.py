@@ -1,0 +1,182 @@
+"""A worker that dies or hangs ends the run: its rank, the end of its log, a non-zero exit within a deadline, and no orphan."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from lab import Lab
+from rank_runs import Act, Ended, RankRuns, to_child, to_rank
+
+FOREVER = ("training.steps=100000", "policy.parallel.tensor=2")
+IN_PROCESS = ("rollout.engine.in_process=true",)        # no engine process to start: quicker
+HEARTBEAT_S, REQUEST_S, COLLECTIVE_S = 4, 3, 3
+
+
+def assert_failed(run: Ended, *says: str, within_s: float, reason: str = "") -> None:
+    """Exit code 1, `says` on the terminal and `reason` in result.json, in time, and nothing left behind."""
+    assert run.code == 1, run.said
+    for text in says:
+        assert text in run.said
+    assert run.result["status"] == "failed"
+    assert (reason or says[0]) in run.result["reason"]
+    assert run.result["steps"] == len(run.rows) >= 2
+    assert run.seconds < within_s
+    assert run.orphans == []
+
+
+def last_lines(run: Ended, rank: int) -> list[str]:
+    """What the terminal shows of a rank's log; the report is the last thing there."""
+    head = f"the last lines of {run.folder / 'logs' / f'rank_{rank}.log'}:"
+    assert head in run.said, run.said
+    return [line.strip() for line in run.said.partition(head)[2].strip().splitlines()]
+
+
+# --- trainer processes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed(rank_runs: RankRuns, rank: int) -> None:
+    run = rank_runs.train(f"killed-{rank}", *FOREVER, *IN_PROCESS, act=to_rank(rank, signal.SIGKILL))
+    assert_failed(run, f"rank {rank} failed: it was killed by SIGKILL", within_s=10)
+    assert "INFO rlcore.loop: step " in last_lines(run, rank)[-1]
+    assert len(run.lines("rlcore: ")) == 1, "said once"
+    assert "Traceback" not in run.said
+    assert f"rank {rank} failed: it was killed by SIGKILL" in run.log(1 - rank), "the other rank's log says why it left"
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_a_rank_that_is_stopped(rank_runs: RankRuns, rank: int) -> None:
+    run = rank_runs.train(
+        f"stopped-{rank}", *FOREVER, *IN_PROCESS, f"cluster.heartbeat_timeout_s={HEARTBEAT_S}",
+        act=to_rank(rank, signal.SIGSTOP),
+    )  # fmt: skip
+    silent = f"rank {rank} failed: it has been silent for {HEARTBEAT_S} s (cluster.heartbeat_timeout_s: {HEARTBEAT_S})"
+    assert_failed(run, f"{silent}; it was at: ", within_s=HEARTBEAT_S + 12)
+    assert "INFO rlcore.loop: step " in last_lines(run, rank)[-1]
+    assert "Traceback" not in run.said
+
+
+def test_an_exception_on_one_rank(rank_runs: RankRuns) -> None:
+    run = rank_runs.train("raises", *FOREVER, *IN_PROCESS, "algorithm.loss={name: 'failing_parts:Rank1Raises'}")
+    assert_failed(run, "rank 1 failed: ArithmeticError: only rank 1 sees this (", "failing_parts.py", within_s=30)
+    shown = last_lines(run, 1)
+    assert shown[-1] == "ArithmeticError: only rank 1 sees this", "the end of the log is the error"
+    assert any("in fail" in line for line in shown), "with its traceback"
+    assert "Traceback" not in run.log(0).replace("this rank ends", ""), "rank 0 knows that the fault is not its own"
+
+
+def test_a_rank_that_others_wait_for_shows_where_it_is(rank_runs: RankRuns) -> None:
+    """It beats, since its interpreter runs: what ends the wait is the deadline of the collective."""
+    run = rank_runs.train(
+        "hangs", *FOREVER, *IN_PROCESS, "algorithm.loss={name: 'failing_parts:Rank1Hangs'}",
+        f"cluster.collective_timeout_s={COLLECTIVE_S}",
+    )  # fmt: skip
+    waited = "rank 0 waited for its peers in a collective for longer than cluster.collective_timeout_s"
+    assert_failed(run, waited, within_s=COLLECTIVE_S + 30)
+    assert "trainer rank 1 failed: it did not come to where the others waited for it" in run.said
+    assert any("failing_parts.py" in line and "in fail" in line for line in last_lines(run, 1))
+
+
+@pytest.mark.full
+def test_a_plugin_that_raises_on_rank_0(rank_runs: RankRuns) -> None:
+    run = rank_runs.train("estimator", *FOREVER, *IN_PROCESS, "algorithm.estimator={name: 'failing_parts:RaisesInStep2'}")
+    assert run.code == 1
+    assert run.result["status"] == "failed"
+    assert run.result["steps"] == 1
+    assert run.result["reason"].startswith("ZeroDivisionError: no samples of this kind (")
+    assert run.said.rstrip().endswith("ZeroDivisionError: no samples of this kind"), "a plugin's bug comes with its traceback"
+    assert run.log(0).rstrip().endswith("ZeroDivisionError: no samples of this kind")
+    assert "rank 0 failed: ZeroDivisionError: no samples of this kind" in run.log(1)
+    assert run.orphans == []
+
+
+# --- processes below rank 0 ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "says", "within_s"),
+    [
+        (signal.SIGKILL, "killed by SIGKILL", 10.0),
+        pytest.param(signal.SIGSTOP, f"within {REQUEST_S} s (rollout.engine.request_timeout_s)", 30.0, marks=pytest.mark.full),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_an_engine_that_dies_or_hangs(rank_runs: RankRuns, number: signal.Signals, says: str, within_s: float) -> None:
+    run = rank_runs.train(
+        f"engine-{number.name}", *FOREVER, f"rollout.engine.request_timeout_s={REQUEST_S}",
+        "rollout.engine.update_timeout_s=10", act=to_child("rollout.engines.server", number),
+    )  # fmt: skip
+    assert_failed(run, says, "engine engine-0", within_s=within_s)
+    assert "Traceback" not in run.said
+
+
+@pytest.mark.full
+def test_a_reward_worker_that_is_killed_is_replaced(rank_runs: RankRuns) -> None:
+    run = rank_runs.train(
+        "reward-worker", *IN_PROCESS, "policy.parallel.tensor=2", "training.steps=6", "reward.workers=1",
+        "rollout.prompts_per_step=2", "rollout.samples_per_prompt=4",
+        "reward.parts={slow: {function: 'failing_rewards:slow'}}", after_steps=1,
+        act=to_child("rewards.worker", signal.SIGKILL),
+    )  # fmt: skip
+    assert run.code == 0, run.said
+    assert run.result["status"] == "completed"
+    assert sum(row["rollout/reward_errors"] for row in run.rows) == 1
+    (warning,) = run.lines("warning: reward of sample")
+    assert "its worker process died with exit code -9" in warning
+    assert run.orphans == []
+
+
+# --- the supervisor -----------------------------------------------------------------------------------------------------
+
+
+def kill_supervisor(number: signal.Signals) -> Act:
+    return lambda going: os.kill(going.supervisor, number)
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed(rank_runs: RankRuns) -> None:
+    run = rank_runs.train("orphaned", *FOREVER, *IN_PROCESS, act=kill_supervisor(signal.SIGKILL))
+    assert run.code == -signal.SIGKILL
+    assert run.orphans == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+def test_a_signal_to_the_supervisor_ends_the_run_in_peace(rank_runs: RankRuns, number: signal.Signals) -> None:
+    run = rank_runs.train(f"signal-{number.name}", *FOREVER, *IN_PROCESS, act=kill_supervisor(number))
+    assert run.code == 130, run.said
+    assert run.result["status"] == "interrupted"
+    assert (run.folder / "checkpoints" / f"step_{run.result['steps']:06d}").is_dir()
+    assert run.orphans == []
+
+
+# --- bad input with several ranks ---------------------------------------------------------------------------------------
+
+
+def bad_row(folder: Path) -> str:
+    path = folder / "bad_row.jsonl"
+    path.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": 1}\n')
+    return f"data.paths={path}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("seen by rank 0", "bad_row.jsonl:2"),
+        ("seen by every rank", "policy.megatron.num_layrs: megatron.core's TransformerConfig has no such field"),
+        ("seen while the run goes", "drops_all dropped"),
+    ],
+)
+def test_bad_input_is_said_once(rank_runs: RankRuns, lab: Lab, tmp_path: Path, kind: str, says: str) -> None:
+    wrong = {
+        "seen by rank 0": bad_row(tmp_path),
+        "seen by every rank": "policy.megatron.num_layrs=2",
+        "seen while the run goes": "rollout.filters=['failing_parts:drops_all']",
+    }[kind]
+    run = rank_runs.train("bad-input", "policy.parallel.tensor=2", *IN_PROCESS, wrong, "--overwrite")
+    assert run.code == 2, run.said
+    assert [says in line for line in run.lines("rlcore: ")] == [True]
+    assert "Traceback" not in run.said
+    assert run.orphans == []
+    assert run.folder.exists() == (kind == "seen while the run goes")
