@@ -95,7 +95,8 @@ class Desk:
         )
         return batch
 
-    def evaluate(self, step: int) -> None:
+    def evaluate(self) -> None:
+        """Score the held-out prompts; the row that is logged next holds the result."""
         self._evaluation, self._evaluated = self.source.evaluate()
 
     # --- the decision and the log ---------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class Trainer:
             with self.clock("evaluation"):
                 self.control.main(
                     f"the evaluation after step {step}",
-                    lambda: self.main.evaluate(step),
+                    lambda: self.main.evaluate(),
                     timeout_s=self.config.rollout.timeout_s,
                 )
 

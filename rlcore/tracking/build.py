@@ -52,6 +52,7 @@ class Trackers(BaseTracker):
         self._tell(lambda tracker: tracker.show_samples(step, samples))
 
     def note(self, line: str) -> None:
+        logger.info("%s", line)     # the terminal's scroll may be gone when somebody asks why
         self._tell(lambda tracker: tracker.note(line))
 
     def state(self) -> dict[str, Any]:
