@@ -22,7 +22,6 @@ OURS = ("rlcore", "backends", "rollout")
 EARLY_RECORDS = 10_000
 LAST_LINES = 15
 CHATTY = ("megatron",)              # their INFO lists every parameter, and would be all that a log's end shows
-logger = logging.getLogger(__name__)
 _kept_open: list[TextIO] = []       # faulthandler writes to the descriptor, also while the interpreter ends
 
 
@@ -60,17 +59,22 @@ class RankLog:
 
     def last_words(self, error: BaseException) -> None:
         """End the file with what ended this rank. Python itself writes the traceback of the others' there."""
-        if self._file is None or (self.rank != 0 and not isinstance(error, RlcoreError)):
-            return
-        trace = None if isinstance(error, RlcoreError) else (type(error), error, error.__traceback__)
-        text = str(error) if trace is None else "this rank ends:"
-        self._file.handle(logging.LogRecord("rlcore", logging.ERROR, __file__, 0, text, None, trace))
+        if isinstance(error, RlcoreError):
+            self._write(str(error))
+        elif self.rank == 0:
+            self._write("this rank ends:", error)
 
     def dump_stacks(self, failure: Failure) -> None:
         """What every thread is at: for a rank that is about to be ended because it does not leave."""
-        logger.error("this rank does not leave by itself and is ended, in the stacks below: %s", failure)
+        self._write(f"{failure}; this rank does not leave by itself and is ended, where it stands:")
         if self._stream is not None:
             faulthandler.dump_traceback(self._stream)
+
+    def _write(self, text: str, error: BaseException | None = None) -> None:
+        """Into the file alone: somebody else tells the terminal."""
+        trace = None if error is None else (type(error), error, error.__traceback__)
+        if self._file is not None:
+            self._file.handle(logging.LogRecord("rlcore", logging.ERROR, __file__, 0, text, None, trace))
 
     def close(self) -> None:
         for handler in (self._early, self._file):

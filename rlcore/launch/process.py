@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +19,9 @@ from rlcore.config import Config
 from rlcore.config.run import RunConfig
 from rlcore.control import Control, Failure, LocalStore
 from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
-from rlcore.launch.logs import RankLog, rank_log
+from rlcore.launch.logs import RankLog, describe, rank_log
 from rlcore.launch.pulse import Pulse, Watch
-from rlcore.launch.ranks import store_prefix, under_torchrun
+from rlcore.launch.ranks import store_prefix, supervised, under_torchrun
 from rlcore.runs.rng import seed_rng
 
 
@@ -88,6 +89,8 @@ def _among_ranks(config: Config, log: RankLog) -> Iterator[Process]:
     control = Control(store, rank, world_size)
     watched = [0] if rank else range(1, world_size)
     last_words: list[Callable[[Failure], None]] = [log.dump_stacks]
+    if rank == 0 and not supervised():
+        last_words.append(lambda failure: print(f"rlcore: {describe(failure, config.run)}", file=sys.stderr, flush=True))
     # A connection of its own: one that the main thread waits on would hold the beats back.
     beats = store.clone()   # type: ignore[attr-defined]  # torch's type stub lacks it
     watch = Watch(beats, watched, limit_s=cluster.heartbeat_timeout_s, start_limit_s=cluster.start_timeout_s)
@@ -134,12 +137,15 @@ def _in_our_words(error: BaseException, process: Process) -> BaseException:
         return error
     if "gloo" not in text.lower() and not isinstance(error, dist.DistError):
         return error
-    reason = re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0])     # gloo begins with a place in its source
+    # gloo begins with a place in its source and ends with advice.
+    reason = re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0]).partition(". This is typically")[0]
     if "timed out" in text.lower() or "timeout" in text.lower():
         return DeadlineExceeded(
             f"rank {process.rank} waited for its peers in a collective for longer than cluster.collective_timeout_s: {reason}"
         )
-    return RunFailed(f"rank {process.rank} lost a peer in a collective: {reason}")
+    quiet = [] if process.pulse is None else process.pulse.quiet
+    gone = f"; not heard of any more: rank {', '.join(map(str, quiet))}" if quiet else ""
+    return RunFailed(f"rank {process.rank} lost a peer in a collective: {reason}{gone}")
 
 
 @contextmanager

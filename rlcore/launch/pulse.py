@@ -42,6 +42,7 @@ class Watch:
         now = time.monotonic()
         self._beats: dict[int, tuple[str, float]] = dict.fromkeys(ranks, ("", now))
         self._looked = now
+        self.last: dict[int, float] = {}        # what `silence` last said
 
     def silence(self) -> dict[int, float]:
         """Seconds since each rank's last sign of life; ranks that left in peace are not among them."""
@@ -56,6 +57,7 @@ class Watch:
                 since = now
             if beat != _LEFT:
                 silence[rank] = now - since
+        self.last = silence
         return silence
 
     def failure(self, *, limit_s: float | None = None) -> Failure | None:
@@ -94,6 +96,11 @@ class Pulse:
         self._stopped, self._leaving = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
         self._thread.start()
+
+    @property
+    def quiet(self) -> list[int]:
+        """Watched ranks that have skipped a beat or two: where a peer is known to be gone, they are who."""
+        return [rank for rank, seconds in self._watch.last.items() if seconds > 2 * BEAT_S]
 
     def leaving(self) -> None:
         """The main thread knows that the run is over, and is closing what is open."""

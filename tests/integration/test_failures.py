@@ -68,6 +68,7 @@ def test_an_exception_on_one_rank(rank_runs: RankRuns) -> None:
     assert "Traceback" not in run.log(0).replace("this rank ends", ""), "rank 0 knows that the fault is not its own"
 
 
+@pytest.mark.full
 def test_a_rank_that_others_wait_for_shows_where_it_is(rank_runs: RankRuns) -> None:
     """It beats, since its interpreter runs: what ends the wait is the deadline of the collective."""
     run = rank_runs.train(
