@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rlcore.runs.checkpoints import committed_steps
 from tests.integration.resume_runs import (
     STEPS,
     UPDATES,
@@ -28,20 +29,28 @@ from tests.integration.resume_runs import (
 
 SEED = 5
 
-# A point, which call of it, and whether after it: one for each thing that a kill can leave half done. Checkpoints are written
-# after steps 2, 4 and 5.
-KILLS: dict[str, dict[str, Any]] = {
-    "before_anything": {"point": "version", "call": 1, "after": True},
-    "before_a_checkpoint": {"point": "update", "call": UPDATES + 2},
-    "between_policy_and_critic_shards": {"point": "shards", "call": 2},
-    "in_a_line_of_metrics": {"point": "torn line", "call": 4},
-    "between_metrics_and_samples": {"point": "samples", "call": 4},
-    "in_a_shard": {"point": "write shard", "call": 200},
-    "before_the_rename": {"point": "flush", "call": 2, "after": True},
-    "after_the_rename": {"point": "prune", "call": 2},
-    "in_the_export": {"point": "export", "call": 1, "after": True},
-    "before_the_result": {"point": "result", "call": 1},
-}
+# Each is one run that is killed several times: at a point, at which call of it since the last start, before or after it.
+# Checkpoints are written after steps 2, 4 and 5; together they cover each thing that a kill can leave half done.
+KILLS: dict[str, list[dict[str, Any]]] = {
+    "before_there_is_a_checkpoint": [
+        {"point": "version", "call": 1, "after": True},
+        {"point": "update", "call": UPDATES + 2},
+        {"point": "shards", "call": 2},                     # the policy's are written, the critic's not
+    ],
+    "in_the_log": [
+        {"point": "torn line", "call": 4},                  # in the middle of step 3's metrics
+        {"point": "samples", "call": 2},                    # step 4 has metrics, but no samples
+    ],
+    "in_a_checkpoint": [
+        {"point": "write shard", "call": 200},              # of step 4
+        {"point": "flush", "call": 1, "after": True},       # the same again: all written, not renamed
+        {"point": "prune", "call": 1},                      # and again: renamed, the one of step 2 not deleted
+    ],
+    "after_the_last_step": [
+        {"point": "export", "call": 1, "after": True},
+        {"point": "result", "call": 1},
+    ],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -81,20 +90,26 @@ def test_the_reference_has_everything_in_play(runs: Runs, undisturbed: Ended) ->
 
 
 @pytest.mark.parametrize("where", KILLS)
-def test_killed_at_a_point(runs: Runs, undisturbed: Ended, where: str) -> None:
-    ended = runs.train(where, at=KILLS[where])
-    assert ended.killed, ended.output
-    assert not ended.orphans
+def test_killed_at_points(runs: Runs, undisturbed: Ended, where: str) -> None:
+    for number, kill in enumerate(KILLS[where]):
+        ended = runs.train(where, resume=number > 0, at=kill)
+        assert ended.killed, (kill, ended.output)
+        assert not ended.orphans
     finish(runs, where)
     assert_same_run(runs.path(where), runs.path("reference"))
 
 
 def kill_at_times(runs: Runs, name: str, draw: random.Random, kills: int) -> int:
-    """Kill the run at times drawn over all of its training, resume it in between, then let it end. How often it was killed."""
-    whole, versions, killed = result_of(runs.path("reference"))["seconds"], runs.path(name) / "versions.jsonl", 0
+    """Kill the run at times drawn over all that it has still to do, resume it in between, then let it end. How often it died.
+
+    A time is a publication, of which each step makes one, and a delay of up to a step: so it means the same on a busy machine.
+    """
+    step_s = result_of(runs.path("reference"))["seconds"] / STEPS
+    versions, killed = runs.path(name) / "versions.jsonl", 0
     for number in range(kills):
-        lines = versions.read_bytes().count(b"\n") if versions.exists() else 0
-        outside = {"file": str(versions), "lines": lines + 1, "seconds": draw.uniform(0, whole)}
+        before = versions.read_bytes().count(b"\n") if versions.exists() else 0
+        publication = draw.randint(1, 1 + STEPS - max(committed_steps(runs.path(name) / "checkpoints"), default=0))
+        outside = {"file": str(versions), "lines": before + publication, "seconds": draw.uniform(0, step_s)}
         ended = runs.train(name, resume=number > 0, outside=outside)
         killed += ended.killed
         assert not ended.orphans
@@ -108,7 +123,7 @@ def kill_at_times(runs: Runs, name: str, draw: random.Random, kills: int) -> int
 
 
 def test_killed_at_times_drawn_from_a_seed(runs: Runs, undisturbed: Ended) -> None:
-    assert kill_at_times(runs, "times", random.Random(SEED), 3)
+    assert kill_at_times(runs, "times", random.Random(SEED), 3) > 0
 
 
 @pytest.mark.full
