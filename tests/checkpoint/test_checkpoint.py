@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Outputs, read_weights
 from plan import PAIRS, REFUSED, VARIANTS, WORLDS
+from world_outputs import Outputs, read_weights
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

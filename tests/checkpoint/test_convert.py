@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
-from conftest import Outputs, read_weights
 from hf_folders import MODELS
 from plan import WORLDS
+from world_outputs import Outputs, read_weights
 
 LAYOUTS = [layout for world in WORLDS.values() for layout in world.layouts]
 
