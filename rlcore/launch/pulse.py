@@ -61,24 +61,16 @@ class Watch:
         return silence
 
     def failure(self, *, limit_s: float | None = None) -> Failure | None:
-        """The rank that is silent for longest, if that is more than it may."""
-        silence = self.silence()
-        if not silence:
-            return None
-        rank = max(silence, key=silence.__getitem__)
-        _, _, doing = self._beats[rank][0].partition(" ")
-        if not doing:
-            if silence[rank] <= self.start_limit_s:
-                return None
-            return Failure(rank, f"it has not joined the others within {self.start_limit_s:g} s (cluster.start_timeout_s)")
+        """The rank that is silent for longer than it may, the longest first. `limit_s` lowers the limit."""
         limit = self.limit_s if limit_s is None else min(limit_s, self.limit_s)
-        if silence[rank] <= limit:
-            return None
-        return Failure(
-            rank,
-            f"it has been silent for {silence[rank]:.0f} s (cluster.heartbeat_timeout_s: {self.limit_s:g}); "
-            f"it was at: {doing}",
-        )
+        for rank, seconds in sorted(self.silence().items(), key=lambda item: -item[1]):
+            _, _, doing = self._beats[rank][0].partition(" ")
+            if doing and seconds > limit:
+                key = f"cluster.heartbeat_timeout_s: {self.limit_s:g}"
+                return Failure(rank, f"it has been silent for {seconds:.0f} s ({key}); it was at: {doing}")
+            if not doing and seconds > self.start_limit_s:
+                return Failure(rank, f"it has not joined the others within {self.start_limit_s:g} s (cluster.start_timeout_s)")
+        return None
 
 
 class Pulse:
