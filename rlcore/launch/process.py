@@ -21,8 +21,10 @@ from rlcore.control import Control, Failure, LocalStore
 from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
 from rlcore.launch.logs import RankLog, describe, rank_log
 from rlcore.launch.pulse import Pulse, Watch
-from rlcore.launch.ranks import store_prefix, supervised, under_torchrun
+from rlcore.launch.ranks import orphaned, store_prefix, supervised, under_torchrun
 from rlcore.runs.rng import seed_rng
+
+STORE_S = 60.0          # to reach a store that is known to be there
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,10 @@ def _meet(device: torch.device, start_timeout_s: float, collective_timeout_s: fl
         RunFailed: the others cannot be reached, or do not come.
     """
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if orphaned():
+        raise RunFailed(f"rank {os.environ['RANK']} has lost its supervisor before it met the other ranks")
+    if supervised():        # whose store is there already: nobody is waited for
+        start_timeout_s = min(start_timeout_s, STORE_S)
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=start_timeout_s)))
         dist.init_process_group(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-SUPERVISED = "RLCORE_SUPERVISED"        # set by our own supervisor, who tells the user how its ranks ended
+SUPERVISED = "RLCORE_SUPERVISOR"        # process id of our own supervisor, who tells the user how its ranks ended
 
 
 def under_torchrun() -> bool:
@@ -14,6 +14,10 @@ def under_torchrun() -> bool:
 
 def supervised() -> bool:
     return SUPERVISED in os.environ
+
+
+def orphaned() -> bool:
+    return supervised() and os.getppid() != int(os.environ[SUPERVISED])
 
 
 def started_by_torchrun() -> bool:

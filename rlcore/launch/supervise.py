@@ -159,7 +159,7 @@ def _start(rank: int, count: int, port: int, config: Config, arguments: Sequence
     threads = config.run.threads or max(1, (os.cpu_count() or 1) // count)
     environment = {
         **os.environ,
-        SUPERVISED: "1",
+        SUPERVISED: str(os.getpid()),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),

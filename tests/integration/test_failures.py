@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from lab import Lab
-from rank_runs import Act, Ended, RankRuns, to_child, to_rank
+from rank_runs import Act, Ended, Going, RankRuns, to_child, to_rank
 
 FOREVER = ("training.steps=100000", "policy.parallel.tensor=2")
 IN_PROCESS = ("rollout.engine.in_process=true",)        # no engine process to start: quicker
@@ -133,19 +134,25 @@ def test_a_reward_worker_that_is_killed_is_replaced(rank_runs: RankRuns) -> None
 # --- the supervisor -----------------------------------------------------------------------------------------------------
 
 
-def kill_supervisor(number: signal.Signals) -> Act:
-    return lambda going: os.kill(going.supervisor, number)
+def to_supervisor(number: signal.Signals, *, after_s: float = 0.0) -> Act:
+    def act(going: Going) -> None:
+        time.sleep(after_s)
+        os.kill(going.supervisor, number)
+
+    return act
 
 
 def test_nothing_outlives_a_supervisor_that_is_killed(rank_runs: RankRuns) -> None:
-    run = rank_runs.train("orphaned", *FOREVER, *IN_PROCESS, act=kill_supervisor(signal.SIGKILL))
+    """Not even ranks that are stuck: one in its plugin, the other in a collective."""
+    hanging = "algorithm.loss={name: 'failing_parts:Rank1Hangs'}"
+    run = rank_runs.train("orphaned", *FOREVER, *IN_PROCESS, hanging, act=to_supervisor(signal.SIGKILL, after_s=1))
     assert run.code == -signal.SIGKILL
     assert run.orphans == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_signal_to_the_supervisor_ends_the_run_in_peace(rank_runs: RankRuns, number: signal.Signals) -> None:
-    run = rank_runs.train(f"signal-{number.name}", *FOREVER, *IN_PROCESS, act=kill_supervisor(number))
+    run = rank_runs.train(f"signal-{number.name}", *FOREVER, *IN_PROCESS, act=to_supervisor(number))
     assert run.code == 130, run.said
     assert run.result["status"] == "interrupted"
     assert (run.folder / "checkpoints" / f"step_{run.result['steps']:06d}").is_dir()
