@@ -122,6 +122,7 @@ def run_rank(job: dict[str, Any]) -> int:
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    os.environ.update(job.get("environment", {}))
     if "module" in job:
         os.execv(sys.executable, [sys.executable, "-m", *job["module"], *job["arguments"]])
     sys.argv = ["rlcore", *job["arguments"]]

@@ -118,7 +118,7 @@ class Runs:
         return self.folder / name
 
     def train(self, name: str, *overrides: str, algorithm: str = "ppo", resume: bool = False, **job: Any) -> Ended:
-        """Run `rlcore train` once. `job` holds the driver's fields: ranks, at, outside, module."""
+        """Run `rlcore train` once. `job` holds the driver's fields: ranks, at, outside, module, environment."""
         log = self.folder / f"{name}.log"
         before = log.stat().st_size if log.exists() else 0
         files = [str(self.folder / "common.yaml"), str(self.folder / f"{algorithm}.yaml")]

@@ -286,9 +286,14 @@ def test_begun_on_tensor_parallel_ranks_continued_on_pipeline_stages_and_ended_i
 
 
 def test_nothing_outlives_a_killed_launcher(runs: Runs, calm: Path) -> None:
-    """Ranks, an engine and a reward worker in processes of their own: gone with the launcher, and the run goes on."""
-    metrics = runs.path("launched") / "metrics.jsonl"
-    ended = runs.train("launched", *LAUNCHED, outside={"file": str(metrics), "lines": 4, "who": "first"})
+    """Ranks, an engine and a reward worker in processes of their own, while a rank waits for rewards. And the run goes on."""
+    metrics = str(runs.path("launched") / "metrics.jsonl")
+    ended = runs.train(
+        "launched", *LAUNCHED, "reward.timeout_s=300",
+        "reward.parts.digits.function=tests.integration.resume_parts:stalling_share_of_digits",
+        outside={"file": metrics, "lines": 4, "seconds": 2, "who": "first"},
+        environment={"STALL_FILE": metrics, "STALL_LINES": "4"},
+    )  # fmt: skip
     assert ended.killed, ended.output
     assert not ended.orphans
     finish(runs, "launched", *TP2, ranks=2)     # in the driver: another three interpreters would cost 20 seconds
