@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +13,11 @@ from pathlib import Path
 from rlcore import __version__
 from rlcore.config.load import Loaded, load_config, split_arguments
 from rlcore.errors import EmptyBatch, RunFailed, UserError
-from rlcore.launch.ranks import first_on_node, started_by_torchrun
+from rlcore.launch.ranks import first_on_node, started_by_torchrun, wait_for_speaker
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-SPEAKER_S = 10.0        # for the rank that speaks to do so: torchrun ends all as soon as one has ended
 
 _SETTINGS = "FILE.yaml ... and overrides KEY=VALUE (policy.optimizer.lr=2e-6), later ones over earlier ones"
 
@@ -34,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, RunFailed) as error:
         if first_on_node():     # ranks that meet the same error say it once
             print(f"rlcore: {error}", file=sys.stderr)
-        elif started_by_torchrun():
-            time.sleep(SPEAKER_S)
+        else:
+            wait_for_speaker()
         return EXIT_USAGE if isinstance(error, UserError | EmptyBatch) else EXIT_FAILED
     except KeyboardInterrupt:
         print("rlcore: interrupted", file=sys.stderr)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlcore.config.load import Loaded
 from rlcore.errors import ConfigError, RunFailed
-from rlcore.launch.ranks import supervised, under_torchrun
+from rlcore.launch.ranks import supervised, under_torchrun, wait_for_speaker
 
 FAILED = 1
 BAD_INPUT = 2
@@ -48,6 +48,7 @@ def _train_rank(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
             outcome = run_rank(process, loaded, resume=resume, overwrite=overwrite)
     except PeerFailed as error:
         if rank != 0 or supervised():       # somebody else tells the user
+            wait_for_speaker()
             return FAILED
         raise RunFailed(describe(error.failure, loaded.config.run)) from error
     return INTERRUPTED if outcome.status == "interrupted" else 0

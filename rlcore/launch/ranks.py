@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 
+SPEAKER_S = 10.0
 SUPERVISED = "RLCORE_SUPERVISOR"        # process id of our own supervisor, who tells the user how its ranks ended
 
 
@@ -27,6 +29,12 @@ def started_by_torchrun() -> bool:
 def first_on_node() -> bool:
     """Whether this process speaks on the terminal of its node: ranks that meet the same error say it once."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def wait_for_speaker() -> None:
+    """Before a rank that says nothing ends: torchrun then ends all, and with them the one that tells the user why."""
+    if started_by_torchrun():
+        time.sleep(SPEAKER_S)
 
 
 def store_prefix() -> str:

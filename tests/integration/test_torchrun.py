@@ -173,12 +173,20 @@ def test_a_rank_that_dies_ends_the_run(launcher: Launcher) -> None:
 
 
 @pytest.mark.full
-def test_bad_input_is_said_once(launcher: Launcher) -> None:
-    run = launcher.torchrun("bad-input", *TWO_RANKS, "policy.parallel.tensor=4")
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("policy.parallel.tensor=4", "tensor 4 x pipeline 1 x context 1 = 4 does not divide the world size 2"),
+        ("rollout.filters=[zero]", "rollout.filters: 'zero' is unknown"),
+    ],
+    ids=["seen by every rank", "seen by rank 0"],
+)
+def test_bad_input_is_said_once(launcher: Launcher, wrong: str, says: str) -> None:
+    run = launcher.torchrun("bad-input", *TWO_RANKS, wrong)
     assert run.wait() == [1], "torchrun's own exit code; the rank's is 2"
     said = [line for line in run.said.splitlines() if line.startswith("rlcore: ")]
     assert len(said) == 1
-    assert "tensor 4 x pipeline 1 x context 1 = 4 does not divide the world size 2" in said[0]
+    assert says in said[0]
     assert "exitcode  : 2" in run.said
     assert not run.folder.exists()
     assert run.processes() == []
