@@ -49,7 +49,7 @@ PPO: dict[str, Any] = {
         "engine": {"in_process": True},
     },
     "evaluation": {"every": 2, "temperature": 1.0},
-    "reward": {"workers": 1, "parts": {"digits": {"function": "tests.integration.resume_parts:share_of_digits"}}},
+    "reward": {"workers": 1, "parts": {"digits": {"function": "tests.integration.resume_rewards:share_of_digits"}}},
     "training": {"steps": STEPS},
     "checkpoint": {"every": 2, "keep": 1},
 }
@@ -58,7 +58,7 @@ GRPO: dict[str, Any] = {
     **{key: value for key, value in PPO.items() if key != "critic"},
     "reference": {"offload": True},
     "algorithm": {
-        "estimator": {"name": "tests.integration.resume_parts:NoisyGRPO"},
+        "estimator": {"name": "tests.integration.resume_estimator:NoisyGRPO"},
         "loss": {"name": "ppo_clip"},
         "kl": {"loss_coef": 0.1},
         "minibatches": 2,

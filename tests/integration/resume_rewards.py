@@ -1,17 +1,11 @@
-"""The plugins of the runs in test_resume.py. A module of its own: worker processes import the reward."""
+"""The rewards of the runs in test_resume.py. Their worker process imports this and no torch."""
 
 from __future__ import annotations
 
 import os
-import random
 import time
 from pathlib import Path
 
-import numpy as np
-import torch
-
-from rlcore.algorithms import Advantages, EstimatorInputs
-from rlcore.algorithms.estimators.grpo import GRPO
 from rlcore.data.sample import Sample
 
 
@@ -26,15 +20,3 @@ def stalling_share_of_digits(sample: Sample) -> float:
     if watched.exists() and watched.read_bytes().count(b"\n") >= int(os.environ["STALL_LINES"]):
         time.sleep(300)
     return share_of_digits(sample)
-
-
-class NoisyGRPO:
-    """GRPO with noise from every global generator: a resumed run has to find them where they were."""
-
-    def __init__(self) -> None:
-        self.exact = GRPO()
-
-    def __call__(self, inputs: EstimatorInputs) -> Advantages:
-        result = self.exact(inputs)
-        noise = torch.randn_like(result.advantages) + random.gauss(0, 1) + float(np.random.standard_normal())
-        return Advantages(result.advantages + 0.1 * noise, returns=result.returns)
