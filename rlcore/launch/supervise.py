@@ -40,9 +40,10 @@ def supervise(config: Config, arguments: Sequence[str]) -> int:
     Raises:
         RunFailed: a process died or hung; names its rank and shows its log's last lines.
     """
-    ranks = _Ranks(config, arguments)
+    ranks = _Ranks(config)
     try:
         with _passing_on_signals(ranks.workers):
+            ranks.start(arguments)
             failure = ranks.wait()
             if failure is not None:
                 ranks.wait_for_the_others(failure)
@@ -56,7 +57,7 @@ def supervise(config: Config, arguments: Sequence[str]) -> int:
 class _Ranks:
     """The processes, and the store in which they meet."""
 
-    def __init__(self, config: Config, arguments: Sequence[str]) -> None:
+    def __init__(self, config: Config) -> None:
         self.config, self.count, self._began = config, config.cluster.processes_per_node, time.time()
         self._host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         self.store = dist.PrefixStore(store_prefix(), self._host)
@@ -66,14 +67,16 @@ class _Ranks:
         )
         self.lines = LAST_LINES
         self.workers: list[subprocess.Popen[bytes]] = []
+
+    def start(self, arguments: Sequence[str]) -> None:
         for rank in range(self.count):
-            self.workers.append(_start(rank, self.count, self._host.port, config, arguments))
+            self.workers.append(_start(rank, self.count, self._host.port, self.config, arguments))
 
     def wait(self) -> Failure | None:
         """Until all have ended well, or for what ends the run."""
         while True:
             codes = [worker.poll() for worker in self.workers]
-            failure = self._died(codes) or read_failure(self.store) or self._fell_silent(codes)
+            failure = read_failure(self.store) or self._died(codes) or self._fell_silent(codes)
             if failure is not None:
                 post_failure(self.store, failure)       # the others are told
                 return failure
@@ -137,9 +140,8 @@ class _Ranks:
         for rank, code in enumerate(codes):
             if code is not None and code < 0:
                 return Failure(rank, f"it was killed by {signal.Signals(-code).name}")
-        told = read_failure(self.store)
         for rank, code in enumerate(codes):
-            if told is None and code not in (None, 0, INTERRUPTED):
+            if code not in (None, 0, INTERRUPTED):
                 return Failure(rank, f"it ended with exit code {code}", bad_input=code == BAD_INPUT)
         return None
 
