@@ -16,7 +16,7 @@ from backends.megatron.cpu import expected_warnings_off, importing_megatron, meg
 with importing_megatron():
     from backends.megatron.attention import uses_varlen
     from backends.megatron.build import BuildContext, build_critic, build_policy, build_reference
-    from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint
+    from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint, saved_layout
     from backends.megatron.convert.architecture import read_architecture
     from backends.megatron.export import WeightExporter, export_hf
     from backends.megatron.held import HeldBatch
@@ -217,8 +217,15 @@ class MegatronBackend:
             "layers": "megatron-core local spec, torch RMSNorm",
             "optimizer": "AdamW, distributed" if optimizer.distributed else "AdamW",
             "models": " + ".join(name for name, built in present.items() if built),
+            "weights": self._initial_weights(),
             "dtype": self.config.model.dtype,
         }
+
+    def _initial_weights(self) -> str:
+        checkpoint = self.config.policy.checkpoint
+        if checkpoint is None:
+            return self.config.model.path
+        return f"{checkpoint}, saved at {saved_layout(Path(checkpoint))}"
 
     def close(self) -> None:
         """Give up the models and Megatron's groups; the process group too where this object made it."""

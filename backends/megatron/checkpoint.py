@@ -103,6 +103,12 @@ def load_weights(
     _load(folder, model, parallel, taken=0, skip=(VALUE_HEAD,) if described["head"] == "lm" else ())
 
 
+def saved_layout(folder: Path) -> str:
+    """The layout that a checkpoint was saved under, for people: "TP 2 x PP 1 x DP 1"."""
+    layout: dict[str, int] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["layout"]
+    return " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
+
+
 # --- state dicts ------------------------------------------------------------------------------------------------------
 
 

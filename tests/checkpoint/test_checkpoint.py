@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plan import PAIRS, REFUSED, VARIANTS, WORLDS
+from plan import LAYOUTS, PAIRS, REFUSED, VARIANTS, WORLDS
 from world_outputs import Outputs, read_weights
+
+from backends.megatron.checkpoint import saved_layout
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -28,6 +30,14 @@ def test_the_step_changes_every_weight(outputs: Outputs, variant: str) -> None:
     assert before
     for name, tensor in before.items():
         assert not torch.equal(after[name], tensor), name
+
+
+def test_a_checkpoint_tells_its_layout(outputs: Outputs) -> None:
+    variant = next(iter(VARIANTS))
+    for source in {source for source, _ in PAIRS}:
+        parallel = LAYOUTS[source]
+        told = saved_layout(outputs.checkpoint(variant, source))
+        assert told.startswith(f"TP {parallel.get('tensor', 1)} x PP {parallel.get('pipeline', 1)} x DP ")
 
 
 @pytest.mark.parametrize("name", [name for name, case in REFUSED.items() if case.words])
