@@ -50,10 +50,6 @@ class ParallelState:
     score_sources: tuple[int, ...]      # [dp_size] global rank of one rank of each replica's last stage
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pp_rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp_size - 1
 

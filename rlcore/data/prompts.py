@@ -104,11 +104,6 @@ class PromptSet:
         """int64 [N]: tokens of each prompt."""
         return np.diff(self.offsets)
 
-    def length_histogram(self, bins: int = 32) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """(counts [bins], edges [bins+1]) of the prompt lengths, for trackers."""
-        counts, edges = np.histogram(self.lengths, bins=bins)
-        return counts.astype(np.int64), edges
-
     def fingerprint(self) -> str:
         """A digest of every prompt's tokens: a resumed run must find the same prompts in the same order."""
         digest = hashlib.blake2b(self.tokens.tobytes(), digest_size=8)

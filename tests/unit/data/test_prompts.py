@@ -28,9 +28,6 @@ def test_text_rows_become_prompts(write_rows, tokenizer):
     assert tokenizer.decode(second.tokens) == second.text == "10+2="
     assert (second.label, second.row) == (12, {"source": "book"})
     assert prompts.lengths.tolist() == [4, 5]
-    counts, edges = prompts.length_histogram(bins=2)
-    assert counts.tolist() == [1, 1]
-    assert edges.tolist() == [4.0, 4.5, 5.0]
 
 
 def test_parquet_equals_jsonl(write_rows, tmp_path, tokenizer):
