@@ -38,6 +38,7 @@ SOURCES: Mapping[str, str] = {
     "rollout_ids": "rollout.workflow must number its rollouts",
     "entropy": "set algorithm.entropy_coef, or let the backend compute the entropy",
     "weights": "set algorithm.loss.aggregation",
+    "sequence_ids": "the batch must say who its sequences are",
 }
 
 

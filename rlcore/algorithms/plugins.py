@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -22,12 +22,15 @@ class Plugin:
 
     `needs` and `optional` are field names or a function of the built instance that returns them. A batch without a
     needed field is an error; an optional field is handed over where the batch has it.
+    `formula` is the algorithm in one line, `source` the paper or implementation it comes from; both may be empty.
     """
 
     name: str
     factory: Callable[..., Any]
     needs: Needs
     optional: Needs
+    formula: str = ""
+    source: str = ""
 
 
 class Registry:
@@ -45,11 +48,13 @@ class Registry:
         self.fields = frozenset(fields)
         self._plugins: dict[str, Plugin] = {}
 
-    def register(self, name: str, needs: Needs | None, optional: Needs | None) -> Callable[[Factory], Factory]:
+    def register(
+        self, name: str, needs: Needs | None, optional: Needs | None, formula: str = "", source: str = ""
+    ) -> Callable[[Factory], Factory]:
         """Return a decorator that enters a class (or a function that builds the algorithm) under `name`."""
 
         def decorate(factory: Factory) -> Factory:
-            self._enter(name, factory, needs, optional)
+            self._enter(name, factory, needs, optional, formula, source)
             return factory
 
         return decorate
@@ -90,7 +95,10 @@ class Registry:
         needs = self._resolve_fields(owner, "needs", plugin.needs, instance)
         return instance, needs, self._resolve_fields(owner, "optional", plugin.optional, instance) - needs
 
-    def _enter(self, name: str, factory: Callable[..., Any], needs: Needs | None, optional: Needs | None) -> Plugin:
+    def _enter(
+        self, name: str, factory: Callable[..., Any], needs: Needs | None, optional: Needs | None,
+        formula: str = "", source: str = "",
+    ) -> Plugin:  # fmt: skip
         if not name or ":" in name:
             raise AlgorithmError(f"{self.kind} name: expected a non-empty name without ':', got {name!r}")
         taken = self._plugins.get(name)
@@ -103,7 +111,9 @@ class Registry:
         inherited = self._of(factory, name)
         needs = inherited.needs if needs is None else needs
         optional = inherited.optional if optional is None else optional
-        plugin = self._plugins[name] = Plugin(name, factory, needs, optional)
+        plugin = self._plugins[name] = Plugin(
+            name, factory, needs, optional, formula or inherited.formula, source or inherited.source
+        )
         return plugin
 
     def _of(self, factory: Callable[..., Any], name: str) -> Plugin:
@@ -114,10 +124,11 @@ class Registry:
         for base in getattr(factory, "__mro__", (factory,)):
             if id(base) in registered:
                 found = registered[id(base)]
-                return Plugin(name, factory, found.needs, found.optional)
+                return replace(found, name=name, factory=factory)
             if "needs" in vars(base) or "optional" in vars(base):
                 break
-        return Plugin(name, factory, _attribute("needs"), _attribute("optional"))
+        described = {key: str(getattr(factory, key, "")) for key in ("formula", "source")}
+        return Plugin(name, factory, _attribute("needs"), _attribute("optional"), **described)
 
     def _points(self) -> list[importlib.metadata.EntryPoint]:
         return list(importlib.metadata.entry_points(group=self.entry_points))

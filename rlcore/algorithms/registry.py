@@ -18,14 +18,14 @@ from rlcore.algorithms.guard import (
     GuardedPolicyLoss,
 )
 from rlcore.algorithms.keywords import Keyword, constructor_keywords
-from rlcore.algorithms.plugins import Factory, Needs, Registry
+from rlcore.algorithms.plugins import Factory, Needs, Plugin, Registry
 
 _ESTIMATORS = Registry("estimator", "rlcore.estimators", (*ESTIMATOR_ALWAYS, *ESTIMATOR_OPTIONAL))
 _POLICY_LOSSES = Registry("policy loss", "rlcore.policy_losses", (*POLICY_LOSS_ALWAYS, *POLICY_LOSS_OPTIONAL))
 
 
 def register_estimator(
-    name: str, needs: Needs | None = None, *, optional: Needs | None = None
+    name: str, needs: Needs | None = None, *, optional: Needs | None = None, formula: str = "", source: str = ""
 ) -> Callable[[Factory], Factory]:
     """Enter a class as estimator `name`; its constructor's keywords become its config keys.
 
@@ -34,19 +34,21 @@ def register_estimator(
         needs: the optional fields of `EstimatorInputs` that it must have, or a function of the built instance that
             returns them. Without it, a `needs` attribute of the class counts. All other fields are None for it.
         optional: fields that it takes where the batch has them, in the same form.
+        formula: the algorithm in one line, for `rlcore algorithms`. Without it, a `formula` attribute counts.
+        source: the paper or implementation it comes from, in the same way.
     """
-    return _ESTIMATORS.register(name, needs, optional)
+    return _ESTIMATORS.register(name, needs, optional, formula, source)
 
 
 def register_policy_loss(
-    name: str, needs: Needs | None = None, *, optional: Needs | None = None
+    name: str, needs: Needs | None = None, *, optional: Needs | None = None, formula: str = "", source: str = ""
 ) -> Callable[[Factory], Factory]:
     """Enter a class as policy loss `name`, like `register_estimator`.
 
     The class may define `batch_stats(inputs) -> dict[str, Tensor]`, which is called on the whole optimizer step before
     it is split and comes back in `inputs.batch_stats`.
     """
-    return _POLICY_LOSSES.register(name, needs, optional)
+    return _POLICY_LOSSES.register(name, needs, optional, formula, source)
 
 
 def build_estimator(name: str, **kwargs: Any) -> GuardedEstimator:
@@ -59,6 +61,16 @@ def build_policy_loss(name: str, **kwargs: Any) -> GuardedPolicyLoss:
     """Build the policy loss `name` (or `package.module:Name`) with checked keywords, behind its guard."""
     loss, needs, optional = _POLICY_LOSSES.build(name, kwargs)
     return GuardedPolicyLoss(name, loss, needs, optional)
+
+
+def estimator_plugin(name: str) -> Plugin:
+    """Return how estimator `name` was entered: its factory, needs, formula and source."""
+    return _ESTIMATORS.resolve(name)
+
+
+def policy_loss_plugin(name: str) -> Plugin:
+    """Return how policy loss `name` was entered: its factory, needs, formula and source."""
+    return _POLICY_LOSSES.resolve(name)
 
 
 def estimator_names() -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlcore.algorithms.errors import InputError
 
-_INTEGER_FIELDS = frozenset({"group_ids", "rollout_ids", "versions"})
+_INTEGER_FIELDS = frozenset({"group_ids", "rollout_ids", "versions", "sequence_ids"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +86,13 @@ class PolicyLossInputs:
     rollout_logprobs: Tensor | None = None  # float [M]
     versions: Tensor | None = None  # int64 [M]
     weights: Tensor | None = None  # float [M], the loss weights of these tokens (see `loss_weights`)
+    sequence_ids: Tensor | None = None  # int64 [B], who each sequence is, wherever it stands: to choose tokens by a hash
     batch_stats: Mapping[str, Tensor] | None = None  # what the loss itself computed from the whole optimizer step
 
     def __post_init__(self) -> None:
         waits = isinstance(self.cu_seqlens, Tensor) and self.cu_seqlens.device.type != "cpu"
         known = self.logprobs.numel() if waits and isinstance(self.logprobs, Tensor) else None
-        _check_record(self, num_tokens=known, per_token=(
+        _check_record(self, num_tokens=known, per_sequence=("sequence_ids",), per_token=(
             "logprobs", "old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs", "versions",
             "weights"))  # fmt: skip
 

@@ -14,7 +14,11 @@ def _needs(estimator: PPO) -> set[str]:
     return {"values", "kl"} if estimator.kl_coef != 0.0 else {"values"}
 
 
-@register_estimator("ppo", needs=_needs, optional={"token_rewards"})
+@register_estimator(
+    "ppo", needs=_needs, optional={"token_rewards"},
+    formula="delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lam * A_{t+1}",
+    source="Schulman et al., arXiv:1506.02438; KL in the reward: Ouyang et al., arXiv:2203.02155",
+)  # fmt: skip
 class PPO:
     """GAE over the trainable tokens of each sequence.
 
