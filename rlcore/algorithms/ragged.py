@@ -50,33 +50,50 @@ def segment_mean(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return segment_sum(x, cu_seqlens) / segment_lengths(cu_seqlens).clamp(min=1)
 
 
-def discounted_suffix_sum(x: Tensor, cu_seqlens: Tensor, decay: float) -> Tensor:
+def discounted_suffix_sum(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
     """Compute `y_t = x_t + decay * y_{t+1}` inside each sequence, with `y = 0` behind its last token.
 
     Args:
         x: float `[M]`.
         cu_seqlens: integer `[B+1]`.
-        decay: between 0 and 1.
+        decay: between 0 and 1; a number, or a float tensor `[B]` with one decay a sequence (a constant to autograd).
 
     Returns:
         `[M]`, dtype of `x`. The work is done in float64, which keeps TF32 and autocast away from it.
 
-    A blocked scan: every sequence is cut into blocks of 32 tokens, a triangular matrix product sums inside the blocks,
-    and the first entries of the blocks are themselves a ragged vector, scanned the same way with `decay ** 32`. So the
-    depth is log_32 of the longest sequence, with no step in Python per token or per sequence.
+    A blocked scan: every sequence is cut into blocks of 32 tokens, a triangular matrix product sums inside the blocks
+    (with one decay a sequence: five doublings), and the first entries of the blocks are themselves a ragged vector,
+    scanned the same way with `decay ** 32`. So the depth is log_32 of the longest sequence, with no step in Python per
+    token or per sequence.
     """
-    if not 0.0 <= decay <= 1.0:
-        raise ValueError(f"decay: expected a number in [0, 1], got {decay}")
     if not x.is_floating_point():
         raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
-    return _suffix_scan(x.double(), cu_seqlens.long(), float(decay)).to(x.dtype)
+    return _suffix_scan(x.double(), cu_seqlens.long(), _checked_decay(decay, cu_seqlens)).to(x.dtype)
 
 
-def _suffix_scan(x: Tensor, cu_seqlens: Tensor, decay: float) -> Tensor:
+def _checked_decay(decay: float | Tensor, cu_seqlens: Tensor) -> float | Tensor:
+    """Return `decay` as a float, or as float64 `[B]` on the device of `cu_seqlens`."""
+    if not isinstance(decay, Tensor):
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay: expected a number in [0, 1], got {decay}")
+        return float(decay)
+    sequences = cu_seqlens.numel() - 1
+    if tuple(decay.shape) != (sequences,) or not decay.is_floating_point():
+        raise ValueError(
+            f"decay: expected a float tensor [B] = [{sequences}], one decay a sequence, got {decay.dtype} {list(decay.shape)}"
+        )
+    outside = (~((decay >= 0) & (decay <= 1))).nonzero()
+    if outside.numel():
+        first = int(outside[0])
+        raise ValueError(f"decay: expected numbers in [0, 1], got {float(decay[first])} for sequence {first}")
+    return decay.detach().double().to(cu_seqlens.device)
+
+
+def _suffix_scan(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
     """`discounted_suffix_sum` of float64 `x`."""
     lengths = segment_lengths(cu_seqlens)
     longest = int(lengths.max()) if lengths.numel() else 0
-    if longest <= 1 or decay == 0.0:
+    if longest <= 1 or (isinstance(decay, float) and decay == 0.0):
         return x.clone()
     block = min(_BLOCK, 1 << (longest - 1).bit_length())  # a batch of short sequences is not padded to 32
 
@@ -84,16 +101,28 @@ def _suffix_scan(x: Tensor, cu_seqlens: Tensor, decay: float) -> Tensor:
     cu_blocks = torch.nn.functional.pad(blocks.cumsum(0), (1, 0))
     padded, unpad = _pad_sequences(x, lengths, blocks * block)
     step = torch.arange(block, dtype=x.dtype, device=x.device)
-    ahead = step[:, None] - step[None, :]  # [source, target]
-    inside = torch.where(ahead >= 0, decay ** ahead.clamp(min=0), 0.0)
-    y = padded.view(-1, block) @ inside
+    rate = decay if isinstance(decay, float) else expand_to_tokens(decay, cu_blocks)[:, None]
+    if isinstance(rate, Tensor):
+        y = _double_inside(padded.view(-1, block), rate)
+    else:
+        ahead = step[:, None] - step[None, :]  # [source, target]
+        y = padded.view(-1, block) @ torch.where(ahead >= 0, rate ** ahead.clamp(min=0), 0.0)
     if longest > block:
         block_sums = _suffix_scan(y[:, 0], cu_blocks, decay**block)
         carry = torch.cat([block_sums[1:], block_sums.new_zeros(1)])
         # index_fill, not a product with a mask: 0 * inf of the next sequence would be NaN here.
         carry = carry.index_fill(0, last_token_index(cu_blocks), 0.0)
-        y = torch.addcmul(y, carry[:, None], (decay ** (block - step))[None, :])
+        y = torch.addcmul(y, carry[:, None], rate ** (block - step)[None, :])
     return unpad(y.reshape(-1))
+
+
+def _double_inside(y: Tensor, rate: Tensor) -> Tensor:
+    """Suffix sums of each row of `y` `[blocks, block]` with its own `rate` `[blocks, 1]`: windows of 1, 2, 4, … add up."""
+    width = 1
+    while width < y.shape[1]:
+        y = torch.cat([y[:, :-width] + rate**width * y[:, width:], y[:, -width:]], dim=1)
+        width *= 2
+    return y
 
 
 def _pad_sequences(x: Tensor, lengths: Tensor, padded_lengths: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -37,9 +39,7 @@ def test_suffix_sum_by_hand() -> None:
 @pytest.mark.parametrize("decay", [0.0, 1e-3, 0.5, 0.95, 0.9999, 1.0])
 @pytest.mark.parametrize("lengths", [LENGTHS, (0, 0), (), (1, 1, 1), (3, 2, 3), (2500,), (0, 1100, 1, 1030, 0)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_suffix_sum_is_the_recursion(
-    lengths: tuple[int, ...], decay: float, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_suffix_sum_is_the_recursion(lengths: tuple[int, ...], decay: float, dtype: torch.dtype, tolerance: float) -> None:
     x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(1), dtype=dtype)
     y = discounted_suffix_sum(x, cu(lengths), decay)
     assert y.dtype == dtype
@@ -84,6 +84,47 @@ def test_suffix_sum_leaves_its_input_alone() -> None:
 def test_suffix_sum_refuses_a_decay_outside_the_unit_interval(decay: float) -> None:
     with pytest.raises(ValueError, match="decay"):
         discounted_suffix_sum(torch.ones(2), cu((2,)), decay)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (0, 0), (), (1, 1, 1), (3, 2, 3), (2500,), (0, 1100, 1, 1030, 0)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_suffix_sum_with_a_decay_for_each_sequence(lengths: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(sum(lengths), generator=generator, dtype=dtype)
+    decay = 1 - torch.rand(len(lengths), generator=generator, dtype=torch.float64) ** 8
+    decay[::4], decay[1::4] = 1.0, 0.0
+    y = discounted_suffix_sum(x, cu(lengths), decay)
+    assert y.dtype == dtype
+    borders = cu(lengths).tolist()
+    for b, (start, end) in enumerate(itertools.pairwise(borders)):
+        expected = slow_suffix_sum(x[start:end].double(), torch.tensor([0, end - start]), float(decay[b]))
+        torch.testing.assert_close(y[start:end].double(), expected, rtol=tolerance, atol=tolerance * 10)
+
+
+def test_a_decay_for_each_sequence_keeps_a_bad_sequence_to_itself_and_has_a_gradient() -> None:
+    x = torch.randn(145, dtype=torch.float64, requires_grad=True)
+    decay = torch.tensor([0.9, 1.0, 0.3], dtype=torch.float64)
+    borders = cu((40, 70, 35))
+    assert torch.autograd.gradcheck(lambda x: discounted_suffix_sum(x, borders, decay), (x,))
+    clean = discounted_suffix_sum(x, borders, decay)
+    poisoned = x.detach().index_fill(0, torch.arange(40, 110), float("inf"))
+    y = discounted_suffix_sum(poisoned, borders, decay)
+    assert torch.equal(y[:40], clean[:40])
+    assert torch.equal(y[110:], clean[110:])
+
+
+@pytest.mark.parametrize(
+    ("decay", "message"),
+    [
+        (torch.tensor([0.5]), r"\[B\] = \[2\].*got torch.float32 \[1\]"),
+        (torch.tensor([1, 0]), "got torch.int64"),
+        (torch.tensor([0.5, 1.01]), "got 1.0.* for sequence 1"),
+        (torch.tensor([float("nan"), 0.0]), "got nan for sequence 0"),
+    ],
+)
+def test_suffix_sum_refuses_a_wrong_decay_for_each_sequence(decay: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=f"decay: .*{message}"):
+        discounted_suffix_sum(torch.ones(2), cu((1, 1)), decay)
 
 
 def test_segments_by_hand() -> None:
