@@ -25,6 +25,7 @@ from rlcore.config.derived import (
     estimator_options,
     needs_critic,
     needs_reference,
+    needs_teacher,
     normalize_advantages,
     updates_per_step,
 )
@@ -32,7 +33,10 @@ from rlcore.data.batch import RolloutBatch, ragged_index
 from rlcore.errors import EmptyBatch, RunFailed
 from rlcore.objective import Objective, rules_of
 
-INPUT_FIELDS = ("logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "versions", "rollout_ids")
+INPUT_FIELDS = (
+    "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "baseline_rewards", "teacher_logprobs", "versions",
+    "rollout_ids",
+)  # fmt: skip
 LOSS_FIELDS = ("logprobs", "old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs", "versions", "weights")
 
 
@@ -46,6 +50,7 @@ class Credit:
         self.estimator = build_estimator(name, **estimator_options(config, set(estimator_keywords(name))))
         needs = self.estimator.needs
         self.needs_reference = needs_reference(config, needs | objective.loss.needs)
+        self.needs_teacher = needs_teacher(config, needs)
         self.needs_critic = needs_critic(needs)
         self.normalize = normalize_advantages(config)
         self.needs_logprobs = not config.is_sft and self._scored_before_update(needs)

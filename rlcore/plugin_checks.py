@@ -21,10 +21,10 @@ from rlcore.algorithms import (
 from rlcore.algorithms.keywords import check_keywords
 from rlcore.algorithms.plugins import import_object
 from rlcore.config.base import Plugin
-from rlcore.config.checks import kl_ignored
-from rlcore.config.derived import estimator_options, needs_critic
+from rlcore.config.checks import coefficient_ignored
+from rlcore.config.derived import COEFFICIENTS, coefficients, estimator_options, needs_critic, needs_teacher
 from rlcore.config.load import Loaded
-from rlcore.config.policy import CriticConfig
+from rlcore.config.policy import CriticConfig, TeacherConfig
 from rlcore.config.problems import Problem
 from rlcore.errors import ConfigError
 
@@ -64,17 +64,19 @@ def _estimator_problems(loaded: Loaded, notes: list[Problem]) -> list[Problem]:
     except (AlgorithmError, ImportError) as error:
         return [Problem(f"{path}.name", str(error))]
     problems = _keyword_problems(path, section, keywords)
-    if config.algorithm.kl.reward_coef and "kl_coef" not in keywords:
-        problems.append(Problem("algorithm.kl.reward_coef", kl_ignored(config)))
+    unread = [name for name, value in coefficients(config).items() if value and name not in keywords]
+    problems += [coefficient_ignored(config, name) for name in unread]
     if problems:
         return problems
     try:
         estimator = build_estimator(section.name, **estimator_options(config, keywords))
-        estimator.check_available(PRODUCED)
+        estimator.check_available([*PRODUCED, *(["teacher_logprobs"] if config.teacher.path else [])])
     except (ValueError, TypeError) as error:    # also what the constructor thinks of its values
         return [Problem(path, str(error))]
     if config.critic != CriticConfig() and not needs_critic(estimator.needs):
         notes.append(Problem("critic", f"is ignored: estimator {section.name!r} needs no values"))
+    if config.teacher != TeacherConfig() and not needs_teacher(config, estimator.needs):
+        notes.append(Problem("teacher", "is ignored: algorithm.distillation.coef is 0"))
     return []
 
 
@@ -108,7 +110,7 @@ def _keyword_problems(path: str, section: Plugin, keywords: Mapping[str, Keyword
 
 def _unknown_keyword(path: str, name: str, section: Plugin, keywords: Mapping[str, Keyword]) -> str:
     own = [key for key in type(section).model_fields if key != "name"]
-    settable = [keyword for keyword in keywords.values() if keyword.name != "kl_coef"]   # algorithm.kl sets that one
+    settable = [keyword for keyword in keywords.values() if keyword.name not in COEFFICIENTS]
     near = difflib.get_close_matches(name, [*(keyword.name for keyword in settable), *own], n=1, cutoff=0.5)
     hint = f"; did you mean {path}.{near[0]}?" if near else ""
     takes = ", ".join(map(str, settable)) or "no keyword"

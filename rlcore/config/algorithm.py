@@ -34,6 +34,12 @@ class KLConfig(Section):
     monitor: bool = False                       # load the reference for the metrics alone
 
 
+class DistillationConfig(Section):
+    """On-policy distillation: `+ coef * (teacher's log-prob - policy's)` in the reward of each token."""
+
+    coef: NonNegativeFloat = 0.0
+
+
 class CorrectionConfig(Plugin):
     """Correction between the engine's and the trainer's log-probs."""
 
@@ -44,6 +50,7 @@ class AlgorithmConfig(Section):
     estimator: EstimatorConfig = Field(default_factory=EstimatorConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
     entropy_coef: NonNegativeFloat = 0.0
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     epochs: PositiveInt = 1                     # passes over one batch

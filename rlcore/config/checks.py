@@ -11,8 +11,15 @@ from functools import reduce
 from typing import Any
 
 from rlcore.config.algorithm import EstimatorConfig
-from rlcore.config.derived import GROUP_ESTIMATORS, model_parallel_size, takes_kl_coef, updates_per_step
-from rlcore.config.policy import CriticConfig, ReferenceConfig
+from rlcore.config.derived import (
+    COEFFICIENTS,
+    GROUP_ESTIMATORS,
+    coefficients,
+    model_parallel_size,
+    takes_coefficients,
+    updates_per_step,
+)
+from rlcore.config.policy import CriticConfig, ReferenceConfig, TeacherConfig
 from rlcore.config.problems import Problem
 from rlcore.config.reward import RewardConfig
 from rlcore.config.rollout import RolloutConfig
@@ -82,32 +89,39 @@ def early_stopping(config: Config) -> Problems:
         yield Problem("training.early_stopping", f"{why} measures no KL against the reference: turn it off")
 
 
-def kl_coefficients(config: Config) -> Problems:
-    """No KL or entropy coefficient is left unused."""
+def reward_terms(config: Config) -> Problems:
+    """No KL, distillation or entropy coefficient is left unused."""
     algorithm = config.algorithm
-    if "kl_coef" in algorithm.estimator.options:
-        yield Problem("algorithm.estimator.kl_coef", "set algorithm.kl.reward_coef instead; estimators are given it")
+    for keyword, path in COEFFICIENTS.items():
+        if keyword in algorithm.estimator.options:
+            yield Problem(f"algorithm.estimator.{keyword}", f"set {path} instead; estimators are given it")
     if "kl_coef" in algorithm.loss.options:
         yield Problem("algorithm.loss.kl_coef", "set algorithm.kl.loss_coef instead; it is added to every loss")
     if config.is_sft:
         used = {
             "algorithm.kl.reward_coef": algorithm.kl.reward_coef,
             "algorithm.kl.loss_coef": algorithm.kl.loss_coef,
+            "algorithm.distillation.coef": algorithm.distillation.coef,
             "algorithm.entropy_coef": algorithm.entropy_coef,
         }
         for path, value in used.items():
             if value:
                 yield Problem(path, f"got {value:g}, but the sft loss has no such term: remove it")
-    elif algorithm.kl.reward_coef and takes_kl_coef(config) is False:
-        yield Problem("algorithm.kl.reward_coef", kl_ignored(config))
+        return
+    if takes_coefficients(config) is False:
+        yield from (coefficient_ignored(config, keyword) for keyword, value in coefficients(config).items() if value)
+    if algorithm.distillation.coef and config.teacher.path is None:
+        yield Problem("teacher.path", "missing: algorithm.distillation.coef is not 0, so name the model to learn from")
 
 
-def kl_ignored(config: Config) -> str:
-    """Why a reward coefficient is refused for this estimator."""
-    return (
-        f"got {config.algorithm.kl.reward_coef:g}, but estimator {config.algorithm.estimator.name!r} takes no KL into "
-        "its reward and would ignore it: set algorithm.kl.loss_coef, or algorithm.kl.monitor to watch KL alone"
-    )
+def coefficient_ignored(config: Config, keyword: str) -> Problem:
+    """A coefficient of the reward that the estimator has no keyword for."""
+    name, got = config.algorithm.estimator.name, f"got {coefficients(config)[keyword]:g}, but estimator "
+    term, instead = {
+        "kl_coef": ("KL", "set algorithm.kl.loss_coef, or algorithm.kl.monitor to watch KL alone"),
+        "distill_coef": ("distillation", "choose one with rewards a token, such as reinforce++ or ppo"),
+    }[keyword]
+    return Problem(COEFFICIENTS[keyword], f"{got}{name!r} takes no {term} into its reward and would ignore it: {instead}")
 
 
 def aggregation(config: Config) -> Problems:
@@ -210,7 +224,7 @@ CHECKS: tuple[Check, ...] = (
     available,
     length,
     early_stopping,
-    kl_coefficients,
+    reward_terms,
     aggregation,
     batch,
     layout,
@@ -247,6 +261,7 @@ def notes_on(config: Config) -> Problems:
             ("rollout", config.rollout != RolloutConfig()),
             ("critic", config.critic != CriticConfig()),
             ("reference", config.reference != ReferenceConfig()),
+            ("teacher", config.teacher != TeacherConfig()),
             ("algorithm.estimator", algorithm.estimator != EstimatorConfig()),
         ):
             if differs:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from functools import reduce
 from typing import Any
 
 from rlcore.config.root import Config
 
 # Built-in estimators, for checks on a machine without torch; what a plugin takes is asked of the plugin.
-KL_IN_REWARD = frozenset({"ppo", "reinforce++", "reinforce++_baseline"})
-GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "opo"})
-NORMALIZED = frozenset({"ppo", "reinforce++", "reinforce++_baseline"})
+SHAPED_REWARDS = frozenset({"ppo", "vapo", "reinforce++", "reinforce++_baseline", "remax", "rloo"})
+GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "opo", "gpg", "max_rl", "reinforce++_baseline"})
+NORMALIZED = frozenset({"ppo", "vapo", "reinforce++", "reinforce++_baseline"})
+
+# Keywords of estimators that the configuration keeps elsewhere: set once, read by all who need them.
+COEFFICIENTS = {"kl_coef": "algorithm.kl.reward_coef", "distill_coef": "algorithm.distillation.coef"}
 
 REFERENCE_FIELDS = frozenset({"kl", "ref_logprobs"})
 
@@ -34,6 +38,15 @@ def needs_reference(config: Config, estimator_needs: Collection[str] = ()) -> bo
     )
 
 
+def needs_teacher(config: Config, estimator_needs: Collection[str] = ()) -> bool:
+    """Whether the frozen teacher is loaded.
+
+    Args:
+        estimator_needs: the fields that the built estimator declares.
+    """
+    return not config.is_sft and bool(config.algorithm.distillation.coef or "teacher_logprobs" in estimator_needs)
+
+
 def needs_critic(estimator_needs: Collection[str]) -> bool:
     """Whether a value model is trained."""
     return "values" in estimator_needs
@@ -45,26 +58,27 @@ def normalize_advantages(config: Config) -> bool:
     return config.algorithm.estimator.name in NORMALIZED if given is None else given
 
 
-def takes_kl_coef(config: Config, keywords: Collection[str] | None = None) -> bool | None:
-    """Whether the estimator puts KL into its reward; None if that cannot be said without its `keywords`."""
+def coefficients(config: Config) -> dict[str, float]:
+    """The values of COEFFICIENTS, by the estimator's keyword."""
+    return {keyword: reduce(getattr, path.split("."), config) for keyword, path in COEFFICIENTS.items()}
+
+
+def takes_coefficients(config: Config) -> bool | None:
+    """Whether a built-in estimator has rewards a token, to which COEFFICIENTS apply; None for a plugin."""
     name = config.algorithm.estimator.name
-    if keywords is not None:
-        return "kl_coef" in keywords
-    if name in KL_IN_REWARD:
+    if name in SHAPED_REWARDS:
         return True
     return False if name in GROUP_ESTIMATORS else None
 
 
-def estimator_options(config: Config, keywords: Collection[str] | None = None) -> dict[str, Any]:
-    """The estimator's keyword arguments: its own, and `algorithm.kl.reward_coef` as `kl_coef` where it takes that.
+def estimator_options(config: Config, keywords: Collection[str]) -> dict[str, Any]:
+    """The estimator's keyword arguments: its own, and those of COEFFICIENTS that it takes.
 
     Args:
-        keywords: the names that its constructor takes; needed for plugins only.
+        keywords: the names that its constructor takes.
     """
-    options = config.algorithm.estimator.options
-    if takes_kl_coef(config, keywords):
-        options["kl_coef"] = config.algorithm.kl.reward_coef
-    return options
+    shared = {name: value for name, value in coefficients(config).items() if name in keywords}
+    return config.algorithm.estimator.options | shared
 
 
 def samples_per_step(config: Config) -> int:

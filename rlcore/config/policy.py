@@ -59,6 +59,13 @@ class ReferenceConfig(Section):
     offload: bool = False                       # keep it in host memory between passes
 
 
+class TeacherConfig(Section):
+    """The frozen model that the policy learns from, token by token: `algorithm.distillation`."""
+
+    path: str | None = None                     # a Hugging Face folder with the policy's vocabulary
+    offload: bool = False                       # keep it in host memory between passes
+
+
 class CriticConfig(Section):
     """The value model, laid out as the policy is. Used only when the estimator needs values."""
 

@@ -8,7 +8,7 @@ from rlcore.config.algorithm import AlgorithmConfig
 from rlcore.config.base import Section
 from rlcore.config.data import DataConfig
 from rlcore.config.model import ModelConfig
-from rlcore.config.policy import CriticConfig, PolicyConfig, ReferenceConfig
+from rlcore.config.policy import CriticConfig, PolicyConfig, ReferenceConfig, TeacherConfig
 from rlcore.config.reward import RewardConfig
 from rlcore.config.rollout import RolloutConfig
 from rlcore.config.run import RunConfig
@@ -30,6 +30,7 @@ class Config(Section):
     training: TrainingConfig
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)

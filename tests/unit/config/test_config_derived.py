@@ -24,6 +24,20 @@ def test_reference(load, overrides, needs, expected):
     assert derived.needs_reference(load(*overrides).config, needs) is expected
 
 
+@pytest.mark.parametrize(
+    ("overrides", "needs", "expected"),
+    [
+        ([], (), False),
+        (["teacher.path=x"], (), False),
+        (["teacher.path=x", "algorithm.estimator.name=ppo", "algorithm.distillation.coef=0.1"], (), True),
+        (["teacher.path=x"], ("teacher_logprobs",), True),
+        (["teacher.path=x", "algorithm.loss.name=sft"], ("teacher_logprobs",), False),
+    ],
+)
+def test_teacher(load, overrides, needs, expected):
+    assert derived.needs_teacher(load(*overrides).config, needs) is expected
+
+
 def test_critic():
     assert derived.needs_critic({"values", "kl"})
     assert not derived.needs_critic({"kl"})
@@ -41,14 +55,21 @@ def test_advantages_are_whitened_where_the_field_does(load, name, expected):
     assert derived.normalize_advantages(config) is not expected
 
 
-def test_the_reward_coefficient_reaches_estimators_that_take_it(load):
-    ppo = load("algorithm.estimator={name: ppo, lam: 0.9}", "algorithm.kl.reward_coef=0.1").config
-    assert derived.estimator_options(ppo) == {"lam": 0.9, "kl_coef": 0.1}
-    assert derived.estimator_options(load("algorithm.estimator.eps=1.0").config) == {"eps": 1.0}
+def test_coefficients_reach_estimators_that_take_them(load):
+    given = ("algorithm.kl.reward_coef=0.1", "algorithm.distillation.coef=0.5", "teacher.path=x")
+    ppo = load("algorithm.estimator={name: ppo, lam: 0.9}", *given).config
+    assert derived.estimator_options(ppo, ["gamma", "lam", "kl_coef", "distill_coef"]) == {
+        "lam": 0.9, "kl_coef": 0.1, "distill_coef": 0.5}  # fmt: skip
+    assert derived.estimator_options(load("algorithm.estimator.eps=1.0").config, ["eps"]) == {"eps": 1.0}
     own = load("algorithm.estimator.name=mine:Own", "algorithm.kl.reward_coef=0.1").config
-    assert derived.takes_kl_coef(own) is None
     assert derived.estimator_options(own, ["kl_coef"]) == {"kl_coef": 0.1}
     assert derived.estimator_options(own, ["gamma"]) == {}
+
+
+def test_what_a_built_in_estimator_takes_is_known_without_torch(load):
+    known = {name: derived.takes_coefficients(load(f"algorithm.estimator.name={name}").config)
+             for name in ("ppo", "rloo", "reinforce++_baseline", "grpo", "gpg", "mine:Own")}  # fmt: skip
+    assert known == {"ppo": True, "rloo": True, "reinforce++_baseline": True, "grpo": False, "gpg": False, "mine:Own": None}
 
 
 @pytest.mark.parametrize(
