@@ -7,7 +7,6 @@ Each check is a function that yields a `Problem` for every key that is wrong; it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import reduce
 from typing import Any
 
 from rlcore.config.algorithm import EstimatorConfig
@@ -18,6 +17,7 @@ from rlcore.config.derived import (
     model_parallel_size,
     takes_coefficients,
     updates_per_step,
+    value_at,
 )
 from rlcore.config.policy import CriticConfig, ReferenceConfig, TeacherConfig
 from rlcore.config.problems import Problem
@@ -58,7 +58,7 @@ def describe_checks() -> list[str]:
 def available(config: Config) -> Problems:
     """Only what this version has built is asked for."""
     for path, missing in NOT_AVAILABLE:
-        value = reduce(getattr, path.split("."), config)
+        value = value_at(config, path)
         if missing(value):
             yield Problem(path, f"{value!r} is not available in this version")
 

@@ -58,9 +58,14 @@ def normalize_advantages(config: Config) -> bool:
     return config.algorithm.estimator.name in NORMALIZED if given is None else given
 
 
+def value_at(config: Config, path: str) -> Any:
+    """The value of a dotted key."""
+    return reduce(getattr, path.split("."), config)
+
+
 def coefficients(config: Config) -> dict[str, float]:
     """The values of COEFFICIENTS, by the estimator's keyword."""
-    return {keyword: reduce(getattr, path.split("."), config) for keyword, path in COEFFICIENTS.items()}
+    return {keyword: value_at(config, path) for keyword, path in COEFFICIENTS.items()}
 
 
 def takes_coefficients(config: Config) -> bool | None:
