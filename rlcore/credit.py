@@ -6,12 +6,14 @@ Everything works on the whole batch, on compact vectors of trainable tokens; no 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlcore.algorithms import (
+    Advantages,
     EstimatorInputs,
     PolicyLossInputs,
     approx_kl,
@@ -37,7 +39,10 @@ INPUT_FIELDS = (
     "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "baseline_rewards", "teacher_logprobs", "versions",
     "rollout_ids",
 )  # fmt: skip
-LOSS_FIELDS = ("logprobs", "old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs", "versions", "weights")
+LOSS_FIELDS = (
+    "logprobs", "old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs", "versions", "weights",
+    "sequence_ids",
+)  # fmt: skip
 
 
 class Credit:
@@ -80,14 +85,13 @@ class Credit:
         if batch.num_trainable == 0:
             raise EmptyBatch(f"none of the {batch.num_sequences} sequences of this step has a trainable token")
         vectors = batch.vectors
-        if "logprobs" in vectors and "ref_logprobs" in vectors:
-            batch.set("kl", approx_kl(vectors["logprobs"], vectors["ref_logprobs"], self.config.algorithm.kl.reward_kind))
         if self.config.is_sft:
-            advantages = torch.zeros(batch.num_trainable)
+            batch.set("advantages", torch.zeros(batch.num_trainable))
         else:
-            advantages = self._advantages(batch)
-        batch.set("advantages", advantages)
-        if not self.config.is_sft:
+            credit = self.advantages(batch)
+            batch.set("advantages", credit.advantages)
+            if self.needs_critic and credit.returns is not None:
+                batch.set("returns", credit.returns)
             if self.config.algorithm.old_logprobs == "rollout":
                 batch.set("old_logprobs", vectors["rollout_logprobs"])
             elif "logprobs" in vectors:
@@ -96,21 +100,27 @@ class Credit:
         names = ("advantages", "weights", "old_logprobs", "ref_logprobs", "values", "returns")
         return {name: vectors[name] for name in names if name in vectors} | self._batch_stats(batch, minibatches)
 
-    def _advantages(self, batch: RolloutBatch) -> Tensor:
+    def advantages(self, batch: RolloutBatch) -> Advantages:
+        """What the estimator makes of the scores in `batch.vectors`, normalised as configured.
+
+        Where the batch has both log-probs, their raw KL is stored as `batch.vectors["kl"]`; nothing changes it later.
+        Raises RunFailed as `assign` does.
+        """
+        vectors = batch.vectors
+        if "logprobs" in vectors and "ref_logprobs" in vectors:
+            batch.set("kl", approx_kl(vectors["logprobs"], vectors["ref_logprobs"], self.config.algorithm.kl.reward_kind))
         given: dict[str, Any] = {name: batch.vectors[name] for name in INPUT_FIELDS if name in batch.vectors}
         inputs = EstimatorInputs(
             cu_seqlens=batch.cu_seqlens, rewards=batch.vectors["rewards"], group_ids=batch.vectors["group_ids"], **given
         )
         with rules_of("algorithm.estimator"):
             result = self.estimator(inputs)
-        if self.needs_critic:
-            if result.returns is None:
-                raise RunFailed(
-                    f"algorithm.estimator: {self.estimator.name!r} needs values but returned no returns, "
-                    "which are what the critic learns: return Advantages(advantages, returns)"
-                )
-            batch.set("returns", result.returns)
-        return whiten(result.advantages) if self.normalize else result.advantages
+        if self.needs_critic and result.returns is None:
+            raise RunFailed(
+                f"algorithm.estimator: {self.estimator.name!r} needs values but returned no returns, "
+                "which are what the critic learns: return Advantages(advantages, returns)"
+            )
+        return replace(result, advantages=whiten(result.advantages)) if self.normalize else result
 
     def _weights(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> Tensor:
         """One weight a token, taken over the optimizer step that the token belongs to."""
