@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rlcore.algorithms.errors import AlgorithmError, DuplicateNameError, UnknownNameError, known_names
 from rlcore.algorithms.keywords import check_keywords, constructor_keywords
@@ -31,6 +32,15 @@ class Plugin:
     optional: Needs
     formula: str = ""
     source: str = ""
+
+
+class Built(NamedTuple):
+    """An algorithm that can be called, under its name, with the fields that it takes."""
+
+    name: str
+    instance: Any
+    needs: frozenset[str]
+    optional: frozenset[str]
 
 
 class Registry:
@@ -63,8 +73,10 @@ class Registry:
         """Return all names, registered or announced by installed packages (which this does not import), sorted."""
         return sorted({*self._plugins, *(point.name for point in self._points())})
 
-    def resolve(self, name: str) -> Plugin:
-        """Return the algorithm that `name` (a name or `package.module:Name`) stands for."""
+    def resolve(self, name: str | Callable[..., Any]) -> Plugin:
+        """Return the algorithm that a name, `package.module:Name`, or the class or function itself stands for."""
+        if not isinstance(name, str):
+            return self._of(name, getattr(name, "__qualname__", repr(name)))
         if ":" in name:
             return self._of(import_object(name, self.kind), name)
         points = [point for point in self._points() if point.name == name]
@@ -84,16 +96,26 @@ class Registry:
                 )
         return plugin
 
-    def build(self, name: str, kwargs: dict[str, Any]) -> tuple[Any, frozenset[str], frozenset[str]]:
+    def build(self, name: str | Callable[..., Any], kwargs: dict[str, Any]) -> Built:
         """Check the keywords, build the instance and return it with its resolved `needs` and `optional`."""
         plugin = self.resolve(name)
-        owner = f"{self.kind} {name!r}"
+        owner = f"{self.kind} {plugin.name!r}"
         check_keywords(owner, constructor_keywords(plugin.factory, owner), kwargs)
         instance = plugin.factory(**kwargs)
         if not callable(instance):
             raise AlgorithmError(f"{owner}: expected something that can be called on its inputs, got {instance!r}")
+        return self._built(plugin, instance)
+
+    def describe(self, instance: Callable[..., Any]) -> Built:
+        """Take an algorithm that somebody built, or a bare function, with the fields that its class or it declares."""
+        plain = inspect.isroutine(instance)
+        return self._built(self.resolve(instance if plain else type(instance)), instance)
+
+    def _built(self, plugin: Plugin, instance: Any) -> Built:
+        owner = f"{self.kind} {plugin.name!r}"
         needs = self._resolve_fields(owner, "needs", plugin.needs, instance)
-        return instance, needs, self._resolve_fields(owner, "optional", plugin.optional, instance) - needs
+        optional = self._resolve_fields(owner, "optional", plugin.optional, instance)
+        return Built(plugin.name, instance, needs, optional - needs)
 
     def _enter(
         self, name: str, factory: Callable[..., Any], needs: Needs | None, optional: Needs | None,

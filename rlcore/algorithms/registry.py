@@ -51,16 +51,24 @@ def register_policy_loss(
     return _POLICY_LOSSES.register(name, needs, optional, formula, source)
 
 
-def build_estimator(name: str, **kwargs: Any) -> GuardedEstimator:
-    """Build the estimator `name` (or `package.module:Name`) with checked keywords, behind its guard."""
-    estimator, needs, optional = _ESTIMATORS.build(name, kwargs)
-    return GuardedEstimator(name, estimator, needs, optional)
+def build_estimator(name: str | Callable[..., Any], **kwargs: Any) -> GuardedEstimator:
+    """Build the estimator `name` (or `package.module:Name`, or a class) with checked keywords, behind its guard."""
+    return GuardedEstimator(*_ESTIMATORS.build(name, kwargs))
 
 
-def build_policy_loss(name: str, **kwargs: Any) -> GuardedPolicyLoss:
-    """Build the policy loss `name` (or `package.module:Name`) with checked keywords, behind its guard."""
-    loss, needs, optional = _POLICY_LOSSES.build(name, kwargs)
-    return GuardedPolicyLoss(name, loss, needs, optional)
+def guard_estimator(instance: Callable[..., Any]) -> GuardedEstimator:
+    """Put an estimator that is built already, or a bare function, behind its guard."""
+    return GuardedEstimator(*_ESTIMATORS.describe(instance))
+
+
+def build_policy_loss(name: str | Callable[..., Any], **kwargs: Any) -> GuardedPolicyLoss:
+    """Build the policy loss `name` (or `package.module:Name`, or a class) with checked keywords, behind its guard."""
+    return GuardedPolicyLoss(*_POLICY_LOSSES.build(name, kwargs))
+
+
+def guard_policy_loss(instance: Callable[..., Any]) -> GuardedPolicyLoss:
+    """Put a policy loss that is built already, or a bare function, behind its guard."""
+    return GuardedPolicyLoss(*_POLICY_LOSSES.describe(instance))
 
 
 def estimator_plugin(name: str) -> Plugin:
