@@ -36,8 +36,8 @@ from rlcore.errors import EmptyBatch, RunFailed
 from rlcore.objective import Objective, rules_of
 
 INPUT_FIELDS = (
-    "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "baseline_rewards", "teacher_logprobs", "versions",
-    "rollout_ids",
+    "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "baseline_rewards", "teacher_logprobs",
+    "versions", "rollout_ids",
 )  # fmt: skip
 LOSS_FIELDS = (
     "logprobs", "old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs", "versions", "weights",
@@ -57,6 +57,7 @@ class Credit:
         self.needs_reference = needs_reference(config, needs | objective.loss.needs)
         self.needs_teacher = needs_teacher(config, needs)
         self.needs_critic = needs_critic(needs)
+        self.needs_baseline = not config.is_sft and "baseline_rewards" in needs
         self.normalize = normalize_advantages(config)
         self.needs_logprobs = not config.is_sft and self._scored_before_update(needs)
 

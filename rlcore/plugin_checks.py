@@ -34,8 +34,11 @@ MADE = (
     "Functions given as package.module:name can be imported",
 )
 
-# The optional fields of EstimatorInputs that the trainer can produce.
-PRODUCED = ("logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "versions", "rollout_ids")
+# The optional fields of EstimatorInputs that the trainer can produce; `teacher_logprobs` too where `teacher.path` is given.
+PRODUCED = (
+    "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "baseline_rewards", "versions",
+    "rollout_ids",
+)  # fmt: skip
 
 
 def check_plugins(loaded: Loaded) -> list[str]:
