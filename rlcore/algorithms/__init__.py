@@ -6,6 +6,14 @@ Imports torch and the standard library. Nothing here knows of ranks, meshes or c
 from rlcore.algorithms import estimators as _estimators  # noqa: F401  (registers ours)
 from rlcore.algorithms import losses as _losses  # noqa: F401
 from rlcore.algorithms.aggregation import AggregationMode, loss_weights
+from rlcore.algorithms.corrections import (
+    CORRECTIONS,
+    Correction,
+    CorrectionLevel,
+    CorrectionName,
+    CorrectionResult,
+    CorrectionSpec,
+)
 from rlcore.algorithms.errors import (
     AlgorithmError,
     DuplicateNameError,
@@ -48,12 +56,19 @@ from rlcore.algorithms.registry import (
     register_estimator,
     register_policy_loss,
 )
+from rlcore.algorithms.staleness import mask_weights, stale_tokens
 from rlcore.algorithms.types import Advantages, EstimatorInputs, PolicyLoss, PolicyLossInputs, check_cu_seqlens
 
 __all__ = [
     "Advantages",
     "AggregationMode",
     "AlgorithmError",
+    "CORRECTIONS",
+    "Correction",
+    "CorrectionLevel",
+    "CorrectionName",
+    "CorrectionResult",
+    "CorrectionSpec",
     "DuplicateNameError",
     "EstimatorInputs",
     "EstimatorMutationError",
@@ -87,6 +102,7 @@ __all__ = [
     "kl_clamped",
     "last_token_index",
     "loss_weights",
+    "mask_weights",
     "metric_spec",
     "policy_loss_keywords",
     "policy_loss_names",
@@ -98,6 +114,7 @@ __all__ = [
     "segment_lengths",
     "segment_mean",
     "segment_sum",
+    "stale_tokens",
     "value_clipped",
     "value_loss",
     "whiten",
