@@ -15,6 +15,7 @@ from backends.megatron.transfer import gather_rows, scatter_shares
 from rlcore.data.batch import PER_SEQUENCE, RolloutBatch, ragged_index
 from rlcore.data.packing import MinibatchPlan
 
+ON_RANK_0 = PER_SEQUENCE - {"sequence_ids"}     # what estimators read and losses do not
 BATCH_STATS = "batch_stats/"        # a vector of this name belongs to no token: it goes whole to every rank
 
 
@@ -154,13 +155,13 @@ def _plain(vector: Tensor) -> Tensor:
 def _share(batch: RolloutBatch, plans: Sequence[MinibatchPlan], d: int, order: Tensor) -> dict[str, Tensor]:
     """The tensors that data-parallel rank `d` gets."""
     part = batch.select(order)
-    per_token = {name: _plain(value) for name, value in part.vectors.items() if name not in PER_SEQUENCE}
+    vectors = {name: _plain(value) for name, value in part.vectors.items() if name not in ON_RANK_0}
     return {
         "tokens": part.tokens,
         "cu_tokens": part.cu_tokens,
         "loss_mask": part.loss_mask,
         "plan": _encode(batch, plans, d),
-        **per_token,
+        **vectors,
     }
 
 

@@ -13,7 +13,7 @@ from backends.megatron.train import Loss
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs, value_clipped, value_loss
 from rlcore.config.policy import CriticConfig
 
-_OPTIONAL = ("ref_logprobs", "rollout_logprobs", "versions")
+_PER_TOKEN = ("ref_logprobs", "rollout_logprobs", "versions")
 
 
 def policy_loss(
@@ -24,7 +24,9 @@ def policy_loss(
 
     def loss(micro: MicroBatch, output: Any) -> Tensor:
         logprobs, entropy = output
-        given = {name: held.vectors[name][micro.rows] for name in _OPTIONAL if name in held.vectors}
+        given = {name: held.vectors[name][micro.rows] for name in _PER_TOKEN if name in held.vectors}
+        if "sequence_ids" in held.vectors:
+            given["sequence_ids"] = held.vectors["sequence_ids"][micro.sequences]
         old = held.vectors.get("old_logprobs")
         inputs = PolicyLossInputs(
             cu_seqlens=micro.cu_seqlens,

@@ -24,6 +24,7 @@ class MicroBatch:
     target_tokens: Tensor       # int64 [M]
     cu_seqlens: Tensor          # int64 [B+1], over trainable tokens
     rows: slice                 # of the batch's compact vectors
+    sequences: slice            # of its vectors with one value a sequence
     num_tokens: int             # model tokens without pads
 
     @property
@@ -62,5 +63,6 @@ def make_micro_batch(batch: RolloutBatch, first: int, last: int, num_slots: int,
         target_tokens=input_ids[0, trainable].to(device),
         cu_seqlens=(batch.cu_seqlens[first : last + 1] - batch.cu_seqlens[first]).to(device),
         rows=rows,
+        sequences=slice(first, last),
         num_tokens=num_tokens,
     )

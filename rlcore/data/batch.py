@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlcore.data.sample import Sample
 
-PER_SEQUENCE = frozenset({"rewards", "group_ids", "rollout_ids", "baseline_rewards"})
+PER_SEQUENCE = frozenset({"rewards", "group_ids", "rollout_ids", "sequence_ids", "baseline_rewards"})
 
 
 def ragged_index(cu: Tensor, sequences: Tensor) -> Tensor:
@@ -87,6 +87,7 @@ class RolloutBatch:
                 "rewards": torch.tensor([s.reward for s in samples], dtype=torch.float32),
                 "group_ids": torch.tensor([s.group_id for s in samples], dtype=torch.int64),
                 "rollout_ids": torch.tensor([s.rollout_id for s in samples], dtype=torch.int64),
+                "sequence_ids": torch.tensor([s.sequence_id for s in samples], dtype=torch.int64),
                 "rollout_logprobs": flat([s.rollout_logprobs for s in samples], np.float32),
                 "versions": flat([s.token_versions() for s in samples], np.int64),
             },

@@ -74,6 +74,11 @@ class Sample:
     def num_trainable(self) -> int:
         return int(self.loss_mask.sum())
 
+    @property
+    def sequence_id(self) -> int:
+        """Who this sample is, wherever it stands in a batch: unique in a run for up to 2^20 samples a draw."""
+        return (self.draw << 20) + self.index
+
     def token_versions(self) -> NDArray[np.int64]:
         """int64 [m]: the policy version that made each trainable token."""
         lengths = [span.end - span.start for span in self.versions]
