@@ -26,7 +26,7 @@ from rlcore.algorithms.errors import (
 )
 from rlcore.algorithms.guard import GuardedEstimator, GuardedPolicyLoss
 from rlcore.algorithms.keywords import Keyword
-from rlcore.algorithms.kl import KLKind, approx_kl, kl_clamped
+from rlcore.algorithms.kl import KLKind, approx_kl, kl_clamped, loss_kl
 from rlcore.algorithms.losses.value import value_clipped, value_loss
 from rlcore.algorithms.metric_table import METRICS, MetricSpec, metric_spec
 from rlcore.algorithms.metrics import explained_variance, rollout_metrics
@@ -57,6 +57,7 @@ from rlcore.algorithms.registry import (
     register_policy_loss,
 )
 from rlcore.algorithms.staleness import mask_weights, stale_tokens
+from rlcore.algorithms.token_hash import token_uniform
 from rlcore.algorithms.types import Advantages, EstimatorInputs, PolicyLoss, PolicyLossInputs, check_cu_seqlens
 
 __all__ = [
@@ -101,6 +102,7 @@ __all__ = [
     "group_mean_std",
     "kl_clamped",
     "last_token_index",
+    "loss_kl",
     "loss_weights",
     "mask_weights",
     "metric_spec",
@@ -115,6 +117,7 @@ __all__ = [
     "segment_mean",
     "segment_sum",
     "stale_tokens",
+    "token_uniform",
     "value_clipped",
     "value_loss",
     "whiten",

@@ -1,3 +1,16 @@
 """The losses that ship with rlcore, one file each; importing this package registers the policy losses."""
 
-from rlcore.algorithms.losses import ppo_clip, sft, value  # noqa: F401
+from rlcore.algorithms.losses import (  # noqa: F401
+    cispo,
+    clip_cov,
+    decoupled_ppo,
+    geo_mean,
+    gspo,
+    gspo_token,
+    kl_cov,
+    ppo_clip,
+    reinforce,
+    sapo,
+    sft,
+    value,
+)

@@ -6,7 +6,7 @@ from rlcore.algorithms.registry import register_policy_loss
 from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
 
 
-@register_policy_loss("sft")
+@register_policy_loss("sft", formula="-logprobs", source="maximum likelihood")
 class SFT:
     """Negative log-likelihood of each trainable token, `l_t = -logprobs_t`; advantages and old log-probs are unread."""
 
