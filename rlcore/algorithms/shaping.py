@@ -1,27 +1,62 @@
-"""Per-token rewards: the outcome on the last trainable token, the KL penalty on every token."""
+"""Per-token rewards: process rewards, the KL penalty and distillation on every token, the outcome on the last one.
+
+All sums are float64: an outcome of 1e4 beside a KL of 1e-3 would lose the KL in float32.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from rlcore.algorithms.ragged import last_token_index, segment_lengths
+from rlcore.algorithms.ragged import last_token_index, segment_lengths, segment_sum
 from rlcore.algorithms.types import EstimatorInputs
 
 
-def shaped_rewards(inputs: EstimatorInputs, kl_coef: float = 0.0) -> Tensor:
-    """Return `token_rewards_t - kl_coef * kl_t + outcome reward where t is the last token`, a new tensor `[M]`.
+def token_terms(inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: float = 0.0) -> Tensor | None:
+    """Return what every token earns beside the outcome, a new float64 tensor `[M]`, or None where nothing does.
 
-    `token_rewards` count where the inputs have them; the KL is read only where `kl_coef` is not 0. The outcome reward
-    of an empty sequence is on no token.
+        token_rewards_t - kl_coef * kl_t + distill_coef * (teacher_logprobs_t - logprobs_t)
+
+    `token_rewards` count where the inputs have them; a field whose coefficient is 0 is not read. The last term is
+    on-policy distillation: its mean over the policy's own samples is minus the KL to the teacher.
     """
-    nonempty = segment_lengths(inputs.cu_seqlens) > 0
-    outcome = inputs.rewards.new_zeros(inputs.num_tokens)
-    shaped = outcome.index_copy(0, last_token_index(inputs.cu_seqlens), inputs.rewards[nonempty])
-    if inputs.token_rewards is not None:
-        shaped = shaped + inputs.token_rewards
+    if inputs.token_rewards is None and kl_coef == 0.0 and distill_coef == 0.0:
+        return None
+    if inputs.token_rewards is None:
+        terms = inputs.rewards.new_zeros(inputs.num_tokens, dtype=torch.float64)
+    else:
+        terms = inputs.token_rewards.to(torch.float64, copy=True)
     if kl_coef != 0.0:
-        shaped = shaped - kl_coef * require(inputs.kl, "kl")
-    return shaped
+        terms.sub_(require(inputs.kl, "kl"), alpha=kl_coef)
+    if distill_coef != 0.0:
+        terms.add_(require(inputs.teacher_logprobs, "teacher_logprobs"), alpha=distill_coef)
+        terms.sub_(require(inputs.logprobs, "logprobs"), alpha=distill_coef)
+    return terms
+
+
+def shaped_rewards(inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: float = 0.0) -> Tensor:
+    """Return `token_terms`, plus the outcome reward where t is the last token of its sequence: new float64 `[M]`.
+
+    The reward of an empty sequence is on no token and is not read.
+    """
+    shaped = token_terms(inputs, kl_coef, distill_coef)
+    if shaped is None:
+        shaped = inputs.rewards.new_zeros(inputs.num_tokens, dtype=torch.float64)
+    outcomes = inputs.rewards[segment_lengths(inputs.cu_seqlens) > 0].double()
+    return shaped.index_add_(0, last_token_index(inputs.cu_seqlens), outcomes)
+
+
+def shaped_returns(inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: float = 0.0) -> Tensor:
+    """Return the sum of `shaped_rewards` over each sequence, float64 `[B]`; an empty one has its outcome reward."""
+    terms = token_terms(inputs, kl_coef, distill_coef)
+    outcomes = inputs.rewards.double()
+    return outcomes if terms is None else outcomes + segment_sum(terms, inputs.cu_seqlens)
+
+
+def shaping_needs(kl_coef: float, distill_coef: float) -> set[str]:
+    """Return the fields of `EstimatorInputs` that the coefficients which are not 0 read."""
+    needs = {"kl"} if kl_coef != 0.0 else set()
+    return needs | {"teacher_logprobs", "logprobs"} if distill_coef != 0.0 else needs
 
 
 def require(value: Tensor | None, name: str) -> Tensor:
@@ -30,10 +65,10 @@ def require(value: Tensor | None, name: str) -> Tensor:
     return value
 
 
-def check_kl_coef(kl_coef: float) -> None:
-    """Refuse a coefficient that would reward distance from the reference, or that is no number."""
-    if not 0.0 <= kl_coef < float("inf"):
-        raise ValueError(f"kl_coef: expected a number >= 0, got {kl_coef}")
+def check_coefficient(name: str, value: float) -> None:
+    """Refuse a coefficient that would turn its term around, or that is no number."""
+    if not 0.0 <= value < float("inf"):
+        raise ValueError(f"{name}: expected a number >= 0, got {value}")
 
 
 def check_unit_interval(name: str, value: float) -> None:

@@ -1,3 +1,15 @@
 """The estimators that ship with rlcore, one file each; importing this package registers them."""
 
-from rlcore.algorithms.estimators import grpo, ppo, reinforce_pp  # noqa: F401
+from rlcore.algorithms.estimators import (  # noqa: F401
+    dr_grpo,
+    gpg,
+    grpo,
+    max_rl,
+    opo,
+    ppo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    remax,
+    rloo,
+    vapo,
+)

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from rlcore.algorithms.ragged import group_mean_std, segment_lengths
+from rlcore.algorithms.estimators.groups import GroupedReturns
 from rlcore.algorithms.registry import register_estimator
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
-@register_estimator("grpo")
+@register_estimator(
+    "grpo", formula="A = (R - mean of the group) / (std of the group + eps)", source="Shao et al., arXiv:2402.03300"
+)
 class GRPO:
-    """The reward of a sequence against those of its group, on each of its tokens.
+    """The reward of a sequence against those of its group, in units of their spread, on each of its tokens.
 
-        A_t     = (R - mean of the group) / (std of the group + eps)      std with n - 1
-        A_t     =  R - mean of the group                                  where normalize_std is False
-        returns = R
+        A_t = (R - mean of the group) / (std of the group + eps)          std with n - 1
+        A_t =  R - mean of the group                                      where normalize_std is False
+        with leave_one_out the baseline is the mean of the *others*: R - mean becomes n / (n - 1) * (R - mean)
 
-    Groups come from `group_ids`. A sequence without trainable tokens is not a member of its group: it has nothing to
-    credit, and is often an aborted one whose reward means nothing. In a group of one the advantage is 0.
+    The std is that of the whole group, the sample itself included, with leave_one_out as without: only the baseline
+    leaves the sample out. In a group of one the advantage is 0, and so it is where all rewards are equal.
 
-    Z. Shao et al., "DeepSeekMath", arXiv:2402.03300; without the std: Dr. GRPO, arXiv:2503.20783.
+    Z. Shao et al., "DeepSeekMath", arXiv:2402.03300; the leave-one-out baseline: arXiv:2402.14740.
     """
 
-    def __init__(self, *, normalize_std: bool = True, eps: float = 1e-6) -> None:
+    def __init__(self, *, normalize_std: bool = True, eps: float = 1e-6, leave_one_out: bool = False) -> None:
         if not 0.0 < eps < float("inf"):
             raise ValueError(f"eps: expected a number > 0, got {eps}")
-        self.normalize_std, self.eps = normalize_std, eps
+        self.normalize_std, self.eps, self.leave_one_out = normalize_std, eps, leave_one_out
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
-        lengths = segment_lengths(inputs.cu_seqlens)
-        member = lengths > 0
-        rewards, groups = inputs.rewards[member], inputs.group_ids[member]
-        mean, std = group_mean_std(rewards, groups)
-        scores = rewards.double() - mean  # exactly 0 where the rewards of a group are equal, or one
-        if self.normalize_std:
-            scores = scores / (std + self.eps)
-        scores, lengths = scores.to(rewards.dtype), lengths[member]
-        return Advantages(scores.repeat_interleave(lengths), returns=rewards.repeat_interleave(lengths))
+        group = GroupedReturns(inputs)
+        scores = group.leave_one_out if self.leave_one_out else group.residuals
+        return group.advantages(scores / (group.stds + self.eps) if self.normalize_std else scores)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from rlcore.algorithms.ragged import discounted_suffix_sum, last_token_index
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.shaping import check_kl_coef, check_unit_interval, require, shaped_rewards
+from rlcore.algorithms.shaping import check_coefficient, check_unit_interval, require, shaped_rewards, shaping_needs
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
 def _needs(estimator: PPO) -> set[str]:
-    return {"values", "kl"} if estimator.kl_coef != 0.0 else {"values"}
+    return {"values"} | shaping_needs(estimator.kl_coef, estimator.distill_coef)
 
 
 @register_estimator(
@@ -22,7 +22,8 @@ def _needs(estimator: PPO) -> set[str]:
 class PPO:
     """GAE over the trainable tokens of each sequence.
 
-        r_t     = token_rewards_t - kl_coef * kl_t + (reward of the sequence, where t is its last token)
+        r_t     = token_rewards_t - kl_coef * kl_t + distill_coef * (teacher_logprobs_t - logprobs_t)
+                  + (reward of the sequence, where t is its last token)
         delta_t = r_t + gamma * V_{t+1} - V_t             with V = 0 behind the last token
         A_t     = delta_t + gamma * lam * A_{t+1}
         returns = A_t + V_t
@@ -34,16 +35,34 @@ class PPO:
     arXiv:1506.02438; KL in the reward: arXiv:2203.02155.
     """
 
-    def __init__(self, *, gamma: float = 1.0, lam: float = 0.95, kl_coef: float = 0.0) -> None:
+    def __init__(
+        self, *, gamma: float = 1.0, lam: float = 0.95, kl_coef: float = 0.0, distill_coef: float = 0.0
+    ) -> None:
         check_unit_interval("gamma", gamma)
         check_unit_interval("lam", lam)
-        check_kl_coef(kl_coef)
-        self.gamma, self.lam, self.kl_coef = gamma, lam, kl_coef
+        check_coefficient("kl_coef", kl_coef)
+        check_coefficient("distill_coef", distill_coef)
+        self.gamma, self.lam, self.kl_coef, self.distill_coef = gamma, lam, kl_coef, distill_coef
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         values = require(inputs.values, "values")
-        last = last_token_index(inputs.cu_seqlens)
-        next_values = torch.cat([values[1:], values.new_zeros(min(values.numel(), 1))]).index_fill(0, last, 0.0)
-        delta = shaped_rewards(inputs, self.kl_coef) + self.gamma * next_values - values
+        rewards = shaped_rewards(inputs, self.kl_coef, self.distill_coef)
+        delta = temporal_differences(rewards, values, inputs.cu_seqlens, self.gamma)
         advantages = discounted_suffix_sum(delta, inputs.cu_seqlens, self.gamma * self.lam)
-        return Advantages(advantages, returns=advantages + values)
+        dtype = inputs.rewards.dtype
+        return Advantages(advantages.to(dtype), returns=(advantages + values).to(dtype))
+
+
+def temporal_differences(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
+    """Return `r_t + gamma * V_{t+1} - V_t` inside each sequence, with V = 0 behind its last token: new float64 `[M]`.
+
+    Args:
+        rewards: float64 `[M]`.
+        values: float `[M]`, of the state before each token.
+    """
+    delta = rewards - values.double()
+    last = last_token_index(cu_seqlens)
+    ends = delta[last]
+    delta[:-1].add_(values[1:], alpha=gamma)
+    # put back, not subtracted again: a huge or infinite value of the next sequence must leave no trace here
+    return delta.index_copy_(0, last, ends)

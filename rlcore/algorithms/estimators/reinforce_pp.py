@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from rlcore.algorithms.ragged import discounted_suffix_sum
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.shaping import check_kl_coef, check_unit_interval, shaped_rewards
+from rlcore.algorithms.shaping import check_coefficient, check_unit_interval, shaped_rewards, shaping_needs
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
 def _needs(estimator: ReinforcePP) -> set[str]:
-    return {"kl"} if estimator.kl_coef != 0.0 else set()
+    return shaping_needs(estimator.kl_coef, estimator.distill_coef)
 
 
-@register_estimator("reinforce++", needs=_needs, optional={"token_rewards"})
+@register_estimator(
+    "reinforce++", needs=_needs, optional={"token_rewards"},
+    formula="A_t = r_t + gamma * A_{t+1};  r_t = -kl_coef * kl_t, plus R on the last token",
+    source="Hu et al., arXiv:2501.03262",
+)  # fmt: skip
 class ReinforcePP:
     """The discounted sum to go of the shaped rewards, on the trainable tokens of each sequence.
 
-        r_t = token_rewards_t - kl_coef * kl_t + (reward of the sequence, where t is its last token)
+        r_t = token_rewards_t - kl_coef * kl_t + distill_coef * (teacher_logprobs_t - logprobs_t)
+              + (reward of the sequence, where t is its last token)
         A_t = returns_t = r_t + gamma * A_{t+1}
 
     The outcome reaches every turn of a multi-turn sequence. Whitening over the batch, which the paper asks for, is the
@@ -25,11 +30,13 @@ class ReinforcePP:
     J. Hu et al., "REINFORCE++", arXiv:2501.03262.
     """
 
-    def __init__(self, *, gamma: float = 1.0, kl_coef: float = 0.0) -> None:
+    def __init__(self, *, gamma: float = 1.0, kl_coef: float = 0.0, distill_coef: float = 0.0) -> None:
         check_unit_interval("gamma", gamma)
-        check_kl_coef(kl_coef)
-        self.gamma, self.kl_coef = gamma, kl_coef
+        check_coefficient("kl_coef", kl_coef)
+        check_coefficient("distill_coef", distill_coef)
+        self.gamma, self.kl_coef, self.distill_coef = gamma, kl_coef, distill_coef
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
-        returns = discounted_suffix_sum(shaped_rewards(inputs, self.kl_coef), inputs.cu_seqlens, self.gamma)
+        rewards = shaped_rewards(inputs, self.kl_coef, self.distill_coef)
+        returns = discounted_suffix_sum(rewards, inputs.cu_seqlens, self.gamma).to(inputs.rewards.dtype)
         return Advantages(returns, returns=returns)
