@@ -14,6 +14,7 @@ from rlcore.algorithms.corrections import (
     CorrectionResult,
     CorrectionSpec,
 )
+from rlcore.algorithms.definitions import MetricSpec
 from rlcore.algorithms.errors import (
     AlgorithmError,
     DuplicateNameError,
@@ -28,9 +29,11 @@ from rlcore.algorithms.guard import GuardedEstimator, GuardedPolicyLoss
 from rlcore.algorithms.keywords import Keyword
 from rlcore.algorithms.kl import KLKind, approx_kl, kl_clamped, loss_kl
 from rlcore.algorithms.losses.value import value_clipped, value_loss
-from rlcore.algorithms.metric_table import METRICS, MetricSpec, metric_spec
+from rlcore.algorithms.metric_table import METRICS, metric_spec
 from rlcore.algorithms.metrics import explained_variance, rollout_metrics
+from rlcore.algorithms.mismatch import mismatch_vectors
 from rlcore.algorithms.moments import Moments
+from rlcore.algorithms.normalization import NormalizationMode, normalize_advantages
 from rlcore.algorithms.ragged import (
     discounted_suffix_sum,
     expand_to_tokens,
@@ -83,6 +86,7 @@ __all__ = [
     "MetricSpec",
     "MissingInputError",
     "Moments",
+    "NormalizationMode",
     "OutputError",
     "PolicyLoss",
     "PolicyLossInputs",
@@ -106,6 +110,8 @@ __all__ = [
     "loss_weights",
     "mask_weights",
     "metric_spec",
+    "normalize_advantages",
+    "mismatch_vectors",
     "policy_loss_keywords",
     "policy_loss_names",
     "policy_loss_plugin",
