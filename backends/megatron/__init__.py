@@ -1,21 +1,25 @@
 """The policy backend on Megatron-Core: tensor, pipeline, sequence and data parallelism, on CUDA and on the CPU.
 
-Importing this package imports neither torch nor Megatron; asking it for `MegatronBackend` does.
+Importing this package imports neither torch nor Megatron; asking it for a name does. `MegatronBackend` alone needs Megatron:
+`ParallelState.from_mpu` and `compute_advantages_and_returns` work without it, with a stub of `megatron.core.mpu`.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from backends.megatron.advantages import compute_advantages_and_returns
     from backends.megatron.backend import MegatronBackend
+    from backends.megatron.parallel import ParallelState
 
-__all__ = ["MegatronBackend"]
+__all__ = ["MegatronBackend", "ParallelState", "compute_advantages_and_returns"]
+
+_MODULES = {"MegatronBackend": "backend", "ParallelState": "parallel", "compute_advantages_and_returns": "advantages"}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "MegatronBackend":
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from backends.megatron.backend import MegatronBackend
-
-    return MegatronBackend
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,8 +1,9 @@
-"""How the ranks are laid out: sizes, places and process groups. The only module that asks Megatron's `parallel_state`."""
+"""How the ranks are laid out: sizes, places and process groups; `ParallelState.from_mpu` alone asks Megatron."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from backends.megatron.mpu import MPU_GROUPS, ask, ask_groups, ask_place
 from rlcore.config.policy import ParallelConfig
 from rlcore.errors import ConfigError
 
@@ -17,11 +19,27 @@ if TYPE_CHECKING:
     from backends.megatron.convert.architecture import Architecture
 
 
+class _Group:
+    """A process group of a `ParallelState`, found by the name of the attribute. One that is not there is a RuntimeError."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, state: ParallelState, owner: type) -> ProcessGroup:
+        if self.name not in state.groups:
+            why = "torch.distributed was not initialised when it was made"
+            if state.is_distributed:
+                why = f"mpu.{MPU_GROUPS[self.name][0]} is missing, or returned no ProcessGroup of torch"
+            raise RuntimeError(f"this ParallelState has no {self.name}: {why}, as is usual where mpu is a stub")
+        return state.groups[self.name]
+
+
 @dataclass(frozen=True)
 class ParallelState:
     """This rank's place. `tp`, `pp`, `dp`, `cp`, `ep`: tensor, pipeline, data, context, expert parallelism.
 
     A replica is the set of ranks that hold one copy of the model and work on the same sequences: one data-parallel index.
+    Made without torch.distributed, as in a unit test, a state has sizes and places and no groups.
     """
 
     rank: int
@@ -37,63 +55,103 @@ class ParallelState:
     ep_size: int
     ep_rank: int
     vpp_size: int               # model chunks of this rank
-    tp_group: ProcessGroup
-    pp_group: ProcessGroup
-    dp_group: ProcessGroup
-    cp_group: ProcessGroup
-    dp_cp_group: ProcessGroup
-    mp_group: ProcessGroup      # tensor x pipeline
-    pp_last_rank: int           # global rank of the last stage of this rank's pipeline
-    control_group: ProcessGroup     # all ranks, gloo: batches, vectors and decisions travel here, on CUDA too
-    replica_group: ProcessGroup     # the ranks of this replica, gloo
     replica_leaders: tuple[int, ...]    # [dp_size] global rank of the first rank of each replica
     score_sources: tuple[int, ...]      # [dp_size] global rank of one rank of each replica's last stage
+    groups: Mapping[str, ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
+
+    tp_group = _Group()
+    pp_group = _Group()
+    dp_group = _Group()
+    cp_group = _Group()
+    dp_cp_group = _Group()
+    mp_group = _Group()         # tensor x pipeline
+    control_group = _Group()    # all ranks, gloo: batches, vectors and decisions travel here, on CUDA too
+    replica_group = _Group()    # the ranks of this replica, gloo
 
     @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp_size - 1
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are groups: torch.distributed was initialised when this was made."""
+        return "control_group" in self.groups
+
     @classmethod
-    def from_mpu(cls, mpu: Any, *, timeout_s: float) -> ParallelState:
-        """Read the layout after `init_parallel`; creates the gloo groups. Collective."""
-        timeout = timedelta(seconds=timeout_s)
-        world_size, dp_rank, dp_size = dist.get_world_size(), mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-        control = dist.new_group(backend="gloo", timeout=timeout, group_desc="CONTROL")
-        pp_rank, pp_size = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
-        places = [torch.zeros(2, dtype=torch.int64) for _ in range(world_size)]
-        dist.all_gather(places, torch.tensor([dp_rank, pp_rank]), group=control)
-        indices, stages = zip(*(place.tolist() for place in places))
-        replicas = [[rank for rank in range(world_size) if indices[rank] == d] for d in range(dp_size)]
-        groups = [
-            dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=f"REPLICA_{d}")
-            for d, ranks in enumerate(replicas)
-        ]
+    def from_mpu(cls, mpu: Any, *, timeout_s: float = 600.0) -> ParallelState:
+        """Read the layout from Megatron's `parallel_state` after `init_parallel`, or from a stub of it.
+
+        With torch.distributed initialised this is collective: it makes the gloo groups. Without, nothing is communicated;
+        rank and world size follow from the answers, in Megatron's default order of ranks ("tp-cp-ep-dp-pp").
+
+        A stub answers `get_{tensor_model,pipeline_model,data,context}_parallel_{world_size,rank}`. What it leaves out of
+        the rest has the value that it has in a model without experts and without a virtual pipeline.
+
+        Raises:
+            AttributeError: `mpu` lacks one of these functions.
+            TypeError: a function returned something that is no int.
+            ValueError: a rank lies outside its size, or the ranks contradict one another.
+        """
+        # Before anything is communicated: a stub that lacks a function must not leave other ranks waiting.
+        tp_size, tp_rank = ask_place(mpu, "tensor_model_parallel")
+        pp_size, pp_rank = ask_place(mpu, "pipeline_model_parallel")
+        dp_size, dp_rank = ask_place(mpu, "data_parallel")
+        cp_size, cp_rank = ask_place(mpu, "context_parallel")
+        ep_size, ep_rank = ask_place(mpu, "expert_model_parallel", otherwise=(1, 0))
+        vpp_size = ask(mpu, "get_virtual_pipeline_model_parallel_world_size", otherwise=1)
+
+        groups: dict[str, ProcessGroup] = {}
+        if dist.is_initialized():
+            rank, timeout = dist.get_rank(), timedelta(seconds=timeout_s)
+            groups["control_group"] = dist.new_group(backend="gloo", timeout=timeout, group_desc="CONTROL")
+            places = _gather_places(dp_rank, pp_rank, groups["control_group"])
+            replicas = _replicas(places, dp_size, pp_size)
+            made = [
+                dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=f"REPLICA_{d}")
+                for d, ranks in enumerate(replicas)
+            ]
+            groups |= {"replica_group": made[dp_rank], **ask_groups(mpu)}
+        else:
+            shards = tp_size * cp_size
+            rank = ((pp_rank * dp_size + dp_rank) * cp_size + cp_rank) * tp_size + tp_rank
+            places = [(d, stage) for stage in range(pp_size) for d in range(dp_size) for _ in range(shards)]
+            replicas = _replicas(places, dp_size, pp_size)
         return cls(
-            rank=dist.get_rank(),
-            world_size=world_size,
-            tp_size=mpu.get_tensor_model_parallel_world_size(),
-            tp_rank=mpu.get_tensor_model_parallel_rank(),
+            rank=rank,
+            world_size=len(places),
+            tp_size=tp_size,
+            tp_rank=tp_rank,
             pp_size=pp_size,
             pp_rank=pp_rank,
             dp_size=dp_size,
             dp_rank=dp_rank,
-            cp_size=mpu.get_context_parallel_world_size(),
-            cp_rank=mpu.get_context_parallel_rank(),
-            ep_size=mpu.get_expert_model_parallel_world_size(),
-            ep_rank=mpu.get_expert_model_parallel_rank(),
-            vpp_size=mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
-            tp_group=mpu.get_tensor_model_parallel_group(),
-            pp_group=mpu.get_pipeline_model_parallel_group(),
-            dp_group=mpu.get_data_parallel_group(),
-            cp_group=mpu.get_context_parallel_group(),
-            dp_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
-            mp_group=mpu.get_model_parallel_group(),
-            pp_last_rank=mpu.get_pipeline_model_parallel_last_rank(),
-            control_group=control,
-            replica_group=groups[dp_rank],
+            cp_size=cp_size,
+            cp_rank=cp_rank,
+            ep_size=ep_size,
+            ep_rank=ep_rank,
+            vpp_size=vpp_size,
             replica_leaders=tuple(ranks[0] for ranks in replicas),
-            score_sources=tuple(next(rank for rank in ranks if stages[rank] == pp_size - 1) for ranks in replicas),
+            score_sources=tuple(next(r for r in ranks if places[r][1] == pp_size - 1) for ranks in replicas),
+            groups=groups,
         )
+
+
+def _gather_places(dp_rank: int, pp_rank: int, control: ProcessGroup) -> list[tuple[int, int]]:
+    """(data-parallel index, stage) of every rank. Collective."""
+    places = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(places, torch.tensor([dp_rank, pp_rank]), group=control)
+    return [(int(index), int(stage)) for index, stage in places]
+
+
+def _replicas(places: Sequence[tuple[int, int]], dp_size: int, pp_size: int) -> list[list[int]]:
+    """The global ranks of each replica, from the (data-parallel index, stage) of every rank."""
+    for d in range(dp_size):
+        if (d, pp_size - 1) not in places:
+            raise ValueError(
+                f"no rank of {len(places)} is the last of {pp_size} pipeline stages of data-parallel rank {d} of {dp_size}; "
+                f"(data-parallel rank, stage) by rank: {places}. Give each process a stub of mpu with ranks of its own"
+            )
+    return [[rank for rank, (index, _) in enumerate(places) if index == d] for d in range(dp_size)]
 
 
 def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) -> None:

@@ -1,0 +1,103 @@
+"""Advantages and returns of a batch, on every rank: computed once, on rank 0, by the estimator that the configuration names.
+
+Needs neither Megatron nor a GPU, nor torch.distributed: a CPU unit test calls it with a stub of `megatron.core.mpu` (see
+`backends.megatron.testing`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from backends.megatron.parallel import ParallelState
+from backends.megatron.together import together
+from backends.megatron.transfer import broadcast_json
+from rlcore.algorithms import Advantages, GuardedEstimator, MissingInputError, estimator_keywords
+from rlcore.algorithms.guard import SOURCES
+from rlcore.config import Config
+from rlcore.config.checks import coefficient_ignored, reward_terms
+from rlcore.config.derived import coefficients
+from rlcore.credit import Credit
+from rlcore.data.batch import PER_SEQUENCE, RolloutBatch
+from rlcore.errors import ConfigError
+from rlcore.objective import Objective
+
+_KL_FROM = ("logprobs", "ref_logprobs")
+
+
+def compute_advantages_and_returns(batch: RolloutBatch | None, config: Config, parallel: ParallelState) -> Advantages:
+    """What `config.algorithm.estimator` makes of the scores in `batch.vectors`, normalised as configured.
+
+    Collective where `parallel` has groups: rank 0 passes the batch and computes, the others pass None and are sent the result.
+    Without groups there is no one to send it, and this process computes, whatever rank the layout says it has.
+
+    Where the batch has log-probs of policy and reference, their KL by `algorithm.kl.reward_kind` is stored as
+    `batch.vectors["kl"]`, raw: no estimator can change it.
+
+    Args:
+        batch: `vectors` holds `rewards` and `group_ids`, [B], and what the estimator needs: `logprobs`, `ref_logprobs`,
+            `values`, ..., [M] trainable tokens.
+
+    Returns:
+        Advantages [M], and the critic's targets `returns` [M] where the estimator has any.
+
+    Raises:
+        MissingInputError: the batch lacks a vector that the estimator needs.
+        ConfigError: the configuration names no estimator, or a coefficient that this one would ignore.
+        RunFailed: the estimator broke a rule: see `Credit.assign`. On the other ranks, whatever went wrong on rank 0.
+    """
+    if not parallel.is_distributed:
+        return _compute(batch, config)
+    result = None
+    with together(parallel, "computing the advantages"):
+        if parallel.rank == 0:
+            result = _compute(batch, config)
+    return _from_rank_0(result, parallel)
+
+
+def _compute(batch: RolloutBatch | None, config: Config) -> Advantages:
+    if batch is None:
+        raise ValueError("batch: got None on the rank that computes (rank 0, or a process without torch.distributed)")
+    _check_config(config)
+    credit = Credit(config, Objective(config.algorithm))
+    _check_vectors(batch, credit.estimator)
+    return credit.advantages(batch)
+
+
+def _check_config(config: Config) -> None:
+    """What a configuration that was not loaded from a file may get wrong, and would be ignored in silence."""
+    if config.is_sft:
+        raise ConfigError("algorithm.loss.name: 'sft' learns from labels and has no advantages; choose a policy loss")
+    problems = [str(problem) for problem in reward_terms(config)]
+    keywords = estimator_keywords(config.algorithm.estimator.name)
+    unread = [name for name, value in coefficients(config).items() if value and name not in keywords]
+    problems += [str(coefficient_ignored(config, name)) for name in unread]
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def _check_vectors(batch: RolloutBatch, estimator: GuardedEstimator) -> None:
+    lacking = {"rewards", "group_ids", *estimator.needs} - batch.vectors.keys()
+    sources = {name: SOURCES.get(name, "RolloutBatch.from_samples makes it") for name in lacking}
+    if "kl" in lacking:
+        del sources["kl"]
+        sources |= {name: f"'kl' is computed from it; {SOURCES[name]}" for name in _KL_FROM if name not in batch.vectors}
+    if sources:
+        wanted = (
+            f"{name!r} (float [{'B' if name in PER_SEQUENCE else 'M'}]; {source})" for name, source in sorted(sources.items())
+        )
+        raise MissingInputError(
+            f"estimator {estimator.name!r}: batch.vectors lacks {', '.join(wanted)}. "
+            f"Set it with batch.set(name, tensor); the batch has {sorted(batch.vectors)}"
+        )
+
+
+def _from_rank_0(result: Advantages | None, parallel: ParallelState) -> Advantages:
+    vectors = {} if result is None else {name: value for name, value in vars(result).items() if value is not None}
+    layout = [(name, str(v.dtype).removeprefix("torch."), v.numel()) for name, v in vectors.items()]
+    received = {}
+    for name, dtype, size in broadcast_json(layout, 0, parallel.control_group):
+        vector = vectors[name].contiguous() if vectors else torch.empty(size, dtype=getattr(torch, dtype))
+        dist.broadcast(vector, 0, group=parallel.control_group)
+        received[name] = vector
+    return Advantages(**received)
