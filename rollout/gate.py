@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 
 from rlcore.protocols import Completion, Generate, GenerateRequest
 
@@ -14,16 +14,17 @@ Waiting = tuple[GenerateRequest, "asyncio.Future[list[Completion]]"]
 class BatchGate:
     """Holds the generate calls of concurrent workflows until each live one waits, then passes them on as one batch.
 
-    The batch is sorted by address (draw, turn, first sample), so that it never depends on who arrived first; a run that is
-    resumed therefore sees the same batches. The price: in each round everybody waits for the slowest workflow.
+    The batch is sorted by address (draw, turn, first sample; equal ones by who entered first), so that it never depends on
+    who arrived first; a run that is resumed therefore sees the same batches. The price: in each round everybody waits for the
+    slowest workflow.
     """
 
     def __init__(self, flush: Flush) -> None:
         self._flush = flush
-        self._members: dict[int, list[Waiting]] = {}    # live workflow -> its calls that wait
+        self._members: dict[Hashable, list[Waiting]] = {}   # live workflow -> its calls that wait
         self._running: asyncio.Task[None] | None = None
 
-    def enter(self, member: int) -> Generate:
+    def enter(self, member: Hashable) -> Generate:
         """Count `member` as live and return its `generate`. Enter all before the first one runs."""
         if member in self._members:
             raise ValueError(f"{member} has entered already")
@@ -37,13 +38,13 @@ class BatchGate:
 
         return generate
 
-    def leave(self, member: int) -> None:
+    def leave(self, member: Hashable) -> None:
         """`member` finished or failed: nobody waits for it any more."""
         for _, future in self._members.pop(member):
             future.cancel()
         self._recheck()
 
-    def busy(self) -> list[int]:
+    def busy(self) -> list[Hashable]:
         """Live members that wait for no generation."""
         return [member for member, waiting in self._members.items() if not waiting]
 

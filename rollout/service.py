@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlcore.config import Config
 from rlcore.data.prompts import PromptSet, PromptStream
 from rlcore.data.sample import Sample
-from rlcore.data.tokenizer import stop_token_ids
 from rlcore.errors import ConfigError, DataError, DeadlineExceeded, EmptyBatch
-from rlcore.protocols import RolloutEngine, SamplingParams, StepRollouts
+from rlcore.protocols import RolloutEngine, StepRollouts
 from rollout.deadlines import LoopThread, together, within
 from rollout.dispatch import Dispatcher
 from rollout.filters import FilterChain
@@ -28,9 +27,9 @@ from rollout.ledger import Ledger
 from rollout.rewards.build import build_scorer
 from rollout.rewards.pool import START_TIMEOUT_S as REWARD_START_TIMEOUT_S
 from rollout.rewards.scorer import VERIFIERS
+from rollout.runners import Runners
 from rollout.vocabulary import check_vocabulary
-from rollout.waves import Group, WaveRunner
-from rollout.workflows import WorkflowContext, build_workflow
+from rollout.waves import Group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
 DRAWS_PER_GROUP = 16                            # a step gives up after so many draws for each group it needs
-EVALUATION_SEED = 0x6576616C                    # keeps evaluation's random numbers apart from training's
 
 
 @dataclass
@@ -56,11 +54,22 @@ class _Step:
 class RolloutService:
     """Implements `rlcore.protocols.RolloutSource`. Construction reads and checks; `start` starts engines and reward workers.
 
+    Args:
+        greedy_baseline: every prompt of a step gets one more response, at temperature 0 and for nothing but the
+            `baseline_reward` of its samples: it is not among them, in no count of episodes, and no filter sees it.
+
     Raises:
         UserError: bad prompts, labels, rewards, filters or vocabulary sizes.
     """
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, engines: Sequence[RolloutEngine]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        engines: Sequence[RolloutEngine],
+        *,
+        greedy_baseline: bool = False,
+    ) -> None:
         if config.rollout.max_staleness != 0:
             raise ConfigError(f"rollout.max_staleness: {config.rollout.max_staleness}: only 0 (on-policy) is supported so far")
         if not engines:
@@ -80,8 +89,9 @@ class RolloutService:
         self._dispatcher = Dispatcher(
             self.engines, timeout_s=config.rollout.engine.request_timeout_s, max_batch=config.rollout.engine.max_batch
         )
-        self._training = self._runner(evaluation=False)
-        self._evaluation = self._runner(evaluation=True)
+        runners = Runners(config, tokenizer, self._dispatcher, self._scorer)
+        self._training = runners.training(lambda draw: self.prompts[self._stream.row(draw)], greedy_baseline=greedy_baseline)
+        self._evaluation = runners.evaluation((self._evaluation_prompts or self.prompts).__getitem__)
         self._thread = LoopThread("rollout")
         self.loop = self._thread.loop
 
@@ -123,36 +133,6 @@ class RolloutService:
                     f"{example.where}: the label must be text or a number for reward.parts.{verifiers[0]}, "
                     f"got {type(example.label).__name__}"
                 )
-
-    def _runner(self, *, evaluation: bool) -> WaveRunner:
-        config, rollout, evaluating = self._config, self._config.rollout, self._config.evaluation
-        sampling = SamplingParams(
-            max_new_tokens=rollout.sampling.max_new_tokens,
-            temperature=rollout.sampling.temperature,
-            top_p=rollout.sampling.top_p,
-            top_k=rollout.sampling.top_k,
-            stop_token_ids=stop_token_ids(self._tokenizer, rollout.sampling.stop_token_ids),
-            stop=tuple(rollout.sampling.stop),
-        )
-        samples, seed = rollout.samples_per_prompt, config.run.seed
-        if evaluation:
-            sampling = SamplingParams(
-                max_new_tokens=evaluating.max_new_tokens or sampling.max_new_tokens,
-                temperature=evaluating.temperature,
-                stop_token_ids=sampling.stop_token_ids,
-                stop=sampling.stop,
-            )
-            samples, seed = evaluating.samples_per_prompt, seed + EVALUATION_SEED
-        prompts = self._evaluation_prompts
-        return WaveRunner(
-            workflow=build_workflow(rollout.workflow, WorkflowContext(sampling, samples, seed, self._tokenizer)),
-            workflow_name=rollout.workflow,
-            prompt_of=prompts.__getitem__ if evaluation and prompts else lambda d: self.prompts[self._stream.row(d)],
-            dispatcher=self._dispatcher,
-            scorer=self._scorer,
-            tokenizer=self._tokenizer,
-            batched=rollout.engine.kind == "embedded",
-        )
 
     async def _start(self) -> None:
         await together(self._scorer.start(), *(self._start_engine(engine) for engine in self.engines))

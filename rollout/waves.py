@@ -19,21 +19,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Member = tuple[int, bool]       # one workflow of a wave: its draw, and whether it makes the greedy baseline
+
+
 @dataclass
 class Group:
-    """The scored samples of one draw."""
+    """The scored samples of one draw, and the greedy ones that are only their baseline."""
 
     draw: int
     samples: list[Sample]
+    greedy: list[Sample] = field(default_factory=list)
 
     @property
     def aborted(self) -> bool:
-        return any(sample.finish_reason == "abort" for sample in self.samples)
+        return any(sample.finish_reason == "abort" for sample in (*self.samples, *self.greedy))
 
 
 @dataclass
 class WaveRunner:
-    """Runs one workflow over draws. With `batched`, engines get the whole wave at once, in the order of the draws."""
+    """Runs one workflow over draws. With `batched`, engines get the whole wave at once, in the order of the draws.
+
+    With `greedy`, the same workflow built to answer once at temperature 0, every draw runs it too: the mean reward of what
+    it returns becomes the `baseline_reward` of the draw's samples.
+    """
 
     workflow: Workflow
     workflow_name: str
@@ -42,8 +50,9 @@ class WaveRunner:
     scorer: Scorer
     tokenizer: PreTrainedTokenizerBase
     batched: bool
+    greedy: Workflow | None = None
     failures: FailureCounts = field(default_factory=FailureCounts)     # of all waves so far
-    _stage: dict[int, str] = field(default_factory=dict)                # of each draw that is unfinished
+    _stage: dict[Member, str] = field(default_factory=dict)             # of each workflow whose draw is unfinished
 
     async def run(self, draws: Sequence[int]) -> list[Group]:
         """The groups of `draws`, in that order. If one fails, all are given up.
@@ -51,19 +60,28 @@ class WaveRunner:
         Raises:
             RunFailed: an engine or the workflow failed; names it, and the prompt.
         """
-        self._stage = dict.fromkeys(draws, "workflow")
+        kinds = (False,) if self.greedy is None else (False, True)
+        self._stage = {(draw, greedy): "workflow" for draw in draws for greedy in kinds}
         gate = BatchGate(self.dispatcher.batch) if self.batched else None
-        generators = [gate.enter(draw) if gate else self.dispatcher.one for draw in draws]
+        generators = {member: gate.enter(member) if gate else self.dispatcher.one for member in self._stage}
+
+        async def group(draw: int) -> Group:
+            made = await together(*(self._samples((draw, kind), generators[draw, kind], gate) for kind in kinds))
+            return await self._scored(Group(draw, *made))
+
         try:
-            return await together(*(self._one(draw, generate, gate) for draw, generate in zip(draws, generators, strict=True)))
+            return await together(*(group(draw) for draw in draws))
         finally:
             if gate:
                 await gate.close()
 
-    async def _one(self, draw: int, generate: Generate, gate: BatchGate | None) -> Group:
+    async def _samples(self, member: Member, generate: Generate, gate: BatchGate | None) -> list[Sample]:
+        """What one workflow makes of its prompt, unscored."""
+        draw, greedy = member
         prompt = self.prompt_of(draw)
+        workflow = self.greedy if greedy and self.greedy else self.workflow
         try:
-            samples = await self.workflow(prompt, draw, self._staged(draw, generate))
+            samples = await workflow(prompt, draw, self._staged(member, generate))
         except RlcoreError:
             raise
         except Exception as error:
@@ -72,21 +90,30 @@ class WaveRunner:
             ) from error
         finally:
             if gate:
-                gate.leave(draw)
+                gate.leave(member)
         self._check(samples, prompt)
         self._fill_text(samples)
-        self._stage[draw] = "reward"
-        counts = await self.scorer.score(samples)
+        self._stage[member] = "reward"
+        return samples
+
+    async def _scored(self, group: Group) -> Group:
+        """The same group with its rewards, in one call of the scorer whatever finished first."""
+        counts = await self.scorer.score([*group.samples, *group.greedy])
         self.failures.errors += counts.errors
         self.failures.timeouts += counts.timeouts
-        del self._stage[draw]
-        return Group(draw, samples)
+        for kind in (False, True):
+            self._stage.pop((group.draw, kind), None)
+        if group.greedy:
+            baseline = sum(sample.reward for sample in group.greedy) / len(group.greedy)
+            for sample in group.samples:
+                sample.baseline_reward = baseline
+        return group
 
-    def _staged(self, draw: int, generate: Generate) -> Generate:
+    def _staged(self, member: Member, generate: Generate) -> Generate:
         async def staged(request: GenerateRequest) -> list[Completion]:
-            self._stage[draw] = "generation"
+            self._stage[member] = "generation"
             completions = await generate(request)
-            self._stage[draw] = "workflow"
+            self._stage[member] = "workflow"
             return completions
 
         return staged
@@ -97,6 +124,11 @@ class WaveRunner:
                 f"workflow {self.workflow_name} returned {type(samples).__name__} for {prompt.prompt_id}, "
                 "expected a list of at least one Sample"
             )
+        try:
+            for sample in samples:
+                sample.check_token_rewards()
+        except ValueError as error:
+            raise RunFailed(f"workflow {self.workflow_name}: {error}") from error
 
     def _fill_text(self, samples: Sequence[Sample]) -> None:
         bare = [sample for sample in samples if not sample.response_text]
@@ -112,7 +144,7 @@ class WaveRunner:
             ("generation", self.dispatcher.waiting_for() or "the gate (other workflows have not asked for generation)"),
             ("reward", "the reward"),
         ):
-            draws = [draw for draw, at in self._stage.items() if at == stage]
+            draws = list(dict.fromkeys(draw for (draw, _), at in self._stage.items() if at == stage))
             if draws:
                 parts.append(f"{len(draws)} of the prompts wait for {party}, the first is {self.prompt_of(draws[0]).prompt_id}")
         return "; ".join(parts) or "no prompt is unfinished"

@@ -26,14 +26,14 @@ POLICY_LOSS_OPTIONAL = tuple(
 
 _REFERENCE = "set algorithm.kl.reward_coef (or algorithm.kl.monitor: true), which loads the reference"
 SOURCES: Mapping[str, str] = {
-    "token_rewards": "a reward (config key `reward`) that scores tokens makes them",
+    "token_rewards": "rollout.workflow must set Sample.token_rewards",
     "logprobs": "set algorithm.old_logprobs: recompute",
     "ref_logprobs": _REFERENCE,
     "rollout_logprobs": "rollout.engine must return the log-probs of its samples",
     "kl": _REFERENCE,
     "values": "set critic.path",
-    "baseline_rewards": "rollout.workflow must score a baseline (greedy) sample of each prompt",
-    "teacher_logprobs": "the batch needs a teacher: rollout.workflow must score its samples with one",
+    "baseline_rewards": "the rollouts must hold the reward of a greedy response to each prompt",
+    "teacher_logprobs": "set teacher.path",
     "versions": "rollout.engine must report the policy version of each token",
     "rollout_ids": "rollout.workflow must number its rollouts",
     "entropy": "set algorithm.entropy_coef, or let the backend compute the entropy",

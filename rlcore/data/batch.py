@@ -75,10 +75,18 @@ class RolloutBatch:
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> RolloutBatch:
+        """One batch, in order: with `baseline_rewards` if every sample has one, with `token_rewards` if any does (else 0)."""
+
         def flat(arrays: list[Any], dtype: Any) -> Tensor:
             return torch.from_numpy(np.concatenate(arrays).astype(dtype)) if arrays else torch.zeros(0)
 
         lengths = np.array([0] + [len(s.tokens) for s in samples], dtype=np.int64)
+        optional: dict[str, Tensor] = {}
+        if samples and all(s.baseline_reward is not None for s in samples):
+            optional["baseline_rewards"] = torch.tensor([s.baseline_reward for s in samples], dtype=torch.float32)
+        if any(s.token_rewards is not None for s in samples):
+            given = [np.zeros(s.num_trainable) if s.token_rewards is None else s.token_rewards for s in samples]
+            optional["token_rewards"] = flat(given, np.float32)
         return cls(
             tokens=flat([s.tokens for s in samples], np.int32),
             cu_tokens=torch.from_numpy(lengths.cumsum()),
@@ -90,6 +98,7 @@ class RolloutBatch:
                 "sequence_ids": torch.tensor([s.sequence_id for s in samples], dtype=torch.int64),
                 "rollout_logprobs": flat([s.rollout_logprobs for s in samples], np.float32),
                 "versions": flat([s.token_versions() for s in samples], np.int64),
+                **optional,
             },
         )
 

@@ -48,6 +48,8 @@ class Sample:
     response_text: str = ""
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    baseline_reward: float | None = None    # of the greedy response to the same prompt, where the estimator needs it
+    token_rewards: NDArray[np.float32] | None = None    # [m], process rewards, where the workflow gives them
 
     def __post_init__(self) -> None:
         where = f"sample {self.index} of draw {self.draw}"
@@ -69,6 +71,19 @@ class Sample:
             covered = span.end
         if covered != m:
             raise ValueError(f"{where}: version spans cover {covered} of {m} trainable tokens")
+        self.check_token_rewards()
+
+    def check_token_rewards(self) -> None:
+        """Raises ValueError unless they are finite and one a trainable token; a workflow sets them after construction."""
+        given = self.token_rewards
+        if given is None:
+            return
+        m, where = self.num_trainable, f"sample {self.index} of draw {self.draw}"
+        if not isinstance(given, np.ndarray) or given.dtype != np.float32 or given.shape != (m,):
+            got = f"{given.dtype} {given.shape}" if isinstance(given, np.ndarray) else type(given).__name__
+            raise ValueError(f"{where}: token_rewards must be a float32 array ({m},), one a trainable token, got {got}")
+        if not np.isfinite(given).all():
+            raise ValueError(f"{where}: token_rewards must be finite, got {given[~np.isfinite(given)][0]}")
 
     @property
     def num_trainable(self) -> int:
@@ -90,6 +105,7 @@ class Sample:
         record["tokens"] = self.tokens.tolist()
         record["loss_mask"] = self.loss_mask.tolist()
         record["rollout_logprobs"] = self.rollout_logprobs.tolist()
+        record["token_rewards"] = None if self.token_rewards is None else self.token_rewards.tolist()
         record["versions"] = [[s.version, s.start, s.end] for s in self.versions]
         return record
 
@@ -100,5 +116,7 @@ class Sample:
         known["tokens"] = np.asarray(record["tokens"], dtype=np.int32)
         known["loss_mask"] = np.asarray(record["loss_mask"], dtype=np.uint8)
         known["rollout_logprobs"] = np.asarray(record["rollout_logprobs"], dtype=np.float32)
+        if known.get("token_rewards") is not None:
+            known["token_rewards"] = np.asarray(record["token_rewards"], dtype=np.float32)
         known["versions"] = tuple(VersionSpan(*span) for span in record["versions"])
         return cls(**known)

@@ -60,7 +60,11 @@ def run_rank(process: Process, loaded: Loaded, *, resume: bool, overwrite: bool)
     objective, credit = build_algorithm(config)
     with ExitStack() as stack, process.blaming():
         # What the user may have got wrong is looked at before a run of the same name is touched.
-        office = control.main("reading the data", lambda: open_office(config, process, stack), timeout_s=patience)
+        office = control.main(
+            "reading the data",
+            lambda: open_office(config, process, stack, greedy_baseline=credit.needs_baseline),
+            timeout_s=patience,
+        )
         if config.tracking.hub.repo:
             control.main("reaching the hub", lambda: reach_hub(config.tracking.hub), timeout_s=patience)
         prompts = control.decide("counting the prompts", lambda: str(present(office).num_prompts), timeout_s=patience)
@@ -148,7 +152,7 @@ def build_backend(
     )
 
 
-def open_office(config: Config, process: Process, stack: ExitStack) -> Office:
+def open_office(config: Config, process: Process, stack: ExitStack, *, greedy_baseline: bool = False) -> Office:
     """Read the prompts and make, without starting them, the engines and the service."""
     from rlcore.data.tokenizer import load_tokenizer
 
@@ -161,8 +165,8 @@ def open_office(config: Config, process: Process, stack: ExitStack) -> Office:
     if config.training.replay is not None:
         from rlcore.runs.replay import ReplaySource
 
-        return Office(ReplaySource(Path(config.training.replay)), None, 1)
-    return open_service(config, process, tokenizer, stack)
+        return Office(ReplaySource(Path(config.training.replay), greedy_baseline=greedy_baseline), None, 1)
+    return open_service(config, process, tokenizer, stack, greedy_baseline=greedy_baseline)
 
 
 def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
@@ -179,11 +183,13 @@ def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
     return [RemoteEngine(model, config=engine, dtype=config.model.dtype, tokenizer=tokenizer, log=log)]
 
 
-def open_service(config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack) -> Office:
+def open_service(
+    config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, *, greedy_baseline: bool
+) -> Office:
     from rollout.service import RolloutService
     from rollout.wire import EngineSink
 
-    service = RolloutService(config, tokenizer, build_engines(config, process))
+    service = RolloutService(config, tokenizer, build_engines(config, process), greedy_baseline=greedy_baseline)
     stack.callback(service.close)
     sink = EngineSink(config, service.engines, service.loop, device=process.device)
     stack.callback(sink.close)

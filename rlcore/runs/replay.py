@@ -13,9 +13,12 @@ from rlcore.runs.rollouts import read_rollouts
 
 
 class ReplaySource:
-    """A `RolloutSource` that gives the same recorded samples at every step."""
+    """A `RolloutSource` that gives the same recorded samples at every step.
 
-    def __init__(self, path: Path) -> None:
+    Raises DataError for a file that holds no samples, or, with `greedy_baseline`, samples without a `baseline_reward`.
+    """
+
+    def __init__(self, path: Path, *, greedy_baseline: bool = False) -> None:
         records = read_rollouts(path)
         if not records:
             raise DataError(f"training.replay: {path} holds no samples")
@@ -23,6 +26,11 @@ class ReplaySource:
             self.samples = [Sample.from_record(record) for record in records]
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"training.replay: {path} holds something else than samples: {error!r}") from error
+        if greedy_baseline and any(sample.baseline_reward is None for sample in self.samples):
+            raise DataError(
+                f"training.replay: {path} was recorded without the greedy baselines that this estimator needs; record a step "
+                "with it, or use another estimator"
+            )
         self.recorded_step: int | None = records[0].get("step")
 
     def start(self) -> None:

@@ -60,6 +60,8 @@ def _line(step: int, sample: Sample, advantages: NDArray[np.float32] | None) -> 
     record["step"] = step
     # As arrays, float32 is written with its own shortest digits: a third of the size, and it reads back exactly.
     record["rollout_logprobs"] = np.ascontiguousarray(sample.rollout_logprobs)
+    if sample.token_rewards is not None:
+        record["token_rewards"] = np.ascontiguousarray(sample.token_rewards)
     if advantages is not None:
         if advantages.shape != (sample.num_trainable,):
             raise ValueError(

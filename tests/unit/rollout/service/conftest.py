@@ -62,11 +62,13 @@ def make_config(tmp_path: Path) -> Callable[..., Config]:
 
 @pytest.fixture
 def make_service(make_config: Callable[..., Config], engine: FakeEngine) -> Iterator[Callable[..., RolloutService]]:
-    """Services that are closed after the test. `engines` replaces the fixture's engine."""
+    """Services that are closed after the test. `engines` replaces the fixture's engine, `options` are the service's own."""
     made: list[RolloutService] = []
 
-    def make(*, engines: list[FakeEngine] | None = None, **sections: dict[str, Any]) -> RolloutService:
-        made.append(RolloutService(make_config(**sections), TOKENIZER, engines or [engine]))
+    def make(
+        *, engines: list[FakeEngine] | None = None, options: dict[str, Any] | None = None, **sections: dict[str, Any]
+    ) -> RolloutService:
+        made.append(RolloutService(make_config(**sections), TOKENIZER, engines or [engine], **(options or {})))
         made[-1].start()
         return made[-1]
 

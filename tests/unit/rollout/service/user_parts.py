@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
+
 from rlcore.data.sample import Sample
 from rlcore.protocols import Generate, GenerateRequest, Prompt
 from rollout.workflows.base import WorkflowContext, make_sample
+from rollout.workflows.single_turn import SingleTurn
 
 
 class TwoTries:
@@ -23,6 +26,34 @@ class TwoTries:
             request = GenerateRequest(prompt.tokens, self.context.sampling, draw, turn=turn, seed=self.context.seed)
             (completion,) = await generate(request)
         return [make_sample(prompt, draw, 0, completion)]
+
+
+class BothTries(TwoTries):
+    """Both tries as samples of one group; the second one is another sample."""
+
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        samples = []
+        for index in (0, 1):
+            request = GenerateRequest(prompt.tokens, self.context.sampling, draw, first_sample=index, seed=self.context.seed)
+            (completion,) = await generate(request)
+            samples.append(make_sample(prompt, draw, index, completion))
+        return samples
+
+
+class Processed(SingleTurn):
+    """A process reward of 0.5 for each token of the first sample, none for the others."""
+
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        samples = await super().__call__(prompt, draw, generate)
+        samples[0].token_rewards = np.full(samples[0].num_trainable, 0.5, np.float32)
+        return samples
+
+
+class WronglyProcessed(SingleTurn):
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        samples = await super().__call__(prompt, draw, generate)
+        samples[0].token_rewards = np.zeros(len(samples[0].tokens), np.float32)
+        return samples
 
 
 class Broken(TwoTries):
@@ -46,12 +77,22 @@ def even_draws(group: Sequence[Sample]) -> bool:
     return group[0].draw % 2 == 0
 
 
+def pairs(group: Sequence[Sample]) -> bool:
+    return len(group) == 2
+
+
 def broken_filter(group: Sequence[Sample]) -> bool:
     raise ZeroDivisionError("no groups")
 
 
 def vague_filter(group: Sequence[Sample]) -> bool:
     return None  # type: ignore[return-value]
+
+
+def right_or_fails(sample: Sample) -> float:
+    if sample.response_text != sample.label:
+        raise ValueError("wrong")
+    return 1.0
 
 
 def nan(sample: Sample) -> float:
