@@ -39,8 +39,9 @@ in TensorBoard and wandb.
 
 A *token* is a trainable token: prompts, tool output, observations and padding are in no metric. A *sequence* is one with
 at least one trainable token, unless a line says "all sequences". A metric whose inputs were not computed is absent, never
-0: without a reference model there is no KL, without a critic no value loss, with one optimizer step a batch (and nothing
-that needs a pass before it) no `rollout/ess`. Steps that train the critic alone (`critic.warmup_steps`) have no policy loss.
+0: without a reference model there is no KL, without a critic no value loss, without a correction no `correction/*`; with
+several optimizer steps a batch and no pass before them nothing compares the policy with the engine (`rollout/ess` and the
+`train_rollout_logprob_diff`s). Steps that train the critic alone (`critic.warmup_steps`) have no policy loss.
 
 | name | what it is | averaged over | unit |
 |---|---|---|---|

@@ -1,4 +1,7 @@
-"""Every metric that a run writes: what it is, what it is divided by, and its unit. `rlcore metrics` prints this.
+"""Every metric that a run writes, by name. `rlcore metrics` prints this.
+
+What follows from the tensors of a step is defined where it is computed, in `metrics` and `reductions`; what the loop, the
+optimizer and the rollouts count is defined here, since no algorithm knows of them.
 
 A "token" is a trainable token: prompts, tool output, observations and padding are in no metric. A "sequence" is one
 with at least one trainable token, unless a line says "all sequences". A metric whose inputs were not computed is
@@ -9,18 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class MetricSpec:
-    """One metric: its name, what it is, over what it is averaged ("-" where over nothing), and its unit."""
-
-    name: str
-    definition: str
-    denominator: str
-    unit: str
-
+from rlcore.algorithms.definitions import MetricSpec
+from rlcore.algorithms.metrics import BATCH_METRICS
+from rlcore.algorithms.reductions import STREAMED_METRICS
 
 _ROWS = (
     # progress
@@ -28,59 +23,13 @@ _ROWS = (
     ("episode", "samples trained on so far", "-", "samples"),
     ("epoch", "passes over the training data so far", "-", "epochs"),
     ("lr", "learning rate of the policy at this step", "-", "1"),
-    # objective
-    ("objective/kl", "token sum of the raw KL estimate (algorithm.kl.reward_kind) against the reference", "sequences",
-     "nats"),
-    ("objective/scores", "outcome reward", "sequences", "reward"),
-    ("objective/rlhf_reward", "objective/scores + objective/non_score_reward", "sequences", "reward"),
-    ("objective/non_score_reward", "-reward_coef * objective/kl (open-instruct's page prints the other sign)",
-     "sequences", "reward"),
-    ("objective/entropy", "token sum of the policy's entropy", "sequences", "nats"),
-    ("objective/loss", "what the optimizer minimised: policy, KL and entropy terms", "optimizer steps", "1"),
-    ("objective/verifiable_correct_rate", "1 where the verifier accepted the answer", "sequences given a verdict",
-     "share"),
-    # training
-    ("loss/policy_avg", "sum of loss weight * policy loss over tokens", "optimizer steps", "1"),
-    ("loss/value_avg", "sum of loss weight * value loss over tokens", "optimizer steps", "1"),
-    ("policy/approxkl_avg", "half the squared log-ratio of the policy to the one before the step", "tokens", "nats"),
-    ("policy/clipfrac_avg", "1 where the clip changes the policy loss", "tokens", "share"),
-    ("policy/clipfrac_high_avg", "1 where the upper limit does, advantage > 0", "tokens", "share"),
-    ("policy/clipfrac_low_avg", "1 where the lower limit does, advantage < 0", "tokens", "share"),
-    ("policy/dual_clipfrac_avg", "1 where dual clip caps the policy loss", "tokens", "share"),
-    ("policy/entropy_avg", "entropy of the policy", "tokens", "nats"),
-    ("policy/<name>_avg", "what a policy loss plugin reports as <name>", "tokens or sequences", "the plugin's"),
+    # optimizer
     ("train/grad_norm", "global norm of the policy's gradient before clipping, at the last optimizer step", "-", "1"),
     ("train/optimizer_steps", "optimizer steps that this step's batch got", "-", "steps"),
     ("train/skipped_updates", "of those, steps left out because the gradient norm was not finite", "-", "steps"),
     ("train/critic_lr", "learning rate of the critic at this step", "-", "1"),
     ("train/critic_grad_norm", "global norm of the critic's gradient before clipping, at the last optimizer step", "-", "1"),
-    # validation
-    ("val/sequence_lengths", "response tokens", "all sequences", "tokens"),
-    ("val/sequence_lengths_min", "response tokens of the shortest sequence", "-", "tokens"),
-    ("val/sequence_lengths_max", "response tokens of the longest sequence", "-", "tokens"),
-    ("val/num_stop_token_ids", "sequences that ended with a stop token, of all", "-", "sequences"),
-    ("val/stop_token_rate", "1 where the sequence ended with a stop token", "all sequences", "share"),
-    ("val/ratio", "probability ratio of the policy to the one before the step", "tokens", "1"),
-    ("val/ratio_var", "variance of that ratio", "tokens - 1", "1"),
-    ("val/ratio_max", "largest such ratio", "-", "1"),
-    ("val/clipfrac_avg", "1 where the clip raises the value loss", "tokens", "share"),
-    ("val/explained_variance", "1 - var(returns - values) / var(returns); absent where the returns do not vary",
-     "tokens", "share"),
-    # rollout
-    ("rollout/kl", "raw KL estimate against the reference", "tokens", "nats"),
-    ("rollout/kl_clamped_share", "1 where the log-ratio to the reference is beyond +-20", "tokens", "share"),
-    ("rollout/reward", "outcome reward", "all sequences", "reward"),
-    ("rollout/reward_std", "standard deviation of the outcome reward", "all sequences - 1", "reward"),
-    ("rollout/zero_std_groups", "groups of two or more sequences whose rewards are all equal", "-", "groups"),
-    ("rollout/singleton_groups", "groups of one sequence", "-", "groups"),
-    ("rollout/staleness_mean", "policy version trained minus the version that made the token", "tokens", "versions"),
-    ("rollout/staleness_max", "largest such difference", "-", "versions"),
-    ("rollout/train_rollout_logprob_diff", "absolute difference of the trainer's and the engine's log-prob", "tokens",
-     "nats"),
-    ("rollout/train_rollout_logprob_diff_max", "largest such difference", "-", "nats"),
-    ("rollout/train_rollout_logprob_diff_kl", "k3 estimate of KL(engine || trainer)", "tokens", "nats"),
-    ("rollout/ess", "effective sample size of w = trainer / engine probability: (sum w)^2 / (M * sum w^2)", "tokens",
-     "share"),
+    # rollout service
     ("rollout/reward_errors", "samples whose reward raised or returned no number, scored reward.on_error", "-", "samples"),
     ("rollout/reward_timeouts", "samples whose reward took longer than reward.timeout_s, scored so too", "-", "samples"),
     ("rollout/requeued_prompts", "prompts given back to the data set: aborted, or more than the step needed", "-",
@@ -91,7 +40,7 @@ _ROWS = (
     ("eval/score", "reward of the held-out prompts", "samples", "reward"),
     ("eval/accuracy", "1 where a verifier accepted the answer (without one: where the reward is above 0)", "samples",
      "share"),
-    ("eval/sequence_lengths", "response tokens", "samples", "tokens"),
+    ("eval/sequence_lengths", "trainable tokens", "samples", "tokens"),
     ("eval/stop_token_rate", "1 where the response ended with a stop token", "samples", "share"),
     ("eval/reward_errors", "samples whose reward raised or returned no number", "-", "samples"),
     ("eval/reward_timeouts", "samples whose reward took longer than reward.timeout_s", "-", "samples"),
@@ -112,7 +61,17 @@ _ROWS = (
     ("perf/engine_idle_fraction", "time that the engines had no request", "time of the step", "share"),
 )  # fmt: skip
 
-METRICS: Mapping[str, MetricSpec] = {row[0]: MetricSpec(*row) for row in _ROWS}
+_SECTIONS = ("", "objective", "loss", "policy", "train", "val", "rollout", "correction", "eval", "time", "perf")
+
+
+def _section(spec: MetricSpec) -> int:
+    return _SECTIONS.index(spec.name.rpartition("/")[0])
+
+
+METRICS: Mapping[str, MetricSpec] = {
+    spec.name: spec
+    for spec in sorted((*BATCH_METRICS, *STREAMED_METRICS, *(MetricSpec(*row) for row in _ROWS)), key=_section)
+}
 _FAMILIES = tuple(
     (re.compile(re.sub("<.*>", ".+", name)), spec) for name, spec in METRICS.items() if "<" in name
 )

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rlcore.algorithms.definitions import MetricSpec
 from rlcore.algorithms.errors import InputError
-from rlcore.algorithms.kl import approx_kl, clamped_log_ratio, kl_clamped
+from rlcore.algorithms.kl import kl_clamped
+from rlcore.algorithms.mismatch import mismatch_vectors
+from rlcore.algorithms.moments import Moments
 from rlcore.algorithms.ragged import group_count, group_index, group_mean_std, segment_lengths, segment_sum
+from rlcore.algorithms.staleness import stale_tokens
 from rlcore.algorithms.types import EstimatorInputs
 
 
@@ -21,34 +25,41 @@ def rollout_metrics(
     inputs: EstimatorInputs,
     *,
     finish_reasons: Sequence[str] | None = None,
-    lengths: Tensor | None = None,
     entropy: Tensor | None = None,
     correct: Tensor | None = None,
     returns: Tensor | None = None,
     reward_coef: float | None = None,
     version: int | None = None,
+    max_staleness: int | None = None,
 ) -> dict[str, float]:
     """Return the metrics of one step's batch, by their published names.
 
     Args:
         inputs: the whole batch with every field that was computed, whatever the estimator takes.
         finish_reasons: `B` of "stop", "length" or "abort".
-        lengths: integer `[B]`, the response tokens of each sequence; by default its trainable tokens.
         entropy: float `[M]`, of the policy at each token.
         correct: bool or float `[B]`, whether a verifier accepted the answer; NaN where none was asked.
         returns: float `[M]`, the targets of the critic.
         reward_coef: `algorithm.kl.reward_coef`.
         version: the policy version that is about to be trained.
+        max_staleness: tokens older than this many versions are not trained on (see `stale_tokens`).
     """
-    _check(inputs, finish_reasons, {"lengths": lengths, "correct": correct}, {"entropy": entropy, "returns": returns})
+    _check(inputs, finish_reasons, {"correct": correct}, {"entropy": entropy, "returns": returns})
     metrics = _scores(inputs, entropy, correct, reward_coef)
-    metrics |= _responses(inputs, finish_reasons, lengths)
+    metrics |= _responses(inputs, finish_reasons)
     metrics |= _groups(inputs)
-    metrics |= _off_policy(inputs, version)
+    metrics |= _distances(inputs)
+    metrics |= _staleness(inputs, version, max_staleness)
     if inputs.values is not None and returns is not None:
         share = explained_variance(inputs.values, returns)
         metrics |= {} if share is None else {"val/explained_variance": share}
     return metrics
+
+
+_EXPLAINED_VARIANCE = MetricSpec(
+    "val/explained_variance", "1 - var(returns - values) / var(returns); absent where the returns do not vary", "tokens",
+    "share",
+)  # fmt: skip
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float | None:
@@ -57,6 +68,19 @@ def explained_variance(values: Tensor, returns: Tensor) -> float | None:
         return None
     variance = float(returns.double().var())
     return 1.0 - float((returns.double() - values.double()).var()) / variance if variance > 0 else None
+
+
+_SCORES = (
+    MetricSpec("objective/scores", "outcome reward", "sequences", "reward"),
+    MetricSpec("objective/kl", "token sum of the raw KL estimate (algorithm.kl.reward_kind) against the reference",
+               "sequences", "nats"),
+    MetricSpec("objective/non_score_reward", "-reward_coef * objective/kl (open-instruct's page prints the other sign)",
+               "sequences", "reward"),
+    MetricSpec("objective/rlhf_reward", "objective/scores + objective/non_score_reward", "sequences", "reward"),
+    MetricSpec("objective/entropy", "token sum of the policy's entropy", "sequences", "nats"),
+    MetricSpec("objective/verifiable_correct_rate", "1 where the verifier accepted the answer",
+               "all sequences with a verdict", "share"),
+)  # fmt: skip
 
 
 def _scores(
@@ -73,8 +97,6 @@ def _scores(
     put("objective/scores", inputs.rewards[counted])
     if inputs.kl is not None:
         put("objective/kl", segment_sum(inputs.kl.double(), inputs.cu_seqlens)[counted])
-        if inputs.kl.numel():
-            metrics["rollout/kl"] = float(inputs.kl.double().mean())
     if entropy is not None:
         put("objective/entropy", segment_sum(entropy.double(), inputs.cu_seqlens)[counted])
     if reward_coef is not None and (reward_coef == 0 or "objective/kl" in metrics) and "objective/scores" in metrics:
@@ -87,13 +109,20 @@ def _scores(
     return metrics
 
 
-def _responses(
-    inputs: EstimatorInputs, finish_reasons: Sequence[str] | None, lengths: Tensor | None
-) -> dict[str, float]:
+_RESPONSES = (
+    MetricSpec("val/sequence_lengths", "trainable tokens", "all sequences", "tokens"),
+    MetricSpec("val/sequence_lengths_min", "trainable tokens of the shortest sequence", "-", "tokens"),
+    MetricSpec("val/sequence_lengths_max", "trainable tokens of the longest sequence", "-", "tokens"),
+    MetricSpec("val/num_stop_token_ids", "sequences that ended with a stop token, of all", "-", "sequences"),
+    MetricSpec("val/stop_token_rate", "1 where the sequence ended with a stop token", "all sequences", "share"),
+)
+
+
+def _responses(inputs: EstimatorInputs, finish_reasons: Sequence[str] | None) -> dict[str, float]:
     """Lengths and ends of all sequences, empty ones included."""
     if inputs.num_sequences == 0:
         return {}
-    sizes = (segment_lengths(inputs.cu_seqlens) if lengths is None else lengths).double()
+    sizes = segment_lengths(inputs.cu_seqlens).double()
     metrics = {
         "val/sequence_lengths": float(sizes.mean()),
         "val/sequence_lengths_min": float(sizes.min()),
@@ -106,12 +135,25 @@ def _responses(
     return metrics
 
 
+_GROUPS = (
+    MetricSpec("rollout/reward", "outcome reward", "all sequences", "reward"),
+    MetricSpec("rollout/reward_std", "standard deviation of the outcome reward", "all sequences - 1", "reward"),
+    MetricSpec("rollout/baseline_reward",
+               "outcome reward of the greedy response to the same prompt (estimators that need it)", "all sequences",
+               "reward"),
+    MetricSpec("rollout/zero_std_groups", "groups of two or more sequences whose rewards are all equal", "-", "groups"),
+    MetricSpec("rollout/singleton_groups", "groups of one sequence", "-", "groups"),
+)  # fmt: skip
+
+
 def _groups(inputs: EstimatorInputs) -> dict[str, float]:
     """Rewards of all sequences, and groups of those with a trainable token."""
     metrics: dict[str, float] = {}
     rewards = inputs.rewards.double()
     if rewards.numel():
         metrics["rollout/reward"] = float(rewards.mean())
+    if inputs.baseline_rewards is not None and rewards.numel():
+        metrics["rollout/baseline_reward"] = float(inputs.baseline_rewards.double().mean())
     if rewards.numel() > 1:
         metrics["rollout/reward_std"] = float(rewards.std())
     counted = segment_lengths(inputs.cu_seqlens) > 0
@@ -124,27 +166,39 @@ def _groups(inputs: EstimatorInputs) -> dict[str, float]:
     return metrics
 
 
-def _off_policy(inputs: EstimatorInputs, version: int | None) -> dict[str, float]:
-    """Distances between the policies that made, score and train the tokens; means over tokens."""
-    metrics: dict[str, float] = {}
-    if inputs.num_tokens == 0:
-        return metrics
-    logprobs, reference, rollout = inputs.logprobs, inputs.ref_logprobs, inputs.rollout_logprobs
-    if logprobs is not None and reference is not None:
-        metrics["rollout/kl_clamped_share"] = float(kl_clamped(logprobs, reference).double().mean())
-    if logprobs is not None and rollout is not None:
-        train, engine = logprobs.double(), rollout.double()
-        gap = (train - engine).abs()
-        weight = clamped_log_ratio(train, engine).exp()
-        metrics["rollout/train_rollout_logprob_diff"] = float(gap.mean())
-        metrics["rollout/train_rollout_logprob_diff_max"] = float(gap.max())
-        metrics["rollout/train_rollout_logprob_diff_kl"] = float(approx_kl(engine, train, "k3").mean())
-        metrics["rollout/ess"] = float(weight.sum().square() / (weight.numel() * weight.square().sum()))
-    if inputs.versions is not None and version is not None:
-        staleness = (version - inputs.versions).double()
-        metrics["rollout/staleness_mean"] = float(staleness.mean())
-        metrics["rollout/staleness_max"] = float(staleness.max())
+def _distances(inputs: EstimatorInputs) -> dict[str, float]:
+    """Means over tokens, from the reference and from the engine, reduced as those of an update are."""
+    moments = Moments()
+    if inputs.kl is not None:
+        moments.add("rollout/kl", inputs.kl)
+    if inputs.logprobs is not None and inputs.ref_logprobs is not None:
+        moments.add("rollout/kl_clamped_share", kl_clamped(inputs.logprobs, inputs.ref_logprobs))
+    if inputs.logprobs is not None and inputs.rollout_logprobs is not None:
+        moments.update(mismatch_vectors(inputs.logprobs, inputs.rollout_logprobs))
+    return moments.reduce()
+
+
+_STALENESS = (
+    MetricSpec("rollout/staleness_mean", "policy version trained minus the version that made the token", "tokens",
+               "versions"),
+    MetricSpec("rollout/staleness_max", "largest such difference", "-", "versions"),
+    MetricSpec("correction/stale_fraction", "1 where the token is older than allowed, and so not trained on", "tokens",
+               "share"),
+)  # fmt: skip
+
+
+def _staleness(inputs: EstimatorInputs, version: int | None, max_staleness: int | None) -> dict[str, float]:
+    if inputs.versions is None or version is None or inputs.num_tokens == 0:
+        return {}
+    age = (version - inputs.versions).double()
+    metrics = {"rollout/staleness_mean": float(age.mean()), "rollout/staleness_max": float(age.max())}
+    if max_staleness is not None:
+        stale = stale_tokens(inputs.versions, version, max_staleness)
+        metrics["correction/stale_fraction"] = float(stale.double().mean())
     return metrics
+
+
+BATCH_METRICS = (*_SCORES, *_RESPONSES, _EXPLAINED_VARIANCE, *_GROUPS, *_STALENESS)
 
 
 def _check(

@@ -11,18 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from rlcore.algorithms.reductions import REDUCTIONS, Totals, mean
 from rlcore.algorithms.types import PolicyLoss
-
-_SUMS = {"objective_loss": "objective/loss", "policy_loss": "loss/policy_avg", "value_loss": "loss/value_avg"}
-_MEANS = {
-    "approxkl": "policy/approxkl_avg",
-    "clipfrac": "policy/clipfrac_avg",
-    "clipfrac_high": "policy/clipfrac_high_avg",
-    "clipfrac_low": "policy/clipfrac_low_avg",
-    "entropy": "policy/entropy_avg",
-    "ratio": "val/ratio",
-    "value_clipfrac": "val/clipfrac_avg",
-}
 
 
 class Moments:
@@ -101,8 +91,8 @@ class Moments:
     def reduce(self, *, optimizer_steps: int = 1) -> dict[str, float]:
         """Return the metrics by their published names; what was never fed, or fed no token, is absent.
 
-        Means are over all vectors fed. `loss/*` is the weighted sum, per optimizer step. A name that is not ours
-        becomes `policy/<name>_avg`, or stays as it is if it contains a slash.
+        `REDUCTIONS` says what is published of which name. One that is not there becomes its mean, as `policy/<name>_avg`,
+        or under its own name if that contains a slash.
         """
         if optimizer_steps < 1:
             raise ValueError(f"optimizer_steps: expected a number >= 1, got {optimizer_steps}")
@@ -111,14 +101,14 @@ class Moments:
         for name, (count, total, squares), maximum in zip(self.names, sums, maxima):
             if count == 0:
                 continue
-            if name in _SUMS:
-                metrics[_SUMS[name]] = total / optimizer_steps
+            totals = Totals(count, total, squares, maximum, optimizer_steps)
+            if name not in REDUCTIONS:
+                metrics[name if "/" in name else f"policy/{name}_avg"] = mean(totals)
                 continue
-            metrics[_MEANS.get(name, name if "/" in name else f"policy/{name}_avg")] = total / count
-            if name == "ratio":
-                metrics["val/ratio_max"] = maximum
-                if count > 1:
-                    metrics["val/ratio_var"] = max(squares - total * total / count, 0.0) / (count - 1)
+            for statistic, spec in REDUCTIONS[name]:
+                value = statistic(totals)
+                if value is not None:
+                    metrics[spec.name] = value
         return metrics
 
     def _take(self, name: str, sums: Tensor, maximum: Tensor) -> None:
