@@ -1,0 +1,173 @@
+"""Small batches for the contract tests: layouts from one token upwards, and ways to rearrange a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlcore.algorithms.types import EstimatorInputs, PolicyLossInputs
+
+Record = TypeVar("Record", EstimatorInputs, PolicyLossInputs)
+
+PER_SEQUENCE = frozenset({"rewards", "group_ids", "baseline_rewards", "rollout_ids", "sequence_ids"})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many tokens each sequence has, and which group it is of."""
+
+    lengths: tuple[int, ...]
+    groups: tuple[int, ...]
+
+
+# Two groups of eight neighbours: the one layout that even an estimator that reshapes rewards to [-1, n] can take.
+NEIGHBOURS = Layout((1, 2, 3, 1, 2, 1, 1, 2) * 2, (0,) * 8 + (1,) * 8)
+NO_TOKENS = (Layout((), ()), Layout((0,), (0,)), Layout((0, 0, 0), (4, -1, 4)))
+
+
+def peers(seed: int) -> list[Layout]:
+    """Layouts, smallest first, in which every group has two members or more and every sequence a token."""
+    small = [Layout((1, 1, 1, 1), (0, 1, 0, 1)), Layout((2, 1, 1, 3, 1), (7, -3, 7, -3, 7))]
+    return [*small, _random(seed, [0] * 2 + [3] * 3 + [-9] * 6, longest=5), _random(seed, [5] * 3 + [2] * 7, longest=70)]
+
+
+def loners(seed: int) -> list[Layout]:
+    """Layouts, smallest first, in which some or all groups have one member."""
+    small = [Layout((1,), (0,)), Layout((1, 1), (0, 1)), Layout((2, 1, 1), (6, -2, 6))]
+    return [*small, _random(seed, [0, 1, 2, 2, 2, -5, 8, 8], longest=40)]
+
+
+def _random(seed: int, groups: Sequence[int], longest: int) -> Layout:
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(groups), generator=generator).tolist()
+    lengths = torch.randint(1, longest + 1, (len(groups),), generator=generator).tolist()
+    return Layout(tuple(lengths), tuple(groups[i] for i in order))
+
+
+def borders(lengths: Collection[int]) -> Tensor:
+    """Return `cu_seqlens` of sequences of these lengths."""
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+
+
+def estimator_batch(layout: Layout, seed: int) -> EstimatorInputs:
+    """Return a float64 batch with every field; sequences without tokens have the reward NaN."""
+    noise = _Noise(seed, sum(layout.lengths), len(layout.lengths))
+    counted = torch.tensor(layout.lengths, dtype=torch.int64) > 0
+    unread = torch.where(counted, 0.0, float("nan")).double()
+    logprobs, ref_logprobs = noise.logprobs(), noise.logprobs()
+    return EstimatorInputs(
+        cu_seqlens=borders(layout.lengths),
+        rewards=noise.sequences() + unread,
+        group_ids=torch.tensor(layout.groups, dtype=torch.int64),
+        token_rewards=noise.tokens() / 10,
+        logprobs=logprobs,
+        ref_logprobs=ref_logprobs,
+        rollout_logprobs=logprobs + 0.1 * noise.tokens(),
+        kl=logprobs - ref_logprobs,
+        values=noise.tokens(),
+        baseline_rewards=noise.sequences() + unread,
+        teacher_logprobs=noise.logprobs(),
+        versions=noise.versions(),
+        rollout_ids=_rollouts(layout.groups),
+    )
+
+
+def policy_loss_batch(layout: Layout, seed: int) -> PolicyLossInputs:
+    """Return a float64 batch with every field but `batch_stats`."""
+    noise = _Noise(seed, sum(layout.lengths), len(layout.lengths))
+    logprobs = noise.logprobs()
+    return PolicyLossInputs(
+        cu_seqlens=borders(layout.lengths),
+        logprobs=logprobs,
+        old_logprobs=logprobs + 0.3 * noise.tokens(),
+        advantages=noise.tokens(),
+        entropy=noise.tokens().abs(),
+        ref_logprobs=noise.logprobs(),
+        rollout_logprobs=logprobs + 0.3 * noise.tokens(),
+        versions=noise.versions(),
+        weights=noise.tokens().abs() / max(sum(layout.lengths), 1),
+        sequence_ids=7 * torch.arange(len(layout.lengths)) + 3,
+    )
+
+
+class _Noise:
+    def __init__(self, seed: int, num_tokens: int, num_sequences: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.num_tokens, self.num_sequences = num_tokens, num_sequences
+
+    def tokens(self) -> Tensor:
+        return torch.randn(self.num_tokens, generator=self.generator, dtype=torch.float64)
+
+    def sequences(self) -> Tensor:
+        return torch.randn(self.num_sequences, generator=self.generator, dtype=torch.float64)
+
+    def logprobs(self) -> Tensor:
+        return -self.tokens().exp()
+
+    def versions(self) -> Tensor:
+        return torch.randint(3, 6, (self.num_tokens,), generator=self.generator)
+
+
+def _rollouts(groups: Sequence[int]) -> Tensor:
+    """Two by two, the members of a group come from one rollout."""
+    ids = [1000 * group + sum(other == group for other in groups[:b]) // 2 for b, group in enumerate(groups)]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def tensors(record: Record) -> Iterator[tuple[str, Tensor]]:
+    """Yield the fields that hold a tensor."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, Tensor):
+            yield field.name, value
+
+
+def only(record: Record, names: Collection[str]) -> Record:
+    """Keep these fields and drop the others."""
+    dropped: dict[str, Any] = {name: None for name, _ in tensors(record) if name not in names}
+    return replace(record, **dropped)
+
+
+def cast(record: Record, dtype: torch.dtype) -> Record:
+    """Convert the floating fields."""
+    changed: dict[str, Any] = {name: value.to(dtype) for name, value in tensors(record) if value.is_floating_point()}
+    return replace(record, **changed)
+
+
+def take(record: Record, order: Sequence[int]) -> tuple[Record, Tensor]:
+    """Choose and order sequences; also return the index that does the same to a vector of tokens."""
+    starts, lengths = record.cu_seqlens.tolist(), record.cu_seqlens.diff().tolist()
+    tokens = torch.tensor([starts[b] + t for b in order for t in range(lengths[b])], dtype=torch.int64)
+    sequences = torch.tensor(order, dtype=torch.int64)
+    changed: dict[str, Any] = {
+        name: value[sequences if name in PER_SEQUENCE else tokens] for name, value in tensors(record) if name != "cu_seqlens"
+    }
+    return replace(record, cu_seqlens=borders([lengths[b] for b in order]), **changed), tokens
+
+
+def shuffled(count: int, seed: int) -> list[list[int]]:
+    """Orders of `count` things: reversed, rotated by one, and a random one."""
+    order = list(range(count))
+    return [order[::-1], order[1:] + order[:1], torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()]
+
+
+def strided(record: Record) -> Record:
+    """The same numbers in tensors that are not contiguous."""
+    changed: dict[str, Any] = {name: torch.stack([value, value], 1)[:, 0] for name, value in tensors(record)}
+    return replace(record, **changed)
+
+
+def describe(record: Record, names: Collection[str]) -> str:
+    """Write a batch out, one line a field, at most eight numbers of each."""
+    lines = [f"lengths {_numbers(record.cu_seqlens.diff())}"]
+    lines += [f"{name} {_numbers(value)}" for name, value in tensors(record) if name in names and name != "cu_seqlens"]
+    return "\n".join(lines)
+
+
+def _numbers(vector: Tensor) -> str:
+    shown = ", ".join(f"{x:.6g}" if vector.is_floating_point() else str(x) for x in vector[:8].tolist())
+    return f"[{shown}{', ...' if vector.numel() > 8 else ''}]"

@@ -1,0 +1,57 @@
+"""A rule of the contract, the error of a plugin that breaks it, and the report on one that keeps them all."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What must hold, in one sentence, and what the author of a plugin does where it does not."""
+
+    name: str
+    sentence: str
+    advice: str
+
+
+class ContractError(AssertionError):
+    """A plugin breaks a rule; the message has the rule, the smallest batch that shows it, and what to do.
+
+    Attributes:
+        rule: the rule that broke.
+        subject: the plugin, as it calls itself.
+    """
+
+    def __init__(self, subject: str, rule: Rule, example: str) -> None:
+        lines = "\n".join(f"  {line}" for line in example.splitlines())
+        super().__init__(f"{subject} breaks the rule {rule.name!r}: {rule.sentence}\n{lines}\n  to do: {rule.advice}")
+        self.subject, self.rule = subject, rule
+
+
+@dataclass(frozen=True)
+class ContractReport:
+    """The rules that a plugin keeps, in the order in which they were checked; `print` it."""
+
+    subject: str
+    kept: tuple[Rule, ...]
+    skipped: Mapping[Rule, str]  # and why
+
+    def __str__(self) -> str:
+        lines = [f"{self.subject} keeps {len(self.kept)} rules, {len(self.skipped)} skipped"]
+        lines += [f"  kept     {rule.name:<18} {rule.sentence}" for rule in self.kept]
+        lines += [f"  skipped  {rule.name:<18} {reason}" for rule, reason in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def builds(thing: Callable[..., Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether `thing` can be called with just the keywords: then it makes an algorithm, else it is one."""
+    if isinstance(thing, type):
+        return True
+    try:
+        inspect.signature(thing).bind(**keywords)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,128 @@
+"""One plugin under one rule: call it, compare two results, and say where they part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NoReturn
+
+import torch
+from torch import Tensor
+
+from rlcore.algorithms.errors import EstimatorMutationError
+from rlcore.algorithms.testing.batches import Record, cast, describe, tensors
+from rlcore.algorithms.testing.contract import ContractError, Rule
+
+Outputs = Mapping[str, Tensor]  # by name, [M] each
+
+READ_ONLY = Rule(
+    "read-only",
+    "inputs are read, never written",
+    "compute out of place (x * y, not x.mul_(y)), or write into x.clone(); x.data and x.numpy() share memory with x",
+)
+TOLERANCE = 1e-5  # of the largest number, where two results should agree: above any order of summation
+ROUNDINGS = 8  # how many times the effect of rounding its inputs to float32 an algorithm in float32 may be off
+
+
+@dataclass(frozen=True)
+class Trial(Generic[Record]):
+    """A plugin under one rule.
+
+    Args:
+        subject: what messages call the plugin.
+        call: the plugin behind its guard, as named vectors `[M]`.
+        shown: the fields of a batch to print in messages: those that the plugin takes.
+        seed: of all noise.
+        rule: the rule that a failure breaks.
+    """
+
+    subject: str
+    call: Callable[[Record], Outputs]
+    shown: Collection[str]
+    seed: int
+    rule: Rule
+
+    def under(self, rule: Rule) -> Trial[Record]:
+        """The same plugin under another rule."""
+        return replace(self, rule=rule)
+
+    def run(self, batch: Record, change: str = "", call: Callable[[Record], Outputs] | None = None) -> Outputs:
+        """Call the plugin; whatever it raises breaks the rule."""
+        try:
+            return (call or self.call)(batch)
+        except EstimatorMutationError as error:
+            self.under(READ_ONLY).fail(batch, change, str(error), error)
+        except Exception as error:  # noqa: BLE001  (anything at all that a plugin raises breaks the rule)
+            self.fail(batch, change, f"{type(error).__name__}: {error}", error)
+
+    def same(
+        self, batch: Record, change: str, expected: Outputs, got: Outputs, *,
+        places: Tensor | None = None, allowed: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        """Fail unless both results agree; entry i belongs to token `places[i]` of `batch`, by default to token i."""
+        for name, wanted in expected.items():
+            found = got.get(name)
+            if found is None:
+                self.fail(batch, change, f"{name}: expected a tensor as without the change, got None")
+            limit = allowed[name] if allowed else TOLERANCE * max(1.0, largest(wanted))
+            apart = (~((found.double() - wanted.double()).abs() <= limit)).nonzero().flatten()  # NaN is apart
+            if not apart.numel():
+                continue
+            first = int(apart[0])
+            token = first if places is None else int(places[first])
+            sequence = int(torch.searchsorted(batch.cu_seqlens, token, right=True)) - 1
+            place = f"sequence {sequence}, token {token - int(batch.cu_seqlens[sequence])}"
+            count = f"{apart.numel()} of {wanted.numel()} tokens differ, by more than {limit:.2g}"
+            self.fail(batch, change, f"{name} of {place}: expected {wanted[first]:.8g}, got {found[first]:.8g} ({count})")
+
+    def as_good_as_rounding(self, batch: Record, change: str = "") -> None:
+        """Fail unless float32 gives what float64 gives, to what rounding the inputs to float32 does to the result."""
+        change = f"{change}, " if change else ""
+        narrow = cast(batch, torch.float32)
+        wide = cast(narrow, torch.float64)
+        expected, got = self.run(wide, f"{change}in float64"), self.run(narrow, f"{change}in float32")
+        moved = [self.run(other, f"{change}in float64") for other in self._roundings(wide)]
+        allowed = {
+            name: ROUNDINGS * max(largest(other[name] - value) for other in moved) + TOLERANCE * largest(value) + 1e-30
+            for name, value in expected.items()
+        }
+        self.same(narrow, f"{change}in float32 instead of float64", expected, got, allowed=allowed)
+
+    def _roundings(self, batch: Record) -> list[Record]:
+        """Batches that float32 cannot tell from this one: each number moved by up to half a unit in the last place."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def moved(value: Tensor) -> Tensor:
+            signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
+            return value * (1 + signs * 2.0**-24)
+
+        batches = []
+        for _ in range(4):
+            changed: dict[str, Any] = {name: moved(x) for name, x in tensors(batch) if x.is_floating_point()}
+            batches.append(replace(batch, **changed))
+        return batches
+
+    def fail(self, batch: Record, change: str, finding: str, cause: Exception | None = None) -> NoReturn:
+        """Raise the `ContractError` of this rule."""
+        parts = [describe(batch, self.shown), f"change: {change}" if change else "", finding]
+        raise ContractError(self.subject, self.rule, "\n".join(part for part in parts if part)) from cause
+
+
+def largest(vector: Tensor) -> float:
+    """Return the largest absolute value, 0 of nothing."""
+    return float(vector.abs().max()) if vector.numel() else 0.0
+
+
+def at(outputs: Outputs, index: Tensor) -> Outputs:
+    """Choose and order tokens of every vector."""
+    return {name: value[index] for name, value in outputs.items()}
+
+
+def same_numbers(a: Tensor, b: Tensor) -> bool:
+    """Whether both tensors hold the same, NaN being NaN."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def same_outputs(a: Outputs, b: Outputs) -> bool:
+    """Whether two results are equal to the last bit."""
+    return a.keys() == b.keys() and all(same_numbers(a[name], b[name]) for name in a)
