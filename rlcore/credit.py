@@ -20,7 +20,9 @@ from rlcore.algorithms import (
     build_estimator,
     estimator_keywords,
     loss_weights,
-    whiten,
+    mask_weights,
+    normalize_advantages,
+    stale_tokens,
 )
 from rlcore.config import Config
 from rlcore.config.derived import (
@@ -28,7 +30,7 @@ from rlcore.config.derived import (
     needs_critic,
     needs_reference,
     needs_teacher,
-    normalize_advantages,
+    normalization,
     updates_per_step,
 )
 from rlcore.data.batch import RolloutBatch, ragged_index
@@ -58,7 +60,7 @@ class Credit:
         self.needs_teacher = needs_teacher(config, needs)
         self.needs_critic = needs_critic(needs)
         self.needs_baseline = not config.is_sft and "baseline_rewards" in needs
-        self.normalize = normalize_advantages(config)
+        self.normalization = normalization(config)
         self.needs_logprobs = not config.is_sft and self._scored_before_update(needs)
 
     def _scored_before_update(self, needs: Collection[str]) -> bool:
@@ -121,20 +123,27 @@ class Credit:
                 f"algorithm.estimator: {self.estimator.name!r} needs values but returned no returns, "
                 "which are what the critic learns: return Advantages(advantages, returns)"
             )
-        return replace(result, advantages=whiten(result.advantages)) if self.normalize else result
+        normalized = normalize_advantages(result.advantages, inputs.cu_seqlens, inputs.group_ids, self.normalization)
+        return replace(result, advantages=normalized)
 
     def _weights(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> Tensor:
-        """One weight a token, taken over the optimizer step that the token belongs to."""
+        """One weight a token, taken over the optimizer step that the token belongs to; then 0 where the token is too old."""
         loss = self.config.algorithm.loss
         weights = torch.zeros(batch.num_trainable)
         for rows in minibatches:
             part = torch.as_tensor(rows, dtype=torch.int64)
             lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1])[part]
             cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+            rollouts = batch.vectors["rollout_ids"][part] if loss.per_rollout else None
             weights[ragged_index(batch.cu_seqlens, part)] = loss_weights(
-                loss.aggregation, cu, norm_length=loss.norm_length
-            ).float()
-        return weights
+                loss.aggregation, cu, norm_length=loss.norm_length, rollout_ids=rollouts
+            )
+        limit = self.config.algorithm.correction.max_staleness
+        if limit is None:
+            return weights
+        if batch.version is None:
+            raise ValueError("algorithm.correction.max_staleness counts from batch.version, which is not set")
+        return mask_weights(weights, stale_tokens(batch.vectors["versions"], batch.version, limit))
 
     def _batch_stats(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """What the loss asks to know of each optimizer step as a whole, as `batch_stats/<minibatch>/<name>`."""

@@ -80,10 +80,11 @@ class Desk:
 
     # --- batches --------------------------------------------------------------------------------------------------
 
-    def rollouts(self, step: int) -> RolloutBatch:
-        """Wait for the samples of `step` and cut them into optimizer steps."""
+    def rollouts(self, step: int, version: int | None) -> RolloutBatch:
+        """Wait for the samples of `step`, which policy `version` is to be trained on, and cut them into optimizer steps."""
         self._rollouts = self.source.next_step(step)
         batch = RolloutBatch.from_samples(self._rollouts.samples)
+        batch.version = self._rollouts.recorded_version if version is None else version
         if self.config.is_sft:
             for name in ENGINE_VECTORS:
                 del batch.vectors[name]
@@ -139,7 +140,9 @@ class Desk:
         assert self._batch is not None
         if self.config.tracking.save_rollouts:
             credit = self._batch.vectors["advantages"].split(self._batch.num_trainable_each)
-            self.directory.write_rollouts(step, self._rollouts.samples, [part.numpy() for part in credit])
+            self.directory.write_rollouts(
+                step, self._rollouts.samples, [part.numpy() for part in credit], version=self._batch.version
+            )
         if step % self.config.tracking.show_every == 0:
             self._show(step, self._rollouts.samples)
 

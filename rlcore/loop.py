@@ -72,7 +72,7 @@ class Trainer:
         with self.clock("generation"):
             batch = self.control.main(
                 f"the rollouts of step {step}",
-                lambda: self.main.rollouts(step),
+                lambda: self.main.rollouts(step, self.version),
                 timeout_s=self.config.rollout.timeout_s,
             )
         with self.clock("transfer"):
@@ -87,6 +87,8 @@ class Trainer:
                 put(batch, self.backend.score("policy", entropy=True))
             if self.credit.needs_reference:
                 put(batch, self.backend.score("reference"), prefix="ref_")
+            if self.credit.needs_teacher:
+                put(batch, self.backend.score("teacher"), prefix="teacher_")
             if self.credit.needs_critic:
                 put(batch, self.backend.score("critic"))
 
@@ -167,6 +169,11 @@ class Trainer:
         if self.desk is None:
             raise AssertionError("only rank 0 has a desk; call it inside Control.main or Control.decide")
         return self.desk
+
+    @property
+    def version(self) -> int | None:
+        """Of the policy as it is before the update, on rank 0; None where nothing is published."""
+        return None if self.publisher is None else self.publisher.version
 
     @property
     def patience(self) -> float:

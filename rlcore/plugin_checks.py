@@ -30,15 +30,16 @@ from rlcore.errors import ConfigError
 
 MADE = (
     "The estimator and the loss are known, take the keywords given, and can be built",
-    "Every field that the estimator needs can be produced",
+    "Every field that the estimator and the loss need can be produced",
     "Functions given as package.module:name can be imported",
 )
 
-# The optional fields of EstimatorInputs that the trainer can produce; `teacher_logprobs` too where `teacher.path` is given.
-PRODUCED = (
+# The optional fields that the trainer can produce; `teacher_logprobs` too where `teacher.path` is given.
+FOR_ESTIMATORS = (
     "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "baseline_rewards", "versions",
     "rollout_ids",
 )  # fmt: skip
+FOR_LOSSES = ("entropy", "ref_logprobs", "rollout_logprobs", "versions", "weights", "sequence_ids")
 
 
 def check_plugins(loaded: Loaded) -> list[str]:
@@ -73,7 +74,7 @@ def _estimator_problems(loaded: Loaded, notes: list[Problem]) -> list[Problem]:
         return problems
     try:
         estimator = build_estimator(section.name, **estimator_options(config, keywords))
-        estimator.check_available([*PRODUCED, *(["teacher_logprobs"] if config.teacher.path else [])])
+        estimator.check_available([*FOR_ESTIMATORS, *(["teacher_logprobs"] if config.teacher.path else [])])
     except (ValueError, TypeError) as error:    # also what the constructor thinks of its values
         return [Problem(path, str(error))]
     if config.critic != CriticConfig() and not needs_critic(estimator.needs):
@@ -92,7 +93,7 @@ def _loss_problems(loaded: Loaded) -> list[Problem]:
     if problems := _keyword_problems(path, section, keywords):
         return problems
     try:
-        build_policy_loss(section.name, **section.options)
+        build_policy_loss(section.name, **section.options).check_available(FOR_LOSSES)
     except (ValueError, TypeError) as error:
         return [Problem(path, str(error))]
     return []

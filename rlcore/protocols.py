@@ -51,8 +51,13 @@ class PolicyBackend(Protocol):
         """Give each data-parallel rank its sequences of the step (from rank 0)."""
         ...
 
-    def score(self, model: Literal["policy", "reference", "critic"], *, entropy: bool = False) -> dict[str, Tensor] | None:
-        """A no-grad pass over the loaded batch: `logprobs` (and `entropy`), or `values` for the critic; fp32 [M]."""
+    def score(
+        self, model: Literal["policy", "reference", "teacher", "critic"], *, entropy: bool = False
+    ) -> dict[str, Tensor] | None:
+        """A no-grad pass over the loaded batch: `logprobs` (and `entropy`), or `values` for the critic; fp32 [M].
+
+        Log-probs of every model are those of its logits / `rollout.sampling.temperature`.
+        """
         ...
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
@@ -217,6 +222,7 @@ class StepRollouts:
     epoch: float                            # passes over the prompts so far
     snapshot: dict[str, Any]                # the consistent cut after this step's hand-over, JSON-able
     recorded_step: int | None = None        # of a replay: the step that these samples were made for
+    recorded_version: int | None = None     # ... and the policy version that was trained on them
 
 
 class RolloutSource(Protocol):

@@ -67,7 +67,7 @@ class Publisher:
     ) -> None:
         self.backend, self.control, self.sink, self.journal = backend, control, sink, journal
         self.timeout_s = timeout_s
-        self._version = 0
+        self.version = 0        # of the newest publication: what the engines hold when `publish` has returned (rank 0)
 
     def publish(self, step: int) -> float:
         """Seconds it took. Raises RunFailed when no engine is left."""
@@ -95,7 +95,7 @@ class Publisher:
     def _open(self, step: int, buckets: Sequence[Bucket]) -> str:
         assert self.sink is not None
         assert self.journal is not None
-        self._version = self.journal.next(step).version
+        self.version = self.journal.next(step).version
         try:
             self.sink.prepare(buckets)
         except PublicationFailed:                       # recovery: the next attempt, with the engines left
@@ -107,7 +107,7 @@ class Publisher:
         assert self.sink is not None
         if failure is None:
             try:
-                self.sink.finish(self._version)
+                self.sink.finish(self.version)
                 return "done"
             except PublicationFailed as error:          # recovery: as above
                 failure = error

@@ -81,7 +81,6 @@ def _batch_metrics(config: Config, rollouts: StepRollouts, batch: RolloutBatch) 
         group_ids=vectors["group_ids"],
         **{name: vectors[name] for name in INPUT_FIELDS if name in vectors},
     )
-    versions = [span.version for sample in samples for span in sample.versions]
     correct = torch.tensor([float(s.metadata.get("correct", math.nan)) for s in samples])
     return rollout_metrics(
         inputs,
@@ -90,5 +89,6 @@ def _batch_metrics(config: Config, rollouts: StepRollouts, batch: RolloutBatch) 
         correct=correct,
         returns=vectors.get("returns"),
         reward_coef=config.algorithm.kl.reward_coef,
-        version=max(versions, default=None),
+        version=batch.version,
+        max_staleness=config.algorithm.correction.max_staleness,
     )

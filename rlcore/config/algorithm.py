@@ -1,13 +1,15 @@
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, field_validator
 
-from rlcore.config.base import NonNegativeFloat, Plugin, PositiveInt, Section
+from rlcore.config.base import NonNegativeFloat, NonNegativeInt, Plugin, PositiveInt, Probability, Section
 
 KLKind = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+Normalization = Literal["batch", "group", "none"]
+_YES, _NO = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
 
 class EstimatorConfig(Plugin):
@@ -22,6 +24,7 @@ class LossConfig(Plugin):
     name: str = "ppo_clip"
     aggregation: Aggregation = "token-mean"
     norm_length: PositiveInt | None = None      # for seq-mean-token-sum-norm
+    per_rollout: bool = False                   # samples that came from one rollout count as one sequence
 
 
 class KLConfig(Section):
@@ -31,6 +34,7 @@ class KLConfig(Section):
     loss_kind: KLKind = "k3"
     reward_coef: NonNegativeFloat = 0.0
     loss_coef: NonNegativeFloat = 0.0
+    loss_unbiased: bool = False                 # weigh the loss's KL by the ratio to the policy before the step
     monitor: bool = False                       # load the reference for the metrics alone
 
 
@@ -41,9 +45,22 @@ class DistillationConfig(Section):
 
 
 class CorrectionConfig(Plugin):
-    """Correction between the engine's and the trainer's log-probs."""
+    """Correction of the policy loss for the ratio of the trainer's to the engine's probabilities, and for old tokens."""
+
+    model_config = ConfigDict(extra="forbid")
+    keywords: ClassVar[frozenset[str]] = frozenset({"level", "lower", "upper", "veto"})
 
     name: Literal["none", "tis", "mis", "icepop"] = "none"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    lower: Probability | None = None            # bounds of the ratio; defaults by name
+    upper: float | None = Field(default=None, ge=1)
+    veto: float | None = Field(default=None, gt=0, lt=1)    # a token less likely than this drops its sequence
+    max_staleness: NonNegativeInt | None = None     # tokens that more versions than this lie behind are not trained on
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords for the correction's constructor."""
+        return {name: getattr(self, name) for name in sorted(self.keywords)}
 
 
 class AlgorithmConfig(Section):
@@ -56,4 +73,11 @@ class AlgorithmConfig(Section):
     epochs: PositiveInt = 1                     # passes over one batch
     minibatches: PositiveInt = 1                # optimizer steps a pass
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
-    normalize_advantages: bool | None = None    # default: the estimator's custom
+    normalize_advantages: Normalization | None = None   # whole batch, each group, not; default: the estimator's custom
+
+    @field_validator("normalize_advantages", mode="before")
+    @classmethod
+    def _yes_is_batch(cls, value: Any) -> Any:
+        """`true` and `false`, as YAML users write them, for `batch` and `none`."""
+        word = str(value).lower()
+        return "batch" if word in _YES else "none" if word in _NO else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -36,6 +36,7 @@ class Plugin(Section):
     model_config = ConfigDict(extra="allow", validate_assignment=True)
 
     name: str
+    keywords: ClassVar[frozenset[str]] = frozenset()    # declared keys that are the named plugin's, not the section's
 
     @property
     def options(self) -> dict[str, Any]:

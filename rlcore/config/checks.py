@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rlcore.config.algorithm import EstimatorConfig
+from rlcore.config.algorithm import CorrectionConfig, EstimatorConfig
 from rlcore.config.derived import (
     COEFFICIENTS,
     GROUP_ESTIMATORS,
@@ -28,13 +28,14 @@ from rlcore.config.root import Config
 Problems = Iterator[Problem]
 Check = Callable[[Config], Problems]
 
+DECOUPLED = "decoupled_ppo"     # the loss that corrects for the engine itself
+
 # What the configuration can say and this version cannot do: (key, values that are not available).
 NOT_AVAILABLE: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("policy.parallel.context", lambda size: size > 1),
     ("policy.parallel.expert", lambda size: size > 1),
     ("policy.parallel.expert_tensor", lambda size: size is not None),
     ("critic.offload", bool),
-    ("algorithm.correction.name", lambda name: name != "none"),
     ("rollout.engine.kind", lambda kind: kind == "sglang"),
     ("rollout.engine.urls", bool),
     ("rollout.engine.python", bool),
@@ -124,14 +125,43 @@ def coefficient_ignored(config: Config, keyword: str) -> Problem:
     return Problem(COEFFICIENTS[keyword], f"{got}{name!r} takes no {term} into its reward and would ignore it: {instead}")
 
 
-def aggregation(config: Config) -> Problems:
-    """norm_length is given exactly where the loss is divided by it."""
-    loss = config.algorithm.loss
+def loss_terms(config: Config) -> Problems:
+    """What shapes the loss has a loss to shape: norm_length, per_rollout, unbiased KL, the engine's log-probs."""
+    algorithm, loss = config.algorithm, config.algorithm.loss
     constant = loss.aggregation == "seq-mean-token-sum-norm"
     if constant and loss.norm_length is None:
         yield Problem("algorithm.loss.norm_length", "missing: aggregation seq-mean-token-sum-norm divides by it")
     if not constant and loss.norm_length is not None:
         yield Problem("algorithm.loss.norm_length", f"aggregation {loss.aggregation} does not use it: remove it")
+    if loss.per_rollout and (config.is_sft or loss.aggregation == "token-mean"):
+        why = "every row is a rollout of its own" if config.is_sft else "aggregation token-mean counts tokens alone"
+        yield Problem("algorithm.loss.per_rollout", f"would change nothing, as {why}: remove it")
+    if algorithm.kl.loss_unbiased and not algorithm.kl.loss_coef:
+        yield Problem("algorithm.kl.loss_unbiased", "there is no KL in the loss to weigh: set algorithm.kl.loss_coef too")
+    if loss.name == DECOUPLED and algorithm.old_logprobs == "rollout":
+        message = f"loss {DECOUPLED!r} keeps the policy before the step apart from the engine's: set recompute or auto"
+        yield Problem("algorithm.old_logprobs", message)
+
+
+def correction(config: Config) -> Problems:
+    """A correction is named where it has options, and has two log-probs to compare."""
+    algorithm, given, path = config.algorithm, config.algorithm.correction, "algorithm.correction"
+    if config.is_sft and given.max_staleness is not None:
+        yield Problem(f"{path}.max_staleness", "supervised fine-tuning trains on labels, which have no version: remove it")
+    if given.name == "none":
+        unset = CorrectionConfig().options
+        for key, value in given.options.items():
+            if value != unset[key]:
+                message = f"got {value!r}, but {path}.name is none: name one (tis, mis, icepop) or remove it"
+                yield Problem(f"{path}.{key}", message)
+    elif config.is_sft:
+        yield Problem(f"{path}.name", "supervised fine-tuning has no engine whose log-probs could differ: remove it")
+    elif algorithm.old_logprobs == "rollout":
+        message = f"{given.name!r} compares the trainer's log-probs with the engine's, and algorithm.old_logprobs: rollout "
+        yield Problem(f"{path}.name", message + "takes the engine's for both: set recompute or auto there, or none here")
+    elif algorithm.loss.name == DECOUPLED:
+        message = f"loss {DECOUPLED!r} has this ratio as a weight of its own, so {given.name!r} would apply it twice: set none"
+        yield Problem(f"{path}.name", message)
 
 
 def batch(config: Config) -> Problems:
@@ -225,7 +255,8 @@ CHECKS: tuple[Check, ...] = (
     length,
     early_stopping,
     reward_terms,
-    aggregation,
+    loss_terms,
+    correction,
     batch,
     layout,
     lengths,
@@ -243,6 +274,12 @@ def notes_on(config: Config) -> Problems:
     if training.max_update_kl is not None and updates_per_step(config) == 1:
         message = "is ignored: a batch gets one optimizer step (algorithm.epochs x minibatches), nothing is left to end"
         yield Problem("training.max_update_kl", message)
+    if algorithm.loss.per_rollout and config.rollout.workflow == "single_turn":
+        yield Problem("algorithm.loss.per_rollout", "changes nothing: workflow single_turn makes one sample a rollout")
+    oldest, limit = config.rollout.max_staleness, algorithm.correction.max_staleness
+    if limit is not None and limit >= oldest and training.debug != "train_only":
+        message = f"masks nothing: rollout.max_staleness is {oldest}, so no token is older than that"
+        yield Problem("algorithm.correction.max_staleness", message)
     for path, optimizer in (
         ("policy.optimizer", config.policy.optimizer),
         ("critic.optimizer", config.critic.optimizer),
@@ -263,6 +300,7 @@ def notes_on(config: Config) -> Problems:
             ("reference", config.reference != ReferenceConfig()),
             ("teacher", config.teacher != TeacherConfig()),
             ("algorithm.estimator", algorithm.estimator != EstimatorConfig()),
+            ("algorithm.normalize_advantages", algorithm.normalize_advantages is not None),
         ):
             if differs:
                 yield Problem(path, "is ignored: supervised fine-tuning trains on the labels alone")

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from functools import reduce
 from typing import Any
 
+from rlcore.config.algorithm import Normalization
 from rlcore.config.root import Config
 
 # Built-in estimators, for checks on a machine without torch; what a plugin takes is asked of the plugin.
@@ -52,10 +53,12 @@ def needs_critic(estimator_needs: Collection[str]) -> bool:
     return "values" in estimator_needs
 
 
-def normalize_advantages(config: Config) -> bool:
-    """Whether advantages are whitened over the batch after the estimator."""
-    given = config.algorithm.normalize_advantages
-    return config.algorithm.estimator.name in NORMALIZED if given is None else given
+def normalization(config: Config) -> Normalization:
+    """Over what advantages are whitened after the estimator."""
+    algorithm = config.algorithm
+    if algorithm.normalize_advantages is not None:
+        return algorithm.normalize_advantages
+    return "batch" if algorithm.estimator.name in NORMALIZED else "none"
 
 
 def value_at(config: Config, path: str) -> Any:

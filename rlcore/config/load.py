@@ -138,7 +138,7 @@ def _without_old_keywords(tree: Tree, layer: Tree, notes: list[Problem], path: K
             continue
         section = section_at((*path, key))
         if section is not None and issubclass(section, Plugin) and _renamed(old, new):
-            dropped = [name for name in old if name not in section.model_fields]
+            dropped = [name for name in old if name not in section.model_fields or name in section.keywords]
             old = {name: node for name, node in old.items() if name not in dropped}
             if dropped:
                 message = f"another name was given; dropped the earlier one's {', '.join(dropped)}"

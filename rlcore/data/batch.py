@@ -1,10 +1,9 @@
-"""The ragged tensors of one step, and how they are cut and saved."""
+"""The ragged tensors of one step, and how they are cut."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +36,7 @@ class RolloutBatch:
     cu_tokens: Tensor           # int64 [B+1]
     loss_mask: Tensor           # bool [T]
     vectors: dict[str, Tensor] = field(default_factory=dict)
+    version: int | None = None  # of the policy that is about to be trained on it
 
     def __post_init__(self) -> None:
         counts = torch.zeros(len(self.loss_mask) + 1, dtype=torch.int64)
@@ -109,17 +109,4 @@ class RolloutBatch:
         cu = torch.zeros(len(rows) + 1, dtype=torch.int64)
         torch.cumsum(self.lengths[rows], 0, out=cu[1:])
         picked = {k: v[rows if k in PER_SEQUENCE else trainable] for k, v in self.vectors.items()}
-        return RolloutBatch(self.tokens[model], cu, self.loss_mask[model], picked)
-
-    def save(self, path: Path) -> None:
-        """Written aside and renamed, so that a kill leaves no half file."""
-        aside = path.with_suffix(".tmp")
-        torch.save(
-            {"tokens": self.tokens, "cu_tokens": self.cu_tokens, "loss_mask": self.loss_mask, "vectors": self.vectors},
-            aside,
-        )
-        aside.rename(path)
-
-    @classmethod
-    def load(cls, path: Path) -> RolloutBatch:
-        return cls(**torch.load(path, weights_only=True))
+        return RolloutBatch(self.tokens[model], cu, self.loss_mask[model], picked, self.version)

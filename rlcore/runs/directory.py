@@ -107,11 +107,16 @@ class RunDirectory:
         write_atomic(self.config_path, render_config(values, origins or {}).encode())
 
     def write_rollouts(
-        self, step: int, samples: Sequence[Sample], advantages: Sequence[NDArray[np.float32]] | None = None
+        self,
+        step: int,
+        samples: Sequence[Sample],
+        advantages: Sequence[NDArray[np.float32]] | None = None,
+        *,
+        version: int | None = None,
     ) -> Path:
-        """Write every sample of `step`, with its advantages (float32 [m] each) if given."""
+        """Write every sample of `step`, with its advantages (float32 [m] each) and the policy `version` trained, if given."""
         path = self.rollouts_path(step)
-        write_rollouts(path, step, samples, advantages)
+        write_rollouts(path, step, samples, advantages, version=version)
         return path
 
     def write_result(self, status: Status, steps: int, reason: str = "", **details: Any) -> None:

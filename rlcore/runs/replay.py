@@ -32,12 +32,17 @@ class ReplaySource:
                 "with it, or use another estimator"
             )
         self.recorded_step: int | None = records[0].get("step")
+        newest = max((span.version for sample in self.samples for span in sample.versions), default=None)
+        self.recorded_version: int | None = records[0].get("policy_version", newest)
 
     def start(self) -> None:
         pass
 
     def next_step(self, step: int) -> StepRollouts:
-        return StepRollouts(list(self.samples), {}, epoch=float(step), snapshot={}, recorded_step=self.recorded_step)
+        return StepRollouts(
+            list(self.samples), {}, epoch=float(step), snapshot={}, recorded_step=self.recorded_step,
+            recorded_version=self.recorded_version,
+        )  # fmt: skip
 
     def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
         raise AssertionError("a replay has no engine to evaluate with")

@@ -21,11 +21,17 @@ _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APP
 
 
 def write_rollouts(
-    path: Path, step: int, samples: Sequence[Sample], advantages: Sequence[NDArray[np.float32]] | None = None
+    path: Path,
+    step: int,
+    samples: Sequence[Sample],
+    advantages: Sequence[NDArray[np.float32]] | None = None,
+    *,
+    version: int | None = None,
 ) -> None:
     """Write all samples of `step`; `advantages` holds float32 [m] for each, m its trainable tokens.
 
-    A line is `Sample.to_record()` with `step` and `advantages`. Written aside and renamed: a kill leaves no half file.
+    A line is `Sample.to_record()` with `step`, `policy_version` (the one trained) and `advantages`. Written aside and
+    renamed: a kill leaves no half file.
     """
     if advantages is not None and len(advantages) != len(samples):
         raise ValueError(f"step {step}: {len(samples)} samples but {len(advantages)} advantage vectors")
@@ -34,7 +40,7 @@ def write_rollouts(
     with open(aside, "wb") as file:
         with compressor.stream_writer(file, closefd=False) as stream:
             for row, sample in enumerate(samples):
-                stream.write(_line(step, sample, None if advantages is None else advantages[row]))
+                stream.write(_line(step, sample, None if advantages is None else advantages[row], version))
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
@@ -55,9 +61,9 @@ def read_rollouts(path: Path | str) -> list[dict[str, Any]]:
         raise DataError(f"{path}: not a readable rollout file: {error}") from error
 
 
-def _line(step: int, sample: Sample, advantages: NDArray[np.float32] | None) -> bytes:
+def _line(step: int, sample: Sample, advantages: NDArray[np.float32] | None, version: int | None) -> bytes:
     record = sample.to_record()
-    record["step"] = step
+    record["step"], record["policy_version"] = step, version
     # As arrays, float32 is written with its own shortest digits: a third of the size, and it reads back exactly.
     record["rollout_logprobs"] = np.ascontiguousarray(sample.rollout_logprobs)
     if sample.token_rewards is not None:

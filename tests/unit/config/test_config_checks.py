@@ -6,6 +6,7 @@ from rlcore.config.checks import CHECKS, NOT_AVAILABLE, describe_checks
 
 SFT = "algorithm.loss.name=sft"
 PPO = "algorithm.estimator.name=ppo"
+TIS = "algorithm.correction.name=tis"
 TWO = ("cluster.launcher=torchrun", "cluster.processes_per_node=2")
 
 
@@ -45,6 +46,26 @@ def paths(lines: list[str]) -> list[str]:
         ([SFT, "algorithm.entropy_coef=0.1"], ["algorithm.entropy_coef"]),
         (["algorithm.loss.aggregation=seq-mean-token-sum-norm"], ["algorithm.loss.norm_length"]),
         (["algorithm.loss.norm_length=8"], ["algorithm.loss.norm_length"]),
+        (["algorithm.loss.per_rollout=true"], ["algorithm.loss.per_rollout"]),
+        ([SFT, "algorithm.loss.per_rollout=true", "algorithm.loss.aggregation=seq-mean-token-sum"],
+         ["algorithm.loss.per_rollout"]),
+        (["algorithm.kl.loss_unbiased=true"], ["algorithm.kl.loss_unbiased"]),
+        (["algorithm.loss.name=decoupled_ppo", "algorithm.old_logprobs=rollout"], ["algorithm.old_logprobs"]),
+        (["algorithm.normalize_advantages=groups"], ["algorithm.normalize_advantages"]),
+        # corrections
+        (["algorithm.correction.level=sequence"], ["algorithm.correction.level"]),
+        (["algorithm.correction={lower: 0.5, upper: 2, veto: 1e-4}"],
+         [f"algorithm.correction.{key}" for key in ("lower", "upper", "veto")]),
+        ([TIS, "algorithm.correction.lower=1.1"], ["algorithm.correction.lower"]),
+        ([TIS, "algorithm.correction.upper=0.9"], ["algorithm.correction.upper"]),
+        ([TIS, "algorithm.correction.veto=1"], ["algorithm.correction.veto"]),
+        ([TIS, "algorithm.correction.levle=token"], ["algorithm.correction.levle"]),
+        (["algorithm.correction.name=icepopp"], ["algorithm.correction.name"]),
+        (["algorithm.correction.max_staleness=-1"], ["algorithm.correction.max_staleness"]),
+        ([TIS, "algorithm.old_logprobs=rollout"], ["algorithm.correction.name"]),
+        ([TIS, "algorithm.loss.name=decoupled_ppo"], ["algorithm.correction.name"]),
+        ([SFT, TIS], ["algorithm.correction.name"]),
+        ([SFT, "algorithm.correction.max_staleness=1"], ["algorithm.correction.max_staleness"]),
         # batches
         (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt"]),
         (["rollout.prompts_per_step=4", "algorithm.minibatches=5"], ["algorithm.minibatches"]),
@@ -92,6 +113,10 @@ def test_refused(refusal, overrides, refused):
         ["algorithm.kl.loss_coef=0.1"],
         ["algorithm.estimator.name=mine:Own", "algorithm.kl.reward_coef=0.1"],
         ["algorithm.loss.aggregation=seq-mean-token-sum-norm", "algorithm.loss.norm_length=8"],
+        ["algorithm.loss={per_rollout: true, aggregation: seq-mean-token-mean}", "rollout.workflow=mine:Turns"],
+        ["algorithm.kl={loss_unbiased: true, loss_coef: 0.1}"],
+        ["algorithm.loss.name=decoupled_ppo"],
+        ["algorithm.correction={name: mis, level: geometric, lower: 0.999, upper: 1.001, veto: 1e-4}"],
         [*TWO, "policy.parallel.tensor=2", "policy.parallel.sequence=true"],
         [*TWO, "policy.parallel.pipeline=2", "policy.parallel.virtual_pipeline=2"],
         ["cluster.launcher=torchrun", "policy.parallel.tensor=4"],      # the world's size is torchrun's to say
@@ -114,6 +139,31 @@ def test_a_problem_names_origin_reason_and_remedy(refusal, write):
     assert "algorithm.kl.reward_coef" in line
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([PPO, "algorithm.distillation.coef=0.1"], "algorithm.distillation.coef is not 0, so name the model to learn from"),
+        ([PPO, "algorithm.estimator.distill_coef=1"], "set algorithm.distillation.coef instead"),
+        (["algorithm.distillation.coef=0.1", "teacher.path=x"],
+         "got 0.1, but estimator 'grpo' takes no distillation into its reward and would ignore it: choose one with rewards "
+         "a token"),
+        (["algorithm.correction.upper=3"], "got 3.0, but algorithm.correction.name is none: name one (tis, mis, icepop)"),
+        ([TIS, "algorithm.old_logprobs=rollout"], "takes the engine's for both: set recompute or auto there"),
+        ([TIS, "algorithm.loss.name=decoupled_ppo"], "has this ratio as a weight of its own"),
+        ([TIS, "algorithm.correction.upper=0.9"], "got 0.9, expected at least 1"),
+        (["algorithm.correction.name=is"], "got 'is', expected one of 'none', 'tis', 'mis' or 'icepop'"),
+        (["algorithm.loss.name=decoupled_ppo", "algorithm.old_logprobs=rollout"], "apart from the engine's: set recompute"),
+        (["algorithm.kl.loss_unbiased=on"], "no KL in the loss to weigh: set algorithm.kl.loss_coef"),
+        (["algorithm.loss.per_rollout=on"], "aggregation token-mean counts tokens alone"),
+        (["algorithm.normalize_advantages=groups"], "got 'groups', expected one of 'batch', 'group' or 'none'"),
+    ],
+)
+def test_a_refusal_says_why_and_what_to_do(refusal, overrides, said):
+    (line,) = refusal(*overrides)
+    assert "(override): " in line or line.startswith("teacher.path: ")
+    assert said in line
+
+
 def test_all_problems_are_reported_together(refusal):
     lines = refusal("training.epochs=1", "cluster.nodes=2", "evaluation.every=3")
     assert paths(lines) == ["training.epochs", "cluster.nodes", "evaluation.paths"]
@@ -124,7 +174,6 @@ UNBUILT = {
     "policy.parallel.expert": "2",
     "policy.parallel.expert_tensor": "1",
     "critic.offload": "true",
-    "algorithm.correction.name": "tis",
     "rollout.engine.kind": "sglang",
     "rollout.engine.urls": "['http://x']",
     "rollout.engine.python": "/x/python",
@@ -151,6 +200,10 @@ def test_what_is_not_built_yet_says_so(refusal, path):
         (["training.target_kl=0"], []),
         (["training.max_update_kl=0.1"], ["training.max_update_kl"]),
         (["training.max_update_kl=0.1", "algorithm.epochs=2"], []),
+        (["algorithm.loss={per_rollout: true, aggregation: seq-mean-token-sum}"], ["algorithm.loss.per_rollout"]),
+        (["algorithm.correction.max_staleness=1", "algorithm.old_logprobs=rollout"], ["algorithm.correction.max_staleness"]),
+        (["algorithm.correction.max_staleness=1", "training.debug=train_only", "training.replay=x"], []),
+        ([SFT, "algorithm.normalize_advantages=batch"], ["algorithm.normalize_advantages"]),
         (["policy.optimizer.decay_steps=3"], ["policy.optimizer.decay_steps"]),
         (["policy.optimizer.decay_steps=3", "policy.optimizer.schedule=cosine"], []),
         (["evaluation.samples_per_prompt=4"], ["evaluation.samples_per_prompt"]),

@@ -73,6 +73,14 @@ def test_a_new_plugin_name_drops_the_old_keywords_and_says_so(load, write):
     assert "lam" in loaded.notes[0]
 
 
+def test_a_correction_that_is_switched_off_takes_its_options_along(load, write):
+    base = write("base.yaml", "algorithm: {correction: {name: mis, level: sequence, upper: 2, max_staleness: 3}}\n")
+    loaded = load("algorithm.correction.name=none", "rollout.workflow=mine:Own", files=[base])
+    assert loaded.config.algorithm.correction.options == {"level": "token", "lower": None, "upper": None, "veto": None}
+    assert loaded.config.algorithm.correction.max_staleness == 3        # not the correction's own: it stays
+    assert loaded.notes[0] == "algorithm.correction: another name was given; dropped the earlier one's level, upper"
+
+
 def test_plugin_keywords_merge_while_the_name_stays(load, write):
     base = write("base.yaml", "algorithm: {estimator: {name: ppo, lam: 0.9}}\n")
     loaded = load("algorithm.estimator.gamma=0.5", files=[base])
