@@ -6,13 +6,10 @@ nothing can leak out of a sequence. Everything here is pure, works on any device
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-_BLOCK = 32  # tokens per block of the suffix scan; 16 and 64 are slower on CPU
-_LONG = 256  # mean tokens per sequence from which the scan pads by slices
+from rlcore.algorithms.scan import suffix_scan
 
 
 def segment_lengths(cu_seqlens: Tensor) -> Tensor:
@@ -59,16 +56,13 @@ def discounted_suffix_sum(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) 
         decay: between 0 and 1; a number, or a float tensor `[B]` with one decay a sequence (a constant to autograd).
 
     Returns:
-        `[M]`, dtype of `x`. The work is done in float64, which keeps TF32 and autocast away from it.
+        `[M]`, dtype of `x`, a new tensor. The work is done in float64: no sum over a sequence is rounded before its end.
 
-    A blocked scan: every sequence is cut into blocks of 32 tokens, a triangular matrix product sums inside the blocks
-    (with one decay a sequence: five doublings), and the first entries of the blocks are themselves a ragged vector,
-    scanned the same way with `decay ** 32`. So the depth is log_32 of the longest sequence, with no step in Python per
-    token or per sequence.
+    See `rlcore.algorithms.scan` for how.
     """
     if not x.is_floating_point():
         raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
-    return _suffix_scan(x.double(), cu_seqlens.long(), _checked_decay(decay, cu_seqlens)).to(x.dtype)
+    return suffix_scan(x, cu_seqlens.long(), _checked_decay(decay, cu_seqlens))
 
 
 def _checked_decay(decay: float | Tensor, cu_seqlens: Tensor) -> float | Tensor:
@@ -87,56 +81,6 @@ def _checked_decay(decay: float | Tensor, cu_seqlens: Tensor) -> float | Tensor:
         first = int(outside[0])
         raise ValueError(f"decay: expected numbers in [0, 1], got {float(decay[first])} for sequence {first}")
     return decay.detach().double().to(cu_seqlens.device)
-
-
-def _suffix_scan(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
-    """`discounted_suffix_sum` of float64 `x`."""
-    lengths = segment_lengths(cu_seqlens)
-    longest = int(lengths.max()) if lengths.numel() else 0
-    if longest <= 1 or (isinstance(decay, float) and decay == 0.0):
-        return x.clone()
-    block = min(_BLOCK, 1 << (longest - 1).bit_length())  # a batch of short sequences is not padded to 32
-
-    blocks = (lengths + block - 1) // block
-    cu_blocks = torch.nn.functional.pad(blocks.cumsum(0), (1, 0))
-    padded, unpad = _pad_sequences(x, lengths, blocks * block)
-    step = torch.arange(block, dtype=x.dtype, device=x.device)
-    rate = decay if isinstance(decay, float) else expand_to_tokens(decay, cu_blocks)[:, None]
-    if isinstance(rate, Tensor):
-        y = _double_inside(padded.view(-1, block), rate)
-    else:
-        ahead = step[:, None] - step[None, :]  # [source, target]
-        y = padded.view(-1, block) @ torch.where(ahead >= 0, rate ** ahead.clamp(min=0), 0.0)
-    if longest > block:
-        block_sums = _suffix_scan(y[:, 0], cu_blocks, decay**block)
-        carry = torch.cat([block_sums[1:], block_sums.new_zeros(1)])
-        # index_fill, not a product with a mask: 0 * inf of the next sequence would be NaN here.
-        carry = carry.index_fill(0, last_token_index(cu_blocks), 0.0)
-        y = torch.addcmul(y, carry[:, None], rate ** (block - step)[None, :])
-    return unpad(y.reshape(-1))
-
-
-def _double_inside(y: Tensor, rate: Tensor) -> Tensor:
-    """Suffix sums of each row of `y` `[blocks, block]` with its own `rate` `[blocks, 1]`: windows of 1, 2, 4, … add up."""
-    width = 1
-    while width < y.shape[1]:
-        y = torch.cat([y[:, :-width] + rate**width * y[:, width:], y[:, -width:]], dim=1)
-        width *= 2
-    return y
-
-
-def _pad_sequences(x: Tensor, lengths: Tensor, padded_lengths: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Put zeros behind each sequence of `x` up to its padded length; also return the function that undoes it."""
-    pads = padded_lengths - lengths
-    if x.numel() >= _LONG * lengths.numel():  # copying slices is then several times faster than indexing tokens
-        sizes = torch.stack([lengths, pads], dim=1).flatten().tolist()
-        zeros = x.new_zeros(_BLOCK)
-        pieces = [piece for part, pad in zip(x.split(sizes[::2]), sizes[1::2]) for piece in (part, zeros[:pad])]
-        return torch.cat(pieces), lambda y: torch.cat(y.split(sizes)[::2])
-    shift = torch.repeat_interleave(pads.cumsum(0) - pads, lengths, output_size=x.numel())
-    position = torch.arange(x.numel(), device=x.device) + shift
-    padded = x.new_zeros(int(padded_lengths.sum())).index_put((position,), x)
-    return padded, lambda y: y[position]
 
 
 def whiten(x: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:

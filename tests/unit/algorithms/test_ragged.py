@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rlcore.algorithms import (
@@ -99,6 +101,29 @@ def test_suffix_sum_with_a_decay_for_each_sequence(lengths: tuple[int, ...], dty
     for b, (start, end) in enumerate(itertools.pairwise(borders)):
         expected = slow_suffix_sum(x[start:end].double(), torch.tensor([0, end - start]), float(decay[b]))
         torch.testing.assert_close(y[start:end].double(), expected, rtol=tolerance, atol=tolerance * 10)
+
+
+@given(
+    lengths=st.lists(st.one_of(st.integers(0, 3), st.integers(28, 36), st.integers(60, 70), st.just(64)), max_size=12),
+    decay=st.sampled_from([0.5, 0.95, 1.0]),
+    each=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_suffix_sum_wherever_sequences_end_in_a_row_of_the_scan(lengths: list[int], decay: float, each: bool) -> None:
+    x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(len(lengths)), dtype=torch.float64)
+    rate = torch.full((len(lengths),), decay, dtype=torch.float64) if each else decay
+    expected = slow_suffix_sum(x, cu(lengths), decay)
+    torch.testing.assert_close(discounted_suffix_sum(x, cu(lengths), rate), expected, rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_suffix_sum_of_a_million_rewards_is_right_to_the_rounding_of_the_input(each: bool) -> None:
+    noise = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = (1e4 + 1e-2 * noise).float()
+    borders = torch.tensor([0, 1_000_000])
+    y = discounted_suffix_sum(x, borders, torch.ones(1) if each else 1.0)
+    expected = x.double().flip(0).cumsum(0).flip(0)
+    torch.testing.assert_close(y.double(), expected, rtol=2**-24, atol=0)  # half a unit in the last place
 
 
 def test_a_decay_for_each_sequence_keeps_a_bad_sequence_to_itself_and_has_a_gradient() -> None:
