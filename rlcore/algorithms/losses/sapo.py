@@ -37,7 +37,6 @@ class SAPO:
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
         log_ratio = clamped_log_ratio(inputs.logprobs, inputs.old_logprobs)
-        positive = inputs.advantages > 0
-        tau = torch.where(positive, self.tau_pos, self.tau_neg).to(log_ratio.dtype)
+        tau = torch.full_like(log_ratio, self.tau_neg).masked_fill(inputs.advantages > 0, self.tau_pos)
         gate = (4.0 / tau) * torch.sigmoid(tau * torch.expm1(log_ratio))
         return PolicyLoss(-inputs.advantages * gate, ratio_metrics(log_ratio))

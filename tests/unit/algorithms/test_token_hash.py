@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlcore.algorithms import token_uniform
+from rlcore.algorithms.token_hash import mix64
+
+from .helpers import LENGTHS, cu
+from .reference_losses import draw, splitmix
+
+any_int64 = st.integers(-(2**63), 2**63 - 1)
+
+
+def test_the_published_outputs_of_splitmix64() -> None:
+    """Those of seed 0: states are the multiples of the golden constant."""
+    golden = 0x9E3779B97F4A7C15 - 2**64
+    states = torch.arange(1, 4) * golden
+    expected = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
+    assert [x % 2**64 for x in mix64(states).tolist()] == list(expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(numbers=st.lists(any_int64, max_size=8))
+def test_wrapping_arithmetic_is_that_of_unsigned_integers(numbers: list[int]) -> None:
+    mixed = mix64(torch.tensor(numbers, dtype=torch.int64)).tolist()
+    assert [x % 2**64 for x in mixed] == [splitmix(x % 2**64) for x in numbers]
+
+
+@settings(max_examples=50, deadline=None)
+@given(sequences=st.lists(st.tuples(any_int64, st.integers(0, 4)), max_size=6))
+def test_the_slow_reference(sequences: list[tuple[int, int]]) -> None:
+    ids = torch.tensor([identity for identity, _ in sequences], dtype=torch.int64)
+    numbers = token_uniform(ids, cu([n for _, n in sequences]))
+    assert numbers.dtype == torch.float64
+    assert numbers.tolist() == [draw(identity, t) for identity, n in sequences for t in range(n)]
+
+
+def test_a_token_keeps_its_number_in_any_order_and_company() -> None:
+    ids = torch.arange(len(LENGTHS)) * 17 - 40
+    together = token_uniform(ids, cu(LENGTHS)).split(list(LENGTHS))
+    for b in reversed(range(len(LENGTHS))):
+        assert torch.equal(token_uniform(ids[b : b + 1], cu((LENGTHS[b],))), together[b])
+    longer = token_uniform(ids[:1], cu((LENGTHS[0] + 3,)))
+    assert torch.equal(longer[: LENGTHS[0]], together[0]), "nor does the length of its sequence matter"
+
+
+def test_known_size_changes_nothing() -> None:
+    ids = torch.arange(len(LENGTHS))
+    assert torch.equal(token_uniform(ids, cu(LENGTHS), sum(LENGTHS)), token_uniform(ids, cu(LENGTHS)))
+    assert torch.equal(token_uniform(ids.int(), cu(LENGTHS).int()), token_uniform(ids, cu(LENGTHS)))
+
+
+def test_uniform_and_uncorrelated() -> None:
+    """Counting identities and positions from 0, as batches do: 64 cells within five sigma, neighbours unrelated."""
+    sequences, n = 256, 256
+    grid = token_uniform(torch.arange(sequences), cu((n,) * sequences)).view(sequences, n)
+    assert 0.0 <= grid.min()
+    assert grid.max() < 1.0
+    assert grid.unique().numel() == grid.numel()
+    cells = torch.histc(grid, bins=64, min=0.0, max=1.0)
+    expected = grid.numel() / 64
+    assert ((cells - expected).abs() < 5 * expected**0.5).all()
+    for a, b in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1]), (grid, grid.T)):
+        off = ~torch.eye(*a.shape, dtype=torch.bool)
+        correlation = torch.corrcoef(torch.stack([a[off], b[off]]))[0, 1]
+        assert correlation.abs() < 5 / grid.numel() ** 0.5 * 2**0.5
