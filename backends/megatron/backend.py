@@ -1,9 +1,9 @@
-"""The trainer's models on this rank: policy, frozen reference and critic, behind `rlcore.protocols.PolicyBackend`."""
+"""The trainer's models on this rank, behind `rlcore.protocols.PolicyBackend`: policy, critic, frozen reference and teacher."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,17 +15,17 @@ from backends.megatron.cpu import expected_warnings_off, importing_megatron, meg
 
 with importing_megatron():
     from backends.megatron.attention import uses_varlen
-    from backends.megatron.build import BuildContext, build_critic, build_policy, build_reference
+    from backends.megatron.build import BuildContext, build_critic, build_policy
     from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint, saved_layout
     from backends.megatron.convert.architecture import read_architecture
     from backends.megatron.export import WeightExporter, export_hf
+    from backends.megatron.frozen import Frozen, build_reference, build_teacher
     from backends.megatron.held import HeldBatch
     from backends.megatron.losses import critic_loss, policy_loss
     from backends.megatron.metrics import shared_moments
     from backends.megatron.optimizer import StepReport
     from backends.megatron.parallel import check_layout, destroy_parallel, init_parallel, init_process_group
     from backends.megatron.train import HeadOptions, Model, score_pass, training_pass
-    from backends.megatron.weights import HostWeights
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
@@ -39,9 +39,10 @@ class MegatronBackend:
     """`PolicyBackend` on Megatron-Core. Every method but `plan` is collective.
 
     Args:
-        config: the whole configuration; `policy`, `critic`, `reference`, `model` and the sampling temperature are used.
+        config: the whole configuration; the models' sections and the sampling temperature are used.
         objective: what one micro-batch's tokens cost, per token (`rlcore.objective.Objective`).
         with_reference: build the frozen reference.
+        with_teacher: build the frozen teacher, `teacher.path`.
         with_critic: build the value model and its optimizer.
         total_steps: optimizer steps of the run, where the learning rate ends.
         device: "cpu" or this rank's CUDA device.
@@ -56,6 +57,7 @@ class MegatronBackend:
         *,
         with_reference: bool,
         with_critic: bool,
+        with_teacher: bool = False,
         total_steps: int,
         device: torch.device | str,
     ) -> None:
@@ -75,9 +77,12 @@ class MegatronBackend:
             with megatron_device(self.device), expected_warnings_off():
                 self.parallel = init_parallel(policy.parallel, timeout_s=timeout_s, seed=config.run.seed)
                 context = BuildContext(config, arch, self.parallel, self.device, total_steps)
-                self.policy, self.reference = build_policy(context), None
+                self.policy = build_policy(context)
+                self.frozen: dict[str, Frozen] = {}
                 if with_reference:
-                    self.reference = build_reference(context, self.policy)
+                    self.frozen["reference"] = build_reference(context, self.policy)
+                if with_teacher:
+                    self.frozen["teacher"] = build_teacher(context, self.policy)
                 context.start_training(self.policy, policy.optimizer)
                 self.critic = build_critic(context, self.policy) if with_critic else None
         except BaseException:
@@ -123,14 +128,13 @@ class MegatronBackend:
         self._batch.assign(vectors)
 
     def score(
-        self, model: Literal["policy", "reference", "critic"], *, entropy: bool = False
+        self, model: Literal["policy", "reference", "teacher", "critic"], *, entropy: bool = False
     ) -> dict[str, Tensor] | None:
         """A no-grad pass over the loaded batch: `logprobs` (and `entropy`), or `values`; fp32 [M] on rank 0."""
         names = ["values"] if model == "critic" else ["logprobs", "entropy"][: 1 + entropy]
         head = HeadOptions(self._head.temperature, self._head.chunk_elements, entropy)
-        module, weights = self._scored(model)
         outputs: list[Any] = []
-        with weights, megatron_device(self.device):
+        with self._present(model) as module, megatron_device(self.device):
             for k in range(len(self._batch.minibatches)):
                 outputs += score_pass(module, self._batch.micro_batches(k), head)
         own = None
@@ -194,7 +198,7 @@ class MegatronBackend:
             save_checkpoint(folder, self._saved, self.parallel)
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`, under today's layout. The reference stays the initial policy."""
+        """The inverse of `save`, under today's layout. Frozen models stay what they were."""
         with megatron_device(self.device):
             load_checkpoint(folder, self._saved, self.parallel)
 
@@ -209,14 +213,14 @@ class MegatronBackend:
         """What was chosen, for the first lines of a run."""
         p, dtype = self.parallel, DTYPES[self.config.model.dtype]
         optimizer = self.config.policy.optimizer
-        present = {"policy": True, "reference": self.reference is not None, "critic": self.critic is not None}
+        models = ["policy", *self.frozen, *(["critic"] if self.critic is not None else [])]
         sequence = " + sequence parallel" if self.config.policy.parallel.sequence else ""
         return {
             "layout": f"TP {p.tp_size}{sequence} x PP {p.pp_size} x DP {p.dp_size} on {p.world_size} {self.device.type} ranks",
             "attention": "variable-length flash" if uses_varlen(self.device, dtype) else "bucketed SDPA",
             "layers": "megatron-core local spec, torch RMSNorm",
             "optimizer": "AdamW, distributed" if optimizer.distributed else "AdamW",
-            "models": " + ".join(name for name, built in present.items() if built),
+            "models": " + ".join(models),
             "weights": self._initial_weights(),
             "dtype": self.config.model.dtype,
         }
@@ -229,7 +233,8 @@ class MegatronBackend:
 
     def close(self) -> None:
         """Give up the models and Megatron's groups; the process group too where this object made it."""
-        self._held = self._exporter = self.reference = self.critic = None
+        self._held = self._exporter = self.critic = None
+        self.frozen = {}
         destroy_parallel()
         if self._owns_process_group:
             dist.destroy_process_group()
@@ -252,14 +257,14 @@ class MegatronBackend:
             dtype=DTYPES[dtype], bucket_bytes=self.config.rollout.engine.bucket_bytes,
         )  # fmt: skip
 
-    def _scored(self, model: str) -> tuple[Model, Any]:
-        """The model to run, and the context that lends it weights."""
-        if model == "reference" and isinstance(self.reference, HostWeights):
-            return self.policy, self.reference.lent_to(self.policy.chunks)
-        found = {"policy": self.policy, "reference": self.reference, "critic": self.critic}[model]
-        if not isinstance(found, Model):
-            raise ValueError(f"the backend was built without a {model}")
-        return found, nullcontext()
+    def _present(self, name: str) -> AbstractContextManager[Model]:
+        """Inside, the model with its weights on the device."""
+        if name in self.frozen:
+            return self.frozen[name].present()
+        model = {"policy": self.policy, "critic": self.critic}.get(name)
+        if model is None:
+            raise ValueError(f"the backend was built without a {name}")
+        return nullcontext(model)
 
 
 def _temperature(config: Config) -> float:

@@ -1,11 +1,9 @@
-"""Policy, reference and critic from a configuration: architecture, chunks, weights, wrappers, optimizer."""
+"""Models from a configuration: architecture, chunks, weights, wrappers, optimizer. Those that stay frozen are in `frozen`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,7 +14,7 @@ from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, t
 from backends.megatron.optimizer import ScheduledOptimizer
 from backends.megatron.parallel import ParallelState, check_layout
 from backends.megatron.train import Model
-from backends.megatron.weights import HostWeights, copy_trunk, copy_weights
+from backends.megatron.weights import copy_trunk
 from rlcore.config import Config
 from rlcore.config.policy import OptimizerConfig
 from rlcore.errors import ModelError
@@ -79,34 +77,6 @@ def build_policy(context: BuildContext) -> Model:
     return model
 
 
-def build_reference(context: BuildContext, policy: Model) -> Model | HostWeights:
-    """The frozen reference: its own model, or with `reference.offload` weights in host memory. Call before training starts.
-
-    Its weights are `reference.path`'s, by default a copy of the policy's initial ones.
-    """
-    reference = context.config.reference
-    arch = context.other_architecture(reference.path, "reference.path")
-    if reference.offload:
-        _same_shapes(arch, context)
-        if reference.path is None:
-            return HostWeights(policy.chunks)
-        initial = HostWeights(policy.chunks)
-        load_hf(policy.chunks, arch, Path(reference.path), context.parallel)
-        weights = HostWeights(policy.chunks)
-        initial.restore(policy.chunks)
-        return weights
-    model = context.build(arch)
-    if reference.path is None:
-        copy_weights(policy.chunks, model.chunks)
-    else:
-        load_hf(model.chunks, arch, Path(reference.path), context.parallel)
-    # Passes run without gradients, but the weights keep `requires_grad`: by it torch.matmul folds [T, 1, H] to a matrix, where
-    # it might else expand the weight to [T, H, H']; and so the reference computes what the policy does, bit for bit.
-    for module in model.modules:
-        module.eval()
-    return model
-
-
 def build_critic(context: BuildContext, policy: Model) -> Model:
     """The value model, trainable: `critic.path`'s weights and head, or the initial policy's weights and a fresh head."""
     critic = context.config.critic
@@ -118,16 +88,3 @@ def build_critic(context: BuildContext, policy: Model) -> Model:
         load_hf(model.chunks, arch, Path(critic.path), context.parallel)
     context.start_training(model, critic.optimizer)
     return model
-
-
-def _same_shapes(arch: Architecture, context: BuildContext) -> None:
-    """An offloaded reference borrows the policy's parameters, so it must be the same model."""
-    own: Mapping[str, Any] = context.arch.transformer
-    different = [f"{key} ({value}, {own.get(key)})" for key, value in arch.transformer.items() if own.get(key) != value]
-    if arch.tie_word_embeddings != context.arch.tie_word_embeddings:
-        different.append("tie_word_embeddings")
-    if different:
-        raise ModelError(
-            f"reference.offload: {context.config.reference.path} differs from the policy in {', '.join(different)} "
-            f"(reference, policy); set reference.offload: false"
-        )

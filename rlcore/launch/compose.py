@@ -128,7 +128,10 @@ def check_model(config: Config, world_size: int) -> None:
 
     policy = read_architecture(Path(config.model.path))
     check_layout(policy, config.policy.parallel, world_size)
-    for key, folder in (("reference.path", config.reference.path), ("critic.path", config.critic.path)):
+    others = {
+        "reference.path": config.reference.path, "teacher.path": config.teacher.path, "critic.path": config.critic.path
+    }  # fmt: skip
+    for key, folder in others.items():
         other = read_architecture(Path(folder)) if folder else policy
         if other.vocab_size != policy.vocab_size:
             raise ModelError(
@@ -147,6 +150,7 @@ def build_backend(
         objective,
         with_reference=credit is not None and credit.needs_reference,
         with_critic=credit is not None and credit.needs_critic,
+        with_teacher=credit is not None and credit.needs_teacher,
         total_steps=optimizer_steps,
         device=process.device,
     )
