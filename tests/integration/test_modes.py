@@ -266,6 +266,7 @@ def test_every_metric_is_defined_and_every_definition_is_written(lab: Lab, train
     verified = lab.train(
         "verified", *LEARNING, heldout(lab), PROMPTS, "rollout.filters=[zero_variance]", "algorithm.loss.dual_clip=3.0",
         "reward.parts.right.function=exact_match", "algorithm.old_logprobs=recompute", "training.steps=1",
+        "algorithm.estimator.name=remax", "algorithm.correction={name: tis, max_staleness: 0}",
     )  # fmt: skip
     assert verified.code == 0, verified.err
     written = {name for run in (trained, with_critic, verified) for row in run.metrics for name in row}
