@@ -28,6 +28,6 @@ class GPG:
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         group = GroupedReturns(inputs)
-        informative = (group.total(group.residuals.abs()) > 0).sum()
-        alpha = group.residuals.numel() / informative.clamp(min=1)
+        with_gradient = (group.total(group.residuals.abs()) > 0).double()
+        alpha = with_gradient.numel() / with_gradient.sum().clamp(min=1)
         return group.advantages(alpha * group.residuals)

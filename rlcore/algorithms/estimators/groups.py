@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.ragged import expand_to_tokens, group_index, segment_lengths
+from rlcore.algorithms.ragged import group_index, segment_lengths
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
@@ -23,20 +23,19 @@ class GroupedReturns:
 
     returns: Tensor  # float64 [N]
     lengths: Tensor  # int64 [N]
-    sizes: Tensor  # int64 [N], members of the group of each member
+    sizes: Tensor  # float64 [N], members of the group of each member
     residuals: Tensor  # float64 [N], return less the mean of its group; exactly 0 where those of the group are equal
 
     def __init__(self, inputs: EstimatorInputs, returns: Tensor | None = None) -> None:
         lengths = segment_lengths(inputs.cu_seqlens)
         returns = inputs.rewards.double() if returns is None else returns
-        group_ids, cu_seqlens, member = inputs.group_ids, inputs.cu_seqlens, lengths > 0
+        group_ids, member = inputs.group_ids, lengths > 0
         if not bool(member.all()):
             lengths, returns, group_ids = lengths[member], returns[member], group_ids[member]
-            cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         self.returns, self.lengths = returns, lengths
-        self._cu_seqlens, self._dtype, self._num_tokens = cu_seqlens, inputs.rewards.dtype, inputs.num_tokens
+        self._dtype, self._num_tokens = inputs.rewards.dtype, inputs.num_tokens
         self._index, self._num_groups = group_index(group_ids)
-        self.sizes = torch.bincount(self._index, minlength=self._num_groups).index_select(0, self._index)
+        self.sizes = self.total(torch.ones_like(returns))
         # counted from the least return of its group, a constant is a row of zeros, whose mean is exact
         least = returns.new_full((self._num_groups,), float("inf")).scatter_reduce(0, self._index, returns, "amin")
         above = returns - least.index_select(0, self._index)
@@ -65,9 +64,12 @@ class GroupedReturns:
         return x.new_zeros(self._num_groups).index_add(0, self._index, x).index_select(0, self._index)
 
     def per_token(self, x: Tensor) -> Tensor:
-        """Repeat `x` (`[N]`) on each token of its member: `[M]`, in the dtype of the rewards."""
-        return expand_to_tokens(x.to(self._dtype), self._cu_seqlens, self._num_tokens)
+        """Repeat `x` (`[N]`) on each token of its member: `[M]`."""
+        return torch.repeat_interleave(x, self.lengths, output_size=self._num_tokens)
 
     def advantages(self, x: Tensor) -> Advantages:
-        """Give every token of a member the advantage `x` (`[N]`). No returns: there is no critic to learn them."""
-        return Advantages(self.per_token(x))
+        """Give each token of a member its advantage `x` (`[N]`), in the dtype of the rewards.
+
+        There are no returns, which are for a critic to learn.
+        """
+        return Advantages(self.per_token(x.to(self._dtype)))

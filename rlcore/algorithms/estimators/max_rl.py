@@ -29,4 +29,4 @@ class MaxRL:
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         group = GroupedReturns(inputs)
         means = group.means
-        return group.advantages(torch.where(means > 0, group.residuals / means, 0.0))
+        return group.advantages(torch.where(means <= 0, 0.0, group.residuals / means))

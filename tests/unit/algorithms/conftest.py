@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from rlcore.algorithms import EstimatorInputs
 from rlcore.algorithms import registry as _registry
 
-from .helpers import LENGTHS, cu
+from .helpers import random_inputs
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -20,22 +19,7 @@ def _one_thread() -> None:
 @pytest.fixture
 def make_inputs() -> Callable[..., EstimatorInputs]:
     """Build a random float64 batch; keyword arguments replace fields."""
-
-    def make(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, **changes: Tensor | None) -> EstimatorInputs:
-        generator = torch.Generator().manual_seed(seed)
-
-        def noise(n: int) -> Tensor:
-            return torch.randn(n, generator=generator, dtype=torch.float64)
-
-        cu_seqlens, size = cu(lengths), sum(lengths)
-        groups = torch.randint(-2, 2, (len(lengths),), generator=generator)  # shuffled, negative ones too
-        fields = {
-            "rewards": noise(len(lengths)), "group_ids": groups, "values": noise(size), "kl": noise(size).abs(),
-            "token_rewards": noise(size) / 10, "logprobs": -noise(size).abs(),
-        }  # fmt: skip
-        return EstimatorInputs(cu_seqlens=cu_seqlens, **{**fields, **changes})
-
-    return make
+    return random_inputs
 
 
 @pytest.fixture

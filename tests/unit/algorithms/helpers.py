@@ -10,9 +10,31 @@ from rlcore.algorithms import EstimatorInputs
 LENGTHS = (5, 0, 1, 70, 0, 33, 2, 1, 64)  # empty, one-token, and longer than a block of the scan
 
 
+PER_SEQUENCE = ("rewards", "group_ids", "baseline_rewards", "rollout_ids")
+
+
 def cu(lengths: tuple[int, ...] | list[int]) -> Tensor:
     """Borders of sequences of these lengths."""
     return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def random_inputs(
+    lengths: tuple[int, ...] | list[int] = LENGTHS, seed: int = 0, **changes: Tensor | None
+) -> EstimatorInputs:
+    """Build a random float64 batch with every field an estimator may need; keyword arguments replace fields."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(n: int) -> Tensor:
+        return torch.randn(n, generator=generator, dtype=torch.float64)
+
+    cu_seqlens, size = cu(lengths), sum(lengths)
+    groups = torch.randint(-2, 2, (len(lengths),), generator=generator)  # shuffled, negative ones too
+    fields = {
+        "rewards": noise(len(lengths)), "group_ids": groups, "values": noise(size), "kl": noise(size).abs(),
+        "token_rewards": noise(size) / 10, "logprobs": -noise(size).abs(), "teacher_logprobs": -noise(size).abs(),
+        "baseline_rewards": noise(len(lengths)),
+    }  # fmt: skip
+    return EstimatorInputs(cu_seqlens=cu_seqlens, **{**fields, **changes})
 
 
 def permuted(inputs: EstimatorInputs, order: list[int]) -> tuple[EstimatorInputs, Tensor]:
@@ -25,5 +47,13 @@ def permuted(inputs: EstimatorInputs, order: list[int]) -> tuple[EstimatorInputs
     for name in inputs.__dataclass_fields__:
         value = getattr(inputs, name)
         if value is not None and name != "cu_seqlens":
-            fields[name] = value[sequences] if name in ("rewards", "group_ids") else value[index]
+            fields[name] = value[sequences] if name in PER_SEQUENCE else value[index]
     return EstimatorInputs(cu_seqlens=cu(lengths), **fields), index
+
+
+def in_float32(inputs: EstimatorInputs) -> EstimatorInputs:
+    """Round every floating field to float32."""
+    fields = {name: getattr(inputs, name) for name in inputs.__dataclass_fields__}
+    return EstimatorInputs(**{
+        name: value.float() if value is not None and value.is_floating_point() else value for name, value in fields.items()
+    })  # fmt: skip

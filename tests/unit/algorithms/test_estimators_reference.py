@@ -1,0 +1,180 @@
+"""Every estimator against its slow reference, on ragged random batches and on those with gaps for tools."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.algorithms import EstimatorInputs, build_estimator, estimator_names
+
+from .helpers import LENGTHS, cu, in_float32, permuted, random_inputs
+from .reference_estimators import CASES, REFERENCES, case_id, episodes, reference
+
+each_case = pytest.mark.parametrize(("name", "options"), CASES, ids=case_id)
+
+
+def agree(name: str, inputs: EstimatorInputs, options: dict[str, Any]) -> None:
+    result = build_estimator(name, **options)(inputs)
+    advantages, returns = reference(name, inputs, **options)
+    torch.testing.assert_close(result.advantages, advantages, rtol=1e-12, atol=1e-12)
+    if returns is None:
+        assert result.returns is None
+    else:
+        torch.testing.assert_close(result.returns, returns, rtol=1e-12, atol=1e-12)
+
+
+def test_every_estimator_of_ours_has_a_reference() -> None:
+    assert set(REFERENCES) == {name for name, _ in CASES} == set(estimator_names())
+
+
+@each_case
+@pytest.mark.parametrize("seed", range(4))
+def test_ragged_batches(name: str, options: dict[str, Any], seed: int) -> None:
+    lengths = torch.randint(0, 9, (24,), generator=torch.Generator().manual_seed(seed)).tolist()
+    agree(name, random_inputs(seed=seed), options)  # empty, one token, longer than a block of the scan
+    agree(name, random_inputs(lengths, seed), options)
+    agree(name, random_inputs(lengths, seed, token_rewards=None), options)
+
+
+@each_case
+def test_zeros_and_ones(name: str, options: dict[str, Any]) -> None:
+    for seed in range(4):
+        inputs = random_inputs([1, 3, 0, 2, 2, 5, 1, 4, 2, 3], seed, token_rewards=None)
+        agree(name, replace(inputs, rewards=(inputs.rewards > 0).double()), options)
+
+
+@each_case
+def test_groups_of_one(name: str, options: dict[str, Any]) -> None:
+    agree(name, random_inputs(group_ids=torch.randperm(len(LENGTHS)) - 4), options)
+
+
+@each_case
+@pytest.mark.parametrize("value", [0.0, 0.1, -3.0])
+def test_constant_rewards(name: str, options: dict[str, Any], value: float) -> None:
+    agree(name, random_inputs(rewards=torch.full((len(LENGTHS),), value, dtype=torch.float64)), options)
+
+
+@each_case
+def test_huge_and_negative_group_ids(name: str, options: dict[str, Any]) -> None:
+    ids = torch.tensor([2**62, -(2**62), 2**62, 0, -1, 2**62, -(2**62), -1, 0])
+    agree(name, random_inputs(group_ids=ids), options)
+
+
+@each_case
+def test_float32_is_right_to_its_rounding(name: str, options: dict[str, Any]) -> None:
+    inputs = in_float32(random_inputs())
+    result = build_estimator(name, **options)(inputs)
+    assert result.advantages.dtype == torch.float32
+    advantages, returns = reference(name, inputs, **options)
+    torch.testing.assert_close(result.advantages.double(), advantages, rtol=2**-23, atol=1e-12)
+    if returns is not None:
+        assert result.returns is not None and result.returns.dtype == torch.float32
+        torch.testing.assert_close(result.returns.double(), returns, rtol=2**-23, atol=1e-12)
+
+
+@each_case
+def test_the_order_of_sequences_does_not_matter(name: str, options: dict[str, Any]) -> None:
+    inputs = random_inputs()
+    shuffled, index = permuted(inputs, [4, 8, 0, 6, 1, 5, 2, 7, 3])
+    a, b = (build_estimator(name, **options)(x) for x in (inputs, shuffled))
+    torch.testing.assert_close(b.advantages, a.advantages[index])
+    if a.returns is not None:
+        torch.testing.assert_close(b.returns, a.returns[index])
+
+
+def with_gaps(seed: int) -> tuple[EstimatorInputs, list[list[bool]], dict[str, list[list[float]]]]:
+    """Samples like [a a obs obs a a]: the batch of their trainable tokens, their masks, and all their numbers."""
+    masks = [
+        [True, True, False, False, True, True],
+        [True, False, True, False, False, True, False],  # ends in an observation
+        [False, False, True],
+        [False, False],
+        [True],
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    full = {
+        name: [torch.randn(len(mask), generator=generator, dtype=torch.float64).tolist() for mask in masks]
+        for name in ("token_rewards", "kl", "values", "logprobs", "teacher_logprobs")
+    }
+    kept = {
+        name: torch.tensor([x for row, mask in zip(rows, masks) for x, on in zip(row, mask) if on], dtype=torch.float64)
+        for name, rows in full.items()
+    }
+    rewards, baselines = torch.randn(2, len(masks), generator=generator, dtype=torch.float64)
+    inputs = EstimatorInputs(
+        cu_seqlens=cu([sum(mask) for mask in masks]), rewards=rewards, baseline_rewards=baselines,
+        group_ids=torch.tensor([5, 1, 5, 1, 5]), **kept,
+    )  # fmt: skip
+    return inputs, masks, full
+
+
+def masked_gae(rewards: list[float], values: list[float], mask: list[bool], gamma: float, lam: float) -> list[float]:
+    """GAE on the whole sample, gaps included: an observation hands on the value and the advantage behind it."""
+    advantages, value, advantage = [], 0.0, 0.0
+    for t in reversed(range(len(mask))):
+        if mask[t]:
+            advantage = rewards[t] + gamma * value - values[t] + gamma * lam * advantage
+            value = values[t]
+            advantages.append(advantage)
+    return advantages[::-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "gamma", "lam"),
+    [
+        ("ppo", {"gamma": 0.9, "lam": 0.95}, 0.9, 0.95), ("vapo", {"gamma": 0.9, "actor_lam": 0.5}, 0.9, 0.5),
+        ("reinforce++", {"gamma": 0.9}, 0.9, 1.0), ("remax", {}, 1.0, 1.0),
+    ],
+    ids=case_id,
+)  # fmt: skip
+def test_gaps_for_tools_are_no_steps_in_time(name: str, options: dict[str, Any], gamma: float, lam: float) -> None:
+    inputs, masks, full = with_gaps(seed=3)
+    result = build_estimator(name, kl_coef=0.2, distill_coef=0.4, **options)(inputs)
+    expected: list[float] = []
+    for b, mask in enumerate(masks):
+        r = [
+            x - 0.2 * kl + 0.4 * (teacher - own)
+            for x, kl, teacher, own in zip(*(full[f][b] for f in ("token_rewards", "kl", "teacher_logprobs", "logprobs")))
+        ]
+        if any(mask):
+            r[max(t for t, on in enumerate(mask) if on)] += float(inputs.rewards[b])  # the last *trainable* token
+        values = full["values"][b] if name in ("ppo", "vapo") else [0.0] * len(mask)
+        baseline = float(inputs.baseline_rewards[b]) if name == "remax" else 0.0  # type: ignore[index]
+        expected += [a - baseline for a in masked_gae(r, values, mask, gamma, lam)]
+    torch.testing.assert_close(result.advantages, torch.tensor(expected, dtype=torch.float64))
+
+
+@each_case
+def test_gaps_for_tools_against_the_reference(name: str, options: dict[str, Any]) -> None:
+    inputs, masks, _ = with_gaps(seed=4)
+    assert [episode.length for episode in episodes(inputs)] == [sum(mask) for mask in masks]
+    agree(name, inputs, options)
+
+
+@each_case
+def test_an_empty_sequence_changes_nothing_and_is_not_read(name: str, options: dict[str, Any]) -> None:
+    inputs = random_inputs((3, 1, 4), group_ids=torch.tensor([1, 2, 1]))
+    nan = torch.full((1,), float("nan"), dtype=torch.float64)
+
+    def among_empty(x: Tensor, of_empty: Tensor) -> Tensor:
+        return torch.cat([of_empty, x[:1], of_empty, x[1:], of_empty])
+
+    padded = replace(
+        inputs, cu_seqlens=cu((0, 3, 0, 1, 4, 0)), rewards=among_empty(inputs.rewards, nan),
+        baseline_rewards=among_empty(inputs.baseline_rewards, nan),  # type: ignore[arg-type]
+        group_ids=among_empty(inputs.group_ids, torch.tensor([1])),
+    )  # fmt: skip
+    estimator = build_estimator(name, **options)
+    assert torch.equal(estimator(padded).advantages, estimator(inputs).advantages)
+
+
+@each_case
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0)])
+def test_a_batch_without_tokens_has_no_advantages(name: str, options: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    result = build_estimator(name, **options)(random_inputs(lengths))
+    assert result.advantages.shape == (0,)
+    assert result.returns is None or result.returns.shape == (0,)
