@@ -32,7 +32,8 @@ NO_TOKENS = (Layout((), ()), Layout((0,), (0,)), Layout((0, 0, 0), (4, -1, 4)))
 def peers(seed: int) -> list[Layout]:
     """Layouts, smallest first, in which every group has two members or more and every sequence a token."""
     small = [Layout((1, 1, 1, 1), (0, 1, 0, 1)), Layout((2, 1, 1, 3, 1), (7, -3, 7, -3, 7))]
-    return [*small, _random(seed, [0] * 2 + [3] * 3 + [-9] * 6, longest=5), _random(seed, [5] * 3 + [2] * 7, longest=70)]
+    alternating = Layout(NEIGHBOURS.lengths, (0, 1) * 8)
+    return [*small, _random(seed, [0] * 2 + [3] * 3 + [-9] * 6, longest=70), alternating]
 
 
 def loners(seed: int) -> list[Layout]:

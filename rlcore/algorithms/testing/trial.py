@@ -97,7 +97,7 @@ class Trial(Generic[Record]):
             return value * (1 + signs * 2.0**-24)
 
         batches = []
-        for _ in range(4):
+        for _ in range(2):
             changed: dict[str, Any] = {name: moved(x) for name, x in tensors(batch) if x.is_floating_point()}
             batches.append(replace(batch, **changed))
         return batches
