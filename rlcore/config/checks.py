@@ -174,9 +174,13 @@ def batch(config: Config) -> Problems:
     if algorithm.minibatches > rollout.prompts_per_step:
         message = f"got {algorithm.minibatches}, at most rollout.prompts_per_step ({rollout.prompts_per_step}): "
         yield Problem("algorithm.minibatches", message + "a group is never split")
-    if rollout.samples_per_prompt == 1 and algorithm.estimator.name in GROUP_ESTIMATORS:
-        message = f"got 1, but estimator {algorithm.estimator.name!r} compares the samples of one prompt: use 2 or more"
-        yield Problem("rollout.samples_per_prompt", message)
+    for who, compares in (
+        (f"estimator {algorithm.estimator.name!r}", algorithm.estimator.name in GROUP_ESTIMATORS),
+        ("algorithm.normalize_advantages: group", algorithm.normalize_advantages == "group"),
+    ):
+        if compares and rollout.samples_per_prompt == 1:
+            message = f"got 1, but {who} compares the samples of one prompt: use 2 or more"
+            yield Problem("rollout.samples_per_prompt", message)
 
 
 def layout(config: Config) -> Problems:

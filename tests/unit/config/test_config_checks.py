@@ -68,6 +68,7 @@ def paths(lines: list[str]) -> list[str]:
         ([SFT, "algorithm.correction.max_staleness=1"], ["algorithm.correction.max_staleness"]),
         # batches
         (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt"]),
+        ([PPO, "rollout.samples_per_prompt=1", "algorithm.normalize_advantages=group"], ["rollout.samples_per_prompt"]),
         (["rollout.prompts_per_step=4", "algorithm.minibatches=5"], ["algorithm.minibatches"]),
         ([SFT, "training.batch_size=4", "algorithm.minibatches=5"], ["algorithm.minibatches"]),
         # the layout
