@@ -5,6 +5,8 @@ from typing import get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlcore.algorithms import AggregationMode, loss_weights
 
@@ -64,6 +66,71 @@ def test_one_rollout_counts_as_one_sequence(mode: AggregationMode) -> None:
     assert torch.equal(pieces, joined)
     distinct = loss_weights(mode, cu(LENGTHS), norm_length=8, rollout_ids=torch.arange(len(LENGTHS)))
     assert torch.equal(distinct, loss_weights(mode, cu(LENGTHS), norm_length=8))
+
+
+def slow_weights(mode: AggregationMode, lengths: list[int], rollouts: list[int], norm: float) -> list[float]:
+    """By the definition, one token at a time: the tokens of each rollout count together."""
+    tokens: dict[int, int] = {}
+    for rollout, length in zip(rollouts, lengths):
+        tokens[rollout] = tokens.get(rollout, 0) + length
+    filled = sum(1 for count in tokens.values() if count)
+    weight = {
+        "token-mean": lambda _: 1 / sum(lengths),
+        "seq-mean-token-mean": lambda rollout: 1 / filled / tokens[rollout],
+        "seq-mean-token-sum": lambda _: 1 / filled,
+        "seq-mean-token-sum-norm": lambda _: 1 / filled / norm,
+    }[mode]
+    return [weight(rollout) for rollout, length in zip(rollouts, lengths) for _ in range(length)]
+
+
+sequences = st.lists(st.tuples(st.integers(0, 5), st.integers(-2, 2)), max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(drawn=sequences, mode=st.sampled_from(MODES), shared=st.booleans(), norm=st.floats(0.5, 1e4))
+def test_the_slow_reference(drawn: list[tuple[int, int]], mode: AggregationMode, shared: bool, norm: float) -> None:
+    lengths = [length for length, _ in drawn]
+    rollouts = [rollout if shared else b for b, (_, rollout) in enumerate(drawn)]
+    ids = torch.tensor(rollouts, dtype=torch.int64) if shared else None
+    weights = loss_weights(mode, cu(lengths), norm_length=norm, rollout_ids=ids)
+    expected = torch.tensor(slow_weights(mode, lengths, rollouts, norm), dtype=torch.float64)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(drawn=sequences, mode=st.sampled_from(MODES), data=st.data())
+def test_a_sequence_keeps_its_weights_in_any_order(
+    drawn: list[tuple[int, int]], mode: AggregationMode, data: st.DataObject
+) -> None:
+    lengths, rollouts = [length for length, _ in drawn], [rollout for _, rollout in drawn]
+    order = data.draw(st.permutations(range(len(drawn))))
+
+    def parts(chosen: list[int]) -> dict[int, list[float]]:
+        ids = torch.tensor([rollouts[b] for b in chosen], dtype=torch.int64)
+        sizes = [lengths[b] for b in chosen]
+        weights = loss_weights(mode, cu(sizes), norm_length=8, rollout_ids=ids).split(sizes)
+        return {b: part.tolist() for b, part in zip(chosen, weights)}
+
+    assert parts(list(order)) == parts(list(range(len(drawn))))
+
+
+def test_a_rollout_in_pieces_weighs_what_one_rollout_does() -> None:
+    """Rollout 7 branched into three samples: as a mean over sequences it would count three times."""
+    lengths, ids = (4, 2, 6, 3), torch.tensor([7, 1, 7, 7])
+    shared = loss_weights("seq-mean-token-mean", cu(lengths), rollout_ids=ids)
+    alone = loss_weights("seq-mean-token-mean", cu(lengths))
+    of_seven = torch.tensor([1] * 4 + [0] * 2 + [1] * 9).bool()
+    assert shared[of_seven].sum().item() == pytest.approx(1 / 2)
+    assert alone[of_seven].sum().item() == pytest.approx(3 / 4)
+    assert shared[of_seven].unique().numel() == 1, "each token of a rollout weighs the same, whichever piece it is in"
+
+
+def test_weights_taken_after_the_split_are_others() -> None:
+    """So they are computed once, from the whole optimizer step: a mean of micro-batch means is another number."""
+    whole = loss_weights("token-mean", cu((1, 9)))
+    split = torch.cat([loss_weights("token-mean", cu((1,))), loss_weights("token-mean", cu((9,)))]) / 2
+    assert whole[0].item() == pytest.approx(0.1)
+    assert split[0].item() == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from rlcore.algorithms import approx_kl, kl_clamped
+from rlcore.algorithms import KLKind, approx_kl, kl_clamped, loss_kl
 
 
 @pytest.mark.parametrize(
@@ -69,3 +74,108 @@ def test_the_clamped_share() -> None:
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown KL estimate 'k4'; known: k1, k2, k3"):
         approx_kl(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
+
+
+# The KL term of a loss: over a vocabulary of seven every expectation is a sum.
+
+KINDS = get_args(KLKind)
+
+
+def policies(seed: int = 0, vocabulary: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits with grad, and the log-probs of a reference and of an old policy, all of them far apart."""
+    logits, reference, old = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (1.5 * logits).requires_grad_(), (1.5 * reference).log_softmax(-1), (1.5 * old).log_softmax(-1)
+
+
+def gradient(logits: Tensor, value: Callable[[Tensor], Tensor]) -> Tensor:
+    """The gradient in the logits of a function of the policy's log-probs."""
+    return torch.autograd.grad(value(logits.log_softmax(-1)), logits)[0]
+
+
+def exact_kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_weighted_term_has_the_gradient_of_the_kl(kind: KLKind, seed: int) -> None:
+    """In expectation over tokens that an old policy drew, with ratios far from 1."""
+    logits, reference, old = policies(seed)
+    found = gradient(logits, lambda p: (old.exp() * loss_kl(p, reference, kind, old_logprobs=old)).sum())
+    torch.testing.assert_close(found, gradient(logits, lambda p: exact_kl(p, reference)), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_has_that_on_policy_too(kind: KLKind) -> None:
+    logits, reference, _ = policies()
+    own = logits.detach().log_softmax(-1)
+    found = gradient(logits, lambda p: (own.exp() * loss_kl(p, reference, kind, old_logprobs=own)).sum())
+    torch.testing.assert_close(found, gradient(logits, lambda p: exact_kl(p, reference)), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_the_value_of_k1_and_k3_is_the_kl(kind: KLKind) -> None:
+    logits, reference, old = policies()
+    p = logits.detach().log_softmax(-1)
+    value = (old.exp() * loss_kl(p, reference, kind, old_logprobs=old)).sum()
+    torch.testing.assert_close(value, exact_kl(p, reference))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    rows=st.lists(st.tuples(*[st.floats(-4, 4)] * 3), min_size=1, max_size=6),
+)
+def test_for_any_three_policies(kind: KLKind, rows: list[tuple[float, float, float]]) -> None:
+    logits, reference, old = torch.tensor(rows, dtype=torch.float64).T
+    logits = logits.clone().requires_grad_()
+    reference, old = reference.log_softmax(-1), old.log_softmax(-1)
+    found = gradient(logits, lambda p: (old.exp() * loss_kl(p, reference, kind, old_logprobs=old)).sum())
+    torch.testing.assert_close(found, gradient(logits, lambda p: exact_kl(p, reference)), rtol=1e-8, atol=1e-10)
+
+
+def test_the_plain_terms_have_other_gradients() -> None:
+    """On policy: k1 none at all, k2 that of the KL, k3 that of the reverse KL. Each is stated in the docstring."""
+    logits, reference, _ = policies()
+    own = logits.detach().log_softmax(-1)
+    found = {kind: gradient(logits, lambda p: (own.exp() * loss_kl(p, reference, kind)).sum()) for kind in KINDS}  # noqa: B023
+    forward = gradient(logits, lambda p: exact_kl(p, reference))
+    reverse = gradient(logits, lambda p: exact_kl(reference, p))
+    torch.testing.assert_close(found["k1"], torch.zeros_like(forward))
+    torch.testing.assert_close(found["k2"], forward)
+    torch.testing.assert_close(found["k3"], reverse)
+    assert not torch.allclose(forward, reverse, rtol=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_old_logprobs_it_is_the_estimate(kind: KLKind) -> None:
+    logits, reference, _ = policies()
+    p = logits.detach().log_softmax(-1)
+    assert torch.equal(loss_kl(p, reference, kind), approx_kl(p, reference, kind))
+    assert torch.equal(loss_kl(p, reference, kind, old_logprobs=p), approx_kl(p, reference, kind)), "a ratio of 1"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("d", [1e4, -1e4, 21.0, float("inf"), float("-inf")])
+@pytest.mark.parametrize("r", [1e4, -1e4, 0.0])
+def test_the_weighted_term_is_finite_in_float32(kind: KLKind, d: float, r: float) -> None:
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    value = loss_kl(logprobs, logprobs.detach() - d, kind, old_logprobs=logprobs.detach() - r)
+    (slope,) = torch.autograd.grad(value.sum(), logprobs)
+    assert value.isfinite().all()
+    assert slope.isfinite().all()
+    bounded = torch.tensor(max(-20.0, min(20.0, r))).exp() * approx_kl(logprobs.detach(), logprobs.detach() - d, kind)
+    torch.testing.assert_close(value.detach(), bounded)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_gradcheck_of_the_weighted_term(kind: KLKind) -> None:
+    """k2 holds its ratio constant, which finite differences do not: the expectations above are its proof."""
+    logprobs, reference, old = torch.randn(3, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logprobs.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: loss_kl(x, reference, kind, old_logprobs=old), (logprobs,))
+
+
+def test_an_unknown_kind_of_loss_term_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown KL estimate 'k4'"):
+        loss_kl(torch.zeros(1), torch.zeros(1), "k4", old_logprobs=torch.zeros(1))  # type: ignore[arg-type]

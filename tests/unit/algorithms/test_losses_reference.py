@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cache
 from typing import Any
 
 import pytest
@@ -74,9 +75,12 @@ def inputs_of(step: list[Sequence], dtype: torch.dtype = torch.float64, **change
     return PolicyLossInputs(cu_seqlens=cu([len(s.old) for s in step]), **{**fields, **changes})
 
 
+built = cache(build_policy_loss)
+
+
 def evaluate(name: str, kwargs: dict[str, Any], inputs: PolicyLossInputs) -> PolicyLoss:
     """The loss, with its own statistics of these inputs as the whole step."""
-    loss = build_policy_loss(name, **kwargs)
+    loss = built(name, **kwargs)
     given_fields = {f: getattr(inputs, f) for f in inputs.__dataclass_fields__}
     return loss(PolicyLossInputs(**{**given_fields, "batch_stats": loss.batch_stats(inputs)}))
 
