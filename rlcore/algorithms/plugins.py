@@ -142,14 +142,15 @@ class Registry:
         """Describe `factory`: by its decorator, else by its own `needs` and `optional`, else by a decorated base."""
         if not callable(factory):
             raise AlgorithmError(f"{self.kind} {name!r}: expected a class or a function, got {factory!r}")
+        described = {key: str(getattr(factory, key, "")) for key in ("formula", "source")}
         registered = {id(plugin.factory): plugin for plugin in self._plugins.values()}
         for base in getattr(factory, "__mro__", (factory,)):
             if id(base) in registered:
                 found = registered[id(base)]
-                return replace(found, name=name, factory=factory)
+                own = {key: text for key, text in described.items() if text}
+                return replace(found, name=name, factory=factory, **own)
             if "needs" in vars(base) or "optional" in vars(base):
                 break
-        described = {key: str(getattr(factory, key, "")) for key in ("formula", "source")}
         return Plugin(name, factory, _attribute("needs"), _attribute("optional"), **described)
 
     def _points(self) -> list[importlib.metadata.EntryPoint]:
