@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rlcore.algorithms import PolicyLoss, PolicyLossInputs, build_policy_loss, value_clipped, value_loss
@@ -91,11 +93,6 @@ def test_ppo_clip_refuses_senseless_limits(kwargs: dict[str, float]) -> None:
         build_policy_loss("ppo_clip", **kwargs)
 
 
-def test_losses_take_no_tokens() -> None:
-    for name in ("ppo_clip", "sft"):
-        assert policy_loss([], [], name=name).per_token.shape == (0,)
-
-
 def test_sft_is_the_negative_log_likelihood() -> None:
     torch.testing.assert_close(policy_loss([0.5, 0.1], [0.0, 0.0], name="sft").per_token.exp(),
                                torch.tensor([2.0, 10.0], dtype=torch.float64))  # fmt: skip
@@ -116,6 +113,32 @@ def test_value_loss_table(
     v, o, r = (torch.tensor([x], dtype=torch.float64) for x in (value, old, target))
     assert value_loss(v, o, r, clip=clip).item() == pytest.approx(expected)
     assert value_clipped(v, o, r, clip=clip).item() == clipped
+
+
+def slow_value_loss(value: float, old: float, target: float, clip: float | None) -> tuple[float, float]:
+    """Half the larger squared error, and its slope in the value."""
+    plain = (value - target) ** 2
+    if clip is None:
+        return 0.5 * plain, value - target
+    bounded = min(max(value, old - clip), old + clip)
+    if (bounded - target) ** 2 > plain:
+        return 0.5 * (bounded - target) ** 2, 0.0
+    return 0.5 * plain, value - target
+
+
+number = st.floats(-100, 100, width=32)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.lists(st.tuples(number, number, number), max_size=6), clip=st.none() | st.floats(0.01, 50))
+def test_value_loss_against_the_slow_reference(rows: list[tuple[float, ...]], clip: float | None) -> None:
+    values, old, returns = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).T
+    values = values.clone().requires_grad_()
+    loss = value_loss(values, old, returns, clip=clip)
+    (gradient,) = torch.autograd.grad(loss.sum(), values)
+    expected = torch.tensor([slow_value_loss(*row, clip) for row in rows], dtype=torch.float64).reshape(-1, 2).T
+    torch.testing.assert_close(loss.detach(), expected[0])
+    torch.testing.assert_close(gradient, expected[1])
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])

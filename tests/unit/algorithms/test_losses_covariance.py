@@ -174,3 +174,15 @@ def test_what_they_need_is_named(name: str) -> None:
     fields = {f: getattr(inputs, f) for f in inputs.__dataclass_fields__}
     with pytest.raises(MissingInputError, match="sequence_ids"):
         loss.batch_stats(PolicyLossInputs(**{**fields, "sequence_ids": None}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the choice was not compared between devices")
+@each_loss
+def test_a_gpu_chooses_what_rank_0_settled_on_its_cpu(name: str) -> None:
+    inputs = random_step()
+    stats = build_policy_loss(name, **WIDE[name]).batch_stats(inputs)
+    fields = {f: getattr(inputs, f) for f in inputs.__dataclass_fields__ if isinstance(getattr(inputs, f), Tensor)}
+    moved = {f: value.cuda() for f, value in fields.items()}
+    on_gpu = PolicyLossInputs(**moved, batch_stats={key: value.cuda() for key, value in stats.items()})
+    assert torch.equal(chosen(name, on_gpu).cpu(), chosen(name, inputs))

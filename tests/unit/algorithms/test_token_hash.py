@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,3 +67,11 @@ def test_uniform_and_uncorrelated() -> None:
         off = ~torch.eye(*a.shape, dtype=torch.bool)
         correlation = torch.corrcoef(torch.stack([a[off], b[off]]))[0, 1]
         assert correlation.abs() < 5 / grid.numel() ** 0.5 * 2**0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the hash was not compared between devices")
+def test_the_same_bits_on_a_gpu() -> None:
+    ids = torch.arange(len(LENGTHS)) * 2**55 - 40
+    on_gpu = token_uniform(ids.cuda(), cu(LENGTHS).cuda(), sum(LENGTHS))
+    assert torch.equal(on_gpu.cpu(), token_uniform(ids, cu(LENGTHS)))
