@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -469,3 +470,20 @@ def test_a_batch_of_numbers() -> None:
     assert (batch.vectors["versions"].dtype, batch.vectors["group_ids"].tolist()) == (torch.int64, [0, 0, 0])
     with pytest.raises(ValueError, match=r"batch.values has shape \(2,\), expected \(3,\)"):
         stub_batch([2, 0, 1], values=[1.0, 2.0])
+
+
+def test_the_page_on_testing_shows_code_that_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.DOTALL)
+    alone, with_stub, fixture, several_ranks = blocks
+    names: dict[str, Any] = {}
+    exec(alone, {})
+    exec(with_stub, names)
+    assert names["result"].advantages.shape == (5,)
+    assert capsys.readouterr().out.count("tensor(") == 3
+    exec(several_ranks, names)
+    names["run_rank"](0, 1, str(tmp_path / "store"))
+    (tmp_path / "test_page.py").write_text(fixture)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "test_page.py")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "1 passed" in done.stdout, done.stdout
