@@ -43,6 +43,19 @@ TRAINED: dict[str, Any] = {
 }  # fmt: skip
 
 
+# Objectives that know more than their micro-batch; far from the engine's log-probs, so that every part of them acts.
+CLIP_COV: dict[str, Any] = {
+    "loss": {"name": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": 100.0}, "old_logprobs": "rollout",
+}  # fmt: skip
+KL_COV: dict[str, Any] = {"loss": {"name": "kl_cov", "kl_cov_ratio": 0.2}, "old_logprobs": "rollout"}
+CORRECTED: dict[str, Any] = {
+    "loss": {"name": "ppo_clip", "aggregation": "seq-mean-token-mean", "per_rollout": True},
+    "kl": {"loss_coef": KL_COEF, "loss_kind": "k3", "loss_unbiased": True},
+    "correction": {"name": "mis", "level": "geometric", "lower": 0.5, "upper": 2.0},
+    "normalize_advantages": "group",
+}
+
+
 def gradient(before: Tensor, after: Tensor) -> Tensor:
     """What the first AdamW step under LINEAR was given."""
     delta = before.double() - after.double()
@@ -61,6 +74,9 @@ def make_batch() -> RolloutBatch:
         "rollout_logprobs": torch.randn(count, generator=generator) * 0.1 - 3.4,
         "versions": torch.arange(count),
         "rewards": torch.randn(len(LENGTHS), generator=generator),
+        "group_ids": torch.tensor([5, 3, 5, 3, 5, 3, 3, 5, 3]),
+        "rollout_ids": torch.tensor([0, 1, 2, 3, 0, 1, 4, 5, 6]),
+        "sequence_ids": torch.arange(len(LENGTHS)) * 7 + 100,
     }
     return RolloutBatch(tokens, cu, mask, vectors)
 
@@ -113,6 +129,7 @@ def make_config(case: dict[str, Any], model: Path) -> Config:
                 "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.3},
                 "kl": {"loss_coef": KL_COEF, "loss_kind": "k3"},
                 "entropy_coef": ENTROPY_COEF,
+                **case.get("algorithm", {}),
             },
             "rollout": {"sampling": {"temperature": TEMPERATURE}},
             "cluster": {"collective_timeout_s": 60},

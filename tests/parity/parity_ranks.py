@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from backends.megatron import MegatronBackend
 from backends.megatron.export import WeightExporter
+from rlcore.credit import Credit
+from rlcore.loop import put
 from rlcore.objective import Objective
 
 
@@ -65,6 +67,10 @@ def run(case: dict[str, Any], folder: Path) -> None:
         result["values"] = backend.score("critic")
         models["critic"] = (backend.critic, "value")
     vectors = make_vectors(batch.num_trainable) if batch is not None else None
+    if batch is not None and "algorithm" in case:       # what a training step would assign
+        put(batch, result["scores"])
+        put(batch, result["reference"], prefix="ref_")
+        vectors = Credit(config, backend.objective).assign(batch, [range(batch.num_sequences)])
     if vectors is not None:
         for name in case.get("leave_out", []):
             del vectors[name]

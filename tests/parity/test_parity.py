@@ -12,7 +12,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from cases import TRAINED
+from cases import CLIP_COV, CORRECTED, KL_COV, TRAINED
 from spawn import run_ranks
 from torch import Tensor
 
@@ -41,6 +41,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "trained", "model": "qwen3", "plan": "uneven", "optimizer": TRAINED, "steps": 3},
         {"name": "poisoned", "model": "qwen3", "plan": "uneven", "poison": True},
         {"name": "bf16", "model": "qwen3", "plan": "uneven", "dtype": "bf16", "critic": True},
+        *({"name": f"{name}{split}", "model": "qwen3", "reference": "qwen3_other", "algorithm": algorithm, **how}
+          for name, algorithm in (("clip_cov", CLIP_COV), ("kl_cov", KL_COV), ("corrected", CORRECTED))
+          for split, how in (("", {"plan": "one"}), ("_uneven", {"plan": "uneven"}), ("_tokens", {"max_tokens": 40}))),
     ],
     2: [
         {"name": "tp2", "model": "qwen3", "plan": "uneven", "parallel": TP2, "critic": True},
@@ -55,6 +58,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "dp2_starved", "model": "qwen3", "plan": "starved"},
         {"name": "dp2_distributed", "model": "qwen3", "plan": "starved", "distributed": True, "critic": True},
         {"name": "dp2_planned", "model": "qwen3", "max_tokens": 40},
+        {"name": "dp2_clip_cov", "model": "qwen3", "reference": "qwen3_other", "algorithm": CLIP_COV, "plan": "starved"},
+        {"name": "dp2_kl_cov", "model": "qwen3", "reference": "qwen3_other", "algorithm": KL_COV, "plan": "dp2"},
+        {"name": "dp2_corrected", "model": "qwen3", "reference": "qwen3_other", "algorithm": CORRECTED, "plan": "dp2"},
         {"name": "tp2_own_old", "model": "qwen3", "plan": "uneven", "parallel": SP2, "own_old": True},
         {"name": "dp2_half0", "model": "qwen3", "plan": ["dp2_half0", "dp2_half1"], "update": 0, "critic": True},
         {"name": "dp2_half1", "model": "qwen3", "plan": ["dp2_half0", "dp2_half1"], "update": 1, "critic": True},
@@ -143,7 +149,8 @@ EXACT = [
     case["name"]
     for cases in CASES.values()
     for case in cases
-    if case["name"] not in oracle.MODELS and not {"poison", "dtype", "leave_out", "update", "steps", "own_old"} & case.keys()
+    if case["name"] not in oracle.MODELS
+    and not {"poison", "dtype", "leave_out", "update", "steps", "own_old", "algorithm"} & case.keys()
 ]
 
 
@@ -163,6 +170,23 @@ def test_every_layout_equals_one_process(name: str, results: Results) -> None:
         assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-4, abs=1e-6), metric
     assert got["padding_is_zero"]
     assert not got["skipped"]
+
+
+@pytest.mark.parametrize(
+    ("name", "acts"),
+    [("clip_cov", "policy/cov_clipfrac_avg"), ("kl_cov", "policy/cov_klfrac_avg"), ("corrected", "correction/masked_fraction")],
+)
+@pytest.mark.parametrize("split", ["{}_uneven", "{}_tokens", "dp2_{}"])
+def test_what_is_known_of_the_whole_step_is_the_same_in_every_split(
+    name: str, acts: str, split: str, results: Results
+) -> None:
+    """Tokens chosen once an optimizer step, masked sequences, weights by rollout: through credit, ranks and micro-batches."""
+    expected, got = results[name], results[split.format(name)]
+    assert 0 < expected["metrics"][acts] < 1
+    check_gradients(got["gradients"]["policy"], expected["gradients"]["policy"], TIGHT)
+    assert got["metrics"].keys() == expected["metrics"].keys()
+    for metric in got["metrics"]:
+        assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-4, abs=1e-6), metric
 
 
 @pytest.mark.parametrize("prefix", ["", "dp2_"])
