@@ -18,9 +18,7 @@ def cu(lengths: tuple[int, ...] | list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def random_inputs(
-    lengths: tuple[int, ...] | list[int] = LENGTHS, seed: int = 0, **changes: Tensor | None
-) -> EstimatorInputs:
+def random_inputs(lengths: tuple[int, ...] | list[int] = LENGTHS, seed: int = 0, **changes: Tensor | None) -> EstimatorInputs:
     """Build a random float64 batch with every field an estimator may need; keyword arguments replace fields."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -41,7 +39,7 @@ def permuted(inputs: EstimatorInputs, order: list[int]) -> tuple[EstimatorInputs
     """Reorder the sequences; also return where each token of the result was before."""
     borders = inputs.cu_seqlens.tolist()
     tokens = [t for b in order for t in range(borders[b], borders[b + 1])]
-    index, sequences = torch.tensor(tokens, dtype=torch.int64), torch.tensor(order)
+    index, sequences = torch.tensor(tokens, dtype=torch.int64), torch.tensor(order, dtype=torch.int64)
     lengths = [borders[b + 1] - borders[b] for b in order]
     fields = {}
     for name in inputs.__dataclass_fields__:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def episodes(inputs: EstimatorInputs) -> list[Episode]:
             baseline=math.nan if baselines is None else float(baselines[b]),
             tokens={name: row[start:end] for name, row in per_token.items()},
         )
-        for b, (start, end) in enumerate(zip(borders, borders[1:]))
+        for b, (start, end) in enumerate(pairwise(borders))
     ]
 
 
@@ -82,9 +83,7 @@ def gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> 
     return advantages
 
 
-def ppo(
-    batch: list[Episode], gamma: float = 1.0, lam: float = 0.95, kl_coef: float = 0.0, distill_coef: float = 0.0
-) -> Result:
+def ppo(batch: list[Episode], gamma: float = 1.0, lam: float = 0.95, kl_coef: float = 0.0, distill_coef: float = 0.0) -> Result:
     result: Result = []
     for episode in batch:
         values = episode.tokens["values"]
@@ -113,9 +112,7 @@ def to_go(rewards: list[float], gamma: float) -> list[float]:
     return gae(rewards, [0.0] * len(rewards), gamma, 1.0)
 
 
-def reinforce_pp(
-    batch: list[Episode], gamma: float = 1.0, kl_coef: float = 0.0, distill_coef: float = 0.0
-) -> Result:
+def reinforce_pp(batch: list[Episode], gamma: float = 1.0, kl_coef: float = 0.0, distill_coef: float = 0.0) -> Result:
     returns = [to_go(episode.rewards(kl_coef, distill_coef), gamma) for episode in batch]
     return [(row, row) for row in returns]
 
@@ -153,9 +150,7 @@ def everywhere(batch: list[Episode], score: Callable[[Episode, list[Episode]], f
     return result
 
 
-def grpo(
-    batch: list[Episode], normalize_std: bool = True, eps: float = 1e-6, leave_one_out: bool = False
-) -> Result:
+def grpo(batch: list[Episode], normalize_std: bool = True, eps: float = 1e-6, leave_one_out: bool = False) -> Result:
     def score(episode: Episode, group: list[Episode]) -> float:
         baseline = [other.reward for other in group if other is not episode or not leave_one_out]
         advantage = episode.reward - mean(baseline)

@@ -42,9 +42,7 @@ def test_groups_are_shuffled_and_one_has_one_member(name: str, expected: list[fl
 
 
 def test_grpo_leaves_the_sample_out_of_its_baseline_but_not_of_its_std() -> None:
-    assert scores("grpo", leave_one_out=True, eps=1e-12) == pytest.approx(
-        [0.0, -3 / 4.5**0.5, -1.5, 3 / 4.5**0.5, 1.5, 0.0]
-    )
+    assert scores("grpo", leave_one_out=True, eps=1e-12) == pytest.approx([0.0, -3 / 4.5**0.5, -1.5, 3 / 4.5**0.5, 1.5, 0.0])
     assert scores("grpo", leave_one_out=True, normalize_std=False) == pytest.approx(scores("rloo"))
 
 

@@ -72,7 +72,8 @@ def test_float32_is_right_to_its_rounding(name: str, options: dict[str, Any]) ->
     advantages, returns = reference(name, inputs, **options)
     torch.testing.assert_close(result.advantages.double(), advantages, rtol=2**-23, atol=1e-12)
     if returns is not None:
-        assert result.returns is not None and result.returns.dtype == torch.float32
+        assert result.returns is not None
+        assert result.returns.dtype == torch.float32
         torch.testing.assert_close(result.returns.double(), returns, rtol=2**-23, atol=1e-12)
 
 
