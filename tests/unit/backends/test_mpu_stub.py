@@ -245,8 +245,9 @@ def assert_same(got: Advantages, expected: Advantages) -> None:
 def test_it_is_the_estimator_called_directly(name: str) -> None:
     batch, options, overrides = full_batch(), {}, [f"algorithm.estimator.name={name}", RAW]
     if "kl_coef" in estimator_keywords(name):
-        options["kl_coef"] = 0.3
+        options |= {"kl_coef": 0.3, "distill_coef": 0.2}
         overrides += ["algorithm.kl.reward_coef=0.3", "algorithm.kl.reward_kind=k2"]
+        overrides += ["algorithm.distillation.coef=0.2", "teacher.path=unread"]
     kl = approx_kl(batch.vectors["logprobs"], batch.vectors["ref_logprobs"], "k2")
     expected = build_estimator(name, **options)(inputs_of(full_batch(), kl))
     assert_same(compute_advantages_and_returns(batch, stub_config(*overrides), ALONE), expected)
