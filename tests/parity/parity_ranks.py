@@ -44,9 +44,10 @@ def padding_is_zero(chunks: list[nn.Module], backend: MegatronBackend) -> bool:
 
 def run(case: dict[str, Any], folder: Path) -> None:
     config = make_config(case, folder.parent / "models")
+    objective = Objective(config.algorithm)
     backend = MegatronBackend(
         config,
-        Objective(config.algorithm),
+        objective,
         with_reference=True,
         with_critic=case.get("critic", False),
         total_steps=10,
@@ -70,7 +71,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
     if batch is not None and "algorithm" in case:       # what a training step would assign
         put(batch, result["scores"])
         put(batch, result["reference"], prefix="ref_")
-        vectors = Credit(config, backend.objective).assign(batch, [range(batch.num_sequences)])
+        vectors = Credit(config, objective).assign(batch, [range(batch.num_sequences)])
     if vectors is not None:
         for name in case.get("leave_out", []):
             del vectors[name]

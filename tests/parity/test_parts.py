@@ -112,6 +112,7 @@ def test_a_micro_batch_shifts_its_targets_and_pads_at_the_end() -> None:
     micro = make_micro_batch(batch, 1, 5, 48, CPU)
     start, end = int(batch.cu_tokens[1]), int(batch.cu_tokens[5])
     assert micro.num_tokens == end - start == sum(LENGTHS[1:5])
+    assert micro.sequences == slice(1, 5)
     assert micro.num_slots == sum(micro.packed.layout.lengths) == 48  # type: ignore[union-attr]
     trainable = batch.loss_mask[start:end].nonzero()[:, 0]
     assert micro.target_index.tolist() == (trainable - 1).tolist()

@@ -1,0 +1,35 @@
+"""Each estimator and each policy loss that ships takes a real step: through the engine, the ranks and the optimizer."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from lab import Lab
+
+from rlcore.algorithms import metric_spec, policy_loss_names
+from rlcore.config.derived import GROUP_ESTIMATORS, SHAPED_REWARDS
+
+ESTIMATORS = sorted(GROUP_ESTIMATORS | SHAPED_REWARDS)
+LOSSES = [name for name in policy_loss_names() if name != "sft"]
+PAIRS = [(ESTIMATORS[i % len(ESTIMATORS)], LOSSES[i % len(LOSSES)]) for i in range(max(len(ESTIMATORS), len(LOSSES)))]
+
+# Two mini-batches, twice: the last three optimizer steps see a policy that has moved. Nothing is clipped away at once.
+STEPS = ("training.steps=1", "algorithm.epochs=2", "algorithm.minibatches=2", "algorithm.kl.loss_coef=0.01",
+         "algorithm.kl.loss_unbiased=true", "checkpoint.export_hf=false")  # fmt: skip
+
+
+@pytest.mark.parametrize(("estimator", "loss"), PAIRS)
+def test_a_step(lab: Lab, estimator: str, loss: str) -> None:
+    corrected = () if loss == "decoupled_ppo" else ("algorithm.correction={name: icepop, max_staleness: 0}",)
+    shaped = ("algorithm.kl.reward_coef=0.05",) if estimator in SHAPED_REWARDS else ()
+    named = (f"algorithm.estimator.name={estimator}", f"algorithm.loss.name={loss}")
+    run = lab.train(f"{estimator} {loss}", *STEPS, *named, *corrected, *shaped)
+    assert run.code == 0, run.err
+    (row,) = run.metrics
+    assert row["train/optimizer_steps"] == 4
+    assert row["train/skipped_updates"] == 0
+    assert row["train/grad_norm"] > 0
+    assert all(math.isfinite(value) for value in row.values() if isinstance(value, float)), row
+    assert [name for name in row if metric_spec(name) is None] == []
+    assert ("correction/ess" in row) is bool(corrected)
