@@ -144,9 +144,10 @@ class Correction:
             InputError: a shape does not fit.
         """
         _check(old_logprobs, rollout_logprobs, cu_seqlens)
-        corrupt = ~rollout_logprobs.isfinite()
-        token_log_ratio = torch.where(corrupt, 0.0, old_logprobs.double() - rollout_logprobs.double())
-        vetoed = corrupt if self.veto is None else corrupt | (token_log_ratio < math.log(self.veto))
+        token_log_ratio = old_logprobs.double() - rollout_logprobs.double()
+        vetoed = ~rollout_logprobs.isfinite()
+        if self.veto is not None:
+            vetoed = vetoed | (token_log_ratio < math.log(self.veto))
         rejected = segment_sum(vetoed.double(), cu_seqlens) > 0
         keep = ~expand_to_tokens(rejected, cu_seqlens, vetoed.numel())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from rlcore.data.batch import RolloutBatch
 from rlcore.data.sample import Sample, VersionSpan
 from rlcore.objective import Objective
 from rlcore.protocols import StepRollouts, UpdateResult
-from rlcore.step_metrics import step_metrics
+from rlcore.step_metrics import step_metrics, update_metrics
 
 LENGTHS = (5, 1, 0, 17, 4, 2, 9, 3)  # trainable tokens; the first is token id 1, and so on
 SIZE = sum(LENGTHS)
@@ -39,6 +41,7 @@ def config() -> Config:
             "estimator": {"name": "ppo"},
             "loss": {"name": "ppo_clip", "dual_clip": 3.0, "aggregation": "seq-mean-token-mean"},
             "kl": {"reward_coef": 0.05},
+            "entropy_coef": 0.01,
             "correction": {"name": "mis", "level": "geometric", "lower": 0.9, "upper": 1.1, "veto": 0.55, "max_staleness": 1},
         },
     })  # fmt: skip
@@ -79,32 +82,39 @@ def scores(batch: RolloutBatch, name: str) -> torch.Tensor:
     return everywhere[batch.loss_mask]
 
 
-def run(config: Config, layout: Layout, ranks: Sequence[Split]) -> dict[str, float]:
-    """The metrics of a step: `ranks[r]` are the micro-batches of data-parallel rank r, by place in the batch."""
-    samples = [sample(b, layout) for b in layout.order]
-    batch = RolloutBatch.from_samples(samples)
+def ready(config: Config, layout: Layout) -> RolloutBatch:
+    """The batch of a step when the optimizer gets it."""
+    batch = RolloutBatch.from_samples([sample(b, layout) for b in layout.order])
     batch.version = 6
     for name in SCORED:
         batch.set(name, scores(batch, name))
-    objective = Objective(config.algorithm)
-    Credit(config, objective).assign(batch, [list(range(len(samples)))])
+    Credit(config, Objective(config.algorithm)).assign(batch, [list(range(batch.num_sequences))])
+    return batch
+
+
+def loss_inputs(part: RolloutBatch, policy: str) -> PolicyLossInputs:
+    """What a micro-batch gives to the objective; `policy` names the log-probs of its forward pass."""
+    names = ("old_logprobs", "advantages", "weights", "rollout_logprobs", "ref_logprobs", "entropy")
+    given: dict[str, Any] = {name: part.vectors[name] for name in names}
+    return PolicyLossInputs(cu_seqlens=part.cu_seqlens, logprobs=scores(part, policy), **given)
+
+
+def run(config: Config, layout: Layout, ranks: Sequence[Split]) -> dict[str, float]:
+    """The metrics of a step: `ranks[r]` are the micro-batches of data-parallel rank r, by place in the batch."""
+    batch, objective = ready(config, layout), Objective(config.algorithm)
     packed: list[tuple[list[str], torch.Tensor, torch.Tensor]] = []
     for micro_batches in ranks:
         moments = Moments()
         for rows in micro_batches:
             part = batch.select(rows)
-            known: dict[str, Any] = {name: part.vectors[name] for name in ("rollout_logprobs", "ref_logprobs", "entropy")}
-            inputs = PolicyLossInputs(
-                cu_seqlens=part.cu_seqlens, logprobs=scores(part, "after"), old_logprobs=part.vectors["old_logprobs"],
-                advantages=part.vectors["advantages"], weights=part.vectors["weights"], **known,
-            )  # fmt: skip
-            moments.add_objective(objective(inputs), part.vectors["weights"])
+            moments.add_objective(objective(loss_inputs(part, "after")), part.vectors["weights"])
         packed.append((moments.names, *moments.pack(moments.names)))
     assert len({tuple(names) for names, _, _ in packed}) == 1  # a rank without tokens knows the names too
     sums, maxima = torch.stack([p[1] for p in packed]).sum(0), torch.stack([p[2] for p in packed]).amax(0)
     update = UpdateResult({}, Moments.unpack(packed[0][0], sums, maxima))
-    rollouts = StepRollouts(samples, {}, epoch=1.0, snapshot={})
-    metrics = step_metrics(config, rollouts, batch, [update], {"step": 1.0, "generation": 0.5}, episodes=len(samples))
+    rollouts = StepRollouts([sample(b, layout) for b in layout.order], {}, epoch=1.0, snapshot={})
+    seconds = {"step": 1.0, "generation": 0.5}
+    metrics = step_metrics(config, rollouts, batch, [update], seconds, episodes=batch.num_sequences)
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
@@ -150,20 +160,45 @@ def test_no_metric_moves_with_the_split_over_ranks_and_micro_batches(config: Con
     assert run(config, Layout(), ranks) == pytest.approx(run(config, Layout(), whole()), rel=1e-12)
 
 
-def test_one_update_measures_the_engine_as_a_pass_before_it_does(config: Config) -> None:
-    """Without a pass before the update, its own first look at the batch gives the same numbers."""
-    batch = RolloutBatch.from_samples([sample(b, Layout()) for b in range(len(LENGTHS))])
-    moments, plain = Moments(), Objective(config.algorithm.model_copy(update={"entropy_coef": 0.0}))
-    logprobs = scores(batch, "logprobs")
-    moments.add_objective(
-        plain(PolicyLossInputs(
-            cu_seqlens=batch.cu_seqlens, logprobs=logprobs, old_logprobs=logprobs, advantages=torch.zeros(SIZE),
-            rollout_logprobs=batch.vectors["rollout_logprobs"], ref_logprobs=scores(batch, "ref_logprobs"),
-        )),
-        torch.ones(SIZE),
-    )  # fmt: skip
-    before, seen = run(config, Layout(), whole()), moments.reduce()
-    shared = [name for name in seen if name.startswith("rollout/")]
+def test_the_logged_loss_is_what_is_minimised(config: Config) -> None:
+    """`loss/policy_avg` and `objective/loss` by a loop over tokens: stale ones count nothing, masked ones neither."""
+    batch = ready(config, Layout())
+    vectors = {name: value.tolist() for name, value in batch.vectors.items()}
+    after, borders = scores(batch, "after").tolist(), batch.cu_seqlens.tolist()
+    policy = total = 0.0
+    for first, last in pairwise(borders):
+        gaps = [a - b for a, b in zip(vectors["logprobs"][first:last], vectors["rollout_logprobs"][first:last])]
+        if not gaps or min(gaps) < math.log(0.55) or not 0.9 <= math.exp(sum(gaps) / len(gaps)) <= 1.1:
+            continue
+        for t in range(first, last):
+            ratio, advantage = math.exp(after[t] - vectors["logprobs"][t]), vectors["advantages"][t]
+            loss = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
+            loss = min(loss, -3.0 * advantage) if advantage < 0 else loss
+            weight = 0.0 if 6 - vectors["versions"][t] > 1 else 1.0 / (len(gaps) * sum(n > 0 for n in LENGTHS))
+            policy += weight * math.exp(sum(gaps) / len(gaps)) * loss
+            total -= weight * 0.01 * vectors["entropy"][t]
+    metrics = run(config, Layout(), whole())
+    assert metrics["loss/policy_avg"] == pytest.approx(policy, rel=1e-6)
+    assert metrics["objective/loss"] == pytest.approx(policy + total, rel=1e-6)
+
+
+def test_one_update_measures_what_a_pass_before_it_does(config: Config) -> None:
+    """Where the update is the first to see the batch, its distances are those of the policy before the step."""
+    batch, moments = ready(config, Layout()), [Moments(), Moments()]
+    for half, rows in zip(moments, ([0, 1, 2, 3], [4, 5, 6, 7])):
+        part = batch.select(rows)
+        loss = Objective(config.algorithm)(loss_inputs(part, "logprobs"))
+        half.add_objective(loss, part.vectors["weights"])
+    before = run(config, Layout(), whole())
+
+    def seen(*, one_update: bool) -> dict[str, float]:
+        return update_metrics([UpdateResult({}, half) for half in moments], batch, one_update=one_update)
+
+    found = seen(one_update=True)
+    shared = [name for name in found if name.startswith("rollout/")] + ["objective/kl", "objective/entropy"]
     assert {"rollout/ess", "rollout/kl", "rollout/train_rollout_logprob_diff_max"} < set(shared)
     for name in shared:
-        assert seen[name] == pytest.approx(before[name], rel=1e-12), name
+        assert found[name] == pytest.approx(before[name], rel=1e-12), name
+    later = seen(one_update=False)  # the second update of several sees a policy that has moved
+    assert not any(name.startswith(("rollout/", "objective/kl", "objective/entropy")) for name in later)
+    assert later["objective/loss"] == pytest.approx(found["objective/loss"])
