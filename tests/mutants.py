@@ -1,0 +1,193 @@
+"""Named defects in the maths, each of which must turn a test red.
+
+    python tests/mutants.py                     all of tests/mutant_table.py, as a table; exit code 1 unless each is caught
+    python tests/mutants.py NAME ...            these
+
+Each defect is applied to a copy of `rlcore` and `tests/unit` in a temporary folder, and only the tests that its row names are
+run, against the copy, in a forked child of this process, which has torch and pytest loaded already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import hypothesis  # noqa: F401  (loaded once, here, for all children; so are numpy, pydantic and torch)
+import numpy  # noqa: F401
+import pydantic  # noqa: F401
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+ALGORITHM_TESTS = "tests/unit/algorithms/"
+DEADLINE_S = 120
+NOT_IMPORTED = 90       # exit code of a child whose tests never imported the mutated file
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One defect.
+
+    Args:
+        name: what is wrong, in words.
+        file: path from the root of the repository.
+        old: text that occurs in it exactly once.
+        new: what stands there instead.
+        tests: separated by spaces, as pytest takes them, in tests/unit/algorithms unless they begin with "tests/". At least
+            one must fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+    @property
+    def test_ids(self) -> list[str]:
+        return [test if test.startswith("tests/") else ALGORITHM_TESTS + test for test in self.tests.split()]
+
+    @property
+    def module(self) -> str:
+        return self.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a defect: `caught` by the test in `detail`, or why not."""
+
+    status: str
+    detail: str
+    seconds: float
+
+
+def read_table(path: Path) -> list[Mutant]:
+    """Read the rows (name, file, old, new, tests) of `MUTANTS` in a Python file; names must differ."""
+    mutants = [Mutant(*row) for row in runpy.run_path(str(path))["MUTANTS"]]
+    names = [mutant.name for mutant in mutants]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise SystemExit(f"{path}: two defects of the same name: {', '.join(twice)}")
+    return mutants
+
+
+def stale(mutant: Mutant, root: Path) -> str:
+    """Say why a row no longer fits the source, "" if it does."""
+    path = root / mutant.file
+    if not path.is_file():
+        return f"there is no {mutant.file}"
+    count = path.read_text().count(mutant.old)
+    return "" if count == 1 else f"{mutant.file} has its text {count} times, expected once: {mutant.old!r}"
+
+
+def copy_tree(folder: Path) -> None:
+    """Copy what the tests import and read."""
+    skip = shutil.ignore_patterns("__pycache__", ".*")
+    for name in ("rlcore", "tests/unit"):
+        shutil.copytree(ROOT / name, folder / name, ignore=skip)
+    for name in ("pyproject.toml", "tests/conftest.py"):
+        shutil.copy2(ROOT / name, folder / name)
+
+
+def judge(mutant: Mutant, folder: Path) -> Verdict:
+    """Apply a defect to the copy, run its tests there, and take it back."""
+    if why := stale(mutant, folder):
+        return Verdict("STALE", why, 0.0)
+    path = folder / mutant.file
+    text = path.read_text()
+    begin = time.perf_counter()
+    try:
+        _write(path, text.replace(mutant.old, mutant.new))
+        code, log = run_tests(mutant.test_ids, folder, mutant.module)
+    finally:
+        _write(path, text)
+    seconds = time.perf_counter() - begin
+    if code == pytest.ExitCode.TESTS_FAILED:
+        failed = re.search(r"^FAILED (?:tests/unit/(?:algorithms/)?)?(\S+)", log, re.MULTILINE)
+        return Verdict("caught", failed[1] if failed else "", seconds)
+    if code == pytest.ExitCode.OK:
+        return Verdict("SURVIVED", f"{mutant.tests} stay green", seconds)
+    if code == NOT_IMPORTED:
+        return Verdict("NOT RUN", f"{mutant.tests} never import {mutant.module} from the copy", seconds)
+    return Verdict("BROKEN", f"pytest ended with {code}\n{log[-2000:]}", seconds)
+
+
+def run_tests(tests: Sequence[str], folder: Path, module: str | None) -> tuple[int, str]:
+    """Run pytest in a forked child, in `folder`; return its exit code (negative: a signal) and output."""
+    log = folder / "log.txt"
+    child = os.fork()
+    if child == 0:
+        _run_in_child(tests, folder, module, log)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), log.read_text()
+
+
+def _run_in_child(tests: Sequence[str], folder: Path, module: str | None, log: Path) -> None:
+    """Never returns: the child must not go on with what its parent was doing."""
+    code = 1000
+    try:
+        signal.alarm(DEADLINE_S)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(folder)
+        elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, ROOT / "tests")]
+        sys.path[:] = [str(folder), *elsewhere]
+        os.environ["PYTHONPATH"] = str(folder)
+        code = int(pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "--rootdir", str(folder), *tests]))
+        imported = getattr(sys.modules.get(module or "rlcore"), "__file__", None) or ""
+        if not imported.startswith(f"{folder}{os.sep}"):
+            code = NOT_IMPORTED
+        sys.stdout.flush()
+    finally:
+        os._exit(code if code < 256 else 99)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a source file and drop its bytecode, which a file of the same size and second would be taken for."""
+    path.write_text(text)
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        compiled.unlink()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Judge the defects and print one line each; 0 if the tests catch every one."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="defects to try; all without")
+    parser.add_argument("--table", type=Path, default=ROOT / "tests" / "mutant_table.py")
+    options = parser.parse_args(arguments)
+    mutants = read_table(options.table)
+    unknown = sorted(set(options.names) - {mutant.name for mutant in mutants})
+    if unknown:
+        parser.error(f"no such defect: {', '.join(unknown)}")
+    chosen = [mutant for mutant in mutants if not options.names or mutant.name in options.names]
+    torch.set_num_threads(1)        # a pool of threads would not survive the fork
+    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
+        folder = Path(temporary).resolve()
+        copy_tree(folder)
+        clean, log = run_tests(sorted({test for mutant in chosen for test in mutant.test_ids}), folder, None)
+        if clean != pytest.ExitCode.OK:
+            print(f"the tests do not pass without a defect (exit code {clean}):\n{log[-4000:]}")
+            return 1
+        width = max(len(mutant.name) for mutant in chosen)
+        missed = 0
+        for mutant in chosen:
+            verdict = judge(mutant, folder)
+            missed += verdict.status != "caught"
+            print(f"{mutant.name:<{width}}  {verdict.status:<8} {verdict.seconds:4.1f} s  {verdict.detail}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} defects caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
