@@ -278,6 +278,9 @@ def notes_on(config: Config) -> Problems:
     if training.max_update_kl is not None and updates_per_step(config) == 1:
         message = "is ignored: a batch gets one optimizer step (algorithm.epochs x minibatches), nothing is left to end"
         yield Problem("training.max_update_kl", message)
+    if algorithm.loss.name == "kl_cov" and updates_per_step(config) == 1 and algorithm.old_logprobs != "rollout":
+        message = "'kl_cov' penalises nothing: its |log ratio| has no gradient before the second optimizer step of a batch"
+        yield Problem("algorithm.loss.name", message)
     if algorithm.loss.per_rollout and config.rollout.workflow == "single_turn":
         yield Problem("algorithm.loss.per_rollout", "changes nothing: workflow single_turn makes one sample a rollout")
     oldest, limit = config.rollout.max_staleness, algorithm.correction.max_staleness
