@@ -44,7 +44,7 @@ def right_to_rounding(name: str, inputs: EstimatorInputs, options: dict[str, Any
 
 @each_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("mean", "spread"), [(1e4, 1e-2), (-1e4, 1e-2), (1e6, 1.0), (0.0, 1e-6), (0.0, 1e6), (1e-3, 1e-5)])
+@pytest.mark.parametrize(("mean", "spread"), [(1e4, 1e-2), (0.0, 1e-6), (-1.0, 1e6), (1e-3, 1e-5)])
 def test_rewards_of_any_size(name: str, options: dict[str, Any], dtype: torch.dtype, mean: float, spread: float) -> None:
     inputs = scaled(mean, spread, dtype)
     size = abs(mean) + spread + sum(options.get(coefficient, 0.0) for coefficient in ("kl_coef", "distill_coef"))
