@@ -63,8 +63,8 @@ _ROWS: tuple[tuple[str, Statistic, str, str, str, str], ...] = (
     ("approxkl", mean, "policy/approxkl_avg", "half the squared log-ratio of the policy to the one before the step",
      "tokens", "nats"),
     ("clipfrac", mean, "policy/clipfrac_avg", "1 where the clip changes the policy loss", "tokens", "share"),
-    ("clipfrac_high", mean, "policy/clipfrac_high_avg", "1 where the upper limit does, advantage > 0", "tokens", "share"),
-    ("clipfrac_low", mean, "policy/clipfrac_low_avg", "1 where the lower limit does, advantage < 0", "tokens", "share"),
+    ("clipfrac_high", mean, "policy/clipfrac_high_avg", "1 where the upper limit does", "tokens", "share"),
+    ("clipfrac_low", mean, "policy/clipfrac_low_avg", "1 where the lower limit does", "tokens", "share"),
     ("dual_clipfrac", mean, "policy/dual_clipfrac_avg", "1 where dual clip caps the policy loss", "tokens", "share"),
     ("entropy", mean, "policy/entropy_avg", "entropy of the policy", "tokens", "nats"),
     ("ratio", mean, "val/ratio", "probability ratio of the policy to the one before the step", "tokens", "1"),
@@ -103,5 +103,6 @@ REDUCTIONS: Mapping[str, tuple[tuple[Statistic, MetricSpec], ...]] = {
 
 STREAMED_METRICS = (
     *(spec for rows in REDUCTIONS.values() for _, spec in rows),
-    MetricSpec("policy/<name>_avg", "what a policy loss plugin reports as <name>", "tokens or sequences", "the plugin's"),
+    MetricSpec("policy/<name>_avg", "what the policy loss reports as <name>: see its docstring", "tokens or sequences",
+               "the loss's"),
 )
