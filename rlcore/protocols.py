@@ -194,7 +194,11 @@ Generate = Callable[[GenerateRequest], Awaitable[list[Completion]]]
 
 
 class Workflow(Protocol):
-    """From a prompt to its samples, unscored. May call `generate` any number of times."""
+    """From a prompt to its samples, unscored. May call `generate` any number of times.
+
+    It may give process rewards, as `sample.token_rewards`. For evaluation, and for an estimator's greedy baseline, it is
+    built once more with the sampling and the number of samples of those.
+    """
 
     async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]: ...
 

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkflowContext:
-    """A workflow class is constructed with one of these: how to sample, and where its random numbers are addressed."""
+    """A workflow class is constructed with one of these: how to sample, and where its random numbers are addressed.
+
+    A run constructs several: for training, for evaluation, and for the greedy baseline of an estimator that needs one.
+    Requests of two of them are told apart by `seed` alone.
+    """
 
     sampling: SamplingParams
     samples_per_prompt: int

@@ -80,10 +80,10 @@ def test_a_workflow_of_several_turns_has_one_too(make_service, engine):
 class AbortsOneGreedy(FakeEngine):
     aborted: int | None = None
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        if self.aborted is None and is_greedy(requests[0]):
-            self.aborted, self.abort_next = requests[0].draw, 1
-        return await super().generate(requests)
+    def _complete(self, request: GenerateRequest, sample: int, aborted: bool) -> Completion:
+        if self.aborted is None and is_greedy(request):
+            self.aborted, aborted = request.draw, True
+        return super()._complete(request, sample, aborted)
 
 
 def test_a_group_whose_baseline_was_aborted_is_drawn_again(make_service, uneven):
