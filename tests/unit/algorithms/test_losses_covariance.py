@@ -105,10 +105,10 @@ def test_nothing_to_choose(name: str, old: list[float], advantages: list[float])
 
 @pytest.mark.parametrize("value", [0.1, -1 / 3, 1e4 + 0.1, 1e-20])
 def test_equal_numbers_have_exactly_no_covariance(value: float) -> None:
-    """A plain mean of 0.1s is off by a bit, and that noise would be ranked."""
+    """A mean that is off by a bit would leave noise to be ranked; 49 times 1/49 is not 1."""
     generator = torch.Generator().manual_seed(0)
-    old = -torch.rand(1001, generator=generator)
-    for inputs in (step(old, torch.full((1001,), value)), step(torch.full((1001,), value), old)):
+    old = -torch.rand(49, generator=generator)
+    for inputs in (step(old, torch.full((49,), value)), step(torch.full((49,), value), old)):
         assert not chosen("kl_cov", inputs, kl_cov_ratio=1.0).any()
 
 
@@ -136,8 +136,9 @@ def test_the_choice_outlives_updates_of_the_policy(name: str) -> None:
 
 
 @each_loss
-def test_a_rank_that_holds_float32_chooses_what_the_whole_step_in_float64_did(name: str) -> None:
-    generator = torch.Generator().manual_seed(2)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rank_that_holds_float32_chooses_what_the_whole_step_in_float64_did(name: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     old, advantages = torch.randn(2, 600, generator=generator, dtype=torch.float64)
     wide, narrow = step(old, advantages), step(old, advantages, dtype=torch.float32)
     stats = build_policy_loss(name, **WIDE[name]).batch_stats(wide)
