@@ -170,7 +170,7 @@ def test_a_loss_without_statistics_assigns_none() -> None:
 
 
 def test_a_sequence_is_known_by_draw_and_index_wherever_it_stands(make_sample: Any) -> None:
-    addresses = [(5, 1), (0, 0), (5, 0), (1 << 30, 3)]
+    addresses = [(5, 1), (6, 0), (5, 0), (1 << 30, 3)]
     samples = [make_sample(draw, index=index) for draw, index in addresses]
     batch = RolloutBatch.from_samples(samples)
     ids = batch.vectors["sequence_ids"]
