@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.scan import suffix_scan
+from rlcore.algorithms.scan import suffix_scan, suffix_scan_
+from rlcore.algorithms.wide import mean_and_variance, pieces
 
 
 def segment_lengths(cu_seqlens: Tensor) -> Tensor:
@@ -65,6 +66,16 @@ def discounted_suffix_sum(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) 
     return suffix_scan(x, cu_seqlens.long(), _checked_decay(decay, cu_seqlens))
 
 
+def discounted_suffix_sum_(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
+    """`discounted_suffix_sum` in place and returned: a contiguous float64 `[M]` of the caller's own, without gradient."""
+    if x.dtype != torch.float64 or not x.is_contiguous() or x.requires_grad:
+        raise ValueError(
+            f"x: expected a contiguous float64 tensor without gradient, got {x.dtype}, strides {x.stride()}, "
+            f"requires_grad {x.requires_grad}; call discounted_suffix_sum"
+        )
+    return suffix_scan_(x, cu_seqlens.long(), _checked_decay(decay, cu_seqlens))
+
+
 def _checked_decay(decay: float | Tensor, cu_seqlens: Tensor) -> float | Tensor:
     """Return `decay` as a float, or as float64 `[B]` on the device of `cu_seqlens`."""
     if not isinstance(decay, Tensor):
@@ -93,12 +104,14 @@ def whiten(x: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
         raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
     if x.numel() == 0:
         return x.clone()
-    wide = x.double()
-    mean = wide.mean()
-    centred = wide - mean
-    variance = centred.square().sum() / max(x.numel() - 1, 1)
-    whitened = centred * torch.rsqrt(variance + eps)
-    return (whitened if shift_mean else whitened + mean).to(x.dtype)
+    mean, variance = mean_and_variance(x)
+    scale = torch.rsqrt(variance + eps)
+
+    def whitened(part: Tensor) -> Tensor:
+        centred = (part.double() - mean) * scale
+        return (centred if shift_mean else centred + mean).to(x.dtype)
+
+    return torch.cat([whitened(part) for (part,) in pieces(x)])
 
 
 def group_index(group_ids: Tensor) -> tuple[Tensor, int]:

@@ -2,8 +2,9 @@
 
 The flat vector is read as rows of 32 tokens, whatever the sequences in it. A piece is what one sequence owns of one row.
 
-1. Inside a row: neighbours of 1, 2, 4, … tokens are joined in place, the right one's first entry times powers of the
-   decay added to the left one. Nothing ever moves to the right, so what a row ends with is right, whatever precedes it.
+1. Inside a row: first within every 4 tokens, one by one; then neighbours of 4, 8, … tokens are joined, the right one's
+   first entry times powers of the decay added to the left one. Nothing ever moves to the right, so what a row ends with
+   is right, whatever precedes it.
 2. The pieces at which sequences end are at most one a sequence. They are cut out first, scanned apart as rows that end with
    their sequence, and put back over what came out wrong.
 3. The first entries of the rows are a ragged vector 32 times shorter, scanned with `decay ** 32` by doubling: windows of
@@ -27,7 +28,7 @@ def suffix_scan(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         result: Tensor = _SuffixScan.apply(x, cu_seqlens, decay)
         return result
-    return _scan(x, cu_seqlens, decay)
+    return suffix_scan_(x.to(torch.float64, copy=True), cu_seqlens, decay).to(x.dtype)
 
 
 class _SuffixScan(torch.autograd.Function):
@@ -36,7 +37,7 @@ class _SuffixScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
         ctx.cu_seqlens, ctx.decay = cu_seqlens, decay
-        return _scan(x, cu_seqlens, decay)
+        return suffix_scan(x, cu_seqlens, decay)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -45,47 +46,45 @@ class _SuffixScan(torch.autograd.Function):
         return suffix_scan(grad.flip(0), borders, decay).flip(0), None, None
 
 
-def _scan(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
+def suffix_scan_(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
+    """`suffix_scan` in place and returned, of a contiguous float64 tensor that takes no part in a graph."""
     lengths = cu_seqlens.diff()
     longest = int(lengths.max()) if lengths.numel() else 0
     if longest <= 1 or (isinstance(decay, float) and decay == 0.0):
-        return x.clone()
+        return y
     if longest <= _ROW:
-        return _scan_by_doubling(x.to(torch.float64, copy=True), cu_seqlens, decay, longest).to(x.dtype)
+        return _scan_by_doubling(y, cu_seqlens, decay, longest)
     if isinstance(decay, Tensor):
         decay = decay[lengths > 0]
-    return _scan_by_rows(x, cu_seqlens.unique_consecutive(), decay, longest)
+    return _scan_by_rows(y, cu_seqlens.unique_consecutive(), decay, longest)
 
 
-def _scan_by_rows(x: Tensor, borders: Tensor, decay: float | Tensor, longest: int) -> Tensor:
-    """The scan of sequences none of which is empty."""
-    num_rows = -(-x.numel() // _ROW)
-    # one number more than the rows hold: it stands for the tokens that a piece does not have
-    y = torch.empty(num_rows * _ROW + 1, dtype=torch.float64, device=x.device)
-    y[: x.numel()] = x
-    y[x.numel() :] = 0.0
-    rows = y[:-1].view(num_rows, _ROW)
-
-    starts, ends = borders[:-1], borders[1:]
-    token = ends[:, None] + torch.arange(-_ROW, 0, device=x.device)
+def _scan_by_rows(y: Tensor, borders: Tensor, decay: float | Tensor, longest: int) -> Tensor:
+    """The scan of sequences none of which is empty. A last row that is not full is made of ending pieces alone."""
+    num_rows = y.numel() // _ROW
+    rows = y[: num_rows * _ROW].view(num_rows, _ROW)
+    starts, ends = borders[:-1, None], borders[1:, None]
+    column = torch.arange(_ROW, device=y.device)
     piece_starts = torch.maximum(starts, (ends - 1) // _ROW * _ROW)
-    token = torch.where(token >= piece_starts[:, None], token, num_rows * _ROW)
-    ending = y[token]  # [sequences, 32]: the tokens of each sequence in the row where it ends, aligned to the right
+    # [sequences, 32]: the piece with which each sequence ends, aligned to the right; what is left of it is not used
+    column = torch.maximum(column, piece_starts - ends + _ROW)
+    token = column + (ends - _ROW)
+    ending = y[token]
 
-    sequence_powers = _powers(decay, x.device)
+    sequence_powers = _powers(decay, y.device)
     row_powers = sequence_powers
     if isinstance(decay, Tensor):  # a row decays as the sequence does that goes on behind it
         row_powers = sequence_powers.repeat_interleave((borders // _ROW).diff(), dim=0)
-        row_powers = torch.cat([row_powers, sequence_powers[-1:]])[:num_rows]
     _scan_inside(rows, row_powers)
     _scan_inside(ending, sequence_powers)
+    ending = ending.gather(1, column)
     y[token] = ending
 
-    row_borders = (borders + _ROW - 1) // _ROW
-    firsts = _scan_by_doubling(rows[:, 0].clone(), row_borders, decay**_ROW, -(-longest // _ROW) + 1)
-    rows[:-1].addcmul_(firsts[1:, None], row_powers if row_powers.shape[0] == 1 else row_powers[:-1])
+    firsts = _scan_by_doubling(y[::_ROW].clone(), (borders + _ROW - 1) // _ROW, decay**_ROW, -(-longest // _ROW) + 1)
+    carried = firsts[1:, None]
+    rows[: len(carried)].addcmul_(carried, row_powers if isinstance(decay, float) else row_powers[: len(carried)])
     y[token] = ending  # nothing follows where a sequence ends
-    return y[: x.numel()].to(x.dtype, copy=True)
+    return y
 
 
 def _powers(decay: float | Tensor, device: torch.device) -> Tensor:
@@ -96,10 +95,13 @@ def _powers(decay: float | Tensor, device: torch.device) -> Tensor:
 
 def _scan_inside(rows: Tensor, powers: Tensor) -> None:
     """Suffix sums of each row `[n, 32]`, in place."""
-    width = 1
+    of_four = rows.view(rows.shape[0], -1, 4).unbind(2)  # one by one: loops over 1 or 2 numbers are slow
+    for t in (2, 1, 0):
+        of_four[t].addcmul_(of_four[t + 1], powers[:, -1:])
+    width = 4
     while width < _ROW:
-        pairs = rows.view(rows.shape[0], -1, 2, width)
-        pairs[:, :, 0].addcmul_(pairs[:, :, 1, :1], powers[:, None, -width:])
+        left, right = rows.view(rows.shape[0], -1, 2, width).unbind(2)
+        left.addcmul_(right[..., :1], powers[:, None, -width:])
         width *= 2
 
 
@@ -115,7 +117,10 @@ def _scan_by_doubling(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor, long
     while width < longest:
         # where, not a product with a mask: 0 * inf of the next sequence would be NaN
         window = torch.where(behind[:-width] >= width, y[width:], 0.0)
-        y[:-width] += window * (rate[:-width] if isinstance(rate, Tensor) else rate)
+        if isinstance(rate, Tensor):
+            y[:-width].addcmul_(window, rate[:-width])
+        else:
+            y[:-width].add_(window, alpha=rate)
         rate = rate * rate
         width *= 2
     return y

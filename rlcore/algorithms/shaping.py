@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlcore.algorithms.ragged import last_token_index, segment_lengths, segment_sum
 from rlcore.algorithms.types import EstimatorInputs
+from rlcore.algorithms.wide import add_
 
 
 def token_terms(inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: float = 0.0) -> Tensor | None:
@@ -27,10 +28,10 @@ def token_terms(inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: flo
     else:
         terms = inputs.token_rewards.to(torch.float64, copy=True)
     if kl_coef != 0.0:
-        terms.sub_(require(inputs.kl, "kl"), alpha=kl_coef)
+        add_(terms, require(inputs.kl, "kl"), -kl_coef)
     if distill_coef != 0.0:
-        terms.add_(require(inputs.teacher_logprobs, "teacher_logprobs"), alpha=distill_coef)
-        terms.sub_(require(inputs.logprobs, "logprobs"), alpha=distill_coef)
+        add_(terms, require(inputs.teacher_logprobs, "teacher_logprobs"), distill_coef)
+        add_(terms, require(inputs.logprobs, "logprobs"), -distill_coef)
     return terms
 
 

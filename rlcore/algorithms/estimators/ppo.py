@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlcore.algorithms.ragged import discounted_suffix_sum, last_token_index
+from rlcore.algorithms.ragged import discounted_suffix_sum_, last_token_index
 from rlcore.algorithms.registry import register_estimator
 from rlcore.algorithms.shaping import check_coefficient, check_unit_interval, require, shaped_rewards, shaping_needs
 from rlcore.algorithms.types import Advantages, EstimatorInputs
+from rlcore.algorithms.wide import add_
 
 
 def _needs(estimator: PPO) -> set[str]:
@@ -47,22 +48,23 @@ class PPO:
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         values = require(inputs.values, "values")
         rewards = shaped_rewards(inputs, self.kl_coef, self.distill_coef)
-        delta = temporal_differences(rewards, values, inputs.cu_seqlens, self.gamma)
-        advantages = discounted_suffix_sum(delta, inputs.cu_seqlens, self.gamma * self.lam)
+        delta = temporal_differences_(rewards, values, inputs.cu_seqlens, self.gamma)
+        wide = discounted_suffix_sum_(delta, inputs.cu_seqlens, self.gamma * self.lam)
         dtype = inputs.rewards.dtype
-        return Advantages(advantages.to(dtype), returns=(advantages + values).to(dtype))
+        advantages = wide.to(dtype, copy=True)
+        return Advantages(advantages, returns=add_(wide, values).to(dtype))
 
 
-def temporal_differences(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
-    """Return `r_t + gamma * V_{t+1} - V_t` inside each sequence, with V = 0 behind its last token: new float64 `[M]`.
+def temporal_differences_(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
+    """Turn `rewards` into `r_t + gamma * V_{t+1} - V_t` inside each sequence, with V = 0 behind its last token.
 
     Args:
-        rewards: float64 `[M]`.
+        rewards: float64 `[M]`, changed in place and returned.
         values: float `[M]`, of the state before each token.
     """
-    delta = rewards - values.double()
+    delta = add_(rewards, values, -1.0)
     last = last_token_index(cu_seqlens)
     ends = delta[last]
-    delta[:-1].add_(values[1:], alpha=gamma)
+    add_(delta[:-1], values[1:], gamma)
     # put back, not subtracted again: a huge or infinite value of the next sequence must leave no trace here
     return delta.index_copy_(0, last, ends)

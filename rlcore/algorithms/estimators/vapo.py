@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.estimators.ppo import temporal_differences
-from rlcore.algorithms.ragged import discounted_suffix_sum, segment_lengths
+from rlcore.algorithms.estimators.ppo import temporal_differences_
+from rlcore.algorithms.ragged import discounted_suffix_sum, discounted_suffix_sum_, segment_lengths
 from rlcore.algorithms.registry import register_estimator
 from rlcore.algorithms.shaping import check_coefficient, check_unit_interval, require, shaped_rewards, shaping_needs
 from rlcore.algorithms.types import Advantages, EstimatorInputs
+from rlcore.algorithms.wide import add_
 
 
 def _needs(estimator: VAPO) -> set[str]:
@@ -56,9 +57,9 @@ class VAPO:
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         values = require(inputs.values, "values")
         rewards = shaped_rewards(inputs, self.kl_coef, self.distill_coef)
-        delta = temporal_differences(rewards, values, inputs.cu_seqlens, self.gamma)
+        delta = temporal_differences_(rewards, values, inputs.cu_seqlens, self.gamma)
         advantages = discounted_suffix_sum(delta, inputs.cu_seqlens, self._actor_decay(inputs.cu_seqlens))
-        returns = discounted_suffix_sum(delta, inputs.cu_seqlens, self.gamma * self.critic_lam) + values
+        returns = add_(discounted_suffix_sum_(delta, inputs.cu_seqlens, self.gamma * self.critic_lam), values)
         dtype = inputs.rewards.dtype
         return Advantages(advantages.to(dtype), returns=returns.to(dtype))
 

@@ -1,0 +1,42 @@
+"""Float64 arithmetic over long float32 vectors, a piece at a time.
+
+A float64 copy of a batch is twice its memory, and memory that was never touched costs the kernel more than the sum costs
+the processor. A piece stays in the cache, and its memory is used again for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+PIECE = 1 << 16  # numbers: 512 KiB in float64
+
+
+def pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of the same tokens of each `[M]` vector, in order; one empty piece where M is 0."""
+    return zip(*(vector.split(PIECE) for vector in vectors), strict=True)
+
+
+def add_(wide: Tensor, x: Tensor, alpha: float = 1.0) -> Tensor:
+    """`wide += alpha * x` in place and returned: float64 `[M]`, and any float `[M]`."""
+    for into, part in pieces(wide, x):
+        into.add_(part, alpha=alpha)
+    return wide
+
+
+def mean_and_variance(x: Tensor, minus: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return mean and unbiased variance of `x`, or of `x - minus`, as float64 scalars; M > 0.
+
+    Two passes: `E[x^2] - mean^2` is noise where the mean is far above the deviation. The variance of one number is 0.
+    """
+    vectors = (x,) if minus is None else (x, minus)
+    zero = torch.zeros((), dtype=torch.float64, device=x.device)
+    mean = sum((_difference(*part).sum() for part in pieces(*vectors)), zero) / x.numel()
+    squares = sum(((_difference(*part) - mean).square().sum() for part in pieces(*vectors)), zero)
+    return mean, squares / max(x.numel() - 1, 1)
+
+
+def _difference(x: Tensor, minus: Tensor | None = None) -> Tensor:
+    return x.double() if minus is None else x.double() - minus
