@@ -19,6 +19,34 @@ def test_the_page_of_metrics_is_what_the_command_prints(capsys: pytest.CaptureFi
     assert (DOCS / "metrics.md").read_text() == capsys.readouterr().out, "run: rlcore metrics --markdown > docs/metrics.md"
 
 
+def test_the_pages_name_every_algorithm_and_key() -> None:
+    from rlcore.algorithms import CORRECTIONS, estimator_names, policy_loss_names
+    from rlcore.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig, LossConfig
+
+    algorithms, configuration = ((DOCS / f"{name}.md").read_text() for name in ("algorithms", "configuration"))
+    for name in (*estimator_names(), *policy_loss_names(), *CORRECTIONS):
+        assert f"| `{name}` |" in algorithms
+    keys = re.search(r"\| key of `algorithm`.*?\n\n", configuration, re.DOTALL)
+    assert keys is not None
+    sections = {"": AlgorithmConfig, "loss.": LossConfig, "kl.": KLConfig, "correction.": CorrectionConfig}
+    for prefix, section in sections.items():
+        for key in section.model_fields:
+            told = f"`{prefix}{key}" in keys[0] or (prefix == "correction." and f"`.{key}`" in keys[0])
+            assert told, f"algorithm.{prefix}{key}"
+
+
+def test_the_page_of_algorithms_shows_a_configuration_that_is_valid(tmp_path: Path) -> None:
+    from rlcore.config.load import load_config
+    from rlcore.plugin_checks import check_plugins
+
+    found = re.search(r"```yaml\n(.*?)```", (DOCS / "algorithms.md").read_text(), re.DOTALL)
+    assert found is not None
+    file = tmp_path / "shown.yaml"
+    file.write_text(found[1])
+    loaded = load_config([file], ["run.name=x", "model.path=m", "data.paths=d", "training.steps=1"])
+    assert (loaded.notes, check_plugins(loaded)) == ((), [])
+
+
 def test_the_page_of_algorithms_shows_code_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
     from rlcore.algorithms import EstimatorInputs, GuardedEstimator
 
