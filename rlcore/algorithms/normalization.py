@@ -61,4 +61,4 @@ def _whiten_groups(x: Tensor, cu_seqlens: Tensor, group_ids: Tensor) -> Tensor:
     mean = group_total(segment_sum(x, cu_seqlens)) / count.clamp(min=1)
     centred = x - per_token(mean)
     variance = group_total(segment_sum(centred.square(), cu_seqlens)) / (count - 1).clamp(min=1)
-    return centred * per_token(torch.rsqrt(variance + _EPS))
+    return centred.mul_(per_token(torch.rsqrt(variance + _EPS)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlcore.algorithms.ragged import discounted_suffix_sum
+from rlcore.algorithms.ragged import discounted_suffix_sum_
 from rlcore.algorithms.registry import register_estimator
 from rlcore.algorithms.shaping import check_coefficient, check_unit_interval, shaped_rewards, shaping_needs
 from rlcore.algorithms.types import Advantages, EstimatorInputs
@@ -38,5 +38,5 @@ class ReinforcePP:
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         rewards = shaped_rewards(inputs, self.kl_coef, self.distill_coef)
-        returns = discounted_suffix_sum(rewards, inputs.cu_seqlens, self.gamma).to(inputs.rewards.dtype)
+        returns = discounted_suffix_sum_(rewards, inputs.cu_seqlens, self.gamma).to(inputs.rewards.dtype)
         return Advantages(returns, returns=returns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlcore.algorithms.ragged import discounted_suffix_sum, expand_to_tokens
+from rlcore.algorithms.ragged import discounted_suffix_sum_, expand_to_tokens
 from rlcore.algorithms.registry import register_estimator
 from rlcore.algorithms.shaping import check_coefficient, require, shaped_rewards, shaping_needs
 from rlcore.algorithms.types import Advantages, EstimatorInputs
@@ -40,7 +40,7 @@ class ReMax:
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         rewards = shaped_rewards(inputs, self.kl_coef, self.distill_coef)
-        returns = discounted_suffix_sum(rewards, inputs.cu_seqlens, 1.0)
+        returns = discounted_suffix_sum_(rewards, inputs.cu_seqlens, 1.0)
         baseline = require(inputs.baseline_rewards, "baseline_rewards")
         advantages = returns - expand_to_tokens(baseline, inputs.cu_seqlens, inputs.num_tokens)
         dtype = inputs.rewards.dtype
