@@ -20,8 +20,8 @@ from rlcore.algorithms import (
 )
 from rlcore.algorithms.keywords import check_keywords
 from rlcore.algorithms.plugins import import_object
+from rlcore.config.algorithm_checks import coefficient_ignored
 from rlcore.config.base import Plugin
-from rlcore.config.checks import coefficient_ignored
 from rlcore.config.derived import COEFFICIENTS, coefficients, estimator_options, needs_critic, needs_teacher
 from rlcore.config.load import Loaded
 from rlcore.config.policy import CriticConfig, TeacherConfig

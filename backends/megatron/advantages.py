@@ -15,7 +15,7 @@ from backends.megatron.transfer import broadcast_json
 from rlcore.algorithms import Advantages, GuardedEstimator, MissingInputError, estimator_keywords
 from rlcore.algorithms.guard import SOURCES
 from rlcore.config import Config
-from rlcore.config.checks import coefficient_ignored, reward_terms
+from rlcore.config.algorithm_checks import coefficient_ignored, reward_terms
 from rlcore.config.derived import coefficients
 from rlcore.credit import Credit
 from rlcore.data.batch import PER_SEQUENCE, RolloutBatch

@@ -23,7 +23,7 @@ from rlcore.algorithms.guard import ESTIMATOR_OPTIONAL, POLICY_LOSS_OPTIONAL
 from rlcore.algorithms.normalization import NormalizationMode
 from rlcore.config.algorithm import Aggregation, CorrectionConfig, Normalization
 from rlcore.config.algorithm import KLKind as ConfiguredKLKind
-from rlcore.config.checks import DECOUPLED
+from rlcore.config.algorithm_checks import DECOUPLED
 from rlcore.config.derived import COEFFICIENTS, GROUP_ESTIMATORS, NORMALIZED, SHAPED_REWARDS
 from rlcore.plugin_checks import FOR_ESTIMATORS, FOR_LOSSES
 

@@ -22,13 +22,16 @@ def test_the_page_of_metrics_is_what_the_command_prints(capsys: pytest.CaptureFi
 def test_the_pages_name_every_algorithm_and_key() -> None:
     from rlcore.algorithms import CORRECTIONS, estimator_names, policy_loss_names
     from rlcore.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig, LossConfig
+    from rlcore.config.base import Section
 
     algorithms, configuration = ((DOCS / f"{name}.md").read_text() for name in ("algorithms", "configuration"))
     for name in (*estimator_names(), *policy_loss_names(), *CORRECTIONS):
         assert f"| `{name}` |" in algorithms
     keys = re.search(r"\| key of `algorithm`.*?\n\n", configuration, re.DOTALL)
     assert keys is not None
-    sections = {"": AlgorithmConfig, "loss.": LossConfig, "kl.": KLConfig, "correction.": CorrectionConfig}
+    sections: dict[str, type[Section]] = {
+        "": AlgorithmConfig, "loss.": LossConfig, "kl.": KLConfig, "correction.": CorrectionConfig,
+    }  # fmt: skip
     for prefix, section in sections.items():
         for key in section.model_fields:
             told = f"`{prefix}{key}" in keys[0] or (prefix == "correction." and f"`.{key}`" in keys[0])

@@ -28,7 +28,7 @@ def leaves(section: type[Section], path: str = "") -> Iterator[str]:
 def source() -> str:
     """All code but the schema itself and its checks."""
     files = [path for package in ("rlcore", "backends", "rollout") for path in (ROOT / package).rglob("*.py")]
-    schema = {ROOT / "rlcore" / "config" / f"{name}.py" for name in (*SCHEMA, "checks")}
+    schema = {ROOT / "rlcore" / "config" / f"{name}.py" for name in (*SCHEMA, "checks", "algorithm_checks")}
     return "\n".join(path.read_text() for path in files if path not in schema)
 
 
