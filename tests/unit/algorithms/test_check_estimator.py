@@ -161,6 +161,10 @@ def reads_reward_of_empty(inputs: EstimatorInputs) -> Advantages:
     return Advantages(expand_to_tokens((inputs.rewards - mean).to(inputs.rewards.dtype), inputs.cu_seqlens))
 
 
+def zero_times_reward_of_empty(inputs: EstimatorInputs) -> Advantages:
+    return Advantages(right(inputs).advantages + 0.0 * inputs.rewards.sum())
+
+
 def last_token_of_nothing(inputs: EstimatorInputs) -> Advantages:
     out = inputs.rewards.new_zeros(inputs.num_tokens)
     out[inputs.cu_seqlens[1:] - 1] = residuals(inputs)  # an empty sequence writes on the token of its neighbour
@@ -327,6 +331,7 @@ def reads_memory(inputs: EstimatorInputs) -> Advantages:
         (leaks_over_borders, "permutation"),
         (counts_empty, "empty-sequences"),
         (reads_reward_of_empty, "empty-sequences"),
+        (zero_times_reward_of_empty, "empty-sequences"),
         (last_token_of_nothing, "empty-sequences"),
         (reads_undeclared, "declared-fields"),
         (silent_without_undeclared, "declared-fields"),

@@ -1,0 +1,1 @@
+"""An estimator and a policy loss for rlcore."""
