@@ -7,6 +7,7 @@ estimators a comparison of the bits as well, then turn such a write into an erro
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -53,6 +54,7 @@ class GuardedEstimator:
         self.estimator = estimator
         self.needs = frozenset(needs)
         self.optional = frozenset(optional)
+        self._handed = {*ESTIMATOR_ALWAYS, *needs, *optional}
 
     def __repr__(self) -> str:
         return f"GuardedEstimator({self.name!r}, needs={sorted(self.needs)})"
@@ -63,14 +65,13 @@ class GuardedEstimator:
 
     @torch.no_grad()
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
-        present = [f.name for f in fields(inputs) if getattr(inputs, f.name) is not None]
+        present = [name for name, value in vars(inputs).items() if value is not None]
         self.check_available(present)
-        handed = {*ESTIMATOR_ALWAYS, *self.needs, *self.optional}
-        given: dict[str, Tensor] = {name: getattr(inputs, name) for name in present if name in handed}
-        copies = {name: _copy(value) for name, value in given.items()}
-        versions = {name: copy._version for name, copy in copies.items()}
+        given: dict[str, Tensor] = {name: getattr(inputs, name) for name in present if name in self._handed}
+        copies = _copies(given)
+        versions = {name: value._version for name, value in copies.items()}
 
-        result = self.estimator(EstimatorInputs(**copies))
+        result = self.estimator(_with_fields(inputs, copies))
 
         for name, version in versions.items():
             if copies[name]._version != version or not _same_bits(copies[name], given[name]):
@@ -198,18 +199,25 @@ def _check_per_token(at: str, value: Tensor, num_tokens: int) -> None:
         raise OutputError(f"{at}: expected a floating dtype, got {value.dtype}")
 
 
-def _copy(value: Tensor) -> Tensor:
+def _copies(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy out of the graph, and out of inference mode, whose tensors have no version counter."""
     with torch.inference_mode(False):
-        return value.detach().clone(memory_format=torch.contiguous_format)
+        return {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in given.items()}
+
+
+def _with_fields(inputs: EstimatorInputs, tensors: Mapping[str, Tensor]) -> EstimatorInputs:
+    """The same record with these fields alone: copies of what was checked are not checked again."""
+    record = copy.copy(inputs)
+    vars(record).update({f.name: tensors.get(f.name) for f in fields(inputs)})
+    return record
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _same_bits(copy: Tensor, original: Tensor) -> bool:
+def _same_bits(value: Tensor, original: Tensor) -> bool:
     """Compare as integers, so that NaN equals NaN."""
-    if copy.shape != original.shape or copy.dtype != original.dtype:
+    if value.shape != original.shape or value.dtype != original.dtype:
         return False
-    bits = _BITS[copy.element_size()]
-    return torch.equal(copy.contiguous().view(bits), original.detach().contiguous().view(bits))
+    bits = _BITS[value.element_size()]
+    return torch.equal(value.contiguous().view(bits), original.detach().contiguous().view(bits))

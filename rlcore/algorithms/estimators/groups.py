@@ -23,7 +23,6 @@ class GroupedReturns:
 
     returns: Tensor  # float64 [N]
     lengths: Tensor  # int64 [N]
-    sizes: Tensor  # float64 [N], members of the group of each member
     residuals: Tensor  # float64 [N], return less the mean of its group; exactly 0 where those of the group are equal
 
     def __init__(self, inputs: EstimatorInputs, returns: Tensor | None = None) -> None:
@@ -35,11 +34,11 @@ class GroupedReturns:
         self.returns, self.lengths = returns, lengths
         self._dtype, self._num_tokens = inputs.rewards.dtype, inputs.num_tokens
         self._index, self._num_groups = group_index(group_ids)
-        self.sizes = self.total(torch.ones_like(returns))
+        self._group_sizes = torch.bincount(self._index, minlength=self._num_groups).double()
         # counted from the least return of its group, a constant is a row of zeros, whose mean is exact
         least = returns.new_full((self._num_groups,), float("inf")).scatter_reduce(0, self._index, returns, "amin")
-        above = returns - least.index_select(0, self._index)
-        self.residuals = above - self.total(above) / self.sizes
+        above = returns - self._per_member(least)
+        self.residuals = above - self._per_member(self._group_total(above) / self._group_sizes)
 
     @property
     def means(self) -> Tensor:
@@ -49,7 +48,8 @@ class GroupedReturns:
     @property
     def stds(self) -> Tensor:
         """Unbiased, two-pass standard deviation of the group of each member, `[N]`; 0 in a group of one."""
-        return (self.total(self.residuals.square()) / (self.sizes - 1).clamp(min=1)).sqrt()
+        variance = self._group_total(self.residuals.square()) / (self._group_sizes - 1).clamp(min=1)
+        return self._per_member(variance.sqrt())
 
     @property
     def leave_one_out(self) -> Tensor:
@@ -57,11 +57,11 @@ class GroupedReturns:
 
         r - (sum - r) / (n - 1) = n / (n - 1) * (r - mean)
         """
-        return self.residuals * (self.sizes / (self.sizes - 1).clamp(min=1))
+        return self.residuals * self._per_member(self._group_sizes / (self._group_sizes - 1).clamp(min=1))
 
     def total(self, x: Tensor) -> Tensor:
         """Sum `x` (`[N]`) over the group of each member, `[N]`."""
-        return x.new_zeros(self._num_groups).index_add(0, self._index, x).index_select(0, self._index)
+        return self._per_member(self._group_total(x))
 
     def per_token(self, x: Tensor) -> Tensor:
         """Repeat `x` (`[N]`) on each token of its member: `[M]`."""
@@ -73,3 +73,9 @@ class GroupedReturns:
         There are no returns, which are for a critic to learn.
         """
         return Advantages(self.per_token(x.to(self._dtype)))
+
+    def _group_total(self, x: Tensor) -> Tensor:
+        return x.new_zeros(self._num_groups).scatter_add(0, self._index, x)
+
+    def _per_member(self, per_group: Tensor) -> Tensor:
+        return per_group.index_select(0, self._index)
