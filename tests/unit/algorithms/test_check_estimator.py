@@ -38,6 +38,8 @@ from rlcore.algorithms import (
     whiten,
 )
 from rlcore.algorithms.testing import ContractError, check_estimator, check_policy_loss
+from rlcore.algorithms.testing import estimator as estimator_rules
+from rlcore.algorithms.testing import policy_loss as policy_loss_rules
 from rlcore.algorithms.testing.batches import PER_SEQUENCE, Layout, estimator_batch, policy_loss_batch, tensors
 
 OF_THE_WHOLE_BATCH = {"gpg"}  # its scale counts the groups that teach nothing
@@ -317,45 +319,48 @@ def reads_memory(inputs: EstimatorInputs) -> Advantages:
     return Advantages(expand_to_tokens(raw, inputs.cu_seqlens))
 
 
-@pytest.mark.parametrize(
-    ("estimator", "rule"),
-    [
-        (writes(lambda x: x.mul_(0.1)), "read-only"),
-        (writes(lambda x: x.data.mul_(0.1)), "read-only"),
-        (writes(lambda x: x.numpy().__setitem__(0, 7.0)), "read-only"),
-        (writes(lambda x: x.sub_(x.mean()), field="rewards"), "read-only"),
-        (by_pairs, "group-ids"),
-        (by_fixed_size, "group-ids"),
-        (ids_as_index, "group-ids"),
-        (first_is_baseline, "permutation"),
-        (leaks_over_borders, "permutation"),
-        (counts_empty, "empty-sequences"),
-        (reads_reward_of_empty, "empty-sequences"),
-        (zero_times_reward_of_empty, "empty-sequences"),
-        (last_token_of_nothing, "empty-sequences"),
-        (reads_undeclared, "declared-fields"),
-        (silent_without_undeclared, "declared-fields"),
-        (batch_mean, "group-split"),
-        (whitened, "group-split"),
-        (global_running_sum, "group-split"),
-        (one_pass_variance, "constant-rewards"),
-        (one_pass_clamped, "extremes"),
-        (exp_before_clamp, "extremes"),
-        (nan_when_alone, "group-of-one"),
-        (no_eps, "constant-rewards"),
-        (accumulates_in_bfloat16, "float32"),
-        (noisy, "deterministic"),
-        (Stateful, "deterministic"),
-        (Learned, "outputs"),
-        (Critic, "returns"),
-        (Optional, "optional-fields"),
-        (per_sequence, "outputs"),
-        (integers, "outputs"),
-        (bare_tensor, "outputs"),
-        (top_of_the_batch, "no-tokens"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", None),
-)
+WRONG_ESTIMATORS: list[tuple[Any, str]] = [
+    (writes(lambda x: x.mul_(0.1)), "read-only"),
+    (writes(lambda x: x.data.mul_(0.1)), "read-only"),
+    (writes(lambda x: x.numpy().__setitem__(0, 7.0)), "read-only"),
+    (writes(lambda x: x.sub_(x.mean()), field="rewards"), "read-only"),
+    (by_pairs, "group-ids"),
+    (by_fixed_size, "group-ids"),
+    (ids_as_index, "group-ids"),
+    (first_is_baseline, "permutation"),
+    (leaks_over_borders, "permutation"),
+    (counts_empty, "empty-sequences"),
+    (reads_reward_of_empty, "empty-sequences"),
+    (zero_times_reward_of_empty, "empty-sequences"),
+    (last_token_of_nothing, "empty-sequences"),
+    (reads_undeclared, "declared-fields"),
+    (silent_without_undeclared, "declared-fields"),
+    (batch_mean, "group-split"),
+    (whitened, "group-split"),
+    (global_running_sum, "group-split"),
+    (one_pass_variance, "constant-rewards"),
+    (one_pass_clamped, "extremes"),
+    (exp_before_clamp, "extremes"),
+    (nan_when_alone, "group-of-one"),
+    (no_eps, "constant-rewards"),
+    (accumulates_in_bfloat16, "float32"),
+    (noisy, "deterministic"),
+    (Stateful, "deterministic"),
+    (Learned, "outputs"),
+    (Critic, "returns"),
+    (Optional, "optional-fields"),
+    (per_sequence, "outputs"),
+    (integers, "outputs"),
+    (bare_tensor, "outputs"),
+    (top_of_the_batch, "no-tokens"),
+]
+
+
+def ids(value: Any) -> str:
+    return value if isinstance(value, str) else value.__name__
+
+
+@pytest.mark.parametrize(("estimator", "rule"), WRONG_ESTIMATORS, ids=ids)
 @pytest.mark.filterwarnings("ignore:std")
 def test_a_wrong_estimator_is_caught(estimator: Estimator, rule: str) -> None:
     with pytest.raises(ContractError) as caught:
@@ -546,6 +551,18 @@ def largest_ratio(inputs: PolicyLossInputs) -> PolicyLoss:
     return plain(inputs)
 
 
+class OptionalEntropy:
+    optional = ("entropy",)
+
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
+        return undeclared_entropy(inputs)
+
+
+def loss_reads_memory(inputs: PolicyLossInputs) -> PolicyLoss:
+    raw = inputs.advantages.as_strided((inputs.num_tokens,), (1,))
+    return PolicyLoss(-raw * (inputs.logprobs - inputs.old_logprobs).clamp(-20, 20).exp())
+
+
 class QuantileOfTheStep:
     """Right: what it needs from the whole step it takes in `batch_stats`."""
 
@@ -564,34 +581,40 @@ class QuantileOfTheMicroBatch(QuantileOfTheStep):
         return PolicyLoss(-(inputs.advantages - self.batch_stats(inputs)["middle"]) * ratio)
 
 
-@pytest.mark.parametrize(
-    ("loss", "rule"),
-    [
-        (loss_writes(lambda x: x.mul_(2)), "read-only"),
-        (loss_writes(lambda x: x.data.mul_(2)), "read-only"),
-        (loss_writes(lambda x: x.numpy().__setitem__(0, 9.0)), "read-only"),
-        (mean_of_the_batch, "micro-batches"),
-        (normalised_inside, "micro-batches"),
-        (metric_of_the_batch, "micro-batches"),
-        (QuantileOfTheMicroBatch, "micro-batches"),
-        (reduced, "outputs"),
-        (detached, "outputs"),
-        (undeclared_entropy, "declared-fields"),
-        (dropout, "deterministic"),
-        (first_of_the_micro_batch, "permutation"),
-        (sequence_mean_of_nothing, "empty-sequences"),
-        (largest_ratio, "no-tokens"),
-        (weighted, "unweighted"),
-        (narrow_mean, "float32"),
-        (exp_then_clamp, "extremes"),
-        (masked_product, "extremes"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
-)
+WRONG_LOSSES: list[tuple[Any, str]] = [
+    (loss_writes(lambda x: x.mul_(2)), "read-only"),
+    (loss_writes(lambda x: x.data.mul_(2)), "read-only"),
+    (loss_writes(lambda x: x.numpy().__setitem__(0, 9.0)), "read-only"),
+    (mean_of_the_batch, "micro-batches"),
+    (normalised_inside, "micro-batches"),
+    (metric_of_the_batch, "micro-batches"),
+    (QuantileOfTheMicroBatch, "micro-batches"),
+    (reduced, "outputs"),
+    (detached, "outputs"),
+    (undeclared_entropy, "declared-fields"),
+    (dropout, "deterministic"),
+    (first_of_the_micro_batch, "permutation"),
+    (sequence_mean_of_nothing, "empty-sequences"),
+    (largest_ratio, "no-tokens"),
+    (weighted, "unweighted"),
+    (narrow_mean, "float32"),
+    (exp_then_clamp, "extremes"),
+    (masked_product, "extremes"),
+    (OptionalEntropy, "optional-fields"),
+    (loss_reads_memory, "storage"),
+]
+
+
+@pytest.mark.parametrize(("loss", "rule"), WRONG_LOSSES, ids=ids)
 def test_a_wrong_loss_is_caught(loss: Loss, rule: str) -> None:
     with pytest.raises(ContractError) as caught:
         check_policy_loss(loss)
     assert caught.value.rule.name == rule, str(caught.value)
+
+
+def test_no_rule_is_without_a_plugin_that_breaks_it() -> None:
+    assert {rule for _, rule in WRONG_ESTIMATORS} | {"storage"} == {rule.name for rule in estimator_rules._RULES}
+    assert {rule for _, rule in WRONG_LOSSES} == {rule.name for rule in policy_loss_rules._RULES}
 
 
 def test_right_losses_pass_in_any_form() -> None:
