@@ -220,8 +220,8 @@ def _state(run: Path) -> str:
 
 
 def _samples(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """The records of every step; versions count publications, of which a resumed run makes more."""
+    """The records of every step, but for versions: those count publications, of which a resumed run makes more."""
     return {
-        path.name: [{**record, "versions": None} for record in read_rollouts(path)]
+        path.name: [{k: v for k, v in record.items() if "version" not in k} for record in read_rollouts(path)]
         for path in sorted((run / "rollouts").glob("*.zst"))
     }

@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
         given("{wrong}/mistyped.yaml"), ("algorithm.los ", "mistyped.yaml:4", "did you mean algorithm.loss?")),
     "wrong type": (given("policy.optimizer.lr=fast"), ("policy.optimizer.lr", "'fast'", "expected a number")),
     "no length": (given("training.steps=null"), ("how long to train is missing", "training.steps")),
-    "unknown estimator": (given("algorithm.estimator.name=gropo"), ("'gropo'", "known: grpo", "did you mean 'grpo'")),
+    "unknown estimator": (given("algorithm.estimator.name=gropo"), ("'gropo'", "known: dr_grpo, ", "did you mean 'grpo'")),
     "estimator's keyword": (
         given("algorithm.estimator={name: ppo, lamda: 0.9}"), ("algorithm.estimator.lamda", "did you mean", ".lam?")),
     "plugin's keyword": (
