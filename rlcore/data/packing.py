@@ -37,12 +37,14 @@ class MinibatchPlan:
 
 def balance(costs: Sequence[float], bins: int) -> list[list[int]]:
     """Longest processing time first onto the lightest bin (Graham 1969); every item is placed, bins may stay empty."""
-    heap = [(0.0, b) for b in range(bins)]
-    placed: list[list[int]] = [[] for _ in range(bins)]
-    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, lightest = heapq.heappop(heap)
+    order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
+    placed = [[item] for item in order[:bins]] + [[] for _ in range(bins - len(costs))]
+    heap = [(costs[item], b) for b, item in enumerate(order[:bins])]
+    heapq.heapify(heap)
+    for item in order[bins:]:
+        load, lightest = heap[0]
         placed[lightest].append(item)
-        heapq.heappush(heap, (load + costs[item], lightest))
+        heapq.heapreplace(heap, (load + costs[item], lightest))
     return placed
 
 

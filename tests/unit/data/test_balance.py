@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlcore.data.packing import balance
+
+
+def longest_first(costs: list[float], bins: int) -> list[list[int]]:
+    """The heuristic, word by word."""
+    placed: list[list[int]] = [[] for _ in range(bins)]
+    loads = [0.0] * bins
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        lightest = min(range(bins), key=lambda b: (loads[b], b))
+        placed[lightest].append(item)
+        loads[lightest] += costs[item]
+    return placed
+
+
+def test_by_hand() -> None:
+    assert balance([3.0, 9.0, 4.0, 5.0, 6.0], 2) == [[1, 2], [4, 3, 0]]  # loads 13 and 14
+
+
+@given(costs=st.lists(st.integers(1, 50).map(float), max_size=60), bins=st.integers(1, 9))
+@settings(max_examples=100, deadline=None)
+def test_it_is_longest_first_onto_the_lightest(costs: list[float], bins: int) -> None:
+    assert balance(costs, bins) == longest_first(costs, bins)
+
+
+def test_bins_may_stay_empty() -> None:
+    assert balance([2.0], 3) == [[0], [], []]
+    assert balance([], 2) == [[], []]
+
+
+@pytest.mark.parametrize("bins", [2, 7, 64])
+def test_the_worst_bin_is_near_the_mean(bins: int) -> None:
+    draw = random.Random(bins)
+    costs = [draw.lognormvariate(0, 0.7) for _ in range(bins * 16)]
+    placed = balance(costs, bins)
+    assert sorted(i for part in placed for i in part) == list(range(len(costs)))
+    worst = max(sum(costs[i] for i in part) for part in placed)
+    assert worst <= max(1.02 * sum(costs) / bins, max(costs))
