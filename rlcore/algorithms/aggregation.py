@@ -52,4 +52,4 @@ def loss_weights(
         if norm_length is None or not norm_length > 0:
             raise ValueError(f"norm_length: expected a number > 0 for mode {mode!r}, got {norm_length}")
         denominator = torch.full_like(lengths, num_sequences, dtype=torch.float64) * norm_length
-    return expand_to_tokens(denominator, cu_seqlens).reciprocal().float()
+    return expand_to_tokens(denominator.reciprocal().float(), cu_seqlens)

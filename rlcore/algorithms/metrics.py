@@ -18,6 +18,7 @@ from rlcore.algorithms.moments import Moments
 from rlcore.algorithms.ragged import group_count, group_index, group_mean_std, segment_lengths, segment_sum
 from rlcore.algorithms.staleness import stale_tokens
 from rlcore.algorithms.types import EstimatorInputs
+from rlcore.algorithms.wide import mean_and_variance, pieces
 
 
 @torch.no_grad()
@@ -66,8 +67,8 @@ def explained_variance(values: Tensor, returns: Tensor) -> float | None:
     """Return `1 - var(returns - values) / var(returns)` over tokens; None where the returns do not vary."""
     if returns.numel() < 2:
         return None
-    variance = float(returns.double().var())
-    return 1.0 - float((returns.double() - values.double()).var()) / variance if variance > 0 else None
+    variance = float(mean_and_variance(returns)[1])
+    return 1.0 - float(mean_and_variance(returns, minus=values)[1]) / variance if variance > 0 else None
 
 
 _SCORES = (
@@ -170,11 +171,14 @@ def _distances(inputs: EstimatorInputs) -> dict[str, float]:
     """Means over tokens, from the reference and from the engine, reduced as those of an update are."""
     moments = Moments()
     if inputs.kl is not None:
-        moments.add("rollout/kl", inputs.kl)
+        for (kl,) in pieces(inputs.kl):
+            moments.add("rollout/kl", kl)
     if inputs.logprobs is not None and inputs.ref_logprobs is not None:
-        moments.add("rollout/kl_clamped_share", kl_clamped(inputs.logprobs, inputs.ref_logprobs))
+        for logprobs, reference in pieces(inputs.logprobs, inputs.ref_logprobs):
+            moments.add("rollout/kl_clamped_share", kl_clamped(logprobs, reference))
     if inputs.logprobs is not None and inputs.rollout_logprobs is not None:
-        moments.update(mismatch_vectors(inputs.logprobs, inputs.rollout_logprobs))
+        for logprobs, rollout in pieces(inputs.logprobs, inputs.rollout_logprobs):
+            moments.update(mismatch_vectors(logprobs, rollout))
     return moments.reduce()
 
 
@@ -190,8 +194,8 @@ _STALENESS = (
 def _staleness(inputs: EstimatorInputs, version: int | None, max_staleness: int | None) -> dict[str, float]:
     if inputs.versions is None or version is None or inputs.num_tokens == 0:
         return {}
-    age = (version - inputs.versions).double()
-    metrics = {"rollout/staleness_mean": float(age.mean()), "rollout/staleness_max": float(age.max())}
+    mean = version - int(inputs.versions.sum()) / inputs.num_tokens
+    metrics = {"rollout/staleness_mean": mean, "rollout/staleness_max": float(version - inputs.versions.min())}
     if max_staleness is not None:
         stale = stale_tokens(inputs.versions, version, max_staleness)
         metrics["correction/stale_fraction"] = float(stale.double().mean())
