@@ -10,6 +10,7 @@ run, against the copy, in a forked child of this process, which has torch and py
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import runpy
@@ -31,6 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 ALGORITHM_TESTS = "tests/unit/algorithms/"
 DEADLINE_S = 120
+PLUGINS = ("-p", "no:cacheprovider", "-p", "no:unraisableexception", "-p", "no:faulthandler")    # half of a short run
 NOT_IMPORTED = 90       # exit code of a child whose tests never imported the mutated file
 
 
@@ -118,7 +120,7 @@ def judge(mutant: Mutant, folder: Path) -> Verdict:
     if code == pytest.ExitCode.OK:
         return Verdict("SURVIVED", f"{mutant.tests} stay green", seconds)
     if code == NOT_IMPORTED:
-        return Verdict("NOT RUN", f"{mutant.tests} never import {mutant.module} from the copy", seconds)
+        return Verdict("UNTRIED", f"{mutant.tests} never import {mutant.module} from the copy", seconds)
     return Verdict("BROKEN", f"pytest ended with {code}\n{log[-2000:]}", seconds)
 
 
@@ -144,9 +146,9 @@ def _run_in_child(tests: Sequence[str], folder: Path, module: str | None, log: P
         elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, ROOT / "tests")]
         sys.path[:] = [str(folder), *elsewhere]
         os.environ["PYTHONPATH"] = str(folder)
-        code = int(pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "--rootdir", str(folder), *tests]))
+        code = int(pytest.main(["-x", "-q", "--tb=short", *PLUGINS, "--rootdir", str(folder), *tests]))
         imported = getattr(sys.modules.get(module or "rlcore"), "__file__", None) or ""
-        if not imported.startswith(f"{folder}{os.sep}"):
+        if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not imported.startswith(f"{folder}{os.sep}"):
             code = NOT_IMPORTED
         sys.stdout.flush()
     finally:
@@ -172,6 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such defect: {', '.join(unknown)}")
     chosen = [mutant for mutant in mutants if not options.names or mutant.name in options.names]
     torch.set_num_threads(1)        # a pool of threads would not survive the fork
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    gc.freeze()     # else every child looks through all of torch for garbage
     with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
         folder = Path(temporary).resolve()
         copy_tree(folder)
