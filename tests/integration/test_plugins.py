@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from lab import LEARNING, ROOT, Lab, Run
 
+from rlcore.algorithms.testing import check_estimator
 from rlcore.data.sample import Sample
 from rlcore.runs.rollouts import read_rollouts
 
@@ -126,6 +127,7 @@ def test_the_readmes_example_works_as_printed(lab: Lab, tmp_path: Path, monkeypa
     (tmp_path / "my_package").mkdir()
     (tmp_path / code[1]).write_text(code[2])
     monkeypatch.syspath_prepend(tmp_path)
+    assert not check_estimator(command[1].partition("=")[2]).skipped
     run = lab.train("readme", *LEARNING, command[1])
     assert run.code == 0, run.err
     for record in read_rollouts(run.rollouts(1)):
