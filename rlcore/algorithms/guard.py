@@ -220,4 +220,4 @@ def _same_bits(value: Tensor, original: Tensor) -> bool:
     if value.shape != original.shape or value.dtype != original.dtype:
         return False
     bits = _BITS[value.element_size()]
-    return torch.equal(value.contiguous().view(bits), original.detach().contiguous().view(bits))
+    return torch.equal(value.contiguous().view(bits), original.contiguous().view(bits))

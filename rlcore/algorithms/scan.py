@@ -63,12 +63,11 @@ def _scan_by_rows(y: Tensor, borders: Tensor, decay: float | Tensor, longest: in
     """The scan of sequences none of which is empty. A last row that is not full is made of ending pieces alone."""
     num_rows = y.numel() // _ROW
     rows = y[: num_rows * _ROW].view(num_rows, _ROW)
-    starts, ends = borders[:-1, None], borders[1:, None]
-    column = torch.arange(_ROW, device=y.device)
-    piece_starts = torch.maximum(starts, (ends - 1) // _ROW * _ROW)
-    # [sequences, 32]: the piece with which each sequence ends, aligned to the right; what is left of it is not used
-    column = torch.maximum(column, piece_starts - ends + _ROW)
-    token = column + (ends - _ROW)
+    ends = borders[1:]
+    piece_lengths = torch.minimum(borders.diff(), (ends - 1) % _ROW + 1)
+    # [sequences, 32]: the piece with which each sequence ends, aligned to the right; to the left of it its first token
+    column = torch.maximum(torch.arange(_ROW, device=y.device), (_ROW - piece_lengths)[:, None])
+    token = column + (ends - _ROW)[:, None]
     ending = y[token]
 
     sequence_powers = _powers(decay, y.device)
@@ -89,8 +88,8 @@ def _scan_by_rows(y: Tensor, borders: Tensor, decay: float | Tensor, longest: in
 
 def _powers(decay: float | Tensor, device: torch.device) -> Tensor:
     """`decay ** 32, …, decay ** 1`, float64 `[1 or B, 32]`: what reaches each token of a row from behind it."""
-    base = decay if isinstance(decay, Tensor) else torch.tensor([decay], dtype=torch.float64, device=device)
-    return base[:, None] ** torch.arange(_ROW, 0, -1, device=device)
+    ahead = torch.arange(_ROW, 0, -1, dtype=torch.float64, device=device)
+    return (decay[:, None] if isinstance(decay, Tensor) else decay) ** ahead.expand(1, _ROW)
 
 
 def _scan_inside(rows: Tensor, powers: Tensor) -> None:
@@ -110,13 +109,13 @@ def _scan_by_doubling(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor, long
     lengths = cu_seqlens.diff()
     entry = torch.arange(y.numel(), device=y.device)
     behind = torch.repeat_interleave(cu_seqlens[1:] - 1, lengths, output_size=y.numel()) - entry
-    rate = decay
+    zero, rate = y.new_zeros(()), decay
     if isinstance(decay, Tensor):
         rate = torch.repeat_interleave(decay, lengths, output_size=y.numel())
     width = 1
     while width < longest:
         # where, not a product with a mask: 0 * inf of the next sequence would be NaN
-        window = torch.where(behind[:-width] >= width, y[width:], 0.0)
+        window = torch.where(behind[:-width] >= width, y[width:], zero)
         if isinstance(rate, Tensor):
             y[:-width].addcmul_(window, rate[:-width])
         else:
