@@ -8,6 +8,7 @@ estimators a comparison of the bits as well, then turn such a write into an erro
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -92,7 +93,7 @@ class GuardedEstimator:
             _check_per_token(at, value, inputs.num_tokens)
             if value.requires_grad:
                 raise OutputError(f"{at}: expected no gradient, got a tensor that requires one; detach it")
-            if bool(value.sum().isfinite()):  # one pass; a sum that overflows is looked into
+            if math.isfinite(float(value.sum())):  # one pass; a sum that overflows is looked into
                 continue
             bad = (~torch.isfinite(value)).nonzero()
             if bad.numel():

@@ -116,9 +116,8 @@ def whiten(x: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
 
 def group_index(group_ids: Tensor) -> tuple[Tensor, int]:
     """Number the groups of `group_ids` (any integers, any order) from 0: int64 `[B]` and how many there are."""
-    if bool((group_ids[1:] >= group_ids[:-1]).all()):  # batches mostly come in order: no sort then
-        unique, inverse = torch.unique_consecutive(group_ids, return_inverse=True)
-    else:
+    unique, inverse = torch.unique_consecutive(group_ids, return_inverse=True)
+    if not bool((unique[1:] > unique[:-1]).all()):  # batches mostly come in order: no sort then
         unique, inverse = torch.unique(group_ids, return_inverse=True)
     return inverse, unique.numel()
 

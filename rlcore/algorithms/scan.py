@@ -94,14 +94,12 @@ def _powers(decay: float | Tensor, device: torch.device) -> Tensor:
 
 def _scan_inside(rows: Tensor, powers: Tensor) -> None:
     """Suffix sums of each row `[n, 32]`, in place."""
-    of_four = rows.view(rows.shape[0], -1, 4).unbind(2)  # one by one: loops over 1 or 2 numbers are slow
-    for t in (2, 1, 0):
-        of_four[t].addcmul_(of_four[t + 1], powers[:, -1:])
-    width = 4
-    while width < _ROW:
+    of_four, decay = rows.view(rows.shape[0], -1, 4).unbind(2), powers[:, -1:]
+    for t in (2, 1, 0):  # one by one: loops over 1 or 2 numbers are slow
+        of_four[t].addcmul_(of_four[t + 1], decay)
+    for width in (4, 8, 16):
         left, right = rows.view(rows.shape[0], -1, 2, width).unbind(2)
         left.addcmul_(right[..., :1], powers[:, None, -width:])
-        width *= 2
 
 
 def _scan_by_doubling(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor, longest: int) -> Tensor:

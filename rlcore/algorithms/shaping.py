@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.ragged import last_token_index, segment_lengths, segment_sum
+from rlcore.algorithms.ragged import segment_lengths, segment_sum
 from rlcore.algorithms.types import EstimatorInputs
 from rlcore.algorithms.wide import add_
 
@@ -43,8 +43,9 @@ def shaped_rewards(inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: 
     shaped = token_terms(inputs, kl_coef, distill_coef)
     if shaped is None:
         shaped = inputs.rewards.new_zeros(inputs.num_tokens, dtype=torch.float64)
-    outcomes = inputs.rewards[segment_lengths(inputs.cu_seqlens) > 0].double()
-    return shaped.index_add_(0, last_token_index(inputs.cu_seqlens), outcomes)
+    nonempty = segment_lengths(inputs.cu_seqlens) > 0
+    last = inputs.cu_seqlens[1:][nonempty] - 1
+    return shaped.index_add_(0, last, inputs.rewards[nonempty].double())
 
 
 def shaped_returns(inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: float = 0.0) -> Tensor:

@@ -21,6 +21,8 @@ def pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def add_(wide: Tensor, x: Tensor, alpha: float = 1.0) -> Tensor:
     """`wide += alpha * x` in place and returned: float64 `[M]`, and any float `[M]`."""
+    if wide.numel() <= PIECE:
+        return wide.add_(x, alpha=alpha)
     for into, part in pieces(wide, x):
         into.add_(part, alpha=alpha)
     return wide

@@ -28,8 +28,9 @@ class GroupedReturns:
     def __init__(self, inputs: EstimatorInputs, returns: Tensor | None = None) -> None:
         lengths = segment_lengths(inputs.cu_seqlens)
         returns = inputs.rewards.double() if returns is None else returns
-        group_ids, member = inputs.group_ids, lengths > 0
-        if not bool(member.all()):
+        group_ids = inputs.group_ids
+        if lengths.numel() and int(lengths.min()) == 0:
+            member = lengths > 0
             lengths, returns, group_ids = lengths[member], returns[member], group_ids[member]
         self.returns, self.lengths = returns, lengths
         self._dtype, self._num_tokens = inputs.rewards.dtype, inputs.num_tokens
