@@ -19,6 +19,8 @@ FUSIONS = ("gradient_accumulation_fusion", "masked_softmax_fusion", "apply_rope_
 _MODEL = "the model folder decides it"
 _NO_TE = "it needs Transformer Engine, Apex or other kernels that this layer spec does not use"
 _SCHEDULE = "packed sequences and weighted losses depend on it"
+_P2P = ("it follows from the pipeline schedule: batched transfers are ambiguous where two stages exchange several chunks "
+        "(pipeline 2 with virtual_pipeline > 1), and the gradients come out wrong without a word")  # fmt: skip
 _ATTENTION = "the packed attention does not have it, so it would do nothing"
 _NOT_YET = "not available yet"
 
@@ -26,16 +28,18 @@ _NOT_YET = "not available yet"
 _REFUSED: dict[str, tuple[str, ...]] = {
     "set it under policy.parallel": (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-        "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
+        "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
+        "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
     "set model.dtype": ("params_dtype", "pipeline_dtype", "bf16", "fp16", "autocast_dtype", "enable_autocast"),
     "dropout is off: it would make noise of the ratio between two policies": ("hidden_dropout", "attention_dropout"),
     "weights come from a model folder": (
         *INIT_METHODS, "init_method_std", "embedding_init_method_std", "perform_initialization", "use_cpu_initialization",
         "init_model_with_meta_device"),
     _SCHEDULE: (
-        "calculate_per_token_loss", "variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm",
-        "deallocate_pipeline_outputs", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func",
-        "param_sync_func", "timers", "overlap_p2p_comm_warmup_flush", "use_ring_exchange_p2p"),
+        "calculate_per_token_loss", "variable_seq_lengths", "deallocate_pipeline_outputs", "finalize_model_grads_func",
+        "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func",
+        "timers", "overlap_p2p_comm_warmup_flush", "use_ring_exchange_p2p"),
+    _P2P: ("overlap_p2p_comm", "batch_p2p_comm"),
     _MODEL: (
         "activation_func", "activation_func_clamp_value", "glu_linear_offset", "rotary_interleaved", "no_rope_freq",
         "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "qk_l2_norm", "attention_output_gate",

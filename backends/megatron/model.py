@@ -22,6 +22,7 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.elementwise import SwiGLU
 from backends.megatron.fields import FUSIONS, INIT_METHODS, check_overrides
 from backends.megatron.logprobs import LogprobHead, Targets, ValueHead
+from backends.megatron.stages import stage_fields
 from rlcore.config.policy import ParallelConfig
 from rlcore.errors import ConfigError
 from rlcore.weights import DTYPES
@@ -42,6 +43,7 @@ def transformer_config(
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
+        **stage_fields(parallel),
         "context_parallel_size": parallel.context,
         "sequence_parallel": parallel.sequence,
         "params_dtype": torch_dtype,

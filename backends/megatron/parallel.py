@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from backends.megatron.mpu import MPU_GROUPS, ask, ask_groups, ask_place
+from backends.megatron.stages import layers_of_stages
 from rlcore.config.policy import ParallelConfig
 from rlcore.errors import ConfigError
 
@@ -159,7 +160,7 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
 
     Raises ConfigError naming the key, what it divides and what to do. Asks neither torch.distributed nor Megatron.
     """
-    tp, pp, vpp = parallel.tensor, parallel.pipeline, parallel.virtual_pipeline
+    tp, pp = parallel.tensor, parallel.pipeline
     _check_supported(parallel)
     replica = tp * pp * parallel.context
     if world_size % replica:
@@ -174,12 +175,7 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
             raise ConfigError(
                 f"policy.parallel.tensor: {tp} does not divide the model's {what} ({size}); choose a divisor of {size}"
             )
-    layers = model["num_layers"]
-    if layers % (pp * vpp):
-        raise ConfigError(
-            f"policy.parallel: pipeline {pp} x virtual_pipeline {vpp} does not divide the model's {layers} layers; "
-            f"choose stages that hold the same number of layers"
-        )
+    layers_of_stages(model["num_layers"], parallel)
 
 
 def _check_supported(parallel: ParallelConfig) -> None:

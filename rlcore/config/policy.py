@@ -15,6 +15,8 @@ class ParallelConfig(Section):
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     virtual_pipeline: PositiveInt = 1
+    first_stage_layers: PositiveInt | None = None   # of the pipeline; default: all stages hold the same number of layers
+    last_stage_layers: PositiveInt | None = None
     context: PositiveInt = 1
     expert: PositiveInt = 1
     expert_tensor: PositiveInt | None = None    # default: `tensor`

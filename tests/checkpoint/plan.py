@@ -11,6 +11,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_sequence": {"tensor": 2, "sequence": True},
     "pp2": {"pipeline": 2},
     "vpp2": {"pipeline": 2, "virtual_pipeline": 2},
+    "pp2_uneven": {"pipeline": 2, "first_stage_layers": 1},
     "dp2": {},
     "tp2_pp2": {"tensor": 2, "pipeline": 2},
     "tp2_dp2": {"tensor": 2},
@@ -25,7 +26,7 @@ class World:
 
 WORLDS = {
     1: World(("one",), saves=("one",)),
-    2: World(("tp2", "tp2_sequence", "pp2", "vpp2", "dp2"), saves=("tp2", "vpp2", "dp2")),
+    2: World(("tp2", "tp2_sequence", "pp2", "vpp2", "pp2_uneven", "dp2"), saves=("tp2", "vpp2", "dp2")),
     4: World(("tp2_pp2", "tp2_dp2")),
 }
 
@@ -43,6 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 PAIRS = [
     ("one", "one"), ("one", "tp2"), ("one", "pp2"), ("one", "vpp2"), ("one", "dp2"), ("one", "tp2_pp2"),
     ("tp2", "dp2"), ("vpp2", "tp2"), ("dp2", "vpp2"), ("tp2", "tp2_dp2"),
+    ("dp2", "pp2_uneven"), ("vpp2", "pp2_uneven"),
 ]  # fmt: skip
 
 

@@ -17,6 +17,8 @@ SIZES: dict[str, Any] = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "qwen3_other": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3_three": ("Qwen3Config", {"head_dim": 16, "num_hidden_layers": 3}),
+    "qwen3_six": ("Qwen3Config", {"head_dim": 16, "num_hidden_layers": 6}),
     "qwen3_tied": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
     "llama": ("LlamaConfig", {"rope_parameters": {

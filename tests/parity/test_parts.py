@@ -22,6 +22,7 @@ from cases import LENGTHS, make_batch, make_plan
 from backends.megatron.held import Distribution
 from backends.megatron.pack import make_micro_batch, pack_size, pad_lengths
 from backends.megatron.parallel import check_layout
+from backends.megatron.stages import layers_of_stages
 from backends.megatron.transfer import _flatten, _num_bytes, _views
 from rlcore.config.policy import OptimizerConfig, ParallelConfig
 from rlcore.data.packing import MinibatchPlan
@@ -166,8 +167,16 @@ def test_a_sequence_that_no_plan_places_is_an_error() -> None:
         ({"tensor": 2, "pipeline": 2}, 6, "does not divide the world size 6"),
         ({"tensor": 8}, 8, r"attention heads \(12\)"),
         ({"tensor": 3}, 3, r"KV groups \(4\)"),
-        ({"pipeline": 4}, 4, "6 layers"),
-        ({"pipeline": 2, "virtual_pipeline": 2}, 2, "6 layers"),
+        ({"pipeline": 4}, 4, r"6 layers.* set last_stage_layers=3 alone"),
+        ({"pipeline": 5}, 5, r"6 layers.* set last_stage_layers=2 alone"),
+        ({"pipeline": 7}, 7, "at most 6 stages"),
+        ({"pipeline": 2, "virtual_pipeline": 2}, 2, r"\[3, 3\] of 6 layers"),
+        ({"pipeline": 3, "virtual_pipeline": 2, "last_stage_layers": 4}, 3, r"\[1, 1, 4\]"),
+        ({"pipeline": 2, "first_stage_layers": 4, "last_stage_layers": 4}, 2, "-2 are left for 0 stages"),
+        ({"pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 2}, 2, "2 are left for 0 stages"),
+        ({"pipeline": 3, "first_stage_layers": 1}, 3, "5 are left for 2 stages"),
+        ({"pipeline": 2, "last_stage_layers": 6}, 2, "0 are left for 1 stages"),
+        ({"last_stage_layers": 6}, 1, "last_stage_layers: needs pipeline > 1"),
         ({"virtual_pipeline": 2}, 1, "needs pipeline > 1"),
         ({"sequence": True}, 1, "needs tensor > 1"),
         ({"context": 2}, 2, "not available"),
@@ -183,6 +192,20 @@ def test_a_layout_that_fits() -> None:
 
 
 @pytest.mark.parametrize(
+    ("parallel", "stages"),
+    [
+        ({"pipeline": 2}, [3, 3]),
+        ({"pipeline": 2, "first_stage_layers": 1}, [1, 5]),
+        ({"pipeline": 2, "last_stage_layers": 2, "virtual_pipeline": 2}, [4, 2]),
+        ({"pipeline": 4, "first_stage_layers": 1, "last_stage_layers": 1}, [1, 2, 2, 1]),
+        ({"pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 4}, [2, 4]),
+    ],
+)
+def test_layers_of_stages(parallel: dict[str, Any], stages: list[int]) -> None:
+    assert layers_of_stages(6, ParallelConfig(**parallel)) == stages
+
+
+@pytest.mark.parametrize(
     ("key", "message"),
     [
         ("recompute_granularty", "did you mean 'recompute_granularity'"),
@@ -190,6 +213,8 @@ def test_a_layout_that_fits() -> None:
         ("tensor_model_parallel_size", "policy.parallel"),
         ("hidden_dropout", "dropout is off"),
         ("bf16", "model.dtype"),
+        ("batch_p2p_comm", "batched transfers are ambiguous"),
+        ("num_layers_in_first_pipeline_stage", "policy.parallel"),
         ("calculate_per_token_loss", "weighted losses"),
         ("moe_router_topk", "not available yet"),
         ("window_size", "would do nothing"),
