@@ -33,8 +33,8 @@ MUTANTS = [
     ("KL coefficient a silent no-op", A + "shaping.py", "    if kl_coef != 0.0:\n", "    if kl_coef < 0.0:\n",
      BY_HAND),
     ("sequences without tokens shift the outcomes",
-     A + "shaping.py", "outcomes = inputs.rewards[segment_lengths(inputs.cu_seqlens) > 0].double()",
-     "outcomes = inputs.rewards[: last_token_index(inputs.cu_seqlens).numel()].double()", BY_HAND),
+     A + "shaping.py", "index_add_(0, last, inputs.rewards[nonempty].double())",
+     "index_add_(0, last, inputs.rewards[: last.numel()].double())", BY_HAND),
     ("KL of the sequence left out of its return", A + "shaping.py",
      "return outcomes if terms is None else outcomes + segment_sum(terms, inputs.cu_seqlens)", "return outcomes", BY_HAND),
     # the guard
@@ -108,9 +108,9 @@ MUTANTS = [
     ("gpg counts rewards that are not zero", E + "gpg.py", "(group.total(group.residuals.abs()) > 0).double()",
      "(group.returns != 0).double()", BY_HAND),
     # ragged vectors
-    ("the scan crosses borders", A + "scan.py", "torch.where(behind[:-width] >= width, y[width:], 0.0)", "y[width:]",
+    ("the scan crosses borders", A + "scan.py", "torch.where(behind[:-width] >= width, y[width:], zero)", "y[width:]",
      "test_ragged.py::test_suffix_sum_by_hand"),
-    ("a mask multiplied in place of where", A + "scan.py", "torch.where(behind[:-width] >= width, y[width:], 0.0)",
+    ("a mask multiplied in place of where", A + "scan.py", "torch.where(behind[:-width] >= width, y[width:], zero)",
      "(behind[:-width] >= width) * y[width:]", "test_ragged.py::test_suffix_sum_keeps_a_bad_sequence_to_itself"),
     ("rows of the scan receive what follows the end of a sequence", A + "scan.py",
      "    y[token] = ending  # nothing follows where a sequence ends\n", "",

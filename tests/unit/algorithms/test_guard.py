@@ -120,6 +120,11 @@ def test_the_first_bad_number_is_located(make_inputs: Make, first: int, sequence
         guarded(run)(make_inputs())
 
 
+def test_finite_numbers_whose_sum_is_not_are_finite(make_inputs: Make) -> None:
+    huge = Advantages(torch.full((176,), 3e38))
+    assert guarded(lambda inputs: huge)(make_inputs()).advantages is huge.advantages
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
