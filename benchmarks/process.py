@@ -37,7 +37,7 @@ def run(command: Sequence[str | Path], *, log: Path, threads: int, deadline_s: f
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    started, busy_before = time.monotonic(), _busy_seconds()
+    started, busy_before = time.monotonic(), busy_seconds()
     with log.open("wb") as output:
         # A session of its own, so that at the deadline its children can be stopped with it.
         child = subprocess.Popen(words, stdout=output, stderr=output, env=environment, cwd=cwd, start_new_session=True)
@@ -55,7 +55,7 @@ def run(command: Sequence[str | Path], *, log: Path, threads: int, deadline_s: f
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode != 0:
         raise ProgramFailedError(_failure(words, f"ended with exit code {child.returncode}", log))
-    others = _busy_seconds() - busy_before - usage.ru_utime - usage.ru_stime
+    others = busy_seconds() - busy_before - usage.ru_utime - usage.ru_stime
     return Finished(seconds, usage.ru_maxrss * 1024, max(0.0, others / seconds))
 
 
@@ -69,7 +69,7 @@ def _wait(pid: int, until: float) -> tuple[int, resource.struct_rusage] | None:
     return None
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
     """CPU seconds that the whole machine has spent not idle; 0 where the system does not tell."""
     stat = Path("/proc/stat")
     if not stat.exists():
