@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +30,6 @@ from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import CostModel, MinibatchPlan, plan_minibatch
-from rlcore.errors import ConfigError
 from rlcore.protocols import UpdateResult
 from rlcore.weights import DTYPES, Bucket
 
@@ -63,8 +62,6 @@ class MegatronBackend:
     ) -> None:
         self.config, self.objective, self.device = config, objective, torch.device(device)
         policy, timeout_s = config.policy, config.cluster.collective_timeout_s
-        if config.critic.offload:
-            raise ConfigError("critic.offload: not available yet; set it to false")
         arch = read_architecture(config.model.path)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -155,9 +152,9 @@ class MegatronBackend:
                 loss = policy_loss(self.objective, self._batch, minibatch, moments)
                 reports["policy"] = self._train(self.policy, minibatch, loss)
             if self.critic is not None:
-                reports["critic"] = self._train(
-                    self.critic, minibatch, critic_loss(self.config.critic, self._batch, moments)
-                )
+                loss = critic_loss(self.config.critic, self._batch, moments)
+                with self.critic.present(training=True) as critic:
+                    reports["critic"] = self._train(critic, minibatch, loss)
         moments = shared_moments(moments, self.parallel)
         metrics = moments.reduce()
         if "policy" in reports:
@@ -194,13 +191,21 @@ class MegatronBackend:
 
     def save(self, folder: Path) -> None:
         """Policy and critic with optimizers and schedules as a distributed checkpoint in `folder`."""
-        with megatron_device(self.device):
+        with megatron_device(self.device), self._unparked():
             save_checkpoint(folder, self._saved, self.parallel)
 
     def load(self, folder: Path) -> None:
         """The inverse of `save`, under today's layout. Frozen models stay what they were."""
-        with megatron_device(self.device):
+        with megatron_device(self.device), self._unparked():
             load_checkpoint(folder, self._saved, self.parallel)
+
+    def _unparked(self) -> ExitStack:
+        """Inside, what a checkpoint holds is on the device."""
+        stack = ExitStack()
+        for model in (self.policy, self.critic):
+            if model is not None:
+                stack.enter_context(model.unparked())
+        return stack
 
     @property
     def _saved(self) -> list[Saved]:
@@ -264,7 +269,7 @@ class MegatronBackend:
         model = {"policy": self.policy, "critic": self.critic}.get(name)
         if model is None:
             raise ValueError(f"the backend was built without a {name}")
-        return nullcontext(model)
+        return model.present()
 
 
 def _temperature(config: Config) -> float:

@@ -86,5 +86,7 @@ def build_critic(context: BuildContext, policy: Model) -> Model:
         copy_trunk(policy.chunks, model.chunks)
     else:
         load_hf(model.chunks, arch, Path(critic.path), context.parallel)
-    context.start_training(model, critic.optimizer)
+    context.start_training(model, critic.optimizer.model_copy(update={"offload": critic.optimizer.offload or critic.offload}))
+    if critic.offload:
+        model.park(context.device)
     return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +12,7 @@ from backends.megatron.build import BuildContext
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.load import load_hf
 from backends.megatron.train import Model
-from backends.megatron.weights import HostWeights, OffloadedWeights, copy_weights
+from backends.megatron.weights import HostWeights, copy_weights
 from rlcore.errors import ConfigError
 
 
@@ -24,12 +24,12 @@ class Frozen(Protocol):
 
 @dataclass(frozen=True)
 class Resident:
-    """Weights that stay on the device."""
+    """A model of its own, whose weights stay on the device or are parked in host memory between passes."""
 
     model: Model
 
     def present(self) -> AbstractContextManager[Model]:
-        return nullcontext(self.model)
+        return self.model.present()
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,6 @@ class Guest:
     def present(self) -> Iterator[Model]:
         with self.weights.lent_to(self.policy.chunks):
             yield self.policy
-
-
-@dataclass(frozen=True)
-class Commuter:
-    """Weights in host memory that come to the device for a pass: for a model of another architecture than the policy's."""
-
-    model: Model
-    weights: OffloadedWeights
-
-    @contextmanager
-    def present(self) -> Iterator[Model]:
-        with self.weights.on_device():
-            yield self.model
 
 
 def build_reference(context: BuildContext, policy: Model) -> Frozen:
@@ -90,7 +77,9 @@ def _build(context: BuildContext, policy: Model, path: str | None, key: str, *, 
     # it might else expand the weight to [T, H, H']; and so the reference computes what the policy does, bit for bit.
     for module in model.modules:
         module.eval()
-    return Commuter(model, OffloadedWeights(model.chunks, context.device)) if offload else Resident(model)
+    if offload:
+        model.park(context.device)
+    return Resident(model)
 
 
 def _host_weights(context: BuildContext, policy: Model, arch: Architecture, path: str | None) -> HostWeights:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
+from backends.megatron.parking import Parking
 from rlcore.config.policy import OptimizerConfig
 
 
@@ -62,6 +64,9 @@ class ScheduledOptimizer:
             ),
             list(modules),
         )
+        # What the optimizer holds of the model itself (all weights in fp32, or views of a buffer) is not its to park.
+        self._of_the_model = {p.untyped_storage()._cdata for module in modules for p in module.parameters()}
+        self._parking = Parking(self._own_tensors, next(modules[0].parameters()).device) if config.offload else None
 
     @property
     def parts(self) -> list[MegatronOptimizer]:
@@ -72,6 +77,10 @@ class ScheduledOptimizer:
     def next_lr(self) -> float:
         return learning_rate(self.config, self.steps_taken, self.total_steps)
 
+    def state_present(self) -> AbstractContextManager[None]:
+        """Inside, moments and fp32 weights are where they are used: outside they may be parked in host memory."""
+        return nullcontext() if self._parking is None else self._parking.present()
+
     @torch.no_grad()
     def step(self) -> StepReport:
         """Clip and apply the gradients that the schedule left in the DDP buffers.
@@ -79,6 +88,10 @@ class ScheduledOptimizer:
         A gradient norm that is not finite leaves every parameter and the schedule as they are; the norm is all-reduced, so all
         ranks agree. Collective.
         """
+        with self.state_present():
+            return self._step()
+
+    def _step(self) -> StepReport:
         lr = self.next_lr
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
@@ -99,6 +112,12 @@ class ScheduledOptimizer:
             gradients = [p.grad for part in self.parts for p in part.get_parameters() if p.grad is not None]
             if gradients:
                 torch._foreach_mul_(gradients, scale)
+
+    def _own_tensors(self) -> Iterator[Tensor]:
+        for part in self.parts:
+            held = [p for group in part.param_groups for p in group["params"]]
+            held += [t for state in part.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+            yield from (t for t in held if t.untyped_storage()._cdata not in self._of_the_model)
 
     def zero_grad(self) -> None:
         self.megatron.zero_grad()

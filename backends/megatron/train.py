@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.logprobs import Targets
 from backends.megatron.optimizer import ScheduledOptimizer, StepReport
 from backends.megatron.pack import MicroBatch
+from backends.megatron.parking import Contents, Parking
 
 
 @dataclass
@@ -29,11 +30,37 @@ class Model:
     chunks: list[GPTModel]                      # bare: parameters, conversion, checkpoints
     modules: list[nn.Module]                    # as they are called: behind Float16Module and DDP
     optimizer: ScheduledOptimizer | None = None     # None: frozen
+    _parked: list[Parking] = field(default_factory=list)        # weights; then gradients, where there are any
 
     def attach_optimizer(self, optimizer: ScheduledOptimizer) -> None:
         self.optimizer = optimizer
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = None      # no loss scale: fp32 gradients
+
+    def park(self, device: torch.device) -> None:
+        """From now on weights and gradient buffers are on `device` only while the model is `present`."""
+        contents = Contents.FROZEN if self.optimizer is None else Contents.CHANGING
+        self._parked.append(Parking(lambda: [p for chunk in self.chunks for p in chunk.parameters()], device, contents))
+        if self.optimizer is not None:
+            self._parked.append(Parking(self._gradients, device, Contents.SCRATCH))
+
+    @contextmanager
+    def present(self, *, training: bool = False) -> Iterator[Model]:
+        """Inside, the weights are on the device, and with `training` memory for gradients too."""
+        with ExitStack() as stack:
+            for parking in self._parked if training else self._parked[:1]:
+                stack.enter_context(parking.present())
+            yield self
+
+    @contextmanager
+    def unparked(self) -> Iterator[None]:
+        """Inside, weights and optimizer state are on the device."""
+        with self.present(), nullcontext() if self.optimizer is None else self.optimizer.state_present():
+            yield
+
+    def _gradients(self) -> list[Tensor]:
+        wrapped: list[Any] = self.modules
+        return [buffer.grad_data for ddp in wrapped for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Weights taken from one model into another: copies, and frozen weights in host memory that come in for a pass."""
+"""Weights taken from one model into another: copies, and frozen weights in host memory that the policy makes room for."""
 
 from __future__ import annotations
 
@@ -37,29 +37,6 @@ class HostWeights:
     def restore(self, chunks: Sequence[nn.Module]) -> None:
         """Write these weights into the parameters of `chunks`."""
         _fill(chunks, self._weights)
-
-
-class OffloadedWeights:
-    """Parameters of a frozen model, in (on CUDA pinned) host memory but for the time that they are needed on `device`."""
-
-    def __init__(self, chunks: Sequence[nn.Module], device: torch.device) -> None:
-        self._parameters, self._device = _parameters(chunks), device
-        self._host = [_host_copy(p.detach()) for p in self._parameters]
-        self._leave()
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Inside, the parameters are on the device; afterwards their memory there is free again."""
-        for parameter, host in zip(self._parameters, self._host):
-            parameter.data = host.to(self._device, non_blocking=True)
-        try:
-            yield
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        for parameter, host in zip(self._parameters, self._host):
-            parameter.data = host
 
 
 def copy_weights(source: Sequence[nn.Module], target: Sequence[nn.Module]) -> None:

@@ -26,7 +26,6 @@ NOT_AVAILABLE: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("policy.parallel.context", lambda size: size > 1),
     ("policy.parallel.expert", lambda size: size > 1),
     ("policy.parallel.expert_tensor", lambda size: size is not None),
-    ("critic.offload", bool),
     ("rollout.engine.kind", lambda kind: kind == "sglang"),
     ("rollout.engine.urls", bool),
     ("rollout.engine.python", bool),

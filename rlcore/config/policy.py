@@ -37,6 +37,7 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     clip_grad: NonNegativeFloat = 1.0           # global norm; 0 turns clipping off
     distributed: bool = False                   # shard optimizer state over data-parallel ranks
+    offload: bool = False                       # keep optimizer state in host memory between steps
 
 
 class LogprobsConfig(Section):
@@ -76,4 +77,4 @@ class CriticConfig(Section):
     value_clip: PositiveFloat | None = None
     value_loss_coef: PositiveFloat = 1.0
     warmup_steps: NonNegativeInt = 0            # steps that train the critic alone
-    offload: bool = False
+    offload: bool = False                       # keep it, its gradients and optimizer in host memory between passes

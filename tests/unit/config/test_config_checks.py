@@ -174,7 +174,6 @@ UNBUILT = {
     "policy.parallel.context": "2",
     "policy.parallel.expert": "2",
     "policy.parallel.expert_tensor": "1",
-    "critic.offload": "true",
     "rollout.engine.kind": "sglang",
     "rollout.engine.urls": "['http://x']",
     "rollout.engine.python": "/x/python",

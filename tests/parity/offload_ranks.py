@@ -1,0 +1,123 @@
+"""What each rank of test_offload.py does: train with and without offload, through a checkpoint, and compare bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import TRAINED, make_batch, make_config, make_plan, make_vectors
+from torch import Tensor
+
+from backends.megatron import MegatronBackend
+from backends.megatron.train import Model
+from rlcore.objective import Objective
+
+
+def build(case: dict[str, Any], folder: Path, *, offload: bool) -> MegatronBackend:
+    config = make_config({"model": "qwen3", "optimizer": TRAINED, **case}, folder.parent / "models")
+    config.policy.optimizer.offload = config.critic.offload = offload
+    backend = MegatronBackend(
+        config, Objective(config.algorithm), with_reference=False, with_critic=True, total_steps=10, device="cpu"
+    )
+    batch = make_batch() if backend.rank == 0 else None
+    backend.load_batch(batch, [make_plan(case["plan"])] if batch is not None else None)
+    backend.assign(None if batch is None else make_vectors(batch.num_trainable))
+    return backend
+
+
+def state(model: Model) -> list[Tensor]:
+    """Weights and optimizer state on this rank."""
+    assert model.optimizer is not None
+    with model.unparked():
+        held = [p for chunk in model.chunks for p in chunk.parameters()]
+        for part in model.optimizer.parts:
+            for parameter in (p for group in part.param_groups for p in group["params"]):
+                state = part.optimizer.state[parameter]
+                held += [parameter, state["exp_avg"], state["exp_avg_sq"], state["step"]]
+        return [t.detach().clone() for t in held]
+
+
+def states(backend: MegatronBackend) -> list[Tensor]:
+    assert backend.critic is not None
+    return state(backend.policy) + state(backend.critic)
+
+
+def check_parked(backend: MegatronBackend) -> None:
+    """Between passes no byte of the critic, and none of either optimizer's own state, is on the device."""
+    critic = backend.critic
+    assert critic is not None
+    sizes = [p.untyped_storage().nbytes() for chunk in critic.chunks for p in chunk.parameters()]
+    assert set(sizes) == {0}
+    assert {gradients.untyped_storage().nbytes() for gradients in critic._gradients()} == {0}
+    for model in (backend.policy, critic):
+        assert model.optimizer is not None
+        own = list(model.optimizer._own_tensors())
+        moments = [t for t in own if t.dim()]
+        assert moments
+        assert {t.untyped_storage().nbytes() for t in moments} == {0}
+    assert all(p.untyped_storage().nbytes() for chunk in backend.policy.chunks for p in chunk.parameters())
+
+
+def run(case: dict[str, Any], folder: Path) -> None:
+    results, values = [], []
+    for offload in (False, True):
+        backend = build(case, folder, offload=offload)
+        for _ in range(2):
+            backend.update(0)
+        values.append(backend.score("critic"))
+        if offload:
+            check_parked(backend)
+        if not offload:
+            backend.save(folder / case["name"])
+        results.append(states(backend))
+        backend.update(0)
+        results.append(states(backend))
+        backend.close()
+    resumed = build(case, folder, offload=True)         # a checkpoint of a run without offload
+    resumed.load(folder / case["name"])
+    check_parked(resumed)
+    resumed.save(folder / f"{case['name']}_again")      # ... and one written with it, read without
+    resumed.update(0)
+    results.append(states(resumed))
+    resumed.close()
+    again = build(case, folder, offload=False)
+    again.load(folder / f"{case['name']}_again")
+    again.update(0)
+    results.append(states(again))
+    again.close()
+    if values[0] is not None:
+        assert values[1] is not None
+        assert torch.equal(values[0]["values"], values[1]["values"])
+    after_two, after_three = results[0], results[1]
+    assert any(not torch.equal(a, b) for a, b in zip(after_two, after_three))
+    for what, other, expected in zip(
+        ("two steps", "three", "resumed with offload", "resumed without"), results[2:],
+        (after_two, after_three, after_three, after_three),
+    ):  # fmt: skip
+        assert len(other) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(other, expected)), what
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, size = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
+    if size > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=int(os.environ["RANK"]), world_size=size,
+            timeout=timedelta(seconds=60),
+        )  # fmt: skip
+    for case in json.loads((folder / "payload.json").read_text()):
+        print("case", case["name"], flush=True)
+        run(case, folder)
+    if size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

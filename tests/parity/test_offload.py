@@ -1,0 +1,72 @@
+"""Critic and optimizer state in host memory: training and checkpoints are the same to the bit, and the memory is given back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from spawn import run_ranks
+
+from backends.megatron.parking import Contents, Parking
+
+RANKS = Path(__file__).with_name("offload_ranks.py")
+CPU = torch.device("cpu")
+
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        {"name": "fp32", "plan": "uneven"},
+        {"name": "bf16", "plan": "one", "dtype": "bf16"},
+    ],
+    2: [
+        {"name": "dp2_distributed", "plan": "starved", "distributed": True},
+    ],
+}
+
+
+@pytest.mark.parametrize("size", list(CASES))
+def test_training_and_checkpoints_are_the_same_with_and_without(size: int, tmp_path: Path) -> None:
+    oracle.write_models(tmp_path / "models")
+    run_ranks(RANKS, size, tmp_path / "world", CASES[size], deadline_s=150)
+
+
+def test_views_stay_views_of_what_comes_back() -> None:
+    buffer = torch.arange(6.0)
+    view, shared = buffer[2:4], buffer.view(2, 3)
+    parking = Parking(lambda: [view, shared], CPU)
+    assert (buffer.untyped_storage().nbytes(), parking.num_bytes) == (0, 24)
+    with parking.present():
+        assert torch.equal(view, torch.tensor([2.0, 3.0]))
+        view.add_(10)
+        with parking.present():
+            assert shared[0, 2] == 12
+        assert parking.num_bytes == 0
+    with parking.present():
+        assert buffer.tolist() == [0, 1, 12, 13, 4, 5]
+
+
+def test_tensors_that_appear_later_leave_too() -> None:
+    tensors = [torch.ones(4)]
+    parking = Parking(lambda: tensors, CPU)
+    with parking.present():
+        tensors.append(torch.full((2,), 7.0))
+        tensors.append(torch.tensor(1.0))       # a scalar stays
+    assert (parking.num_bytes, float(tensors[2])) == (24, 1)
+    with parking.present():
+        del tensors[0]
+    with parking.present():
+        assert tensors[0].tolist() == [7, 7]
+    assert parking.num_bytes == 8
+
+
+def test_frozen_contents_are_copied_out_once_and_scratch_never() -> None:
+    frozen, scratch = torch.ones(4), torch.ones(4)
+    keeping, dropping = Parking(lambda: [frozen], CPU, Contents.FROZEN), Parking(lambda: [scratch], CPU, Contents.SCRATCH)
+    with keeping.present(), dropping.present():
+        assert scratch.untyped_storage().nbytes() == 16
+        frozen.zero_()
+    with keeping.present():
+        assert frozen.tolist() == [1, 1, 1, 1]
+    assert (keeping.num_bytes, dropping.num_bytes) == (16, 16)
