@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from backends.megatron.convert.experts import expert_fields
 from backends.megatron.convert.families import FAMILIES
-from backends.megatron.convert.table import Family
+from backends.megatron.convert.table import Entry, Family
 from rlcore.errors import ModelError
 
 # Megatron hard-codes these three of Llama 3's RoPE scaling; only the factor is an argument.
@@ -49,6 +50,23 @@ class Architecture:
     def table(self) -> Family:
         return FAMILIES[self.family]
 
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer that has them; 0 for a dense model."""
+        return int(self.transformer.get("num_moe_experts") or 0)
+
+    @property
+    def moe_layers(self) -> list[bool]:
+        """Of each layer, whether it has experts."""
+        every = self.transformer.get("moe_layer_freq", 1)
+        if isinstance(every, list):
+            return [bool(has) for has in every]
+        return [self.num_experts > 0] * self.num_layers
+
+    def entries(self) -> list[Entry]:
+        """The table with every layer and expert written out, in the static order of a forward pass."""
+        return list(self.table.expand(self.moe_layers, self.num_experts))
+
 
 def read_architecture(folder: Path | str) -> Architecture:
     """Read `config.json` of a folder and check that the folder has weights.
@@ -79,6 +97,8 @@ def read_architecture(folder: Path | str) -> Architecture:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
+    if family.experts is not None:
+        transformer |= expert_fields(folder, config, family.experts, transformer["num_layers"])
     return Architecture(
         family=family.model_type,
         hf_config=config,
@@ -132,6 +152,8 @@ def _check_supported(folder: Path, config: dict[str, Any]) -> None:
         "attention_bias": bool(config.get("attention_bias", False)),
         "mlp_bias": bool(config.get("mlp_bias", False)),
         "use_sliding_window": bool(config.get("use_sliding_window", False)),
+        # Qwen gives a window and says that it is not used; for Mixtral a window is one.
+        "sliding_window": bool(config.get("sliding_window")) and "use_sliding_window" not in config,
         "quantization_config": config.get("quantization_config") is not None,
         "partial_rotary_factor": float(config.get("partial_rotary_factor") or 1.0) != 1.0,
     }

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from backends.megatron.convert.llama import LLAMA
+from backends.megatron.convert.mixtral import MIXTRAL
 from backends.megatron.convert.qwen2 import QWEN2
+from backends.megatron.convert.qwen2_moe import QWEN2_MOE
 from backends.megatron.convert.qwen3 import QWEN3
+from backends.megatron.convert.qwen3_moe import QWEN3_MOE
 from backends.megatron.convert.table import Family
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL)
+}

@@ -38,13 +38,13 @@ def model_entries(arch: Architecture, head: str) -> list[Entry]:
     absent = {VALUE_HEAD} if head == "lm" else {OUTPUT_LAYER}
     if arch.tie_word_embeddings:
         absent.add(OUTPUT_LAYER)
-    return [entry for entry in arch.table.expand(arch.num_layers) if entry.megatron not in absent]
+    return [entry for entry in arch.entries() if entry.megatron not in absent]
 
 
 def hf_shapes(arch: Architecture, entry: Entry) -> list[tuple[int, ...]]:
     """The full shape of each Hugging Face tensor of an entry, without vocabulary padding."""
     t = arch.transformer
-    hidden, ffn, head_dim = t["hidden_size"], t["ffn_hidden_size"], t["kv_channels"]
+    hidden, ffn, head_dim = t["hidden_size"], _ffn_width(arch, entry), t["kv_channels"]
     query, key = t["num_attention_heads"] * head_dim, t["num_query_groups"] * head_dim
     if entry.split is Split.VOCAB:
         return [(arch.vocab_size, hidden)]
@@ -55,16 +55,30 @@ def hf_shapes(arch: Architecture, entry: Entry) -> list[tuple[int, ...]]:
         return [(query, *tail), (key, *tail), (key, *tail)]
     if entry.split is Split.ROW:
         return [(hidden, ffn if ".mlp." in entry.megatron else query)]
-    if entry.megatron == VALUE_HEAD:
+    if entry.megatron == VALUE_HEAD or entry.megatron.endswith(".shared_experts.gate_weight"):
         return [(1, hidden)]
+    if entry.megatron.endswith(".router.weight"):
+        return [(arch.num_experts, hidden)]
     if entry.split is Split.REPLICATED:
         per_head = entry.megatron.endswith(("q_layernorm.weight", "k_layernorm.weight"))
         return [(head_dim if per_head else hidden,)]
     raise TypeError(f"{entry.megatron}: no shape rule for a {entry.split.value} split")
 
 
+def _ffn_width(arch: Architecture, entry: Entry) -> int:
+    """Of the feed-forward net that an entry belongs to."""
+    if entry.expert is not None:
+        return int(arch.transformer["moe_ffn_hidden_size"])
+    if ".shared_experts." in entry.megatron:
+        return int(arch.transformer["moe_shared_expert_intermediate_size"])
+    return int(arch.transformer["ffn_hidden_size"])
+
+
 def tp_slice(split: Split, shape: tuple[int, ...], rank: int, size: int, padded_vocab: int) -> Slice:
-    """The slice of a Hugging Face tensor of `shape` that TP rank `rank` of `size` holds; empty where all is padding."""
+    """The slice of a Hugging Face tensor of `shape` that TP rank `rank` of `size` holds; empty where all is padding.
+
+    A routed expert is cut over the expert-tensor-parallel ranks instead.
+    """
     if split is Split.REPLICATED:
         return Slice(None)
     if split is Split.VOCAB:

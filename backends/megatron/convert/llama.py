@@ -6,7 +6,8 @@ from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, WORD_EMBED
 
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 
-ENTRIES = (
+# All but the feed-forward nets.
+TRUNK = (
     Entry(WORD_EMBEDDING, ("model.embed_tokens.weight",), Split.VOCAB),
     Entry(_M + "input_layernorm.weight", (_H + "input_layernorm.weight",), Split.REPLICATED),
     Entry(
@@ -16,11 +17,16 @@ ENTRIES = (
     ),
     Entry(_M + "self_attention.linear_proj.weight", (_H + "self_attn.o_proj.weight",), Split.ROW),
     Entry(_M + "pre_mlp_layernorm.weight", (_H + "post_attention_layernorm.weight",), Split.REPLICATED),
-    Entry(_M + "mlp.linear_fc1.weight", (_H + "mlp.gate_proj.weight", _H + "mlp.up_proj.weight"), Split.GATED),
-    Entry(_M + "mlp.linear_fc2.weight", (_H + "mlp.down_proj.weight",), Split.ROW),
     Entry("decoder.final_layernorm.weight", ("model.norm.weight",), Split.REPLICATED),
     Entry(OUTPUT_LAYER, ("lm_head.weight",), Split.VOCAB),
     Entry(VALUE_HEAD, ("score.weight",), Split.REPLICATED),
 )
+
+MLP = (
+    Entry(_M + "mlp.linear_fc1.weight", (_H + "mlp.gate_proj.weight", _H + "mlp.up_proj.weight"), Split.GATED, "dense"),
+    Entry(_M + "mlp.linear_fc2.weight", (_H + "mlp.down_proj.weight",), Split.ROW, "dense"),
+)
+
+ENTRIES = (*TRUNK, *MLP)
 
 LLAMA = Family(model_type="llama", class_prefix="Llama", entries=ENTRIES)

@@ -12,6 +12,7 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.table import FUSED_NORMS, OUTPUT_LAYER, WORD_EMBEDDING, Entry
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.*)$")
 
 
 def unwrap(chunk: nn.Module) -> nn.Module:
@@ -25,12 +26,15 @@ def unwrap(chunk: nn.Module) -> nn.Module:
 
 
 def global_name(model: nn.Module, name: str) -> str:
-    """A parameter's name with its layer counted over the whole model, in the spelling of the local layer spec."""
+    """A parameter's name with layer and expert counted over the whole model, in the spelling of the local layer spec."""
     match = _LAYER.match(name)
     if match is None:
         return name
     layer = model.get_submodule(f"decoder.layers.{match[1]}")
     rest = FUSED_NORMS.get(match[2], match[2])
+    if expert := _EXPERT.match(rest):
+        here: list[int] = layer.mlp.local_expert_indices  # type: ignore[union-attr,assignment]
+        rest = f"mlp.experts.local_experts.{here[int(expert[1])]}.{expert[2]}"
     return f"decoder.layers.{int(layer.layer_number) - 1}.{rest}"  # type: ignore[arg-type]
 
 
@@ -40,7 +44,7 @@ def owned_parameters(chunks: Sequence[nn.Module], arch: Architecture) -> Iterato
     With tied embeddings and pipeline stages the last stage holds a copy of the first stage's word embedding as its
     output layer: it is loaded like the embedding and never exported.
     """
-    table = {entry.megatron: entry for entry in arch.table.expand(arch.num_layers)}
+    table = {entry.megatron: entry for entry in arch.entries()}
     for chunk in chunks:
         model = unwrap(chunk)
         for local, param in model.named_parameters():

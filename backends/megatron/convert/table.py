@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 # Transformer Engine's layer spec fuses two norms into the linear layer behind them.
 FUSED_NORMS = {
@@ -28,21 +29,43 @@ class Split(Enum):
     GATED = "gated"                         # gate, up: each cut along dim 0, then stacked on every rank
 
 
+Layers = Literal["all", "dense", "moe"]     # which layers have an entry: those with one feed-forward net, or with experts
+
+
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter and the Hugging Face tensors it is made of. `{layer}` is the global layer number."""
+    """One Megatron parameter and the Hugging Face tensors it is made of.
+
+    `{layer}` is the layer's and `{expert}` the routed expert's number in the whole model.
+    """
 
     megatron: str
     hf: tuple[str, ...]
     split: Split
+    layers: Layers = "all"
+    expert: int | None = None               # whose parameter it is, where names are filled in; None: no routed expert's
 
     @property
     def per_layer(self) -> bool:
         return "{layer}" in self.megatron
 
-    def at(self, layer: int) -> Entry:
-        """The entry of one layer, names filled in."""
-        return Entry(self.megatron.format(layer=layer), tuple(n.format(layer=layer) for n in self.hf), self.split)
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.megatron
+
+    def at(self, layer: int, expert: int | None = None) -> Entry:
+        """The entry of one layer (and expert), names filled in."""
+        megatron, *hf = (name.format(layer=layer, expert=expert) for name in (self.megatron, *self.hf))
+        return Entry(megatron, tuple(hf), self.split, self.layers, expert)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How a family's `config.json` speaks of its experts: keys of it, or what it leaves unsaid."""
+
+    width: str                              # key: feed-forward width of a routed expert
+    normalized: str | bool                  # key, or the answer: do the chosen experts' probabilities add up to 1?
+    shared_width: str | None = None         # key: width of the expert that every token passes through, with a gate
 
 
 @dataclass(frozen=True)
@@ -55,18 +78,21 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     head_dim: int | None = None             # default where config.json has none; None: hidden_size / heads
+    experts: Experts | None = None          # a mixture of experts
 
     @property
     def classes(self) -> tuple[str, str]:
         """(language model, sequence classifier): the values of `architectures` that we convert."""
         return f"{self.class_prefix}ForCausalLM", f"{self.class_prefix}ForSequenceClassification"
 
-    def expand(self, num_layers: int) -> Iterator[Entry]:
-        """Every entry of a model of `num_layers` layers, embedding first, head last."""
+    def expand(self, moe_layers: Sequence[bool], num_experts: int) -> Iterator[Entry]:
+        """Every entry of a model, embedding first, head last; `moe_layers` says of each layer whether it has experts."""
         before = [e for e in self.entries if not e.per_layer and e.megatron.startswith("embedding.")]
         layer = [e for e in self.entries if e.per_layer]
         after = [e for e in self.entries if not e.per_layer and e not in before]
         yield from before
-        for number in range(num_layers):
-            yield from (entry.at(number) for entry in layer)
+        for number, moe in enumerate(moe_layers):
+            for entry in layer:
+                if entry.layers in ("all", "moe" if moe else "dense"):
+                    yield from (entry.at(number, expert) for expert in (range(num_experts) if entry.per_expert else (None,)))
         yield from after
