@@ -1,12 +1,10 @@
 """Packed (`thd`) causal self-attention without Transformer Engine, its rotary positions, and an RMSNorm.
 
-A pack is T tokens of several sequences, one behind the other. How it is cut is worked out once per pack (`PackLayout`)
-and shared by all layers.
+A pack is T tokens of several sequences, one behind the other, or a context-parallel rank's share of them (`PackLayout`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -15,75 +13,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from backends.megatron.context import gather_keys_values
 from backends.megatron.elementwise import rotate
-
-_SMALLEST_BUCKET = 16
-
-
-@dataclass(frozen=True)
-class PackLayout:
-    """Where the sequences of one pack stand.
-
-    Buckets hold sequences of similar length, padded on the right to the longest: a causal query never sees a key behind it,
-    so no mask is needed. `restore` undoes the buckets: token t is row `restore[t]` of their concatenation.
-    """
-
-    lengths: tuple[int, ...]            # of every sequence of the pack, none of them 0
-    positions: Tensor                   # int64 [T], inside the own sequence
-    cu_seqlens: Tensor                  # int32 [n+1]
-    buckets: tuple[Tensor, ...]         # int64 [b, longest] each: pack positions; a pad repeats the last token
-    restore: Tensor                     # int64 [T]
-    identity: bool                      # one bucket without pads: gathering would change nothing
-
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
-
-    @classmethod
-    def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> PackLayout:
-        """Build on the CPU, hand over on `device`."""
-        kept = [n for n in lengths if n]
-        sizes = torch.tensor(kept, dtype=torch.int64)
-        cu = torch.zeros(len(kept) + 1, dtype=torch.int64)
-        torch.cumsum(sizes, 0, out=cu[1:])
-        total = int(cu[-1])
-        positions = torch.arange(total) - torch.repeat_interleave(cu[:-1], sizes, output_size=total)
-        restore = torch.empty(total, dtype=torch.int64)
-        buckets: list[Tensor] = []
-        filled = 0
-        for members in _bucket_members(kept):
-            rows = torch.tensor(members, dtype=torch.int64)
-            longest = int(sizes[rows].max())
-            column = torch.arange(longest)
-            inside = torch.minimum(column[None, :], sizes[rows, None] - 1)
-            real = column[None, :] < sizes[rows, None]
-            index = cu[rows, None] + inside
-            restore[index[real]] = filled + torch.arange(index.numel()).view_as(index)[real]
-            filled += index.numel()
-            buckets.append(index)
-        identity = len(buckets) == 1 and filled == total and bool((restore == torch.arange(total)).all())
-        return cls(
-            lengths=tuple(kept),
-            positions=positions.to(device),
-            cu_seqlens=cu.int().to(device),
-            buckets=tuple(b.to(device) for b in buckets),
-            restore=restore.to(device),
-            identity=identity,
-        )
-
-
-def _bucket_members(lengths: Sequence[int]) -> list[list[int]]:
-    """Sequences whose lengths round up to the same of 16, 24, 32, 48, 64, ...: at most a third of a bucket is padding."""
-    members: dict[int, list[int]] = {}
-    for i, n in enumerate(lengths):
-        ceiling = _SMALLEST_BUCKET
-        while ceiling < n:
-            ceiling = ceiling * 3 // 2 if ceiling & (ceiling - 1) == 0 else ceiling * 4 // 3
-        members.setdefault(ceiling, []).append(i)
-    return [members[ceiling] for ceiling in sorted(members)]
+from backends.megatron.layout import PackLayout
 
 
 @dataclass
@@ -125,7 +61,8 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 class PackedAttention(MegatronModule):
     """Core attention over a pack: q [T, heads, d], k and v [T, groups, d] to [T, heads * d].
 
-    On CUDA in half precision one variable-length kernel; else a few batched, right-padded calls.
+    On CUDA in half precision variable-length kernels; else a few batched, right-padded calls. Under context parallelism the
+    ranks rotate their own keys, and gather keys and values.
     """
 
     def __init__(
@@ -133,6 +70,8 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None, cp_comm_type: str | None = None, pg_collection: Any = None,
     ) -> None:  # fmt: skip
         super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["cp"])
+        self.cp_group = groups.cp
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
     def forward(
@@ -145,13 +84,9 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params.cos is not None
         assert packed_seq_params.sin is not None
         query, key = (rotate(x, packed_seq_params.cos, packed_seq_params.sin) for x in (query, key))
-        if uses_varlen(query.device, query.dtype):
-            out = _varlen_attention()(
-                query, key, value, layout.cu_seqlens, layout.cu_seqlens, layout.longest, layout.longest,
-                scale=self.scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1),
-            )  # fmt: skip
-            return cast(Tensor, out).reshape(query.size(0), -1)
-        return bucketed_attention(query, key, value, layout, self.scale)
+        key, value = gather_keys_values(key, value, self.cp_group)
+        attend = varlen_attention if uses_varlen(query.device, query.dtype) else bucketed_attention
+        return attend(query, key, value, layout, self.scale)
 
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
@@ -169,22 +104,43 @@ def _varlen_attention() -> Any:
     return varlen_attn
 
 
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
+    """Causal attention inside each sequence of a pack, one call for front and one for back chunks: [T, heads * d]."""
+    outputs: list[Tensor] = []
+    for cut in layout.cuts.parts:
+        q = query if cut.queries is None else query.index_select(0, cut.queries)
+        k, v = (x if cut.keys is None else x.index_select(0, cut.keys) for x in (key, value))
+        # (-1, 0) is causal, aligned to the end of the keys where there are more of them than queries.
+        out = _varlen_attention()(
+            q, k, v, cut.cu_queries, cut.cu_keys, cut.longest_queries, cut.longest_keys,
+            scale=scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1),
+        )  # fmt: skip
+        outputs.append(cast(Tensor, out).reshape(q.size(0), -1))
+    restore = layout.cuts.restore
+    return outputs[0] if restore is None else torch.cat(outputs).index_select(0, restore)
+
+
 def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
     """Causal attention inside each sequence of a pack, one batched call per bucket: [T, heads * d]."""
     heads, groups = query.size(1), key.size(1)
+    buckets = layout.buckets
     outputs: list[Tensor] = []
-    for index in layout.buckets:
-        rows, longest = index.shape
+    for bucket in buckets.parts:
         q, k, v = (
-            (x if layout.identity else x.index_select(0, index.view(-1))).reshape(rows, longest, x.size(1), x.size(2))
-            for x in (query, key, value)
+            (x if buckets.identity else x.index_select(0, index.view(-1))).reshape(*index.shape, x.size(1), x.size(2))
+            for x, index in ((query, bucket.queries), (key, bucket.keys), (value, bucket.keys))
         )
+        seen = None
+        if bucket.before is not None:   # queries that begin amid their sequence, each at its own place
+            last = bucket.before + torch.arange(q.size(1), device=q.device)[:, None]
+            seen = torch.arange(k.size(1), device=q.device) <= last                     # [b, 1, queries, keys]
         out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=scale, enable_gqa=heads != groups
-        )
-        outputs.append(out.transpose(1, 2).reshape(rows * longest, -1))
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+            attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=heads != groups,
+        )  # fmt: skip
+        outputs.append(out.transpose(1, 2).reshape(bucket.queries.numel(), -1))
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return flat if layout.identity else flat.index_select(0, layout.restore)
+    return flat if buckets.identity else flat.index_select(0, buckets.restore)
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):

@@ -29,7 +29,7 @@ with importing_megatron():
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
-from rlcore.data.packing import CostModel, MinibatchPlan, plan_minibatch
+from rlcore.data.packing import CostModel, MinibatchPlan, padded_length, plan_minibatch
 from rlcore.protocols import UpdateResult
 from rlcore.weights import DTYPES, Bucket
 
@@ -101,6 +101,7 @@ class MegatronBackend:
             heads=model["num_attention_heads"],
             head_dim=model["kv_channels"],
         )
+        lengths = [padded_length(n, self.parallel.place.chunks) for n in batch.lengths.tolist()]
         return [
             plan_minibatch(
                 sequences,
@@ -116,9 +117,8 @@ class MegatronBackend:
     def load_batch(self, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None) -> None:
         """Give each replica its sequences. Raises ValueError unless `plans` place every sequence exactly once."""
         parallel = self.config.policy.parallel
-        self._held = HeldBatch.receive(
-            batch, plans, self.parallel, self.device, pad_multiple=parallel.tensor if parallel.sequence else 1
-        )
+        multiple = self.parallel.place.chunks * (parallel.tensor if parallel.sequence else 1)
+        self._held = HeldBatch.receive(batch, plans, self.parallel, self.device, pad_multiple=multiple)
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
         """Hand vectors [M] to the ranks that hold the tokens; `batch_stats/<minibatch>/<name>` goes whole to all of them."""
@@ -218,11 +218,13 @@ class MegatronBackend:
         """What was chosen, for the first lines of a run."""
         p, dtype = self.parallel, DTYPES[self.config.model.dtype]
         optimizer = self.config.policy.optimizer
+        attention = "variable-length flash" if uses_varlen(self.device, dtype) else "bucketed SDPA"
         models = ["policy", *self.frozen, *(["critic"] if self.critic is not None else [])]
         sequence = " + sequence parallel" if self.config.policy.parallel.sequence else ""
         return {
-            "layout": f"TP {p.tp_size}{sequence} x PP {p.pp_size} x DP {p.dp_size} on {p.world_size} {self.device.type} ranks",
-            "attention": "variable-length flash" if uses_varlen(self.device, dtype) else "bucketed SDPA",
+            "layout": f"TP {p.tp_size}{sequence} x CP {p.cp_size} x PP {p.pp_size} x DP {p.dp_size} "
+                      f"on {p.world_size} {self.device.type} ranks",
+            "attention": attention + (", keys and values gathered over CP" if p.cp_size > 1 else ""),
             "layers": "megatron-core local spec, torch RMSNorm",
             "optimizer": "AdamW, distributed" if optimizer.distributed else "AdamW",
             "models": " + ".join(models),

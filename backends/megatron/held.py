@@ -13,7 +13,7 @@ from backends.megatron.pack import MicroBatch, make_micro_batch, pack_size
 from backends.megatron.parallel import ParallelState
 from backends.megatron.transfer import gather_rows, scatter_shares
 from rlcore.data.batch import PER_SEQUENCE, RolloutBatch, ragged_index
-from rlcore.data.packing import MinibatchPlan
+from rlcore.data.packing import MinibatchPlan, padded_length
 
 ON_RANK_0 = PER_SEQUENCE - {"sequence_ids"}     # what estimators read and losses do not
 BATCH_STATS = "batch_stats/"        # a vector of this name belongs to no token: it goes whole to every rank
@@ -47,7 +47,7 @@ class HeldMinibatch:
     """One optimizer step's part of the share: the borders of its micro-batches, counted in sequences."""
 
     borders: tuple[int, ...]        # [micro-batches + 1]
-    step_tokens: int                # model tokens of the whole optimizer step, over all data-parallel ranks
+    step_tokens: int                # model tokens of the whole optimizer step, over data and context parallelism
 
 
 class HeldBatch:
@@ -119,12 +119,14 @@ class HeldBatch:
         """The packs of one optimizer step, made when first asked for and kept: every pass and epoch uses the same."""
         if minibatch not in self._packs:
             borders = self.minibatches[minibatch].borders
-            tokens = [int(self.batch.cu_tokens[b] - self.batch.cu_tokens[a]) for a, b in pairwise(borders)]
-            sizes = [pack_size(n, self._pad_multiple) for n in tokens]
+            place = self._parallel.place
+            padded = [padded_length(n, place.chunks) for n in self.batch.lengths.tolist()]
+            sizes = [pack_size(sum(padded[a:b]), self._pad_multiple) for a, b in pairwise(borders)]
             if self._parallel.pp_size > 1:      # stages exchange activations of one shape in a schedule call
                 sizes = [max(sizes)] * len(sizes)
             self._packs[minibatch] = [
-                make_micro_batch(self.batch, a, b, size, self._device) for a, b, size in zip(borders, borders[1:], sizes)
+                make_micro_batch(self.batch, a, b, size, self._device, place)
+                for a, b, size in zip(borders, borders[1:], sizes)
             ]
         return self._packs[minibatch]
 

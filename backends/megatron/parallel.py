@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from backends.megatron.layout import Place
 from backends.megatron.mpu import MPU_GROUPS, ask, ask_groups, ask_place
 from backends.megatron.stages import layers_of_stages
 from rlcore.config.policy import ParallelConfig
@@ -68,6 +69,11 @@ class ParallelState:
     mp_group = _Group()         # tensor x pipeline
     control_group = _Group()    # all ranks, gloo: batches, vectors and decisions travel here, on CUDA too
     replica_group = _Group()    # the ranks of this replica, gloo
+
+    @property
+    def place(self) -> Place:
+        """Among the ranks that share the packs of a replica."""
+        return Place(self.cp_size, self.cp_rank)
 
     @property
     def is_last_stage(self) -> bool:
@@ -179,10 +185,10 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
 
 
 def _check_supported(parallel: ParallelConfig) -> None:
-    if parallel.context > 1 or parallel.expert > 1 or (parallel.expert_tensor or parallel.tensor) != parallel.tensor:
+    if parallel.expert > 1 or (parallel.expert_tensor or parallel.tensor) != parallel.tensor:
         raise ConfigError(
-            f"policy.parallel: context {parallel.context}, expert {parallel.expert}, expert_tensor {parallel.expert_tensor}: "
-            f"context and expert parallelism are not available yet; leave them at their defaults"
+            f"policy.parallel: expert {parallel.expert}, expert_tensor {parallel.expert_tensor}: "
+            f"expert parallelism is not available yet; leave them at their defaults"
         )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError("policy.parallel.virtual_pipeline: needs pipeline > 1; set it to 1")

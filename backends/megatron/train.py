@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from backends.megatron.context import gather_targets
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.logprobs import Targets
 from backends.megatron.optimizer import ScheduledOptimizer, StepReport
@@ -75,15 +76,17 @@ class HeadOptions:
         return Targets(micro.target_index, micro.target_tokens, self.entropy, self.temperature, self.chunk_elements)
 
 
-Loss = Callable[[MicroBatch, Any], Tensor]      # (micro-batch, what the last stage returned) -> weighted sum
+Loss = Callable[[MicroBatch, Any], Tensor]      # (micro-batch, the head's result for all its targets) -> weighted sum
 
 
 def score_pass(model: Model, micro_batches: Sequence[MicroBatch], head: HeadOptions) -> list[Any]:
     """What the last stage returns for each micro-batch, without gradients; empty on other stages. Collective."""
 
     def forward_step(data: Iterator[MicroBatch], module: nn.Module) -> tuple[Any, Callable[..., Any]]:
-        return _forward(module, next(data), head), lambda output, non_loss_data: output
+        micro = next(data)
+        return _forward(module, micro, head), lambda output, non_loss_data: whole(micro, output)
 
+    whole = _over_context(model)
     with _evaluating(model), torch.no_grad():
         return _run(model, forward_step, micro_batches, forward_only=True)
 
@@ -98,13 +101,14 @@ def training_pass(
         step_tokens: model tokens of the optimizer step over all ranks.
     """
     assert model.optimizer is not None, "a frozen model takes no step"
+    whole = _over_context(model)
 
     def forward_step(data: Iterator[MicroBatch], module: nn.Module) -> tuple[Any, Callable[..., Any]]:
         micro = next(data)
 
         def scheduled(output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             # Megatron divides by the tokens of the step again; without tokens the empty sum stays in the graph.
-            total = loss(micro, output) * step_tokens
+            total = loss(micro, whole(micro, output)) * step_tokens
             return total, torch.tensor(micro.num_tokens, dtype=torch.int, device=total.device), {}
 
         return _forward(module, micro, head), scheduled
@@ -121,6 +125,12 @@ def _forward(module: nn.Module, micro: MicroBatch, head: HeadOptions) -> Any:
     return module(micro.input_ids, None, None, labels=head.targets(micro), packed_seq_params=micro.packed)
 
 
+def _over_context(model: Model) -> Callable[[MicroBatch, Any], Any]:
+    """(micro-batch, the head's result for the own targets) -> for all of them, on every context-parallel rank."""
+    group = model.chunks[0].pg_collection.cp
+    return lambda micro, output: gather_targets(output, micro.target_own, micro.num_trainable, group)
+
+
 def _run(
     model: Model, forward_step: Callable[..., Any], micro_batches: Sequence[MicroBatch], *, forward_only: bool
 ) -> list[Any]:
@@ -131,7 +141,8 @@ def _run(
         data_iterator=iterators if several else iterators[0],
         model=model.modules if several else model.modules[0],
         num_microbatches=len(micro_batches),
-        seq_length=micro_batches[0].num_slots,      # with pipeline stages the same for all
+        # With pipeline stages the same for all; Megatron divides by CP itself.
+        seq_length=micro_batches[0].num_slots * model.config.context_parallel_size,
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,

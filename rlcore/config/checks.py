@@ -23,7 +23,6 @@ Check = Callable[[Config], Problems]
 
 # What the configuration can say and this version cannot do: (key, values that are not available).
 NOT_AVAILABLE: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-    ("policy.parallel.context", lambda size: size > 1),
     ("policy.parallel.expert", lambda size: size > 1),
     ("policy.parallel.expert_tensor", lambda size: size is not None),
     ("rollout.engine.kind", lambda kind: kind == "sglang"),
@@ -113,7 +112,7 @@ def layout(config: Config) -> Problems:
     if cluster.launcher == "local" and cluster.nodes > 1:
         yield Problem("cluster.nodes", "the local launcher starts processes on this machine alone: use torchrun")
     elif cluster.launcher == "local" and processes < model:
-        path = "policy.parallel." + ("tensor" if parallel.tensor > 1 else "pipeline")
+        path = "policy.parallel." + next(axis for axis in ("tensor", "pipeline", "context") if getattr(parallel, axis) > 1)
         message = f"the layout needs {model} processes and the local launcher starts {processes}: set "
         yield Problem(path, message + f"cluster.processes_per_node={model}, or cluster.launcher=torchrun")
     elif processes > 1 and processes % model:

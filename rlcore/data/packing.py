@@ -35,6 +35,11 @@ class MinibatchPlan:
         return tuple(i for micro in self.microbatches[rank] for i in micro)
 
 
+def padded_length(num_tokens: int, multiple: int) -> int:
+    """The next multiple; 0 stays 0."""
+    return -(-num_tokens // multiple) * multiple
+
+
 def balance(costs: Sequence[float], bins: int) -> list[list[int]]:
     """Longest processing time first onto the lightest bin (Graham 1969); every item is placed, bins may stay empty."""
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)

@@ -13,13 +13,14 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.cpu import importing_megatron, megatron_device
 
 with importing_megatron():
-    from backends.megatron.attention import PackLayout, bucketed_attention
+    from backends.megatron.attention import bucketed_attention
     from backends.megatron.fields import check_overrides, refused_fields
     from backends.megatron.model import padded_vocab_size
     from backends.megatron.optimizer import learning_rate
 from cases import LENGTHS, make_batch, make_plan
 
 from backends.megatron.held import Distribution
+from backends.megatron.layout import PackLayout
 from backends.megatron.pack import make_micro_batch, pack_size, pad_lengths
 from backends.megatron.parallel import check_layout
 from backends.megatron.stages import layers_of_stages
@@ -91,14 +92,14 @@ def test_bucketed_attention_is_attention_in_each_sequence(lengths: list[int]) ->
 def test_a_bucket_is_padded_by_less_than_half() -> None:
     lengths = list(range(1, 200))
     layout = PackLayout.of_lengths(lengths, CPU)
-    assert len(layout.buckets) <= 10
-    assert sum(b.numel() for b in layout.buckets) < 1.5 * sum(lengths)
+    assert len(layout.buckets.parts) <= 10
+    assert sum(b.queries.numel() for b in layout.buckets.parts) < 1.5 * sum(lengths)
     assert layout.positions.tolist() == [p for n in lengths for p in range(n)]
 
 
 def test_equal_lengths_need_no_gather() -> None:
-    assert PackLayout.of_lengths([9, 9, 9], CPU).identity
-    assert not PackLayout.of_lengths([9, 8, 9], CPU).identity
+    assert PackLayout.of_lengths([9, 9, 9], CPU).buckets.identity
+    assert not PackLayout.of_lengths([9, 8, 9], CPU).buckets.identity
 
 
 @pytest.mark.parametrize(("missing", "longest"), [(0, 5), (3, 0), (50, 20), (64, 16)])
@@ -179,7 +180,7 @@ def test_a_sequence_that_no_plan_places_is_an_error() -> None:
         ({"last_stage_layers": 6}, 1, "last_stage_layers: needs pipeline > 1"),
         ({"virtual_pipeline": 2}, 1, "needs pipeline > 1"),
         ({"sequence": True}, 1, "needs tensor > 1"),
-        ({"context": 2}, 2, "not available"),
+        ({"context": 2}, 3, "context 2 = 2 does not divide the world size 3"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(parallel: dict[str, Any], world_size: int, message: str) -> None:

@@ -1,0 +1,214 @@
+"""Where the slots of a pack stand: which of them a context-parallel rank holds, and which keys each of its queries sees.
+
+A sequence of n tokens, padded at its end to a multiple of 2 * CP, is cut into 2 * CP chunks; rank r holds chunks r and
+2 * CP - 1 - r. So every rank has an early and a late part of each sequence, and causal attention costs all of them the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_SMALLEST_BUCKET = 16
+
+
+class Place(NamedTuple):
+    """One rank among those that share a pack."""
+
+    size: int = 1
+    rank: int = 0
+
+    @property
+    def chunks(self) -> int:
+        """Into how many chunks a sequence is cut, and so the multiple that its length is padded to."""
+        return 1 if self.size == 1 else 2 * self.size
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The chunks of every sequence that this rank holds, in the order of its slots."""
+        return (0,) if self.size == 1 else (self.rank, self.chunks - 1 - self.rank)
+
+
+ALONE = Place()
+
+
+def own_slots(lengths: Sequence[int], place: Place) -> Tensor:
+    """int64 [T / CP]: the slots of the whole pack that this rank holds, in its order; `lengths` are padded."""
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    starts, chunk = sizes.cumsum(0) - sizes, sizes // place.chunks
+    runs = torch.stack([starts + held * chunk for held in place.held], dim=1).view(-1)
+    return _ranges(runs, chunk.repeat_interleave(len(place.held)))
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Runs of queries of similar length, padded on the right to the longest; a pad repeats the run's last slot."""
+
+    queries: Tensor             # int64 [b, longest]: slots
+    keys: Tensor                # int64 [b, longest]: rows of the gathered keys
+    before: Tensor | None       # int64 [b, 1, 1, 1]: keys before a run's first query; None: none before any
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """All queries of a pack for batched attention. A query never sees a key behind it, so pads need no care."""
+
+    parts: tuple[Bucket, ...]
+    restore: Tensor             # int64 [T]: slot t is this row of the concatenated parts
+    identity: bool              # one part without pads: gathering would change nothing
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One chunk of every sequence with all keys up to its end, as a variable-length kernel takes them."""
+
+    queries: Tensor | None      # int64: slots, or None for all of them in their order
+    keys: Tensor | None         # int64: rows of the gathered keys, likewise
+    cu_queries: Tensor          # int32 [n+1]
+    cu_keys: Tensor             # int32 [n+1]
+    longest_queries: int
+    longest_keys: int
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """All queries of a pack for variable-length attention: its front and its back chunks; in one where CP is 1."""
+
+    parts: tuple[Cut, ...]
+    restore: Tensor | None      # int64 [T]: slot t is this row of the concatenated parts; None: they are in order
+
+
+@dataclass(frozen=True)
+class PackLayout:
+    """What attention and rotary positions need to know of a pack, worked out once (where first used) for all layers.
+
+    `T` is the number of slots of this rank; the keys and values of the ranks stand one rank behind the other, [CP * T].
+    """
+
+    lengths: tuple[int, ...]    # of every sequence of the pack, over all ranks, none of them 0
+    place: Place
+    device: torch.device
+    positions: Tensor           # int64 [T]: inside the own sequence
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int], device: torch.device, place: Place = ALONE) -> PackLayout:
+        """`lengths`: of the sequences, padded to multiples of `place.chunks`; those of 0 are left out."""
+        kept = tuple(n for n in lengths if n)
+        sizes = torch.tensor(kept, dtype=torch.int64)
+        whole = _ranges(torch.zeros_like(sizes), sizes)
+        return cls(kept, place, device, whole[own_slots(kept, place)].to(device))
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        parts: list[Bucket] = []
+        total = len(self.positions)
+        restore = torch.empty(total, dtype=torch.int64)
+        filled = 0
+        for runs in self._runs:
+            for members in _bucket_members(runs.num_queries.tolist()):
+                queries, real = _rectangle(runs.queries, runs.num_queries, members)
+                keys, _ = _rectangle(runs.keys, runs.num_keys, members)
+                before = (runs.num_keys - runs.num_queries)[members].view(-1, 1, 1, 1)
+                restore[queries[real]] = filled + torch.arange(real.numel()).view_as(real)[real]
+                filled += real.numel()
+                first = not before.any()
+                parts.append(
+                    Bucket(queries.to(self.device), keys.to(self.device), None if first else before.to(self.device))
+                )
+        in_order = self.place.size == 1 and len(parts) == 1 and filled == total
+        identity = in_order and torch.equal(restore, torch.arange(total))
+        return Buckets(tuple(parts), restore.to(self.device), identity)
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        runs, alone = self._runs, self.place.size == 1
+        parts = tuple(
+            Cut(
+                queries=None if alone else one.queries.to(self.device),
+                keys=None if alone else one.keys.to(self.device),
+                cu_queries=_borders(one.num_queries).int().to(self.device),
+                cu_keys=_borders(one.num_keys).int().to(self.device),
+                longest_queries=int(one.num_queries.max()),
+                longest_keys=int(one.num_keys.max()),
+            )
+            for one in runs
+        )
+        restore = None if alone else torch.cat([one.queries for one in runs]).argsort().to(self.device)
+        return Cuts(parts, restore)
+
+    @property
+    def _runs(self) -> list[_Runs]:
+        return [_Runs.of(self.lengths, self.place, held) for held in range(len(self.place.held))]
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """One of the held chunks of each sequence: a run of queries, and the keys from the sequence's start to the run's end."""
+
+    num_queries: Tensor         # int64 [n]
+    num_keys: Tensor            # int64 [n]
+    queries: Tensor             # int64 [sum of num_queries]: slots
+    keys: Tensor                # int64 [sum of num_keys]: rows of the gathered keys
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], place: Place, held: int) -> _Runs:
+        sizes = torch.tensor(lengths, dtype=torch.int64)
+        share = sizes // place.size
+        chunk, starts, total = sizes // place.chunks, share.cumsum(0) - share, int(share.sum())
+        rank_of, index_of = _holders(place)
+        seen = range(place.held[held] + 1)                  # chunks, in the order of the text
+        rows = [rank_of[k] * total + starts + index_of[k] * chunk for k in seen]
+        return cls(
+            num_queries=chunk,
+            num_keys=chunk * len(seen),
+            queries=_ranges(starts + held * chunk, chunk),
+            keys=_ranges(torch.stack(rows, dim=1).view(-1), chunk.repeat_interleave(len(seen))),
+        )
+
+
+def _holders(place: Place) -> tuple[list[int], list[int]]:
+    """Of each chunk: the rank that holds it, and where among those that the rank holds."""
+    rank_of, index_of = [0] * place.chunks, [0] * place.chunks
+    for rank in range(place.size):
+        for index, chunk in enumerate(Place(place.size, rank).held):
+            rank_of[chunk], index_of[chunk] = rank, index
+    return rank_of, index_of
+
+
+def _rectangle(flat: Tensor, counts: Tensor, members: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Runs of `flat`, padded on the right with their last element: [b, longest], and which elements are no pads."""
+    rows = torch.tensor(members, dtype=torch.int64)
+    sizes, column = counts[rows, None], torch.arange(int(counts[rows].max()))
+    index = _borders(counts)[rows, None] + torch.minimum(column, sizes - 1)
+    return flat[index], column < sizes
+
+
+def _borders(counts: Tensor) -> Tensor:
+    """[n] -> [n+1] running sums from 0."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
+    """The integers from each start on, `counts` of them, one range behind the other."""
+    total = int(counts.sum())
+    return torch.arange(total) + (starts - _borders(counts)[:-1]).repeat_interleave(counts, output_size=total)
+
+
+def _bucket_members(lengths: Sequence[int]) -> list[list[int]]:
+    """Runs whose lengths round up to the same of 16, 24, 32, 48, 64, ...: at most a third of a bucket is padding."""
+    members: dict[int, list[int]] = {}
+    for i, n in enumerate(lengths):
+        ceiling = _SMALLEST_BUCKET
+        while ceiling < n:
+            ceiling = ceiling * 3 // 2 if ceiling & (ceiling - 1) == 0 else ceiling * 4 // 3
+        members.setdefault(ceiling, []).append(i)
+    return [members[ceiling] for ceiling in sorted(members)]
