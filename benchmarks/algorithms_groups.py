@@ -7,7 +7,7 @@ from types import ModuleType
 import algorithms_batch as batches
 import torch
 from algorithms_loops import pad, unpad
-from algorithms_race import Entry, Goal, Section, agreement, race, ratio
+from algorithms_race import Entry, Goal, Row, Section, agreement, race, ratio
 
 from rlcore.algorithms import EstimatorInputs, build_estimator
 
@@ -18,7 +18,8 @@ SORT, COPY = "torch.sort of the group ids", "memory copy of the advantages"
 
 
 def measure(device: torch.device, verl: dict[str, ModuleType]) -> Section:
-    rows, goals = [], []
+    rows: list[Row] = []
+    goals: list[Goal] = []
     order = torch.randperm(SEQUENCES, generator=torch.Generator().manual_seed(0)).to(device)
     for tokens in (SEQUENCES, LARGE):
         ones = torch.ones(SEQUENCES, dtype=torch.int64)

@@ -8,7 +8,7 @@ import algorithms_batch as batches
 import numpy as np
 import torch
 from algorithms_loops import deltas, filter_sequences, pad, padded_gae, unpad
-from algorithms_race import Entry, Goal, Section, agreement, race, ratio
+from algorithms_race import Entry, Goal, Row, Section, agreement, race, ratio
 
 from rlcore.algorithms import approx_kl, build_estimator, discounted_suffix_sum
 
@@ -21,7 +21,8 @@ LOOP, VERL = "padded loop over time", "verl compute_gae_advantage_return"
 
 
 def measure(device: torch.device, verl: dict[str, ModuleType]) -> Section:
-    rows, goals = [], []
+    rows: list[Row] = []
+    goals: list[Goal] = []
     for sequences, longest in SHAPES:
         batch = batches.make(batches.lengths_up_to(sequences, longest), device)
         case = f"{sequences} x {longest}: {batch.tokens:,} tokens"
