@@ -73,7 +73,7 @@ def read_failure(store: Store) -> Failure | None:
 
 
 class Control:
-    """One object a rank. `main`, `decide` and `assemble` are called by all ranks in the same order."""
+    """One object a rank. `main`, `decide`, `assemble` and `collect` are called by all ranks in the same order."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
@@ -107,7 +107,11 @@ class Control:
         return self.store.get(key).decode()
 
     def assemble(self, what: str, *, timeout_s: float) -> None:
-        """Rank 0 waits here until every rank has come here; the others go on.
+        """Rank 0 waits here until every rank has come here; the others go on. Errors as `collect`."""
+        self.collect(what, "", timeout_s=timeout_s)
+
+    def collect(self, what: str, word: str, *, timeout_s: float) -> list[str]:
+        """Rank 0 gets every rank's word, in their order; the others an empty list at once.
 
         Raises:
             UserError: a rank was given bad input (rank 0).
@@ -115,10 +119,31 @@ class Control:
         """
         key = self._next_key(what)
         if self.rank != 0:
-            self.store.set(f"{key}/{self.rank}", "")
-            return
+            self.store.set(f"{key}/{self.rank}", word)
+            return []
+        words = [word]
         for rank in range(1, self.world_size):
             self._wait(f"{key}/{rank}", f"rank {rank}: {what}", timeout_s)
+            words.append(self.store.get(f"{key}/{rank}").decode())
+        return words
+
+    def wait_until(self, ready: Callable[[], bool], what: str, *, timeout_s: float) -> None:
+        """Wait for what this process does by itself, with an ear for the others.
+
+        Raises:
+            DeadlineExceeded: naming `what`.
+            UserError, PeerFailed: another rank failed meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause = POLL_S
+        while not ready():
+            self.announce_interrupt()
+            if (failure := read_failure(self.store)) is not None:
+                raise self._peer_error(failure)
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"rank {self.rank} waited {timeout_s:.0f} s for {what}")
+            time.sleep(pause)
+            pause = min(pause * 1.5, POLL_MAX_S)
 
     def _next_key(self, what: str) -> str:
         self.doing = what
@@ -133,16 +158,7 @@ class Control:
             raise
 
     def _wait(self, key: str, what: str, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        pause = POLL_S
-        while not self.store.check([key]):
-            self.announce_interrupt()
-            if (failure := read_failure(self.store)) is not None:
-                raise self._peer_error(failure)
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"rank {self.rank} waited {timeout_s:.0f} s for {what}")
-            time.sleep(pause)
-            pause = min(pause * 1.5, POLL_MAX_S)
+        self.wait_until(lambda: self.store.check([key]), what, timeout_s=timeout_s)
 
     # --- a clean end ----------------------------------------------------------------------------------------------
 

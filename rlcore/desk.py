@@ -161,12 +161,9 @@ class Desk:
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def begin_checkpoint(self, step: int) -> Path:
-        """An empty folder for every rank's shards."""
-        return self.checkpoints.begin(step) / "model"
-
-    def commit_checkpoint(self, step: int) -> None:
-        """The state of rank 0 beside the shards, and the rename that makes both count."""
+        """The state of rank 0 as it is now, and beside it an empty folder for every rank's shards."""
         assert self._rollouts is not None
+        folder = self.checkpoints.begin(step) / "model"
         self.checkpoints.write_state(
             step,
             {
@@ -179,6 +176,10 @@ class Desk:
                 "rng": rng_state(),     # of this rank: estimators, workflows and filters run here
             },
         )
+        return folder
+
+    def commit_checkpoint(self, step: int) -> None:
+        """The rename that makes shards and state count."""
         self.checkpoints.commit(step)
 
     def checkpoint_failure(self, step: int, error: RunFailed) -> RunFailed:

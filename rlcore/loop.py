@@ -17,10 +17,10 @@ from rlcore.control import Control
 from rlcore.credit import Credit
 from rlcore.data.batch import RolloutBatch
 from rlcore.desk import CONTINUE, FINISHED, Desk, Outcome
-from rlcore.errors import RunFailed
 from rlcore.protocols import PolicyBackend, UpdateResult
 from rlcore.publish import Publisher
 from rlcore.runs.directory import Status
+from rlcore.saver import Saver
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,11 @@ class Trainer:
     total_steps: int
     publisher: Publisher | None     # None: nothing generates (sft, replay)
     desk: Desk | None               # rank 0 only
-    seconds: dict[str, float] = field(default_factory=dict)     # of this step, by phase
+    seconds: dict[str, float] = field(default_factory=dict)     # since the last row of the log, by phase
+    saver: Saver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.saver = Saver(self.control, self.backend, self.desk, timeout_s=self.patience)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -47,9 +51,9 @@ class Trainer:
         if step == 0:
             self.evaluate(0)
             self.log(0)
+        self.seconds = {}
         while status == CONTINUE:
             step += 1
-            self.seconds = {}
             with self.clock("step"):
                 batch = self.load_rollouts(step)
                 self.score(batch)
@@ -59,10 +63,12 @@ class Trainer:
             status = self.end_step(step, batch, updates)
             if status in FINISHED or every(step, self.config.evaluation.every):
                 self.evaluate(step)
+            self.poll_checkpoint()
             self.log(step)
             logger.info("step %d: %s", step, ", ".join(f"{phase} {spent:.3f} s" for phase, spent in self.seconds.items()))
+            self.seconds = {}
             if status != CONTINUE or every(step, self.config.checkpoint.every):
-                self.save(step)
+                self.save(step, in_background=status == CONTINUE and self.config.checkpoint.async_save)
         return Outcome(cast(Status, status), step)
 
     # --- its parts ------------------------------------------------------------------------------------------------
@@ -140,18 +146,14 @@ class Trainer:
     def log(self, step: int) -> None:
         self.control.main(f"the log of step {step}", lambda: self.main.log(step, self.seconds), timeout_s=self.patience)
 
-    def save(self, step: int) -> None:
-        """Every rank's shards beside rank 0's state, committed by one rename."""
-        folder = self.control.decide(
-            "opening a checkpoint", lambda: str(self.main.begin_checkpoint(step)), timeout_s=self.patience
-        )
-        try:
-            self.backend.save(Path(folder))
-        except RunFailed as error:
-            if self.desk is None:
-                raise
-            raise self.desk.checkpoint_failure(step, error) from error
-        self.control.main("committing a checkpoint", lambda: self.main.commit_checkpoint(step), timeout_s=self.patience)
+    def save(self, step: int, *, in_background: bool) -> None:
+        with self.clock("checkpoint"):
+            self.seconds |= self.saver.save(step, in_background=in_background)
+
+    def poll_checkpoint(self) -> None:
+        if self.saver.is_writing:
+            with self.clock("checkpoint"):
+                self.seconds |= self.saver.poll()
 
     def resume(self) -> tuple[int, str]:
         """The step to continue after, 0 or that of the newest whole checkpoint, whose weights are loaded; and whether to."""

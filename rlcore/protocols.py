@@ -80,6 +80,21 @@ class PolicyBackend(Protocol):
         """Model, optimizer and schedule as a distributed checkpoint in `folder`."""
         ...
 
+    def start_save(self, folder: Path) -> None:
+        """As `save`, but returns when the state is copied; it is written while training goes on. At most one at a time."""
+        ...
+
+    def save_seconds(self) -> float | None:
+        """Seconds that this rank has written for, None while it still does. No communication.
+
+        Raises RunFailed naming the folder and the reason where it could not be written.
+        """
+        ...
+
+    def finish_save(self) -> None:
+        """Complete what `start_save` began, once every rank has written."""
+        ...
+
     def load(self, folder: Path) -> None:
         """The inverse of `save`, under any layout that the checkpoint can be resharded to."""
         ...

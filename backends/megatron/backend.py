@@ -16,7 +16,9 @@ from backends.megatron.cpu import expected_warnings_off, importing_megatron, meg
 with importing_megatron():
     from backends.megatron.attention import uses_varlen
     from backends.megatron.build import BuildContext, build_critic, build_policy
-    from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint, saved_layout
+    from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint, saved_layout, start_checkpoint
+    from backends.megatron.checkpoint_io import HostCopies
+    from backends.megatron.checkpoint_pending import PendingCheckpoint
     from backends.megatron.convert.architecture import read_architecture
     from backends.megatron.export import WeightExporter, export_hf
     from backends.megatron.frozen import Frozen, build_reference, build_teacher
@@ -69,6 +71,8 @@ class MegatronBackend:
         self._head = HeadOptions(_temperature(config), policy.logprobs.chunk_elements)
         self._held: HeldBatch | None = None
         self._exporter: WeightExporter | None = None
+        self._host_copies = HostCopies()        # of what a save in the background writes
+        self._pending: PendingCheckpoint | None = None
         self._owns_process_group = init_process_group(self.device, timeout_s=timeout_s)
         try:
             with megatron_device(self.device), expected_warnings_off():
@@ -194,6 +198,27 @@ class MegatronBackend:
         with megatron_device(self.device), self._unparked():
             save_checkpoint(folder, self._saved, self.parallel)
 
+    def start_save(self, folder: Path) -> None:
+        """As `save`, but a thread writes, from a copy in host memory; `finish_save` completes it."""
+        with megatron_device(self.device), self._unparked():
+            self._pending = start_checkpoint(folder, self._saved, self.parallel, self._host_copies)
+
+    def save_seconds(self) -> float | None:
+        """Seconds that this rank wrote for, None while it still does. Not collective. Raises RunFailed if it could not."""
+        return self._started_save.written()
+
+    def finish_save(self) -> None:
+        """What is left when every rank has written."""
+        pending, self._pending = self._started_save, None
+        with megatron_device(self.device):
+            pending.finish()
+
+    @property
+    def _started_save(self) -> PendingCheckpoint:
+        if self._pending is None:
+            raise RuntimeError("call start_save first")
+        return self._pending
+
     def load(self, folder: Path) -> None:
         """The inverse of `save`, under today's layout. Frozen models stay what they were."""
         with megatron_device(self.device), self._unparked():
@@ -240,7 +265,9 @@ class MegatronBackend:
 
     def close(self) -> None:
         """Give up the models and Megatron's groups; the process group too where this object made it."""
-        self._held = self._exporter = self.critic = None
+        if self._pending is not None:
+            self._pending.cancel()
+        self._held = self._exporter = self.critic = self._pending = None
         self.frozen = {}
         destroy_parallel()
         if self._owns_process_group:

@@ -10,19 +10,18 @@ A folder without checkpoint.json is not a checkpoint. Whether the run uses it is
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
 
-from backends.megatron.checkpoint_io import read_sharded, write_sharded
+from backends.megatron.checkpoint_errors import read_errors, write_errors
+from backends.megatron.checkpoint_io import HostCopies, plan_sharded, read_sharded, write_sharded
+from backends.megatron.checkpoint_pending import PendingCheckpoint
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.names import unwrap
 from backends.megatron.convert.table import VALUE_HEAD
@@ -30,7 +29,7 @@ from backends.megatron.model import ValueModel
 from backends.megatron.optimizer import ScheduledOptimizer
 from backends.megatron.parallel import ParallelState
 from backends.megatron.together import together
-from rlcore.errors import ModelError, RunFailed
+from rlcore.errors import ModelError
 from rlcore.runs.files import files_in, sync_tree, write_atomic
 
 MANIFEST = "checkpoint.json"
@@ -57,20 +56,46 @@ def save_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
     Collective; on a shared file system. Call inside `megatron_device`.
     Raises RunFailed naming the folder and the reason, on every rank.
     """
-    what = f"writing the checkpoint {folder}"
     for model in models:
-        target = folder / model.name
-        with together(parallel, what), _write_errors(folder):
-            target.mkdir(parents=True, exist_ok=True)
-        with _write_errors(folder):
+        target = _open_folder(folder, model, parallel)
+        with write_errors(folder):
             write_sharded(_sharded_state(model, parallel, is_loading=False), target)
-    with together(parallel, what), _write_errors(folder):
+    _seal(folder, _descriptions(models), parallel)
+
+
+def start_checkpoint(
+    folder: Path, models: Sequence[Saved], parallel: ParallelState, host: HostCopies
+) -> PendingCheckpoint:
+    """As `save_checkpoint`, but only the copy to host memory is made when it returns; a thread writes that.
+
+    Collective; call inside `megatron_device`. All that the ranks must agree on is done here, the distributed optimizer's
+    gathering too. `host` is given back by the `finish` of what is returned: at most one at a time.
+    """
+    planned = []
+    for model in models:
+        target = _open_folder(folder, model, parallel)
+        with write_errors(folder):
+            planned.append(plan_sharded(_sharded_state(model, parallel, is_loading=False), target, host))
+    described = _descriptions(models)       # now: the optimizers go on
+    return PendingCheckpoint(folder, planned, lambda: _seal(folder, described, parallel))
+
+
+def _open_folder(folder: Path, model: Saved, parallel: ParallelState) -> Path:
+    target = folder / model.name
+    with together(parallel, f"writing the checkpoint {folder}"), write_errors(folder):
+        target.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+def _seal(folder: Path, described: Mapping[str, Any], parallel: ParallelState) -> None:
+    """Everything is written: flush it, and say so in the manifest."""
+    with together(parallel, f"writing the checkpoint {folder}"), write_errors(folder):
         if parallel.rank == 0:
             sync_tree(folder)
             manifest = {
                 "format": _FORMAT,
                 "layout": {"tp": parallel.tp_size, "pp": parallel.pp_size, "dp": parallel.dp_size},
-                "models": {model.name: _description(model) for model in models},
+                "models": described,
                 "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files_in(folder)},
             }
             write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -177,7 +202,7 @@ def _load(
     for index in range(len(model.chunks)):
         for key in skip:
             wanted[f"model{index}"].pop(key, None)
-    with _read_errors(folder / model.name):
+    with read_errors(folder / model.name):
         state = read_sharded(wanted, folder / model.name)
     for index, chunk in enumerate(model.chunks):
         unwrap(chunk).load_state_dict(state[f"model{index}"], strict=not skip)
@@ -191,6 +216,10 @@ def _load(
 
 
 # --- the manifest -----------------------------------------------------------------------------------------------------
+
+
+def _descriptions(models: Sequence[Saved]) -> dict[str, Any]:
+    return {model.name: _description(model) for model in models}
 
 
 def _description(model: Saved) -> dict[str, Any]:
@@ -271,30 +300,3 @@ def _check_same(folder: Path, model: Saved, described: dict[str, Any], parallel:
                 f"{described['distributed_optimizer']}, the configuration says {model.optimizer.config.distributed}; "
                 f"set it back, or take the weights alone by policy.checkpoint"
             )
-
-
-@contextmanager
-def _read_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (CheckpointingException, CheckpointException, UnpicklingError, EOFError, OSError, RuntimeError) as error:
-        raise ModelError(f"checkpoint {folder}: cannot be loaded: {_first_cause(error)}") from error
-
-
-@contextmanager
-def _write_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (CheckpointException, OSError, RuntimeError) as error:
-        raise RunFailed(f"writing {folder}: {_first_cause(error)}") from error
-
-
-def _first_cause(error: BaseException) -> str:
-    """One line: torch's CheckpointException carries a traceback for every rank, its unpickler a page of advice."""
-    where = ""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        error, where = cause, f" (rank {rank})"
-    if isinstance(error, (UnpicklingError, EOFError)):
-        return f"a file holds other bytes than were written{where}"
-    return f"{(str(error) or type(error).__name__).splitlines()[0]}{where}"

@@ -55,6 +55,8 @@ _ROWS = (
     ("time/training", "forward, backward and optimizer of one step", "-", "s"),
     ("time/publish", "publication of one version of the weights", "-", "s"),
     ("time/evaluation", "generating and scoring the held-out prompts", "-", "s"),
+    ("time/checkpoint", "training stood still for checkpoints since the row before", "-", "s"),
+    ("time/checkpoint_write", "checkpoint.async_save: the slowest rank wrote the checkpoint that is now committed", "-", "s"),
     ("perf/tokens_per_second", "model tokens trained, prompts included, by the time of the step", "seconds",
      "tokens/s"),
     ("perf/trainer_idle_fraction", "time that the trainer waited", "time of the step", "share"),

@@ -30,7 +30,6 @@ NOT_AVAILABLE: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("rollout.engine.python", bool),
     ("rollout.max_staleness", lambda versions: versions > 0),
     ("rollout.on_update", lambda mode: mode != "drain"),
-    ("checkpoint.async_save", bool),
     ("cluster.launcher", lambda launcher: launcher == "ray"),
 )
 

@@ -36,7 +36,7 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     every: NonNegativeInt = 0                   # 0: only at the end
     keep: PositiveInt = 2
-    async_save: bool = False
+    async_save: bool = False                    # written from a copy in host memory while training goes on
     export_hf: bool = True                      # a Hugging Face folder at the end
 
 

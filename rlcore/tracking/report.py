@@ -9,7 +9,8 @@ from typing import Any
 from rlcore.tracking import names
 from rlcore.tracking.format import duration, number
 
-NOT_PHASES = frozenset({"time/step", "time/from_scratch", "time/engine"})      # totals, and a part of generation
+# Totals, a part of generation, and what goes on beside the training.
+NOT_PHASES = frozenset({"time/step", "time/from_scratch", "time/engine", "time/checkpoint_write"})
 
 
 @dataclass(frozen=True)

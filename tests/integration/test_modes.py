@@ -265,7 +265,8 @@ def test_deterministic_runs_are_bit_equal(lab: Lab) -> None:
 def test_every_metric_is_defined_and_every_definition_is_written(lab: Lab, trained: Run, with_critic: Run) -> None:
     verified = lab.train(
         "verified", *LEARNING, heldout(lab), PROMPTS, "rollout.filters=[zero_variance]", "algorithm.loss.dual_clip=3.0",
-        "reward.parts.right.function=exact_match", "algorithm.old_logprobs=recompute", "training.steps=1",
+        "reward.parts.right.function=exact_match", "algorithm.old_logprobs=recompute", "training.steps=3",
+        "checkpoint.every=1", "checkpoint.async_save=true",
         "algorithm.estimator.name=remax", "algorithm.correction={name: tis, max_staleness: 0}",
     )  # fmt: skip
     assert verified.code == 0, verified.err

@@ -178,7 +178,6 @@ UNBUILT = {
     "rollout.engine.python": "/x/python",
     "rollout.max_staleness": "1",
     "rollout.on_update": "abort",
-    "checkpoint.async_save": "true",
     "cluster.launcher": "ray",
 }
 

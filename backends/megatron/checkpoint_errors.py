@@ -1,0 +1,42 @@
+"""What torch, Megatron and the disk raise while a checkpoint is written or read, in one line that names the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint import CheckpointException
+
+from rlcore.errors import ModelError, RunFailed
+
+
+@contextmanager
+def read_errors(folder: Path) -> Iterator[None]:
+    """Around reading: ModelError."""
+    try:
+        yield
+    except (CheckpointingException, CheckpointException, UnpicklingError, EOFError, OSError, RuntimeError) as error:
+        raise ModelError(f"checkpoint {folder}: cannot be loaded: {_first_cause(error)}") from error
+
+
+@contextmanager
+def write_errors(folder: Path) -> Iterator[None]:
+    """Around writing: RunFailed."""
+    try:
+        yield
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise RunFailed(f"writing {folder}: {_first_cause(error)}") from error
+
+
+def _first_cause(error: BaseException) -> str:
+    """One line: torch's CheckpointException carries a traceback for every rank, its unpickler a page of advice."""
+    where = ""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        error, where = cause, f" (rank {rank})"
+    if isinstance(error, (UnpicklingError, EOFError)):
+        return f"a file holds other bytes than were written{where}"
+    return f"{(str(error) or type(error).__name__).splitlines()[0]}{where}"
