@@ -98,8 +98,12 @@ def make_vectors(count: int) -> dict[str, Tensor]:
     }
 
 
+def plan_of(ranks: list[list[list[int]]]) -> MinibatchPlan:
+    return MinibatchPlan(tuple(tuple(tuple(micro) for micro in rank) for rank in ranks))
+
+
 def make_plan(name: str) -> MinibatchPlan:
-    return MinibatchPlan(tuple(tuple(tuple(micro) for micro in rank) for rank in PLANS[name]))
+    return plan_of(PLANS[name])
 
 
 def make_config(case: dict[str, Any], model: Path) -> Config:

@@ -31,6 +31,7 @@ def write_models(folder: Path) -> None:
     """Random weights large enough that every parameter has a clear gradient."""
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     for seed, (name, (config, keys)) in enumerate(MODELS.items()):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**{**SIZES, **keys}))

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import gradient, make_batch, make_config, make_plan, make_vectors
+from cases import gradient, make_batch, make_config, make_plan, make_vectors, plan_of
 from torch import Tensor, nn
 
 from backends.megatron import MegatronBackend
 from backends.megatron.export import WeightExporter
 from rlcore.credit import Credit
+from rlcore.data.packing import MinibatchPlan
 from rlcore.loop import put
 from rlcore.objective import Objective
 
@@ -42,7 +44,16 @@ def padding_is_zero(chunks: list[nn.Module], backend: MegatronBackend) -> bool:
     return True
 
 
+def read_plans(case: dict[str, Any]) -> list[MinibatchPlan] | None:
+    """`plan`: one name or several; `plans`: written out; None: the backend plans by the token budget."""
+    if "plans" in case:
+        return [plan_of(plan) for plan in case["plans"]]
+    names = case.get("plan")
+    return [make_plan(name) for name in ([names] if isinstance(names, str) else names)] if names else None
+
+
 def run(case: dict[str, Any], folder: Path) -> None:
+    begin = time.perf_counter()
     config = make_config(case, folder.parent / "models")
     objective = Objective(config.algorithm)
     backend = MegatronBackend(
@@ -55,8 +66,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
     )
     root = backend.rank == 0
     batch = make_batch() if root else None
-    names = case.get("plan")
-    plans = [make_plan(name) for name in ([names] if isinstance(names, str) else names)] if names else None
+    plans = read_plans(case)
     if root and plans is None:
         assert batch is not None
         config.policy.max_tokens_per_microbatch = case["max_tokens"]
@@ -71,7 +81,9 @@ def run(case: dict[str, Any], folder: Path) -> None:
     if batch is not None and "algorithm" in case:       # what a training step would assign
         put(batch, result["scores"])
         put(batch, result["reference"], prefix="ref_")
-        vectors = Credit(config, objective).assign(batch, [range(batch.num_sequences)])
+        put(batch, result.get("values"))
+        minibatches = [sorted(i for d in range(len(plan.microbatches)) for i in plan.sequences(d)) for plan in plans or ()]
+        vectors = Credit(config, objective).assign(batch, minibatches)
     if vectors is not None:
         for name in case.get("leave_out", []):
             del vectors[name]
@@ -93,8 +105,9 @@ def run(case: dict[str, Any], folder: Path) -> None:
     dist.all_gather_object(every, (update.metrics, update.skipped, result["padding_is_zero"]))
     assert all(one == every[0] or case.get("poison") for one in every), every
     assert all(one[1:] == every[0][1:] for one in every), every
-    result["micro_batches"] = len(backend._batch.micro_batches(0))
+    result["micro_batches"] = len(backend._batch.micro_batches(case.get("update", 0)))
     backend.close()
+    result["seconds"] = time.perf_counter() - begin
     if root:
         torch.save(result, folder / f"{case['name']}.pt")
 
