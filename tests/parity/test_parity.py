@@ -18,8 +18,9 @@ from torch import Tensor
 
 RANKS = Path(__file__).with_name("parity_ranks.py")
 TIGHT = 1e-5        # relative, over each whole tensor
-TP2, PP2, SP2 = {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "sequence": True}
+TP2, PP2, SP2, CP2 = {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "sequence": True}, {"context": 2}
 
+# "full": run by `scripts/test.sh --full` alone, in a launch of their own.
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "qwen3", "model": "qwen3", "plan": "one", "critic": True},
@@ -75,6 +76,28 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "dp2_trained", "model": "qwen3", "plan": "starved", "distributed": True, "optimizer": TRAINED, "steps": 3},
         {"name": "pp2_poisoned", "model": "qwen3", "plan": "uneven", "parallel": PP2, "poison": True},
         {"name": "tp2_sp_bf16", "model": "qwen3", "plan": "uneven", "parallel": SP2, "dtype": "bf16", "critic": True},
+        {"name": "cp2", "model": "qwen3", "plan": "uneven", "parallel": CP2, "critic": True},
+        {"name": "cp2_tied", "model": "qwen2_tied", "plan": "uneven", "parallel": CP2, "distributed": True},
+        {"name": "cp2_llama", "model": "llama", "plan": "uneven", "parallel": CP2, "full": True},
+        {"name": "cp2_planned", "model": "qwen3", "max_tokens": 40, "parallel": CP2, "full": True},
+        {"name": "cp2_recompute", "model": "qwen3", "plan": "uneven", "parallel": CP2, "full": True,
+         "megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
+        {"name": "cp2_own_old", "model": "qwen3", "plan": "uneven", "parallel": CP2, "own_old": True, "full": True},
+        {"name": "cp2_corrected", "model": "qwen3", "reference": "qwen3_other", "algorithm": CORRECTED, "plan": "uneven",
+         "parallel": CP2, "full": True},
+        {"name": "cp2_clip_cov", "model": "qwen3", "reference": "qwen3_other", "algorithm": CLIP_COV, "plan": "uneven",
+         "parallel": CP2, "full": True},
+        {"name": "cp2_kl_cov", "model": "qwen3", "reference": "qwen3_other", "algorithm": KL_COV, "plan": "uneven",
+         "parallel": CP2, "full": True},
+        {"name": "cp2_half0", "model": "qwen3", "plan": ["half0", "half1"], "update": 0, "critic": True, "parallel": CP2,
+         "full": True},
+        {"name": "cp2_half1", "model": "qwen3", "plan": ["half0", "half1"], "update": 1, "critic": True, "parallel": CP2,
+         "full": True},
+        {"name": "cp2_trained", "model": "qwen3", "plan": "uneven", "parallel": CP2, "distributed": True,
+         "optimizer": TRAINED, "steps": 3, "full": True},
+        {"name": "cp2_poisoned", "model": "qwen3", "plan": "uneven", "parallel": CP2, "poison": True, "full": True},
+        {"name": "cp2_bf16", "model": "qwen3", "plan": "uneven", "parallel": CP2, "dtype": "bf16", "critic": True,
+         "full": True},
     ],
     4: [
         {"name": "tp2_pp2", "model": "qwen3", "plan": "uneven", "parallel": {"tensor": 2, "pipeline": 2}, "critic": True},
@@ -82,6 +105,18 @@ CASES: dict[int, list[dict[str, Any]]] = {
          "parallel": {"tensor": 2, "pipeline": 2, "sequence": True}},
         {"name": "tp2_dp2_distributed", "model": "qwen3", "plan": "starved", "parallel": TP2, "distributed": True},
         {"name": "pp2_dp2", "model": "qwen3", "plan": "starved", "parallel": PP2, "critic": True},
+        {"name": "tp2_sp_cp2", "model": "qwen3", "plan": "uneven", "parallel": SP2 | CP2, "critic": True},
+        {"name": "tp2_cp2_tied", "model": "qwen3_tied", "plan": "uneven", "parallel": TP2 | CP2, "full": True},
+        {"name": "tp2_sp_cp2_padded", "model": "qwen3", "plan": "uneven", "parallel": SP2 | CP2, "divisible_by": 64,
+         "full": True},
+        {"name": "pp2_cp2", "model": "qwen3", "plan": "uneven", "parallel": PP2 | CP2, "critic": True, "full": True},
+        {"name": "pp2_cp2_tied", "model": "qwen3_tied", "plan": "uneven", "parallel": PP2 | CP2, "full": True},
+        {"name": "vpp2_cp2", "model": "qwen3", "plan": "pairs", "parallel": PP2 | CP2 | {"virtual_pipeline": 2},
+         "full": True},
+        {"name": "cp4", "model": "qwen3", "plan": "uneven", "parallel": {"context": 4}, "critic": True, "full": True},
+        {"name": "cp4_tied", "model": "qwen2_tied", "plan": "one", "parallel": {"context": 4}, "full": True},
+        {"name": "cp2_dp2_distributed", "model": "qwen3", "plan": "starved", "parallel": CP2, "distributed": True,
+         "critic": True, "full": True},
     ],
 }  # fmt: skip
 
@@ -94,18 +129,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Results:
-    """Results of all cases of a world size, by name; the world runs when its first case is asked for."""
+    """Results of all cases of a world size, by name; the world runs when its first case is asked for, the full ones apart."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.worlds: dict[int, Path] = {}
+        self.worlds: dict[tuple[int, bool], Path] = {}
 
     def __getitem__(self, name: str) -> dict[str, Any]:
+        full = is_full(name)
         size = next(size for size, cases in CASES.items() for case in cases if case["name"] == name)
-        if size not in self.worlds:
-            self.worlds[size] = self.folder / f"world{size}"
-            run_ranks(RANKS, size, self.worlds[size], CASES[size], deadline_s=150)
-        result: dict[str, Any] = torch.load(self.worlds[size] / f"{name}.pt", weights_only=False)
+        if (size, full) not in self.worlds:
+            self.worlds[size, full] = self.folder / f"world{size}{'_full' * full}"
+            cases = [case for case in CASES[size] if is_full(case["name"]) == full]
+            run_ranks(RANKS, size, self.worlds[size, full], cases, deadline_s=150)
+        result: dict[str, Any] = torch.load(self.worlds[size, full] / f"{name}.pt", weights_only=False)
         return result
 
 
@@ -128,12 +165,28 @@ def case_named(name: str) -> dict[str, Any]:
     return next(case for cases in CASES.values() for case in cases if case["name"] == name)
 
 
+def is_full(name: str) -> bool:
+    return bool(case_named(name).get("full"))
+
+
+def each(*names: str) -> list[Any]:
+    """The cases as parameters of a test, marked."""
+    return [pytest.param(name, marks=pytest.mark.full if is_full(name) else ()) for name in names]
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_tied", "qwen2_tied", "llama"])
 def test_one_process_equals_plain_torch(name: str, results: Results, folder: Path) -> None:
     expected, got = oracle.policy_step(folder / "models" / name), results[name]
     torch.testing.assert_close(got["scores"]["logprobs"].double(), expected["logprobs"], atol=1e-5, rtol=0)
     torch.testing.assert_close(got["scores"]["entropy"].double(), expected["entropy"], atol=1e-5, rtol=0)
     check_gradients(got["gradients"]["policy"], expected["gradients"], TIGHT)
+
+
+@pytest.mark.parametrize("name", each("cp2", "cp2_tied", "cp2_llama"))
+def test_log_probs_of_context_parallel_ranks_equal_transformers(name: str, results: Results, folder: Path) -> None:
+    expected, got = oracle.policy_step(folder / "models" / case_named(name)["model"]), results[name]["scores"]
+    for key in ("logprobs", "entropy"):
+        torch.testing.assert_close(got[key].double(), expected[key], atol=1e-5, rtol=0)
 
 
 def test_critic_equals_plain_torch(results: Results, folder: Path) -> None:
@@ -161,7 +214,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", each(*EXACT))
 def test_every_layout_equals_one_process(name: str, results: Results) -> None:
     case, got = case_named(name), results[name]
     expected = results[case["model"]]
@@ -183,7 +236,7 @@ def test_every_layout_equals_one_process(name: str, results: Results) -> None:
     ("name", "acts"),
     [("clip_cov", "policy/cov_clipfrac_avg"), ("kl_cov", "policy/cov_klfrac_avg"), ("corrected", "correction/masked_fraction")],
 )
-@pytest.mark.parametrize("split", ["{}_uneven", "{}_tokens", "dp2_{}"])
+@pytest.mark.parametrize("split", ["{}_uneven", "{}_tokens", "dp2_{}", pytest.param("cp2_{}", marks=pytest.mark.full)])
 def test_what_is_known_of_the_whole_step_is_the_same_in_every_split(
     name: str, acts: str, split: str, results: Results
 ) -> None:
@@ -196,7 +249,7 @@ def test_what_is_known_of_the_whole_step_is_the_same_in_every_split(
         assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-4, abs=1e-6), metric
 
 
-@pytest.mark.parametrize("prefix", ["", "dp2_"])
+@pytest.mark.parametrize("prefix", ["", "dp2_", pytest.param("cp2_", marks=pytest.mark.full)])
 def test_gradients_of_two_optimizer_steps_add_up_to_that_of_one(prefix: str, results: Results) -> None:
     first, second, whole = results[f"{prefix}half0"], results[f"{prefix}half1"], results["qwen3"]
     torch.testing.assert_close(first["scores"]["logprobs"], whole["scores"]["logprobs"], atol=1e-5, rtol=0)
@@ -205,7 +258,7 @@ def test_gradients_of_two_optimizer_steps_add_up_to_that_of_one(prefix: str, res
         check_gradients(summed, expected, TIGHT)
 
 
-@pytest.mark.parametrize("name", ["trained", "tp2_trained", "dp2_trained"])
+@pytest.mark.parametrize("name", each("trained", "tp2_trained", "dp2_trained", "cp2_trained"))
 def test_three_steps_of_adamw_equal_torchs(name: str, results: Results, folder: Path) -> None:
     """Clipping, warm-up, cosine, and weight decay that spares norms."""
     expected, got = oracle.trained(folder / "models" / "qwen3", steps=3), results[name]
@@ -215,8 +268,9 @@ def test_three_steps_of_adamw_equal_torchs(name: str, results: Results, folder: 
     assert not far, f"relative distance of what three steps changed: {far}"
 
 
-def test_scored_log_probs_are_those_of_the_step_to_the_bit(results: Results) -> None:
-    metrics = results["tp2_own_old"]["metrics"]
+@pytest.mark.parametrize("name", each("tp2_own_old", "cp2_own_old"))
+def test_scored_log_probs_are_those_of_the_step_to_the_bit(name: str, results: Results) -> None:
+    metrics = results[name]["metrics"]
     assert metrics["policy/approxkl_avg"] == 0
     assert (metrics["val/ratio"], metrics["val/ratio_var"]) == (1, 0)
 
@@ -234,14 +288,14 @@ def test_another_reference(name: str, results: Results, folder: Path) -> None:
     torch.testing.assert_close(results[name]["reference"]["logprobs"].double(), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["poisoned", "pp2_poisoned"])
+@pytest.mark.parametrize("name", each("poisoned", "pp2_poisoned", "cp2_poisoned"))
 def test_a_step_without_finite_gradients_is_skipped_and_reported(name: str, results: Results) -> None:
     got = results[name]
     assert got["skipped"]
     assert got["unchanged"]["policy"]
 
 
-@pytest.mark.parametrize("name", ["bf16", "tp2_sp_bf16"])
+@pytest.mark.parametrize("name", each("bf16", "tp2_sp_bf16", "cp2_bf16"))
 def test_bf16_stays_near_fp32(name: str, results: Results) -> None:
     """bf16 has 8 bits of mantissa: log-probs within 0.1, the gradient's norm within 5 %."""
     got, expected = results[name], results["qwen3"]
