@@ -148,12 +148,16 @@ class Trainer:
 
     def save(self, step: int, *, in_background: bool) -> None:
         with self.clock("checkpoint"):
-            self.seconds |= self.saver.save(step, in_background=in_background)
+            self.count_write(self.saver.save(step, in_background=in_background))
 
     def poll_checkpoint(self) -> None:
         if self.saver.is_writing:
             with self.clock("checkpoint"):
-                self.seconds |= self.saver.poll()
+                self.count_write(self.saver.poll())
+
+    def count_write(self, seconds: float | None) -> None:
+        if seconds is not None:
+            self.seconds["checkpoint_write"] = self.seconds.get("checkpoint_write", 0.0) + seconds
 
     def resume(self) -> tuple[int, str]:
         """The step to continue after, 0 or that of the newest whole checkpoint, whose weights are loaded; and whether to."""

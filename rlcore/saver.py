@@ -39,7 +39,7 @@ class Saver:
         """Whether a checkpoint is on its way to the disk."""
         return self._step is not None
 
-    def save(self, step: int, *, in_background: bool) -> dict[str, float]:
+    def save(self, step: int, *, in_background: bool) -> float | None:
         """Save `step`, after the checkpoint that is on its way, if any. Returns what `poll` would of that one."""
         seconds = self._wait()
         folder = Path(
@@ -58,29 +58,29 @@ class Saver:
             self._commit(step)
         return seconds
 
-    def poll(self) -> dict[str, float]:
-        """Commit the checkpoint on its way if every rank has written it: {"checkpoint_write": seconds}, else {}.
+    def poll(self) -> float | None:
+        """Commit the checkpoint on its way if every rank has written it. Returns the slowest rank's seconds (on rank 0).
 
-        Raises RunFailed where a rank could not write.
+        None where none is on its way, or not all have written. Raises RunFailed where a rank could not write.
         """
         if self._step is None:
-            return {}
+            return None
         words = self._control.collect("the state of the checkpoint", self._progress(), timeout_s=self._timeout_s)
         verdict = self._control.decide(
             "whether to commit the checkpoint", lambda: self._judge(words), timeout_s=self._timeout_s
         )
         if verdict == WAIT:
-            return {}
+            return None
         step, self._step = self._step, None
         with self._explained(step):
             self._backend.finish_save()
         self._commit(step)
-        return {"checkpoint_write": self._slowest}
+        return self._slowest
 
-    def _wait(self) -> dict[str, float]:
+    def _wait(self) -> float | None:
         """Until the checkpoint on its way is committed; what `poll` returned."""
         if self._step is None:
-            return {}
+            return None
         what = f"its part of the checkpoint of step {self._step} to be written; cluster.collective_timeout_s is the limit"
         self._control.wait_until(lambda: self._progress() != GOING_ON, what, timeout_s=self._timeout_s)
         return self.poll()

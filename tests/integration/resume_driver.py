@@ -13,6 +13,7 @@ import functools
 import importlib
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -38,12 +39,15 @@ POINTS = {
     "samples": ("rlcore.runs.directory", "RunDirectory.write_rollouts"),
     "begin": ("rlcore.runs.checkpoints", "CheckpointStore.begin"),
     "shards": ("backends.megatron.checkpoint", "write_sharded"),
+    "copy": ("backends.megatron.checkpoint", "plan_sharded"),
+    "complete": ("backends.megatron.backend", "MegatronBackend.finish_save"),
     "state": ("rlcore.runs.checkpoints", "CheckpointStore.write_state"),
     "commit": ("rlcore.runs.checkpoints", "CheckpointStore.commit"),
     "flush": ("rlcore.runs.checkpoints", "sync_tree"),
     "prune": ("rlcore.runs.checkpoints", "CheckpointStore._prune"),
     "remove": ("rlcore.runs.checkpoints", "remove_tree"),
     "export": ("backends.megatron.backend", "MegatronBackend.export_hf"),
+    "write export": ("backends.megatron.convert.folder", "save_file"),
     "result": ("rlcore.runs.directory", "RunDirectory.write_result"),
     "rename": ("os", "rename"),
     "replace": ("os", "replace"),
@@ -53,6 +57,8 @@ POINTS = {
 LIMIT_S = 150.0                 # for one job
 ORPHANS_S = 20.0                # in which everything that a job started must be gone
 POLL_S = 0.01
+FILE_LIMIT = 60_000             # bytes: less than the model has, more than any log
+STALL_S = 3.0                   # longer than a step
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -71,7 +77,18 @@ def disk_full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-ACTIONS = {"kill": kill_all, "terminate": terminate, "disk full": disk_full}
+def forbid_large_files() -> None:
+    """From here on the system itself refuses to write more than this into a file: EFBIG."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def stall() -> None:
+    time.sleep(STALL_S)
+
+
+ACTIONS = {
+    "kill": kill_all, "terminate": terminate, "disk full": disk_full, "file limit": forbid_large_files, "stall": stall
+}  # fmt: skip
 
 
 def watch(passed: Counter[str], spec: dict[str, Any]) -> None:

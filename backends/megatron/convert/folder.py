@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlcore.errors import ModelError
+from rlcore.errors import ModelError, RunFailed
 from rlcore.runs.files import remove_tree, sync, sync_tree
 from rlcore.weights import TensorSpec, cut_buckets
 
@@ -23,8 +24,10 @@ _WRITTEN = {"config.json", "model.safetensors.index.json", "pytorch_model.bin.in
 class FolderWriter:
     """Takes the tensors in the order of `specs`, writes a shard as soon as it is full, and renames the folder at the end.
 
-    `sources` are the folders that the model and its tokenizer came from. An earlier export in `folder` is replaced when the
-    new one is whole. Raises ModelError where `folder` holds something else, or is one of the sources.
+    So it holds one shard at a time: `max_shard_bytes`, or a single tensor that is larger. `sources` are the folders that the
+    model and its tokenizer came from. An earlier export in `folder` is replaced when the new one is whole.
+
+    Raises ModelError where `folder` holds something else, or is one of the sources.
     """
 
     def __init__(
@@ -40,21 +43,45 @@ class FolderWriter:
         self._dtype = specs[0].dtype
         self._pending: dict[str, Tensor] = {}
         self._shard = 0
+        self._failure: Exception | None = None
         if self._aside.exists():
             shutil.rmtree(self._aside)
         self._aside.mkdir(parents=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take the next tensor; it is copied, so its memory may be reused."""
+        """Take the next tensor; it is copied, so its memory may be reused.
+
+        A disk that refuses it is the business of `finish`: the other ranks are in the middle of sending.
+        """
+        if self._failure is not None:
+            return
         self._pending[name] = tensor.detach().to("cpu", copy=True)
         if len(self._pending) == len(self._shards[self._shard].tensors):
-            path = self._aside / self._file_name(self._shard)
-            save_file(self._pending, path, metadata={"format": "pt"})
+            try:
+                save_file(self._pending, self._aside / self._file_name(self._shard), metadata={"format": "pt"})
+            except (OSError, SafetensorError) as error:
+                self._failure = error
             self._pending = {}
             self._shard += 1
 
     def finish(self, hf_config: dict[str, Any], class_name: str) -> None:
-        """Write index and config, copy the rest from the sources, and put the folder in its place."""
+        """Write index and config, copy the rest from the sources, and put the folder in its place.
+
+        Raises RunFailed naming the folder and the reason where something could not be written; nothing of it is left then,
+        and an earlier export is what it was.
+        """
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._put_in_place(hf_config, class_name)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(self._aside, ignore_errors=True)
+            raise RunFailed(
+                f"the export to {self._folder} failed: {error}; the weights are in the last checkpoint: make room and write "
+                f"them by `rlcore export`, or continue the run with --resume"
+            ) from error
+
+    def _put_in_place(self, hf_config: dict[str, Any], class_name: str) -> None:
         assert self._shard == len(self._shards), "finish() before every tensor was added"
         if len(self._shards) > 1:
             self._write_json("model.safetensors.index.json", self._index())

@@ -1,0 +1,155 @@
+"""Checkpoints written in the background: training goes on, and whatever ends the run leaves a whole one to resume from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.runs.checkpoints import committed_steps
+from rlcore.runs.metrics import read_metrics
+from tests.integration.resume_driver import STALL_S
+from tests.integration.resume_runs import Ended, Runs, assert_close_run, assert_same_run, metrics_of, result_of
+
+ASYNC = "checkpoint.async_save=true"
+# Checkpoints are saved after steps 2, 4 and 5; a model is about 30 tensors and twice as many moments, and there are two.
+IN_STEP_2, IN_STEP_4 = 20, 200
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Runs]:
+    runs = Runs(tmp_path_factory.mktemp("async"), tiny_model)
+    yield runs
+    runs.close()
+
+
+@pytest.fixture(scope="module")
+def reference(runs: Runs) -> Path:
+    """Undisturbed, saved while training stood still."""
+    ended = runs.train("reference")
+    assert ended.codes == [0], ended.output
+    return runs.path("reference")
+
+
+def finish(runs: Runs, name: str, *overrides: str, **job: Any) -> None:
+    ended = runs.train(name, ASYNC, *overrides, resume=True, **job)
+    assert set(ended.codes) == {0}, ended.output
+    assert not ended.orphans
+
+
+def committed(runs: Runs, name: str) -> list[int]:
+    return committed_steps(runs.path(name) / "checkpoints")
+
+
+def test_training_goes_on_meanwhile(runs: Runs, reference: Path) -> None:
+    """The write of step 2 stalls, so it is committed late; nothing else differs, in the files neither."""
+    ended = runs.train("stalled", ASYNC, at={"point": "write shard", "call": IN_STEP_2, "action": "stall"})
+    assert ended.codes == [0], ended.output
+    rows = {row["step"]: row for row in read_metrics(runs.path("stalled") / "metrics.jsonl")}
+    assert "time/checkpoint_write" not in rows[3]
+    late = next(row for row in rows.values() if "time/checkpoint_write" in row)
+    assert late["time/checkpoint_write"] >= STALL_S
+    assert rows[3]["time/checkpoint"] < STALL_S
+    assert_same_run(runs.path("stalled"), reference)
+
+
+@pytest.mark.parametrize(
+    ("kill", "left"),
+    [
+        ({"point": "copy", "call": 2}, []),                         # of step 2's critic
+        ({"point": "write shard", "call": IN_STEP_4}, [2]),         # of step 4, on the writing thread
+        ({"point": "complete", "call": 2}, [2]),                    # all is written
+        ({"point": "commit", "call": 2}, [2]),                      # and sealed, not renamed
+    ],
+    ids=["copy", "write", "complete", "commit"],
+)
+def test_killed_in_a_write(runs: Runs, reference: Path, kill: dict[str, Any], left: list[int]) -> None:
+    name = f"killed_{kill['point'].replace(' ', '_')}"
+    ended = runs.train(name, ASYNC, at=kill)
+    assert ended.killed, ended.output
+    assert committed(runs, name) == left
+    finish(runs, name)
+    assert_same_run(runs.path(name), reference)
+
+
+def test_asked_to_end_in_a_write(runs: Runs, reference: Path) -> None:
+    """It ends after the step at hand, whose checkpoint waits for the one on its way."""
+    ask = {"point": "write shard", "call": IN_STEP_2, "action": "terminate"}
+    ended = runs.train("asked", ASYNC, "checkpoint.keep=9", at=ask)
+    assert ended.codes == [130], ended.output
+    assert committed(runs, "asked") == [2, 3]
+    assert result_of(runs.path("asked"))["status"] == "interrupted"
+    finish(runs, "asked")
+    assert_same_run(runs.path("asked"), reference)
+
+
+@pytest.mark.parametrize(("action", "reason"), [("disk full", "No space left on device"), ("file limit", "File too large")])
+def test_a_disk_that_is_full(runs: Runs, reference: Path, action: str, reason: str) -> None:
+    """Injected, and by the system itself: the run ends at the next step's border, the checkpoint before is intact."""
+    name = action.replace(" ", "_")
+    ended = runs.train(name, ASYNC, at={"point": "write shard", "call": IN_STEP_4, "action": action})
+    assert_failed(ended, f"the checkpoint of step 4 could not be written: rank 0: writing {runs.path(name)}", reason)
+    assert "the checkpoint of step 2 is intact" in ended.output
+    assert committed(runs, name) == [2]
+    assert [path.name for path in (runs.path(name) / "checkpoints").iterdir()] == ["step_000002"]
+    assert [row["step"] for row in metrics_of(runs.path(name))] == [0, 1, 2, 3, 4]
+    finish(runs, name)
+    assert_same_run(runs.path(name), reference)
+
+
+def test_a_disk_that_refuses_large_files_while_training_waits(runs: Runs, reference: Path) -> None:
+    ended = runs.train("sync_limit", at={"point": "write shard", "call": IN_STEP_4, "action": "file limit"})
+    assert_failed(ended, "the checkpoint of step 4 could not be written", "File too large")
+    assert "the checkpoint of step 2 is intact" in ended.output
+    finish(runs, "sync_limit")
+    assert_same_run(runs.path("sync_limit"), reference)
+
+
+@pytest.mark.parametrize("action", ["disk full", "file limit"])
+def test_an_export_to_a_full_disk(runs: Runs, reference: Path, action: str) -> None:
+    """The trained weights are in the last checkpoint; resumed, the run has only its export to do."""
+    name = f"export_{action.replace(' ', '_')}"
+    ended = runs.train(name, at={"point": "write export", "call": 1, "action": action})
+    assert_failed(ended, f"the export to {runs.path(name) / 'hf'} failed", "No space" if action == "disk full" else "too large")
+    assert "--resume" in ended.output
+    assert not (runs.path(name) / "hf").exists()
+    assert committed(runs, name) == [5]
+    finish(runs, name)
+    assert_same_run(runs.path(name), reference)
+
+
+def test_a_rank_that_cannot_write_is_named(runs: Runs) -> None:
+    ended = runs.train(
+        "rank_1", ASYNC, "policy.parallel.tensor=2", "cluster.launcher=torchrun", ranks=2,
+        at={"point": "write shard", "call": IN_STEP_2, "rank": 1, "action": "disk full"},
+    )  # fmt: skip
+    assert set(ended.codes) == {1}
+    assert "the checkpoint of step 2 could not be written: rank 1: writing" in ended.output
+    assert "No space left on device" in ended.output
+    assert "there is no earlier checkpoint" in ended.output
+    assert committed(runs, "rank_1") == []
+
+
+def test_two_ranks_with_a_distributed_optimizer(runs: Runs) -> None:
+    """What must be gathered is gathered before the thread starts: killed in a write, and the end as without."""
+    options = (
+        "cluster.launcher=torchrun", "policy.optimizer.distributed=true", "critic.optimizer.distributed=true",
+        "policy.optimizer.eps=1e-2", "critic.optimizer.eps=1e-2",
+    )  # fmt: skip
+    ended = runs.train("calm", "policy.optimizer.eps=1e-2", "critic.optimizer.eps=1e-2")
+    assert ended.codes == [0], ended.output
+    ended = runs.train("distributed", ASYNC, *options, ranks=2, at={"point": "write shard", "call": IN_STEP_4, "rank": 0})
+    assert ended.killed, ended.output
+    assert committed(runs, "distributed") == [2]
+    finish(runs, "distributed", *options, ranks=2)
+    assert_close_run(runs.path("distributed"), runs.path("calm"), tolerance=1e-5)
+
+
+def assert_failed(ended: Ended, *words: str) -> None:
+    assert ended.codes == [1], ended.output
+    assert "Traceback" not in ended.output
+    message = ended.output.strip().splitlines()[-1]
+    for word in words:
+        assert word in message, message

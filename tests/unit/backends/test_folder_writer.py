@@ -1,0 +1,117 @@
+"""Hugging Face folders are written shard by shard: how much memory that takes, and a disk that refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from backends.megatron.convert.folder import FolderWriter
+from rlcore.errors import RunFailed
+from rlcore.weights import TensorSpec
+
+ROWS, COUNT = 256, 40                               # of tensors [ROWS, 64] in fp32: 64 KiB each
+TENSOR_BYTES = ROWS * 64 * 4
+SHARD_BYTES = 4 * TENSOR_BYTES
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that are made inside and still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            storage = made.untyped_storage()
+            address, size = storage._cdata, storage.nbytes()
+            if address not in self._seen:
+                self._seen.add(address)
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._free, address, size)
+        return made
+
+    def _free(self, address: int, size: int) -> None:
+        self._seen.discard(address)
+        self.now -= size
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def no_large_files() -> Iterator[None]:
+    """The system refuses files above a tensor's size with EFBIG."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (TENSOR_BYTES, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def specs() -> list[TensorSpec]:
+    return [TensorSpec(f"layers.{i}.weight", (ROWS, 64), "float32") for i in range(COUNT)]
+
+
+def write(folder: Path, source: Path) -> None:
+    """As an export does: each tensor arrives in the same buffer."""
+    writer = FolderWriter(folder, specs(), SHARD_BYTES, (source, source))
+    buffer = torch.empty(ROWS, 64)
+    for number, spec in enumerate(specs()):
+        writer.add(spec.name, buffer.fill_(number))
+    writer.finish({}, "Model")
+
+
+def test_one_shard_is_held_at_a_time(tmp_path: Path, source: Path) -> None:
+    with LiveBytes() as live:
+        write(tmp_path / "hf", source)
+    assert SHARD_BYTES <= live.peak <= SHARD_BYTES + TENSOR_BYTES       # and the buffer
+    assert live.now == 0
+
+
+def test_the_index_leads_to_every_tensor(tmp_path: Path, source: Path) -> None:
+    write(tmp_path / "hf", source)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == COUNT * TENSOR_BYTES // SHARD_BYTES
+    assert index["metadata"]["total_size"] == COUNT * TENSOR_BYTES
+    for number, spec in enumerate(specs()):
+        tensor = load_file(tmp_path / "hf" / index["weight_map"][spec.name])[spec.name]
+        assert torch.equal(tensor, torch.full((ROWS, 64), float(number)))
+
+
+@pytest.mark.usefixtures("no_large_files")
+def test_a_shard_that_the_system_refuses(tmp_path: Path, source: Path) -> None:
+    with pytest.raises(RunFailed, match=r"the export to .*/hf failed: .*File too large.*`rlcore export`"):
+        write(tmp_path / "hf", source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_an_earlier_export_outlives_a_full_disk(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "hf", source)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+
+    def full(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("backends.megatron.convert.folder.save_file", full)
+    with pytest.raises(RunFailed, match="No space left on device"):
+        write(tmp_path / "hf", source)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
