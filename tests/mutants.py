@@ -3,8 +3,8 @@
     python tests/mutants.py                     all of tests/mutant_table.py, as a table; exit code 1 unless each is caught
     python tests/mutants.py NAME ...            these
 
-Each defect is applied to a copy of `rlcore` and `tests/unit` in a temporary folder, and only the tests that its row names are
-run, against the copy, in a forked child of this process, which has torch and pytest loaded already.
+Each defect is applied to a copy of the packages and their tests in a temporary folder, and only the tests that its row names
+are run, against the copy, in a forked child of this process, which has torch and pytest loaded already.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def stale(mutant: Mutant, root: Path) -> str:
 def copy_tree(folder: Path) -> None:
     """Copy what the tests import and read."""
     skip = shutil.ignore_patterns("__pycache__", ".*")
-    for name in ("rlcore", "tests/unit"):
+    for name in ("rlcore", "backends", "tests/unit", "tests/parity"):
         shutil.copytree(ROOT / name, folder / name, ignore=skip)
     for name in ("pyproject.toml", "tests/conftest.py"):
         shutil.copy2(ROOT / name, folder / name)

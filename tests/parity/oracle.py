@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_tied": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
     "llama": ("LlamaConfig", {"rope_parameters": {
+    "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe_other": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe_tied": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "tie_word_embeddings": True}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
         "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192}}),
 }  # fmt: skip
 
 
-def write_models(folder: Path) -> None:
+def write_models(folder: Path, *, only: Collection[str] = MODELS) -> None:
     """Random weights large enough that every parameter has a clear gradient."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     for seed, (name, (config, keys)) in enumerate(MODELS.items()):
         torch.manual_seed(seed)
+        if name not in only:
+            continue
         model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**{**SIZES, **keys}))
         with torch.no_grad():
             for key, parameter in model.named_parameters():

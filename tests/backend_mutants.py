@@ -1,0 +1,94 @@
+"""Named defects in the Megatron backend, each of which must turn a case of two ranks red.
+
+    python tests/backend_mutants.py                 all of them, as a table; exit code 1 unless each is caught
+    python tests/backend_mutants.py NAME ...        these
+
+Runner and rows are those of tests/mutants.py; the cases are tests/parity/mutant_probe.py.
+"""
+# ruff: noqa: E501  (a row reads better whole)
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+B = "backends/megatron/"
+
+
+def on(*cases: str) -> str:
+    return " ".join(f"tests/parity/mutant_probe.py::test_a_layout_equals_plain_torch[{case}]" for case in cases)
+
+
+MUTANTS = [
+    # targets and token counts
+    ("targets not shifted", B + "pack.py", "index = where[trainable - 1] ", "index = where[trainable] ", on("dp2")),
+    ("pads count as tokens", B + "pack.py", "num_tokens=int((where[slots] >= 0).sum())", "num_tokens=len(held)", on("pp2_tied")),
+    ("tokens of the step without the other replicas", B + "held.py", "int(lengths[everyone].sum())",
+     "int(lengths[list(plan.sequences(d))].sum())", on("dp2")),
+    ("divided by the micro-batches", B + "train.py", "whole(micro, output)) * step_tokens",
+     "whole(micro, output)) * step_tokens / len(micro_batches)", on("tp2")),
+    ("every micro-batch scales itself", B + "train.py", "whole(micro, output)) * step_tokens",
+     "whole(micro, output)) * micro.num_tokens", on("tp2")),
+    # the head
+    ("padding in the softmax", B + "fused_head.py", "live = min(max(vocab_size - first, 0), weight.size(0))", "live = weight.size(0)",
+     on("tp2")),
+    ("gradients of the hidden states not summed over TP", B + "logprobs.py",
+     "rows = copy_to_tensor_model_parallel_region(hidden[:, 0].index_select(0, targets.index), group=self.tp_group)",
+     "rows = hidden[:, 0].index_select(0, targets.index)", on("tp2")),
+    ("the head's gather under SP sums nothing", B + "logprobs.py", "tensor_parallel_output_grad=True", "tensor_parallel_output_grad=False",
+     on("tp2_sp")),
+    ("the value head's gather under SP sums", B + "logprobs.py", "tensor_parallel_output_grad=False", "tensor_parallel_output_grad=True",
+     on("tp2_sp")),
+    # gradients that several ranks hold a part of
+    ("gradients of norms not reduced under SP", B + "attention.py",
+     "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", on("tp2_sp")),
+    ("the value head without its mark", B + "logprobs.py",
+     "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", on("tp2_sp")),
+    ("tied embeddings not reduced over the pipeline", B + "train.py",
+     "self.config.finalize_model_grads_func = finalize_model_grads",
+     "sys_ = __import__('sys').modules[finalize_model_grads.__module__]\n"
+     "        sys_._allreduce_word_embedding_grads = lambda *args, **kwargs: None\n"
+     "        self.config.finalize_model_grads_func = finalize_model_grads", on("pp2_tied")),
+    ("gradients not finalized", B + "train.py", "self.config.finalize_model_grads_func = finalize_model_grads",
+     "self.config.finalize_model_grads_func = None", on("dp2")),
+    # the pipeline
+    ("batched transfers in the interleaved schedule", B + "model.py", '"overlap_p2p_comm": interleaved,\n        "batch_p2p_comm": not interleaved,',
+     '"overlap_p2p_comm": False,\n        "batch_p2p_comm": True,', on("vpp2")),
+    ("layers numbered from their own stage", B + "convert/names.py", "{int(layer.layer_number) - 1}", "{match[1]}", on("pp2_uneven")),
+    # context parallelism
+    ("the loss multiplied by CP", B + "train.py", "whole(micro, output)) * step_tokens",
+     "whole(micro, output)) * step_tokens * model.config.context_parallel_size", on("cp2")),
+    ("the backward of CP's gather summed", B + "context.py", "return gradients[0].index_select(1, own), None, None, None",
+     "from megatron.core import mpu\n"
+     "        dist.all_reduce(whole := gradients[0].contiguous(), group=mpu.get_context_parallel_group())\n"
+     "        return whole.index_select(1, own), None, None, None", on("cp2")),
+    ("gradients of keys and values stay with the queries", B + "context.py", "tensor_parallel_output_grad=True",
+     "tensor_parallel_output_grad=False", on("cp2")),
+]  # fmt: skip
+
+
+def preload() -> None:
+    """Megatron and transformers for all forked children; our own packages are left for each to import from the copy."""
+    sys.path.insert(0, str(HERE.parent))
+    from backends.megatron.cpu import importing_megatron
+
+    with importing_megatron():
+        importlib.import_module("backends.megatron.backend")
+    for name in ("transformers.models.qwen3.modeling_qwen3", "torch._dynamo"):
+        importlib.import_module(name)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("backends", "rlcore")]:
+        del sys.modules[name]
+
+
+def main() -> int:
+    sys.path.insert(0, str(HERE))
+    import mutants
+
+    preload()
+    return mutants.main([*sys.argv[1:], "--table", __file__])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What tests/backend_mutants.py asks: does a layout of two ranks still compute what plain torch computes?
+
+Ranks and oracle are forked, since torch and Megatron are loaded here already: a case takes a second or two. Not collected by
+pytest unless it is named.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import parity_ranks
+import pytest
+import torch
+
+TIGHT = 1e-5
+DEADLINE_S = 60
+
+CASES: dict[str, dict[str, Any]] = {
+    "tp2": {"model": "qwen3", "plan": "uneven", "parallel": {"tensor": 2}},
+    "tp2_sp": {"model": "qwen3", "plan": "uneven", "parallel": {"tensor": 2, "sequence": True}, "critic": True},
+    "pp2_tied": {"model": "qwen3_tied", "plan": "uneven", "parallel": {"pipeline": 2}},
+    "vpp2": {"model": "qwen3", "plan": "pairs", "parallel": {"pipeline": 2, "virtual_pipeline": 2}},
+    "pp2_uneven": {"model": "qwen3_three", "plan": "uneven", "parallel": {"pipeline": 2, "first_stage_layers": 1}},
+    "cp2": {"model": "qwen3", "plan": "uneven", "parallel": {"context": 2}, "critic": True},
+    "dp2": {"model": "qwen3", "plan": "starved", "distributed": True, "critic": True},
+}
+
+
+def in_children(functions: list[Callable[[], None]]) -> None:
+    """Run each in a forked process; all end by one deadline."""
+    processes = [multiprocessing.get_context("fork").Process(target=function) for function in functions]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(DEADLINE_S)
+    for process in processes:
+        process.kill()
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * len(processes)
+
+
+def rank_of(rank: int, size: int, folder: Path) -> Callable[[], None]:
+    def run() -> None:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+        sys.argv = ["parity_ranks.py", str(folder)]
+        parity_ranks.main()
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_equals_plain_torch(name: str, tmp_path: Path) -> None:
+    case, world = {"name": name, **CASES[name]}, tmp_path / "world"
+    models, expected_file = tmp_path / "models", tmp_path / "expected.pt"
+    world.mkdir()
+    (world / "payload.json").write_text(json.dumps([case]))
+    head = torch.randn(1, 32, generator=torch.Generator().manual_seed(3)) / 33**0.5
+
+    def expect() -> None:
+        oracle.write_models(models, only={case["model"]})
+        expected = {"policy": oracle.policy_step(models / case["model"])}
+        if case.get("critic"):
+            expected["critic"] = oracle.critic_step(models / case["model"], head)
+        torch.save(expected, expected_file)
+
+    in_children([expect])
+    in_children([rank_of(rank, 2, world) for rank in range(2)])
+    got, expected = (torch.load(path, weights_only=False) for path in (world / f"{name}.pt", expected_file))
+    torch.testing.assert_close(got["scores"]["logprobs"].double(), expected["policy"]["logprobs"], atol=TIGHT, rtol=0)
+    for model, of in expected.items():
+        for weight, gradient in of["gradients"].items():
+            error = (got["gradients"][model][weight].double() - gradient).norm() / gradient.norm()
+            assert error <= TIGHT, f"{model}: {weight}: gradient off by {float(error):.1e}"
