@@ -103,8 +103,8 @@ def layout(config: Config) -> Problems:
     if parallel.sequence and parallel.tensor == 1:
         yield Problem("policy.parallel.sequence", "sequence parallelism needs policy.parallel.tensor > 1")
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-    for key in ("first_stage_layers", "last_stage_layers"):
         yield Problem("policy.parallel.virtual_pipeline", "a virtual pipeline needs policy.parallel.pipeline > 1")
+    for key in ("first_stage_layers", "last_stage_layers"):
         if getattr(parallel, key) is not None and parallel.pipeline == 1:
             yield Problem(f"policy.parallel.{key}", "there is one stage: it needs policy.parallel.pipeline > 1")
     model, processes = model_parallel_size(config), cluster.nodes * cluster.processes_per_node
