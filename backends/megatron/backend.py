@@ -109,7 +109,7 @@ class MegatronBackend:
         return [
             plan_minibatch(
                 sequences,
-                batch.lengths.tolist(),
+                lengths,
                 ranks=self.data_parallel_size,
                 max_tokens=self.config.policy.max_tokens_per_microbatch,
                 cost=cost,
@@ -244,10 +244,11 @@ class MegatronBackend:
         p, dtype = self.parallel, DTYPES[self.config.model.dtype]
         optimizer = self.config.policy.optimizer
         attention = "variable-length flash" if uses_varlen(self.device, dtype) else "bucketed SDPA"
+        context = f" x CP {p.cp_size}" if p.cp_size > 1 else ""
         models = ["policy", *self.frozen, *(["critic"] if self.critic is not None else [])]
         sequence = " + sequence parallel" if self.config.policy.parallel.sequence else ""
         return {
-            "layout": f"TP {p.tp_size}{sequence} x CP {p.cp_size} x PP {p.pp_size} x DP {p.dp_size} "
+            "layout": f"TP {p.tp_size}{sequence} x PP {p.pp_size} x DP {p.dp_size}{context} "
                       f"on {p.world_size} {self.device.type} ranks",
             "attention": attention + (", keys and values gathered over CP" if p.cp_size > 1 else ""),
             "layers": "megatron-core local spec, torch RMSNorm",

@@ -94,7 +94,7 @@ def _seal(folder: Path, described: Mapping[str, Any], parallel: ParallelState) -
             sync_tree(folder)
             manifest = {
                 "format": _FORMAT,
-                "layout": {"tp": parallel.tp_size, "pp": parallel.pp_size, "dp": parallel.dp_size},
+                "layout": {"tp": parallel.tp_size, "pp": parallel.pp_size, "dp": parallel.dp_size, "cp": parallel.cp_size},
                 "models": described,
                 "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files_in(folder)},
             }
@@ -129,7 +129,7 @@ def load_weights(
 
 
 def saved_layout(folder: Path) -> str:
-    """The layout that a checkpoint was saved under, for people: "TP 2 x PP 1 x DP 1"."""
+    """The layout that a checkpoint was saved under, for people: "TP 2 x PP 1 x DP 1 x CP 1"."""
     layout: dict[str, int] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["layout"]
     return " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
 
