@@ -19,12 +19,13 @@ with importing_megatron():
     from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint, saved_layout, start_checkpoint
     from backends.megatron.checkpoint_io import HostCopies
     from backends.megatron.checkpoint_pending import PendingCheckpoint
-    from backends.megatron.convert.architecture import read_architecture
+    from backends.megatron.convert.architecture import Architecture, read_architecture
     from backends.megatron.export import WeightExporter, export_hf
     from backends.megatron.frozen import Frozen, build_reference, build_teacher
     from backends.megatron.held import HeldBatch
     from backends.megatron.losses import critic_loss, policy_loss
     from backends.megatron.metrics import shared_moments
+    from backends.megatron.moe import mean_losses
     from backends.megatron.optimizer import StepReport
     from backends.megatron.parallel import check_layout, destroy_parallel, init_parallel, init_process_group
     from backends.megatron.train import HeadOptions, Model, score_pass, training_pass
@@ -100,7 +101,7 @@ class MegatronBackend:
         parallel = self.config.policy.parallel
         model = self.policy.arch.transformer
         cost = CostModel.of_transformer(
-            parameters=_num_parameters(self.policy.arch.vocab_size, model),
+            parameters=_num_parameters(self.policy.arch),
             layers=model["num_layers"],
             heads=model["num_attention_heads"],
             head_dim=model["kv_channels"],
@@ -109,7 +110,7 @@ class MegatronBackend:
         return [
             plan_minibatch(
                 sequences,
-                lengths,
+                batch.lengths.tolist(),
                 ranks=self.data_parallel_size,
                 max_tokens=self.config.policy.max_tokens_per_microbatch,
                 cost=cost,
@@ -163,6 +164,9 @@ class MegatronBackend:
         metrics = moments.reduce()
         if "policy" in reports:
             metrics["lr"], metrics["train/grad_norm"] = reports["policy"].lr, reports["policy"].grad_norm
+            step_tokens = self._batch.minibatches[minibatch].step_tokens
+            losses = mean_losses(self.policy.chunks, self.policy.arch, step_tokens)
+            metrics |= {f"train/{name}": value for name, value in losses.items()}
         if "critic" in reports:
             metrics["train/critic_lr"], metrics["train/critic_grad_norm"] = reports["critic"].lr, reports["critic"].grad_norm
         return UpdateResult(metrics, moments, skipped=any(report.skipped for report in reports.values()))
@@ -244,11 +248,11 @@ class MegatronBackend:
         p, dtype = self.parallel, DTYPES[self.config.model.dtype]
         optimizer = self.config.policy.optimizer
         attention = "variable-length flash" if uses_varlen(self.device, dtype) else "bucketed SDPA"
-        context = f" x CP {p.cp_size}" if p.cp_size > 1 else ""
         models = ["policy", *self.frozen, *(["critic"] if self.critic is not None else [])]
         sequence = " + sequence parallel" if self.config.policy.parallel.sequence else ""
+        experts = f" x EP {p.ep_size}" if p.ep_size > 1 else ""
         return {
-            "layout": f"TP {p.tp_size}{sequence} x PP {p.pp_size} x DP {p.dp_size}{context} "
+            "layout": f"TP {p.tp_size}{sequence} x CP {p.cp_size} x PP {p.pp_size} x DP {p.dp_size}{experts} "
                       f"on {p.world_size} {self.device.type} ranks",
             "attention": attention + (", keys and values gathered over CP" if p.cp_size > 1 else ""),
             "layers": "megatron-core local spec, torch RMSNorm",
@@ -307,8 +311,14 @@ def _temperature(config: Config) -> float:
     return 1.0 if config.is_sft else config.rollout.sampling.temperature or 1.0
 
 
-def _num_parameters(vocab_size: int, model: Mapping[str, Any]) -> int:
-    """Weights that every token passes through."""
+def _num_parameters(arch: Architecture) -> int:
+    """Weights that a token passes through."""
+    model = arch.transformer
     hidden, kv = model["hidden_size"], model["num_query_groups"] * model["kv_channels"]
     attention = hidden * (2 * model["num_attention_heads"] * model["kv_channels"] + 2 * kv)
-    return int(model["num_layers"] * (attention + 3 * hidden * model["ffn_hidden_size"]) + vocab_size * hidden)
+    moe, dense = sum(arch.moe_layers), model["num_layers"] - sum(arch.moe_layers)
+    widths = dense * model["ffn_hidden_size"]
+    if moe:
+        shared = model.get("moe_shared_expert_intermediate_size") or 0
+        widths += moe * (model["moe_router_topk"] * model["moe_ffn_hidden_size"] + shared)
+    return int(model["num_layers"] * attention + 3 * hidden * widths + arch.vocab_size * hidden)

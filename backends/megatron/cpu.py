@@ -113,7 +113,15 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     random = sys.modules.get("megatron.core.tensor_parallel.random")
     if random is not None:
         found.append((random, "_set_cuda_rng_state", set_state))
+    dispatcher = sys.modules.get("megatron.core.transformer.moe.token_dispatcher")
+    if dispatcher is not None:
+        found.append((dispatcher, "maybe_move_tensor_to_cpu", _on_host))
     return found
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron makes numbers of what it finds on a GPU alone, and all-to-all takes no tensors for its split sizes."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _contiguous_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:

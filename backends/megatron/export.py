@@ -1,15 +1,15 @@
 """Megatron parameters -> Hugging Face tensors: gathered bucket by bucket, for a publication or for a folder on disk.
 
-Every rank of the first model replica copies its part of a bucket into one flat buffer and sends it straight to rank 0, which
-puts the parts together. So each weight crosses the wire once, a bucket costs one message a rank however many tensors it
-holds, and the pipeline stages convert and send ahead of one another.
+Every rank of the first model replica (for experts: of the first that hold them) copies its part of a bucket into one flat
+buffer and sends it straight to rank 0, which puts the parts together. So each weight crosses the wire once, a bucket costs one
+message a rank however many tensors it holds, and the pipeline stages convert and send ahead of one another.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -77,6 +77,22 @@ class _Source:
 
 
 @dataclass(frozen=True)
+class _Place:
+    """Where one rank stands in the layout."""
+
+    tp: int
+    stage: int
+    replica: int                            # among the copies of the dense weights
+    etp: int
+    ep: int
+    expert_replica: int                     # ... and of the experts'
+
+    @classmethod
+    def of(cls, p: ParallelState) -> _Place:
+        return cls(p.tp_rank, p.pp_rank, p.dp_rank * p.cp_size + p.cp_rank, p.etp_rank, p.ep_rank, p.edp_rank)
+
+
+@dataclass(frozen=True)
 class _Part:
     """What one rank contributes to one tensor of a bucket."""
 
@@ -92,7 +108,7 @@ class _Part:
 class WeightExporter:
     """Gathers the weights of a model to rank 0 under their Hugging Face names.
 
-    Built once (collective over the model-parallel groups) and used for every publication: its buffers are reused.
+    Built once (collective) and used for every publication: its buffers are reused.
     """
 
     def __init__(
@@ -114,8 +130,9 @@ class WeightExporter:
         # The stages without a vocabulary never ask for it.
         vocab = [param.size(0) for entry, param in held if entry.split is Split.VOCAB]
         self._padded_vocab = vocab[0] * parallel.tp_size if vocab else 0
-        self._ranks = dist.get_process_group_ranks(parallel.mp_group)
         self._places = self._find_places()
+        # Experts may be spread over data-parallel ranks: then rank 0 hears from more than its model-parallel group.
+        self._group = parallel.mp_group if arch.num_experts == 0 else dist.group.WORLD
         self._sources = self._find_sources()
         self._plans: dict[tuple[int, int], list[_Part]] = {}
         self._buffers: dict[tuple[str, int], Tensor] = {}
@@ -130,12 +147,11 @@ class WeightExporter:
             for bucket in self.buckets:
                 yield bucket, self._gather(bucket)
             return
-        sends = 0 in self._ranks            # the other replicas hold the same weights
         on_wire: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
         for bucket in self.buckets:
             slot = bucket.index % _IN_FLIGHT
             _wait(on_wire[slot])
-            on_wire[slot] = self._send(bucket, slot) if sends else []
+            on_wire[slot] = self._send(bucket, slot)
             yield bucket, None
         for works in on_wire:
             _wait(works)
@@ -148,11 +164,11 @@ class WeightExporter:
         out = dict(bucket.views(flat))
         arrivals: list[tuple[list[_Part], Tensor]] = []
         receives: list[dist.P2POp] = []
-        for rank in self._ranks[1:]:
+        for rank in range(1, self.parallel.world_size):
             parts = self._parts(bucket, rank)
             if parts:
                 buffer = self._buffer("receive", rank, sum(part.num_bytes for part in parts))
-                receives.append(dist.P2POp(dist.irecv, buffer, rank, self.parallel.mp_group))
+                receives.append(dist.P2POp(dist.irecv, buffer, rank, self._group))
                 arrivals.append((parts, buffer))
         works = dist.batch_isend_irecv(receives) if receives else []
         for part in self._parts(bucket, 0):
@@ -170,49 +186,59 @@ class WeightExporter:
         buffer = self._buffer("send", slot, sum(part.num_bytes for part in parts))
         for part, piece in _pieces(parts, buffer):
             self._copy_own(part, piece)
-        return list(dist.batch_isend_irecv([dist.P2POp(dist.isend, buffer, 0, self.parallel.mp_group)]))
+        return list(dist.batch_isend_irecv([dist.P2POp(dist.isend, buffer, 0, self._group)]))
 
     def _parts(self, bucket: Bucket, rank: int) -> list[_Part]:
         """What `rank` holds of a bucket, in the bucket's order; rank 0 and the sender come to the same list."""
         key = bucket.index, rank
         if key not in self._plans:
-            tp_rank, stage = self._places[rank]
             parts = []
             for spec in bucket.tensors:
                 source = self._sources[spec.name]
-                split = source.entry.split
-                if source.stage == stage and (split is not Split.REPLICATED or tp_rank == 0):
-                    held = tp_slice(split, spec.shape, tp_rank, self.parallel.tp_size, self._padded_vocab)
+                if self._contributes(self._places[rank], source):
+                    held = self._slice(source.entry, spec.shape, self._places[rank])
                     parts.append(_Part(spec, held, held.shape(spec.shape)))
             self._plans[key] = [part for part in parts if part.num_bytes]
         return self._plans[key]
 
+    def _contributes(self, place: _Place, source: _Source) -> bool:
+        """Whether the rank at `place` sends its part of a tensor: of several that hold the same, the first does."""
+        entry = source.entry
+        if place.stage != source.stage:
+            return False
+        if entry.expert is not None:
+            here = entry.expert * self.parallel.ep_size // self.arch.num_experts
+            return (place.ep, place.expert_replica) == (here, 0)
+        return place.replica == 0 and (entry.split is not Split.REPLICATED or place.tp == 0)
+
+    def _slice(self, entry: Entry, shape: tuple[int, ...], place: _Place) -> Slice:
+        p = self.parallel
+        rank, size = (place.tp, p.tp_size) if entry.expert is None else (place.etp, p.etp_size)
+        return tp_slice(entry.split, shape, rank, size, self._padded_vocab)
+
     def _copy_own(self, part: _Part, out: Tensor) -> None:
         """Copy this rank's piece of a tensor into `out`, which has the piece's shape, cast to the dtype of the wire."""
         source = self._sources[part.spec.name]
-        split, parallel = source.entry.split, self.parallel
-        shapes = hf_shapes(self.arch, source.entry)
-        held = [tp_slice(split, s, parallel.tp_rank, parallel.tp_size, self._padded_vocab).shape(s) for s in shapes]
+        split, own = source.entry.split, self._places[self.parallel.rank]
+        held = [self._slice(source.entry, shape, own).shape(shape) for shape in hf_shapes(self.arch, source.entry)]
         param = self._params[source.entry.megatron].data
         view = unpack(split, param, self.arch.transformer["kv_channels"], [shape[0] for shape in held])[source.piece]
         out.view(view.shape).copy_(view)
 
     # --- what is agreed once ------------------------------------------------------------------------------------------
 
-    def _find_places(self) -> dict[int, tuple[int, int]]:
-        """(TP rank, stage) of every rank of this model-parallel group."""
-        places = torch.zeros(len(self._ranks), 2, dtype=torch.int64, device=self._device)
-        mine = torch.tensor([self.parallel.tp_rank, self.parallel.pp_rank], device=self._device)
-        places[self._ranks.index(self.parallel.rank)] = mine
-        dist.all_reduce(places, group=self.parallel.mp_group)
-        return {rank: (int(tp), int(pp)) for rank, (tp, pp) in zip(self._ranks, places.tolist())}
+    def _find_places(self) -> list[_Place]:
+        """Of every rank of the world."""
+        mine = torch.tensor(astuple(_Place.of(self.parallel)))
+        places = [torch.empty_like(mine) for _ in range(self.parallel.world_size)]
+        dist.all_gather(places, mine, group=self.parallel.control_group)
+        return [_Place(*place.tolist()) for place in places]
 
     def _find_sources(self) -> dict[str, _Source]:
         """The owning stage of every tensor."""
         entries = model_entries(self.arch, self.head)
-        owned = [self.parallel.pp_rank if entry.megatron in self._params else -1 for entry in entries]
-        stages = torch.tensor(owned, dtype=torch.int64, device=self._device)
-        dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=self.parallel.mp_group)
+        stages = torch.tensor([self.parallel.pp_rank if entry.megatron in self._params else -1 for entry in entries])
+        dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=self.parallel.control_group)
         sources = {}
         for entry, stage in zip(entries, stages.tolist()):
             if stage < 0:

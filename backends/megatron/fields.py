@@ -23,6 +23,8 @@ _P2P = ("it follows from the pipeline schedule: batched transfers are ambiguous 
         "(pipeline 2 with virtual_pipeline > 1), and the gradients come out wrong without a word")  # fmt: skip
 _ATTENTION = "the packed attention does not have it, so it would do nothing"
 _NOT_YET = "not available yet"
+_DENSE = "the model has no experts"
+_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 # reason -> fields that are refused for it
 _REFUSED: dict[str, tuple[str, ...]] = {
@@ -43,20 +45,33 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     _MODEL: (
         "activation_func", "activation_func_clamp_value", "glu_linear_offset", "rotary_interleaved", "no_rope_freq",
         "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "qk_l2_norm", "attention_output_gate",
-        "softmax_scale", "experimental_attention_variant", "multi_latent_attention", "num_moe_experts"),
+        "softmax_scale", "experimental_attention_variant", "multi_latent_attention", "num_moe_experts", "moe_ffn_hidden_size",
+        "moe_layer_freq", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
+        "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_limited_devices",
+        "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_gate", "moe_apply_probs_on_input", "moe_latent_size"),
+    "a token's experts would depend on the tokens beside it, and so would its log-prob": (
+        "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_dropping", "moe_token_drop_policy",
+        "moe_router_force_load_balancing"),
+    "it would make noise of the ratio between two policies": ("moe_input_jitter_eps",),
+    "the auxiliary loss is that of a micro-batch; its coefficient is moe_aux_loss_coeff": ("moe_router_load_balancing_type",),
+    "train/moe_aux_loss and train/moe_z_loss are the mean over the layers": ("moe_per_layer_logging",),
+    "set policy.routing_replay": ("moe_enable_routing_replay",),
     _ATTENTION: (
         "window_size", "window_attn_skip_freq", "softmax_type", "qk_clip", "apply_query_key_layer_scaling",
         "attention_softmax_in_fp32", "attention_backend", "flash_decode"),
     _NO_TE: (
         *FUSIONS, "memory_efficient_layer_norm", "fused_single_qkv_rope", "use_te_rng_tracker", "use_te_activation_func",
         "transformer_impl", "cpu_offloading", "delay_wgrad_compute", "enable_cuda_graph", "external_cuda_graph",
-        "use_kitchen", "fine_grained_activation_offloading", "symmetric_ar_type"),
+        "use_kitchen", "fine_grained_activation_offloading", "symmetric_ar_type", "moe_grouped_gemm", "moe_permute_fusion",
+        "moe_use_legacy_grouped_gemm", "moe_router_fusion", "moe_enable_deepep", "moe_flex_dispatcher_backend",
+        "moe_deepep_num_sms", "moe_hybridep_num_sms", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
     _NOT_YET: ("hybrid_context_parallel", "cp_comm_type", "pipeline_model_parallel_layout"),
 }  # fmt: skip
 
 # The same for whole families of fields, by their first letters.
 _REFUSED_FAMILIES = {
-    "moe_": _NOT_YET, "mtp_": _NOT_YET, "linear_": _NOT_YET, "dsa_": _NOT_YET, "mamba_": _NOT_YET, "heterogeneous": _NOT_YET,
+    "mtp_": _NOT_YET, "linear_": _NOT_YET, "dsa_": _NOT_YET, "mamba_": _NOT_YET, "heterogeneous": _NOT_YET,
     "fp8": _NO_TE, "fp4": _NO_TE, "tp_comm_": _NO_TE, "cuda_graph": _NO_TE,
 }  # fmt: skip
 
@@ -75,6 +90,8 @@ def check_overrides(overrides: Mapping[str, Any], arch: Architecture) -> None:
         reason = _reason(key, arch)
         if reason:
             raise ConfigError(f"policy.megatron.{key}: cannot be set here: {reason}")
+        if key in _LOSSES and not isinstance(overrides[key], (int, float)):
+            raise ConfigError(f"policy.megatron.{key}: got {overrides[key]!r}, expected a number")
 
 
 def refused_fields() -> list[str]:
@@ -88,4 +105,6 @@ def _reason(key: str, arch: Architecture) -> str | None:
             return reason
     if key in arch.transformer:
         return _MODEL
+    if key.startswith("moe_") and not arch.num_experts:
+        return _DENSE
     return next((reason for start, reason in _REFUSED_FAMILIES.items() if key.startswith(start)), None)

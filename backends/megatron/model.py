@@ -14,7 +14,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 from backends.megatron.attention import LocalRMSNorm, PackedAttention, PackedRotaryEmbedding
@@ -22,6 +24,7 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.elementwise import SwiGLU
 from backends.megatron.fields import FUSIONS, INIT_METHODS, check_overrides
 from backends.megatron.logprobs import LogprobHead, Targets, ValueHead
+from backends.megatron.moe import PackRouter, moe_fields
 from backends.megatron.stages import stage_fields
 from rlcore.config.policy import ParallelConfig
 from rlcore.errors import ConfigError
@@ -59,6 +62,7 @@ def transformer_config(
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": not interleaved,
+        **moe_fields(arch, parallel),
         **dict.fromkeys(FUSIONS, False),
         "use_te_activation_func": True,     # the MLP's activation is a module of ours, see `_layer_spec`
         **overrides,
@@ -115,20 +119,34 @@ class ValueModel(GPTModel):
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
-def _layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron's local layers with packed attention and torch's RMSNorm."""
+def _layer_specs(arch: Architecture, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one chunk."""
+    dense, moe = (_layer_spec(config, experts) for experts in (None, config.num_moe_experts))
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    here = arch.moe_layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    return TransformerBlockSubmodules(layer_specs=[moe if has else dense for has in here], layer_norm=LocalRMSNorm)
+
+
+def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    """Megatron's local layer with packed attention and torch's RMSNorm."""
     layer = copy.deepcopy(
-        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+        get_gpt_layer_local_spec(
+            num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        )
     )
     parts = layer.submodules
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
-    parts.mlp.submodules.activation_func = SwiGLU
     parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=LocalRMSNorm)
+    if num_experts is None:
+        parts.mlp.submodules.activation_func = SwiGLU
+    else:
+        parts.mlp.submodules.router = PackRouter
+        for net in (parts.mlp.submodules.experts, parts.mlp.submodules.shared_experts):
+            net.submodules.activation_func = SwiGLU
+    return layer
 
 
 def build_chunks(
@@ -144,7 +162,7 @@ def build_chunks(
         vp_stage = stage if virtual else None
         common: dict[str, Any] = dict(
             config=config,
-            transformer_layer_spec=_layer_spec(config, vp_stage),
+            transformer_layer_spec=_layer_specs(arch, config, vp_stage),
             vocab_size=padded_vocab,
             max_sequence_length=arch.max_position_embeddings,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -161,7 +179,7 @@ def build_chunks(
             chunk = PolicyModel(
                 **common, share_embeddings_and_output_weights=arch.tie_word_embeddings, true_vocab_size=arch.vocab_size
             )
-        chunks.append(chunk)
+        chunks.append(chunk.to(torch.cuda.current_device()))      # a router makes its weight on the CPU
     return chunks
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from backends.megatron.experts import check_experts
 from backends.megatron.layout import Place
 from backends.megatron.mpu import MPU_GROUPS, ask, ask_groups, ask_place
 from backends.megatron.stages import layers_of_stages
@@ -56,6 +57,9 @@ class ParallelState:
     cp_rank: int
     ep_size: int
     ep_rank: int
+    etp_size: int               # tensor parallelism inside an expert
+    etp_rank: int
+    edp_rank: int               # among the ranks that hold the same experts
     vpp_size: int               # model chunks of this rank
     replica_leaders: tuple[int, ...]    # [dp_size] global rank of the first rank of each replica
     score_sources: tuple[int, ...]      # [dp_size] global rank of one rank of each replica's last stage
@@ -105,6 +109,8 @@ class ParallelState:
         dp_size, dp_rank = ask_place(mpu, "data_parallel")
         cp_size, cp_rank = ask_place(mpu, "context_parallel")
         ep_size, ep_rank = ask_place(mpu, "expert_model_parallel", otherwise=(1, 0))
+        etp_size, etp_rank = ask_place(mpu, "expert_tensor_parallel", otherwise=(tp_size, tp_rank))
+        edp_rank = ask(mpu, "get_expert_data_parallel_rank", otherwise=(dp_rank * cp_size + cp_rank) // ep_size)
         vpp_size = ask(mpu, "get_virtual_pipeline_model_parallel_world_size", otherwise=1)
 
         groups: dict[str, ProcessGroup] = {}
@@ -136,6 +142,9 @@ class ParallelState:
             cp_rank=cp_rank,
             ep_size=ep_size,
             ep_rank=ep_rank,
+            etp_size=etp_size,
+            etp_rank=etp_rank,
+            edp_rank=edp_rank,
             vpp_size=vpp_size,
             replica_leaders=tuple(ranks[0] for ranks in replicas),
             score_sources=tuple(next(r for r in ranks if places[r][1] == pp_size - 1) for ranks in replicas),
@@ -182,14 +191,10 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
                 f"policy.parallel.tensor: {tp} does not divide the model's {what} ({size}); choose a divisor of {size}"
             )
     layers_of_stages(model["num_layers"], parallel)
+    check_experts(arch, parallel, world_size)
 
 
 def _check_supported(parallel: ParallelConfig) -> None:
-    if parallel.expert > 1 or (parallel.expert_tensor or parallel.tensor) != parallel.tensor:
-        raise ConfigError(
-            f"policy.parallel: expert {parallel.expert}, expert_tensor {parallel.expert_tensor}: "
-            f"expert parallelism is not available yet; leave them at their defaults"
-        )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError("policy.parallel.virtual_pipeline: needs pipeline > 1; set it to 1")
     if parallel.sequence and parallel.tensor == 1:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from backends.megatron.context import gather_targets
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.logprobs import Targets
+from backends.megatron.moe import clear_losses, padding_mask
 from backends.megatron.optimizer import ScheduledOptimizer, StepReport
 from backends.megatron.pack import MicroBatch
 from backends.megatron.parking import Contents, Parking
@@ -84,7 +85,10 @@ def score_pass(model: Model, micro_batches: Sequence[MicroBatch], head: HeadOpti
 
     def forward_step(data: Iterator[MicroBatch], module: nn.Module) -> tuple[Any, Callable[..., Any]]:
         micro = next(data)
-        return _forward(module, micro, head), lambda output, non_loss_data: whole(micro, output)
+        output = _forward(model, module, micro, head)
+        # Where there are experts Megatron asks for the device of a model's output: one tensor of it will do.
+        shown = output[0] if isinstance(output, tuple) else output
+        return shown, lambda _, non_loss_data: whole(micro, output)
 
     whole = _over_context(model)
     with _evaluating(model), torch.no_grad():
@@ -111,18 +115,26 @@ def training_pass(
             total = loss(micro, whole(micro, output)) * step_tokens
             return total, torch.tensor(micro.num_tokens, dtype=torch.int, device=total.device), {}
 
-        return _forward(module, micro, head), scheduled
+        return _forward(model, module, micro, head), scheduled
 
     for module in model.modules:
         module.zero_grad_buffer()  # type: ignore[operator]
     model.optimizer.zero_grad()
+    clear_losses(model.chunks)
     _run(model, forward_step, micro_batches, forward_only=False)
     return model.optimizer.step()
 
 
-def _forward(module: nn.Module, micro: MicroBatch, head: HeadOptions) -> Any:
+def _forward(model: Model, module: nn.Module, micro: MicroBatch, head: HeadOptions) -> Any:
     # With rotary embeddings position ids are not looked at; attention needs no mask.
-    return module(micro.input_ids, None, None, labels=head.targets(micro), packed_seq_params=micro.packed)
+    return module(
+        micro.input_ids, None, None, labels=head.targets(micro), packed_seq_params=micro.packed,
+        padding_mask=padding_mask(micro.padding, model.config, _chunk(model, module)),
+    )  # fmt: skip
+
+
+def _chunk(model: Model, module: nn.Module) -> GPTModel:
+    return model.chunks[model.modules.index(module)]
 
 
 def _over_context(model: Model) -> Callable[[MicroBatch, Any], Any]:

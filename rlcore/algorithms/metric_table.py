@@ -27,6 +27,10 @@ _ROWS = (
     ("train/grad_norm", "global norm of the policy's gradient before clipping, at the last optimizer step", "-", "1"),
     ("train/optimizer_steps", "optimizer steps that this step's batch got", "-", "steps"),
     ("train/skipped_updates", "of those, steps left out because the gradient norm was not finite", "-", "steps"),
+    ("train/moe_aux_loss", "the policy's load-balancing loss, without its coefficient: 1 where routing is even",
+     "tokens and layers with experts", "1"),
+    ("train/moe_z_loss", "squared log of the denominator of its routers' softmax, without its coefficient",
+     "tokens and layers with experts", "1"),
     ("train/critic_lr", "learning rate of the critic at this step", "-", "1"),
     ("train/critic_grad_norm", "global norm of the critic's gradient before clipping, at the last optimizer step", "-", "1"),
     # rollout service

@@ -31,6 +31,8 @@ PLANS: dict[str, list[list[list[int]]]] = {
     "pairs": [[[0, 1, 3], [7], [4, 5], [8, 2, 6]]],         # an even number, for the interleaved schedule
     "dp2": [[[0, 4], [1, 8]], [[7, 2], [3, 5, 6]]],
     "starved": [[[0, 1], [4, 5, 7], [8]], [[2, 3], [6], []]],   # the second rank has no trainable token
+    "starved_1": [[[0, 1], [4, 5, 7], [8], [2, 3], [6], []]],   # the same micro-batches on one rank
+    "dp4": [[[0, 4]], [[1, 8]], [[7, 2]], [[3, 5, 6]]],
 }
 
 # An optimizer step that is linear in the gradient, to read it off the weights: delta = lr * g / (|g| + eps) = 1000 g.

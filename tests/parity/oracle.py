@@ -23,12 +23,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_six": ("Qwen3Config", {"head_dim": 16, "num_hidden_layers": 6}),
     "qwen3_tied": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
-    "llama": ("LlamaConfig", {"rope_parameters": {
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "qwen3_moe_other": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "qwen3_moe_tied": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "tie_word_embeddings": True}),
     "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "llama": ("LlamaConfig", {"rope_parameters": {
         "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192}}),
 }  # fmt: skip
@@ -40,9 +40,9 @@ def write_models(folder: Path, *, only: Collection[str] = MODELS) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     for seed, (name, (config, keys)) in enumerate(MODELS.items()):
-        torch.manual_seed(seed)
         if name not in only:
             continue
+        torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**{**SIZES, **keys}))
         with torch.no_grad():
             for key, parameter in model.named_parameters():
@@ -91,13 +91,16 @@ def trained(folder: Path, *, steps: int) -> dict[str, Tensor]:
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         optimizer.step()
-    return {name: p.detach() - before[name] for name, p in model.named_parameters()}
+    moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+    return {on_disk: part for name, p in moved.items() for on_disk, part in _as_on_disk(model.config.model_type, name, p)}
 
 
 def _load(folder: Path) -> Any:
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
 
 
 def _policy_backward(model: Any, *, on_policy: bool = False) -> tuple[Tensor, Tensor]:
@@ -116,6 +119,32 @@ def _policy_backward(model: Any, *, on_policy: bool = False) -> tuple[Tensor, Te
     return logprobs.detach(), entropy.detach()
 
 
+def router_step(folder: Path, *, aux: float, z: float) -> dict[str, Any]:
+    """`policy_step` with both losses of the routers, summed over the layers: their values, and the gradients of all together.
+
+    aux is E * sum over experts of (share of the choices) * (mean probability), z the mean of logsumexp squared; over all tokens.
+    """
+    model = _load(folder)
+    _policy_backward(model)
+    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    logits: dict[Any, list[Tensor]] = {router: [] for router in routers}
+    for router in routers:
+        router.register_forward_hook(lambda module, _, output: logits[module].append(output[0]))
+    batch = make_batch()
+    for start, end in zip(batch.cu_tokens.tolist(), batch.cu_tokens.tolist()[1:]):
+        if start < end:
+            model.model(input_ids=batch.tokens[start:end].long()[None])
+    sums = {"aux": torch.zeros((), dtype=torch.float64), "z": torch.zeros((), dtype=torch.float64)}
+    for router in routers:
+        x = torch.cat(logits[router])
+        chosen = torch.zeros_like(x).scatter(1, x.topk(router.top_k).indices, 1.0)
+        sums["aux"] += x.size(1) * (chosen.sum(0) / chosen.sum() * x.softmax(-1).mean(0)).sum()
+        sums["z"] += x.logsumexp(-1).square().mean()
+    (aux * sums["aux"] + z * sums["z"]).backward()
+    losses = {f"train/moe_{name}_loss": float(total) / len(routers) for name, total in sums.items()}
+    return {"losses": losses, "gradients": _gradients(model)}
+
+
 def critic_step(folder: Path, head_weight: Tensor) -> dict[str, Any]:
     """Values [M] and gradients of the clipped value loss; `head_weight` [1, H] is the value head."""
     model = _load(folder)
@@ -130,4 +159,20 @@ def critic_step(folder: Path, head_weight: Tensor) -> dict[str, Any]:
 
 
 def _gradients(model: Any) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    family: str = model.config.model_type
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    return {on_disk: part for name, grad in named for on_disk, part in _as_on_disk(family, name, grad)}
+
+
+def _as_on_disk(family: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Expert by expert, and gate apart from up: transformers stacks them when it reads a folder."""
+    if family == "mixtral":
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    if ".experts." not in name:
+        yield name, tensor
+        return
+    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    prefix, kind = name.rsplit(".", 1)
+    for expert, one in enumerate(tensor):
+        parts = {down: one} if kind == "down_proj" else dict(zip((gate, up), one.chunk(2)))
+        yield from ((f"{prefix}.{expert}.{part}.weight", value) for part, value in parts.items())

@@ -81,7 +81,7 @@ def read_architecture(folder: Path | str) -> Architecture:
     heads = _integer(folder, config, "num_attention_heads")
     hidden = _integer(folder, config, "hidden_size")
     theta, scaling = _rope(folder, config)
-    transformer = {
+    transformer: dict[str, Any] = {
         "num_layers": _integer(folder, config, "num_hidden_layers"),
         "hidden_size": hidden,
         "ffn_hidden_size": _integer(folder, config, "intermediate_size"),

@@ -107,8 +107,9 @@ def _read_pieces(
     source: SafetensorsFolder, arch: Architecture, entry: Entry, param: Tensor, parallel: ParallelState
 ) -> list[Tensor]:
     padded = param.size(0) * parallel.tp_size if entry.split is Split.VOCAB else 0
+    rank, size = (parallel.tp_rank, parallel.tp_size) if entry.expert is None else (parallel.etp_rank, parallel.etp_size)
     pieces = []
     for name, shape in zip(entry.hf, hf_shapes(arch, entry)):
-        part = tp_slice(entry.split, shape, parallel.tp_rank, parallel.tp_size, padded)
+        part = tp_slice(entry.split, shape, rank, size, padded)
         pieces.append(source.read(name, shape, part))
     return pieces

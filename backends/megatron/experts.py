@@ -1,0 +1,62 @@
+"""Which layouts of experts are right: over how many ranks the experts, and each expert's matrices, may be cut."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlcore.config.policy import ParallelConfig
+from rlcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from backends.megatron.convert.architecture import Architecture
+
+
+def check_experts(arch: Architecture, parallel: ParallelConfig, world_size: int) -> None:
+    """Refuse a layout of experts that does not fit the model or the ranks, or whose gradients would be wrong.
+
+    Raises ConfigError naming the key, the reason and the nearest layout that is right.
+    """
+    tp, pp, ep = parallel.tensor, parallel.pipeline, parallel.expert
+    etp = tp if parallel.expert_tensor is None else parallel.expert_tensor
+    if not arch.num_experts:
+        if ep > 1 or etp != tp:
+            key = "expert" if ep > 1 else "expert_tensor"
+            raise ConfigError(f"policy.parallel.{key}: the {arch.family} model has no experts to lay out; leave it out")
+        return
+    if tp > 1 and not parallel.sequence:
+        raise ConfigError(
+            f"policy.parallel.sequence: false, but experts under tensor {tp} need sequence parallelism: else every "
+            "tensor-parallel rank would send all tokens to them; set it to true"
+        )
+    _check_sizes(arch, tp, etp, ep)
+    if ep == 1 and etp != tp:
+        raise ConfigError(
+            f"policy.parallel: tensor {tp}, expert_tensor {etp}, expert 1: megatron-core sums the gradients of experts over "
+            f"the data-parallel ranks of the dense weights, which misses the copies that the tensor-parallel ranks hold; leave "
+            f"expert_tensor out, or set expert={tp // etp}"
+        )
+    if world_size % (etp * ep * pp):
+        raise ConfigError(
+            f"policy.parallel: expert_tensor {etp} x expert {ep} x pipeline {pp} = {etp * ep * pp} does not divide the world "
+            f"size {world_size}; start a multiple of it, or choose a smaller expert"
+        )
+
+
+def _check_sizes(arch: Architecture, tp: int, etp: int, ep: int) -> None:
+    if tp % etp:
+        raise ConfigError(
+            f"policy.parallel.expert_tensor: {etp} does not divide tensor ({tp}); choose a divisor of it, or leave it out"
+        )
+    if arch.num_experts % ep:
+        raise ConfigError(
+            f"policy.parallel.expert: {ep} does not divide the model's experts ({arch.num_experts}); choose a divisor of "
+            f"{arch.num_experts}"
+        )
+    for key, size, what in (
+        ("expert_tensor", etp, "moe_ffn_hidden_size"), ("tensor", tp, "moe_shared_expert_intermediate_size")
+    ):  # fmt: skip
+        width = arch.transformer.get(what)
+        if width and width % size:
+            raise ConfigError(
+                f"policy.parallel.{key}: {size} does not divide an expert's width ({width}); choose a divisor of it"
+            )
