@@ -10,6 +10,7 @@ import torch
 from backends.megatron.checkpoint import load_weights
 from backends.megatron.convert.architecture import Architecture, read_architecture
 from backends.megatron.convert.load import load_hf
+from backends.megatron.layers import layer_fields, layers_of
 from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
 from backends.megatron.optimizer import ScheduledOptimizer
 from backends.megatron.parallel import ParallelState, check_layout
@@ -35,7 +36,10 @@ class BuildContext:
         """A model without weights, gradients or optimizer."""
         policy, model = self.config.policy, self.config.model
         overrides = {**({"deterministic_mode": True} if self.config.run.deterministic else {}), **policy.megatron}
-        config = transformer_config(arch, policy.parallel, model.dtype, self.device, overrides)
+        layers = layer_fields(
+            layers_of(self.config, self.device.type), experts=bool(arch.transformer.get("num_moe_experts")), fp8=policy.fp8
+        )
+        config = transformer_config(arch, policy.parallel, model.dtype, self.device, overrides, layers)
         chunks = build_chunks(
             arch,
             config,

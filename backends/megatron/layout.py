@@ -108,6 +108,11 @@ class PackLayout:
         return max(self.lengths)
 
     @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [n+1], on the device: borders of the sequences over all ranks."""
+        return _borders(torch.tensor(self.lengths, dtype=torch.int64)).int().to(self.device)
+
+    @cached_property
     def buckets(self) -> Buckets:
         parts: list[Bucket] = []
         total = len(self.positions)

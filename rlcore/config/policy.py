@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rlcore.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section
 
@@ -43,7 +43,18 @@ class OptimizerConfig(Section):
 class LogprobsConfig(Section):
     """The LM head is worked through in chunks, so that `[tokens, vocabulary]` never exists."""
 
-    chunk_elements: PositiveInt = 1 << 22       # rows x local vocabulary columns of one chunk
+    chunk_elements: PositiveInt | None = None   # logits that exist at one time; default: 2^19 on a CPU, 2^24 on CUDA
+    keep_sets: bool = False                     # log-probs over the tokens that top-p and top-k left, as they were sampled
+
+
+class Fp8Config(Section):
+    """Matmuls in FP8, with Transformer Engine. The names are Megatron's, without `fp8_`."""
+
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
+    margin: NonNegativeInt = 0                  # the last two and this one belong to recipe `delayed`
+    amax_history: PositiveInt = 1
+    amax_compute: Literal["most_recent", "max"] = "most_recent"
 
 
 class PolicyConfig(Section):
@@ -52,7 +63,15 @@ class PolicyConfig(Section):
     max_tokens_per_microbatch: PositiveInt = 16384
     checkpoint: str | None = None               # weights from a training checkpoint instead of `model.path`
     logprobs: LogprobsConfig = Field(default_factory=LogprobsConfig)
+    transformer_engine: Literal["auto", "off"] = "auto"        # its layers, where it is installed on CUDA
+    fp8: Fp8Config | None = None                # default: none
     megatron: dict[str, Any] = Field(default_factory=dict)     # any field of megatron.core's TransformerConfig
+
+    @field_validator("transformer_engine", mode="before")
+    @classmethod
+    def _false_is_off(cls, value: Any) -> Any:
+        """YAML reads an unquoted `off` as false."""
+        return "off" if value is False else value
 
 
 class ReferenceConfig(Section):

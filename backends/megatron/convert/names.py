@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.table import FUSED_NORMS, OUTPUT_LAYER, WORD_EMBEDDING, Entry
+from backends.megatron.convert.table import OUTPUT_LAYER, WORD_EMBEDDING, Entry, local_spelling
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 _EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.*)$")
@@ -31,7 +31,7 @@ def global_name(model: nn.Module, name: str) -> str:
     if match is None:
         return name
     layer = model.get_submodule(f"decoder.layers.{match[1]}")
-    rest = FUSED_NORMS.get(match[2], match[2])
+    rest = local_spelling(match[2])
     if expert := _EXPERT.match(rest):
         here: list[int] = layer.mlp.local_expert_indices  # type: ignore[union-attr,assignment]
         rest = f"mlp.experts.local_experts.{here[int(expert[1])]}.{expert[2]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -12,10 +13,23 @@ FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+# Its grouped matmuls hold the experts of a rank as numbered weights of one module.
+_GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 VALUE_HEAD = "value_head.weight"            # [1, hidden], replicated over TP; Hugging Face's `score.weight`
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+
+
+def local_spelling(name: str) -> str:
+    """The name that the local layer spec gives a parameter of a layer, from its name in either spec.
+
+    The tables are written in this spelling, so loading and exporting need no other: `linear_qkv.layer_norm_weight` is
+    `input_layernorm.weight`, `experts.linear_fc1.weight3` is `experts.local_experts.3.linear_fc1.weight`.
+    """
+    if grouped := _GROUPED_EXPERT.match(name):
+        return f"mlp.experts.local_experts.{grouped[3]}.{grouped[1]}.{grouped[2]}"
+    return FUSED_NORMS.get(name, name)
 
 
 class Split(Enum):
