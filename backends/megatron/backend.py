@@ -110,7 +110,7 @@ class MegatronBackend:
         return [
             plan_minibatch(
                 sequences,
-                batch.lengths.tolist(),
+                lengths,
                 ranks=self.data_parallel_size,
                 max_tokens=self.config.policy.max_tokens_per_microbatch,
                 cost=cost,
@@ -250,9 +250,10 @@ class MegatronBackend:
         attention = "variable-length flash" if uses_varlen(self.device, dtype) else "bucketed SDPA"
         models = ["policy", *self.frozen, *(["critic"] if self.critic is not None else [])]
         sequence = " + sequence parallel" if self.config.policy.parallel.sequence else ""
+        context = f" x CP {p.cp_size}" if p.cp_size > 1 else ""
         experts = f" x EP {p.ep_size}" if p.ep_size > 1 else ""
         return {
-            "layout": f"TP {p.tp_size}{sequence} x CP {p.cp_size} x PP {p.pp_size} x DP {p.dp_size}{experts} "
+            "layout": f"TP {p.tp_size}{sequence} x PP {p.pp_size} x DP {p.dp_size}{context}{experts} "
                       f"on {p.world_size} {self.device.type} ranks",
             "attention": attention + (", keys and values gathered over CP" if p.cp_size > 1 else ""),
             "layers": "megatron-core local spec, torch RMSNorm",

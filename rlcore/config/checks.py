@@ -23,8 +23,6 @@ Check = Callable[[Config], Problems]
 
 # What the configuration can say and this version cannot do: (key, values that are not available).
 NOT_AVAILABLE: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-    ("policy.parallel.expert", lambda size: size > 1),
-    ("policy.parallel.expert_tensor", lambda size: size is not None),
     ("rollout.engine.kind", lambda kind: kind == "sglang"),
     ("rollout.engine.urls", bool),
     ("rollout.engine.python", bool),
@@ -32,6 +30,9 @@ NOT_AVAILABLE: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("rollout.on_update", lambda mode: mode != "drain"),
     ("cluster.launcher", lambda launcher: launcher == "ray"),
 )
+
+
+_SIZES = ("tensor", "pipeline", "context", "expert")
 
 
 def check(config: Config) -> list[Problem]:
@@ -111,11 +112,11 @@ def layout(config: Config) -> Problems:
     if cluster.launcher == "local" and cluster.nodes > 1:
         yield Problem("cluster.nodes", "the local launcher starts processes on this machine alone: use torchrun")
     elif cluster.launcher == "local" and processes < model:
-        path = "policy.parallel." + next(axis for axis in ("tensor", "pipeline", "context") if getattr(parallel, axis) > 1)
+        path = "policy.parallel." + next(axis for axis in _SIZES if getattr(parallel, axis) > 1)
         message = f"the layout needs {model} processes and the local launcher starts {processes}: set "
         yield Problem(path, message + f"cluster.processes_per_node={model}, or cluster.launcher=torchrun")
     elif processes > 1 and processes % model:
-        message = f"{processes} processes do not divide into models of {model} (tensor x pipeline x context)"
+        message = f"{processes} processes do not divide into models of {model} (tensor x pipeline x context, and experts)"
         yield Problem("policy.parallel", message)
 
 

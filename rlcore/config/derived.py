@@ -130,6 +130,8 @@ def optimizer_steps(config: Config, num_prompts: int) -> int:
 
 
 def model_parallel_size(config: Config) -> int:
-    """Ranks that hold one copy of the model."""
+    """Ranks of the smallest world that the layout fits: a whole number of copies of the dense weights, and of the experts."""
     parallel = config.policy.parallel
-    return parallel.tensor * parallel.pipeline * parallel.context
+    expert_tensor = parallel.tensor if parallel.expert_tensor is None else parallel.expert_tensor
+    dense, experts = parallel.tensor * parallel.context, expert_tensor * parallel.expert
+    return math.lcm(dense, experts if parallel.expert > 1 else 1) * parallel.pipeline

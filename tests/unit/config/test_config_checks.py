@@ -171,8 +171,6 @@ def test_all_problems_are_reported_together(refusal):
 
 
 UNBUILT = {
-    "policy.parallel.expert": "2",
-    "policy.parallel.expert_tensor": "1",
     "rollout.engine.kind": "sglang",
     "rollout.engine.urls": "['http://x']",
     "rollout.engine.python": "/x/python",
