@@ -68,6 +68,8 @@ class Credit:
         algorithm, training = self.config.algorithm, self.config.training
         if algorithm.old_logprobs == "recompute" or training.early_stopping or self.objective.loss.has_batch_stats:
             return True
+        if self.config.policy.routing_replay == "logprobs":
+            return True
         if algorithm.kl.reward_coef or not {"kl", "logprobs"}.isdisjoint(needs):
             return True
         updated_once = (

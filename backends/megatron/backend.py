@@ -28,6 +28,7 @@ with importing_megatron():
     from backends.megatron.moe import mean_losses
     from backends.megatron.optimizer import StepReport
     from backends.megatron.parallel import check_layout, destroy_parallel, init_parallel, init_process_group
+    from backends.megatron.routing import changed_share
     from backends.megatron.train import HeadOptions, Model, score_pass, training_pass
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
@@ -138,7 +139,7 @@ class MegatronBackend:
         outputs: list[Any] = []
         with self._present(model) as module, megatron_device(self.device):
             for k in range(len(self._batch.minibatches)):
-                outputs += score_pass(module, self._batch.micro_batches(k), head)
+                outputs += score_pass(module, self._batch.micro_batches(k), head, record_routing=model == "policy")
         own = None
         if self.parallel.is_last_stage:
             vectors = [(out,) if isinstance(out, Tensor) else out for out in outputs]
@@ -167,6 +168,9 @@ class MegatronBackend:
             step_tokens = self._batch.minibatches[minibatch].step_tokens
             losses = mean_losses(self.policy.chunks, self.policy.arch, step_tokens)
             metrics |= {f"train/{name}": value for name, value in losses.items()}
+        if "policy" in reports and self.config.policy.routing_replay != "none":
+            changed = changed_share(self.policy.chunks, self.policy.arch, self._batch.minibatches[minibatch].step_tokens)
+            metrics["train/routing_replay_changed"] = changed
         if "critic" in reports:
             metrics["train/critic_lr"], metrics["train/critic_grad_norm"] = reports["critic"].lr, reports["critic"].grad_norm
         return UpdateResult(metrics, moments, skipped=any(report.skipped for report in reports.values()))

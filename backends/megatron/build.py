@@ -14,6 +14,7 @@ from backends.megatron.layers import layer_fields, layers_of
 from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
 from backends.megatron.optimizer import ScheduledOptimizer
 from backends.megatron.parallel import ParallelState, check_layout
+from backends.megatron.routing import replay_routing
 from backends.megatron.train import Model
 from backends.megatron.weights import copy_trunk
 from rlcore.config import Config
@@ -78,6 +79,8 @@ def build_policy(context: BuildContext) -> Model:
         load_hf(model.chunks, context.arch, Path(context.config.model.path), context.parallel)
     else:
         load_weights(Path(checkpoint), "policy", context.arch, model.chunks, context.parallel)
+    if context.config.policy.routing_replay != "none":
+        replay_routing(model.chunks, context.arch)
     return model
 
 

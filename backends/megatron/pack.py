@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class MicroBatch:
     sequences: slice            # of its vectors with one value a sequence
     num_tokens: int             # model tokens of this rank without pads
     padding: Tensor             # bool [1, T]: True at a pad
+    # Layer -> int16 [t, topk]: the experts that training replays, of the t slots that this rank's routers see.
+    experts: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def num_slots(self) -> int:

@@ -21,6 +21,7 @@ from backends.megatron.moe import clear_losses, padding_mask
 from backends.megatron.optimizer import ScheduledOptimizer, StepReport
 from backends.megatron.pack import MicroBatch
 from backends.megatron.parking import Contents, Parking
+from backends.megatron.routing import recording, replaying, start_step
 
 
 @dataclass
@@ -80,12 +81,19 @@ class HeadOptions:
 Loss = Callable[[MicroBatch, Any], Tensor]      # (micro-batch, the head's result for all its targets) -> weighted sum
 
 
-def score_pass(model: Model, micro_batches: Sequence[MicroBatch], head: HeadOptions) -> list[Any]:
-    """What the last stage returns for each micro-batch, without gradients; empty on other stages. Collective."""
+def score_pass(
+    model: Model, micro_batches: Sequence[MicroBatch], head: HeadOptions, *, record_routing: bool = False
+) -> list[Any]:
+    """What the last stage returns for each micro-batch, without gradients; empty on other stages. Collective.
+
+    Args:
+        record_routing: keep with each micro-batch, where it has none yet, the experts that a later `training_pass` replays.
+    """
 
     def forward_step(data: Iterator[MicroBatch], module: nn.Module) -> tuple[Any, Callable[..., Any]]:
         micro = next(data)
-        output = _forward(model, module, micro, head)
+        with recording(_chunk(model, module), micro) if record_routing else nullcontext():
+            output = _forward(model, module, micro, head)
         # Where there are experts Megatron asks for the device of a model's output: one tensor of it will do.
         shown = output[0] if isinstance(output, tuple) else output
         return shown, lambda _, non_loss_data: whole(micro, output)
@@ -115,12 +123,14 @@ def training_pass(
             total = loss(micro, whole(micro, output)) * step_tokens
             return total, torch.tensor(micro.num_tokens, dtype=torch.int, device=total.device), {}
 
-        return _forward(model, module, micro, head), scheduled
+        with replaying(_chunk(model, module), micro):
+            return _forward(model, module, micro, head), scheduled
 
     for module in model.modules:
         module.zero_grad_buffer()  # type: ignore[operator]
     model.optimizer.zero_grad()
     clear_losses(model.chunks)
+    start_step(model.chunks)
     _run(model, forward_step, micro_batches, forward_only=False)
     return model.optimizer.step()
 

@@ -31,6 +31,8 @@ _ROWS = (
      "tokens and layers with experts", "1"),
     ("train/moe_z_loss", "squared log of the denominator of its routers' softmax, without its coefficient",
      "tokens and layers with experts", "1"),
+    ("train/routing_replay_changed", "pairs whose router would have chosen other experts than the replayed, at the last update",
+     "pairs of a token and a layer with experts", "share"),
     ("train/critic_lr", "learning rate of the critic at this step", "-", "1"),
     ("train/critic_grad_norm", "global norm of the critic's gradient before clipping, at the last optimizer step", "-", "1"),
     # rollout service

@@ -132,6 +132,16 @@ def lengths(config: Config) -> Problems:
         yield Problem("policy.max_tokens_per_microbatch", message)
 
 
+def routing(config: Config) -> Problems:
+    """Routing replay has a source of routed experts."""
+    replay = config.policy.routing_replay
+    if replay == "engine":
+        message = "the engine of this version does not send the experts that it routed to: use 'logprobs', or 'none'"
+        yield Problem("policy.routing_replay", message)
+    elif replay == "logprobs" and config.is_sft:
+        yield Problem("policy.routing_replay", "supervised fine-tuning has no log-prob pass to replay: use 'none'")
+
+
 def optimizers(config: Config) -> Problems:
     """Learning-rate schedules run downhill and end after their warm-up."""
     for path, optimizer in (
@@ -182,6 +192,7 @@ CHECKS: tuple[Check, ...] = (
     batch,
     layout,
     lengths,
+    routing,
     optimizers,
     debugging,
     data,

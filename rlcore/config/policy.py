@@ -65,6 +65,7 @@ class PolicyConfig(Section):
     logprobs: LogprobsConfig = Field(default_factory=LogprobsConfig)
     transformer_engine: Literal["auto", "off"] = "auto"        # its layers, where it is installed on CUDA
     fp8: Fp8Config | None = None                # default: none
+    routing_replay: Literal["none", "logprobs", "engine"] = "none"   # whose choice of experts training repeats
     megatron: dict[str, Any] = Field(default_factory=dict)     # any field of megatron.core's TransformerConfig
 
     @field_validator("transformer_engine", mode="before")

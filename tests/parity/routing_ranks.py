@@ -1,0 +1,103 @@
+"""Ranks of test_routing.py: a pass that records experts, perhaps other weights, and a step that replays them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import gradient, make_batch, make_config, make_plan, make_vectors
+from parity_ranks import weights
+from torch import Tensor
+
+from backends.megatron import MegatronBackend
+from backends.megatron.convert.load import load_hf
+from rlcore.objective import Objective
+
+
+class Used:
+    """The experts that routers sent each micro-batch's tokens to, in the order of their calls."""
+
+    def __init__(self, backend: MegatronBackend) -> None:
+        self.maps: dict[int, list[Tensor]] = {}
+        for chunk in backend.policy.chunks:
+            for layer in chunk.decoder.layers:
+                if hasattr(layer.mlp, "router"):
+                    calls = self.maps.setdefault(int(layer.layer_number), [])
+                    layer.mlp.router.register_forward_hook(lambda _, inputs, output, calls=calls: calls.append(output[1]))
+
+    def are(self, micro_batches: list[Any]) -> bool:
+        """Whether each micro-batch was routed as recorded, as often in all layers, and was routed at all."""
+        recorded = {
+            layer: [
+                torch.zeros(len(micro.experts[layer]), calls[0].size(1), dtype=torch.bool).scatter(
+                    1, micro.experts[layer].long(), True
+                )
+                for micro in micro_batches
+            ]
+            for layer, calls in self.maps.items()
+        }
+        return all(
+            len(calls) >= len(micro_batches)
+            and all(any(torch.equal(call, one) for one in recorded[layer]) for call in calls)
+            and all(any(torch.equal(call, one) for call in calls) for one in recorded[layer])
+            for layer, calls in self.maps.items()
+        )
+
+
+def run(case: dict[str, Any], folder: Path) -> None:
+    models = folder.parent / "models"
+    config = make_config(case, models)
+    config.policy.routing_replay = case["replay"]
+    backend = MegatronBackend(
+        config, Objective(config.algorithm), with_reference=True, with_critic=False, total_steps=10, device="cpu"
+    )
+    root = backend.rank == 0
+    batch = make_batch() if root else None
+    backend.load_batch(batch, [make_plan(name) for name in case["plans"]] if root else None)
+    backend.score("reference")      # must not be what is recorded, though it borrows the policy's place
+    backend.score("policy")
+    if "then" in case:
+        load_hf(backend.policy.chunks, backend.policy.arch, models / case["then"], backend.parallel)
+        backend.score("policy")     # the first pass has recorded
+    backend.assign(make_vectors(batch.num_trainable) if batch is not None else None)
+    before = weights(backend, backend.policy, "lm")
+    used = Used(backend)
+    for k in range(len(case["plans"])):
+        for calls in used.maps.values():
+            calls.clear()
+        update = backend.update(k)
+    after = weights(backend, backend.policy, "lm")
+    result: dict[str, Any] = {"metrics": update.metrics, "gradients": {n: gradient(before[n], after[n]) for n in before}}
+    every: list[Any] = [None] * backend.world_size
+    own = used.are(backend._batch.micro_batches(k)) if case["replay"] != "none" else False
+    dist.all_gather_object(every, (update.metrics, own))
+    assert all(one[0] == every[0][0] for one in every), every
+    result["as_recorded"] = all(one[1] for one in every)
+    backend.close()
+    if root:
+        torch.save(result, folder / f"{case['name']}.pt")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, size = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
+    if size > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=int(os.environ["RANK"]), world_size=size,
+            timeout=timedelta(seconds=60),
+        )  # fmt: skip
+    for case in json.loads((folder / "payload.json").read_text()):
+        print("case", case["name"], flush=True)
+        run(case, folder)
+    if size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

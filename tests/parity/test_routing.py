@@ -1,0 +1,148 @@
+"""Routing replay: the experts of the log-prob pass are those of the step, for every layout, with the gradients of the new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from spawn import run_ranks
+from torch import Tensor, nn
+
+RANKS = Path(__file__).with_name("routing_ranks.py")
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FORCED: dict[str, Any] = {"model": "qwen3_moe", "then": "qwen3_moe_other", "plans": ["pairs"], "replay": "logprobs"}
+SP2 = {"tensor": 2, "sequence": True}
+
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        {"name": "off", "model": "qwen3_moe", "plans": ["pairs"], "replay": "none"},
+        {"name": "same", "model": "qwen3_moe", "plans": ["pairs"], "replay": "logprobs"},
+        {"name": "same_mixed", "model": "qwen2_moe", "plans": ["pairs"], "replay": "logprobs"},
+        {"name": "forced", **FORCED},
+        {"name": "forced_guest", **FORCED, "offload": True},
+        {"name": "forced_recompute", **FORCED, "megatron": FULL},
+        {"name": "forced_recompute_moe", **FORCED,
+         "megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
+        {"name": "two_steps", "model": "qwen3_moe", "plans": ["half0", "half1"], "replay": "logprobs"},
+    ],
+    2: [
+        {"name": "ep2", **FORCED, "plans": ["dp2"], "parallel": {"expert": 2}},
+        {"name": "pp2_recompute", **FORCED, "parallel": {"pipeline": 2}, "megatron": FULL},
+        {"name": "vpp2_recompute", **FORCED, "parallel": {"pipeline": 2, "virtual_pipeline": 2}, "megatron": FULL},
+        {"name": "tp2_sp", **FORCED, "parallel": SP2},
+        {"name": "cp2", **FORCED, "parallel": {"context": 2}},
+    ],
+    4: [
+        {"name": "tp2_sp_pp2", **FORCED, "parallel": SP2 | {"pipeline": 2}, "megatron": FULL},
+        {"name": "ep2_pp2", **FORCED, "plans": ["dp2"], "parallel": {"expert": 2, "pipeline": 2}},
+    ],
+}  # fmt: skip
+FORCED_NAMES = [pytest.param(case["name"], marks=pytest.mark.full if size > 2 else ())
+                for size, cases in CASES.items() for case in cases if "then" in case]  # fmt: skip
+
+
+class Results:
+    """Results by name; a world runs when its first case is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.worlds = folder, {}       # type: Path, dict[int, Path]
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        size = next(size for size, cases in CASES.items() if any(case["name"] == name for case in cases))
+        if size not in self.worlds:
+            self.worlds[size] = self.folder / f"world{size}"
+            run_ranks(RANKS, size, self.worlds[size], CASES[size], deadline_s=120)
+        result: dict[str, Any] = torch.load(self.worlds[size] / f"{name}.pt", weights_only=False)
+        return result
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("routing")
+    oracle.write_models(base / "models", only=("qwen3_moe", "qwen3_moe_other", "qwen2_moe"))
+    return base
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Results:
+    return Results(folder)
+
+
+def routers(model: Any) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+
+
+@contextmanager
+def choices_of(model: Any) -> Iterator[list[list[Tensor]]]:
+    """Of each router, the experts that it chooses inside, call by call."""
+    made: list[list[Tensor]] = [[] for _ in routers(model)]
+    hooks = [router.register_forward_hook(lambda _, inputs, output, calls=calls: calls.append(output[2]))
+             for router, calls in zip(routers(model), made)]  # fmt: skip
+    yield made
+    for hook in hooks:
+        hook.remove()
+
+
+def force(model: Any, made: list[list[Tensor]]) -> None:
+    """From now on each router uses those experts: softmax over all, the chosen probabilities normalised to 1."""
+    for router, calls in zip(routers(model), made):
+        given = iter(calls)
+
+        def forward(router: Any, inputs: Any, output: Any, given: Iterator[Tensor] = given) -> tuple[Tensor, Tensor, Tensor]:
+            chosen = next(given)
+            probabilities = output[0].softmax(-1).gather(1, chosen)
+            return output[0], probabilities / probabilities.sum(-1, keepdim=True), chosen
+
+        router.register_forward_hook(forward)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, Tensor]:
+    """Gradients of the second model with the experts of the first, in float64."""
+    first, second = (oracle._load(folder / "models" / name) for name in ("qwen3_moe", "qwen3_moe_other"))
+    with choices_of(first) as made:
+        oracle._policy_backward(first)
+    force(second, made)
+    oracle._policy_backward(second)
+    return oracle._gradients(second)
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("name", FORCED_NAMES)
+def test_gradients_are_those_of_the_forced_experts(name: str, results: Results, expected: dict[str, Tensor]) -> None:
+    result = results[name]
+    got = result["gradients"]
+    assert set(got) == set(expected)
+    worst = max(expected, key=lambda key: relative(got[key], expected[key]))
+    assert relative(got[worst], expected[worst]) < 1e-5, worst
+    assert result["as_recorded"]
+    assert result["metrics"]["train/routing_replay_changed"] == results["forced"]["metrics"]["train/routing_replay_changed"]
+
+
+def test_the_share_of_changed_choices_is_counted_over_real_tokens_and_layers(results: Results, folder: Path) -> None:
+    share = results["forced"]["metrics"]["train/routing_replay_changed"]
+    assert 0.2 < share < 1
+    assert results["same"]["metrics"]["train/routing_replay_changed"] == 0
+    assert results["same_mixed"]["metrics"]["train/routing_replay_changed"] == 0
+
+
+def test_unchanged_weights_give_the_same_gradients_to_the_bit(results: Results) -> None:
+    off, same = results["off"], results["same"]
+    assert same["as_recorded"]
+    assert "train/routing_replay_changed" not in off["metrics"]
+    for name, gradient in off["gradients"].items():
+        assert torch.equal(gradient, same["gradients"][name]), name
+
+
+def test_the_second_step_uses_what_was_recorded_before_the_first(results: Results) -> None:
+    result = results["two_steps"]
+    assert result["as_recorded"]
+    assert result["metrics"]["train/routing_replay_changed"] > 0
