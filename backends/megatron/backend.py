@@ -23,6 +23,7 @@ with importing_megatron():
     from backends.megatron.export import WeightExporter, export_hf
     from backends.megatron.frozen import Frozen, build_reference, build_teacher
     from backends.megatron.held import HeldBatch
+    from backends.megatron.layers import FP8_MULTIPLE, layers_of
     from backends.megatron.losses import critic_loss, policy_loss
     from backends.megatron.metrics import shared_moments
     from backends.megatron.moe import mean_losses
@@ -124,6 +125,8 @@ class MegatronBackend:
         """Give each replica its sequences. Raises ValueError unless `plans` place every sequence exactly once."""
         parallel = self.config.policy.parallel
         multiple = self.parallel.place.chunks * (parallel.tensor if parallel.sequence else 1)
+        if self.config.policy.fp8 is not None:
+            multiple *= FP8_MULTIPLE
         self._held = HeldBatch.receive(batch, plans, self.parallel, self.device, pad_multiple=multiple)
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
@@ -251,7 +254,10 @@ class MegatronBackend:
         """What was chosen, for the first lines of a run."""
         p, dtype = self.parallel, DTYPES[self.config.model.dtype]
         optimizer = self.config.policy.optimizer
+        layers = layers_of(self.config, self.device.type)
         attention = "variable-length flash" if uses_varlen(self.device, dtype) else "bucketed SDPA"
+        if p.cp_size > 1:
+            attention += ", keys and values gathered over CP"
         models = ["policy", *self.frozen, *(["critic"] if self.critic is not None else [])]
         sequence = " + sequence parallel" if self.config.policy.parallel.sequence else ""
         context = f" x CP {p.cp_size}" if p.cp_size > 1 else ""
@@ -259,8 +265,8 @@ class MegatronBackend:
         return {
             "layout": f"TP {p.tp_size}{sequence} x PP {p.pp_size} x DP {p.dp_size}{context}{experts} "
                       f"on {p.world_size} {self.device.type} ranks",
-            "attention": attention + (", keys and values gathered over CP" if p.cp_size > 1 else ""),
-            "layers": "megatron-core local spec, torch RMSNorm",
+            "attention": "Transformer Engine" if layers.transformer_engine else attention,
+            "layers": str(layers),
             "optimizer": "AdamW, distributed" if optimizer.distributed else "AdamW",
             "models": " + ".join(models),
             "weights": self._initial_weights(),

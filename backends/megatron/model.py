@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from backends.megatron.attention import LocalRMSNorm, PackedAttention, PackedRot
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.elementwise import SwiGLU
 from backends.megatron.fields import FUSIONS, INIT_METHODS, check_overrides
+from backends.megatron.layers import LOCAL_FIELDS
 from backends.megatron.logprobs import LogprobHead, Targets, ValueHead
 from backends.megatron.moe import PackRouter, moe_fields
 from backends.megatron.stages import stage_fields
@@ -32,9 +33,13 @@ from rlcore.weights import DTYPES
 
 
 def transformer_config(
-    arch: Architecture, parallel: ParallelConfig, dtype: str, device: torch.device, overrides: Mapping[str, Any]
-) -> TransformerConfig:
-    """A fresh configuration. Each model needs its own: Megatron keeps a model's hooks on it."""
+    arch: Architecture, parallel: ParallelConfig, dtype: str, device: torch.device, overrides: Mapping[str, Any],
+    layers: Mapping[str, Any] = LOCAL_FIELDS,
+) -> TransformerConfig:  # fmt: skip
+    """A fresh configuration. Each model needs its own: Megatron keeps a model's hooks on it.
+
+    `layers`: the fields that `layer_fields` gives for the chosen layers; `overrides`: the user's.
+    """
     check_overrides(overrides, arch)
     torch_dtype = DTYPES[dtype]
     interleaved = parallel.virtual_pipeline > 1
@@ -64,7 +69,7 @@ def transformer_config(
         "deallocate_pipeline_outputs": not interleaved,
         **moe_fields(arch, parallel),
         **dict.fromkeys(FUSIONS, False),
-        "use_te_activation_func": True,     # the MLP's activation is a module of ours, see `_layer_spec`
+        **layers,
         **overrides,
     }
     try:
@@ -121,10 +126,16 @@ class ValueModel(GPTModel):
 
 def _layer_specs(arch: Architecture, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of one chunk."""
-    dense, moe = (_layer_spec(config, experts) for experts in (None, config.num_moe_experts))
+    layer_spec: Callable[[TransformerConfig, int | None], ModuleSpec] = _layer_spec
+    norm: Any = LocalRMSNorm
+    if config.transformer_impl == "transformer_engine":
+        from backends.megatron import engine_layers
+
+        layer_spec, norm = engine_layers.engine_layer_spec, engine_layers.FINAL_NORM
+    dense, moe = (layer_spec(config, experts) for experts in (None, config.num_moe_experts))
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     here = arch.moe_layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
-    return TransformerBlockSubmodules(layer_specs=[moe if has else dense for has in here], layer_norm=LocalRMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[moe if has else dense for has in here], layer_norm=norm)
 
 
 def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:

@@ -71,7 +71,7 @@ class HeadOptions:
     """What the output layer is asked for beside the targets."""
 
     temperature: float
-    chunk_elements: int
+    chunk_elements: int | None
     entropy: bool = True
 
     def targets(self, micro: MicroBatch) -> Targets:

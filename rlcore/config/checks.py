@@ -23,6 +23,7 @@ Check = Callable[[Config], Problems]
 
 # What the configuration can say and this version cannot do: (key, values that are not available).
 NOT_AVAILABLE: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+    ("policy.logprobs.keep_sets", bool),
     ("rollout.engine.kind", lambda kind: kind == "sglang"),
     ("rollout.engine.urls", bool),
     ("rollout.engine.python", bool),
@@ -120,6 +121,15 @@ def layout(config: Config) -> Problems:
         yield Problem("policy.parallel", message)
 
 
+def fp8(config: Config) -> Problems:
+    """FP8 has the layers and the dtype that it needs."""
+    if config.policy.fp8 is not None:
+        if config.policy.transformer_engine == "off":
+            yield Problem("policy.fp8", "needs Transformer Engine's layers: set policy.transformer_engine to auto")
+        if config.model.dtype != "bf16":
+            yield Problem("policy.fp8", f"needs model.dtype: bf16, got {config.model.dtype}")
+
+
 def lengths(config: Config) -> Problems:
     """The longest sample fits into a micro-batch."""
     limit = config.policy.max_tokens_per_microbatch
@@ -191,6 +201,7 @@ CHECKS: tuple[Check, ...] = (
     correction,
     batch,
     layout,
+    fp8,
     lengths,
     routing,
     optimizers,

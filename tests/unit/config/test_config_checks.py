@@ -171,6 +171,7 @@ def test_all_problems_are_reported_together(refusal):
 
 
 UNBUILT = {
+    "policy.logprobs.keep_sets": "true",
     "rollout.engine.kind": "sglang",
     "rollout.engine.urls": "['http://x']",
     "rollout.engine.python": "/x/python",
