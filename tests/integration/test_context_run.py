@@ -1,0 +1,43 @@
+"""A run on two context-parallel ranks is the run of one process: rollouts, credit, two models' steps, checkpoint, export."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from lab import LEARNING, Lab, same
+from rank_runs import RankRuns
+
+from backends.megatron.checkpoint import saved_layout
+
+PPO = (
+    *LEARNING, "algorithm.estimator.name=ppo", "algorithm.kl.reward_coef=0.01", "algorithm.minibatches=2",
+    "critic.optimizer.lr=1e-3", "checkpoint.every=3", "rollout.engine.in_process=true",
+)  # fmt: skip
+CONTEXT = ("policy.parallel.context=2",)
+TIMES = ("time/", "perf/", "publish/")
+
+
+def test_metrics_are_those_of_one_process(lab: Lab, rank_runs: RankRuns) -> None:
+    one, two = lab.train("context-one", *PPO), rank_runs.train("context-two", *PPO, *CONTEXT)
+    assert (one.code, two.code) == (0, 0), two.said
+    assert two.lines("x CP 2 on 2 cpu ranks"), two.said
+    assert len(two.rows) == 3
+    for row, other in zip(one.metrics, two.rows, strict=True):
+        assert row.keys() == other.keys()
+        for key, value in row.items():
+            if isinstance(value, float) and not key.startswith(TIMES):
+                both_nan = math.isnan(value) and math.isnan(other[key])
+                assert both_nan or same(value, other[key], rel=1e-4, abs_=1e-6), (row["step"], key, value, other[key])
+
+
+@pytest.mark.full
+def test_it_resumes_in_one_process(lab: Lab, rank_runs: RankRuns) -> None:
+    whole = lab.train("context-whole", *PPO, "training.steps=4")
+    cut = rank_runs.train("context-cut", *PPO, *CONTEXT, "training.steps=3", "policy.optimizer.distributed=true")
+    assert cut.code == 0, cut.said
+    assert saved_layout(cut.folder / "checkpoints" / "step_000003" / "model").endswith("x CP 2")
+    resumed = lab.train("context-cut", *PPO, "training.steps=4", "policy.optimizer.distributed=true", "--resume")
+    assert resumed.code == 0, resumed.err
+    for key in ("objective/scores", "loss/policy_avg", "loss/value_avg", "train/grad_norm"):
+        assert same(whole.rows[4][key], resumed.rows[4][key], rel=1e-4, abs_=1e-6), key
