@@ -25,6 +25,12 @@ from rlcore.launch.ranks import orphaned, store_prefix, supervised, under_torchr
 from rlcore.runs.rng import seed_rng
 
 STORE_S = 60.0          # to reach a store that is known to be there
+# Read by libraries when they are first used on a GPU, so set before that.
+DETERMINISTIC_LIBRARIES = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",           # without it cuBLAS refuses
+    "NCCL_ALGO": "Ring",                            # else it chooses by measured times, and sums in another order
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",        # Transformer Engine's attention
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,9 @@ def _set_up_torch(run: RunConfig) -> None:
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     if run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # without it cuBLAS refuses
+        for name, value in DETERMINISTIC_LIBRARIES.items():
+            os.environ.setdefault(name, value)
+        torch.backends.cudnn.benchmark = False
         # An operation that has only another kind is used all the same, with a warning in the log: sums in a metric, say.
         torch.use_deterministic_algorithms(True, warn_only=True)
     seed_rng(run.seed)
