@@ -17,7 +17,7 @@ class ParallelConfig(Section):
     virtual_pipeline: PositiveInt = 1
     first_stage_layers: PositiveInt | None = None   # of the pipeline; default: all stages hold the same number of layers
     last_stage_layers: PositiveInt | None = None
-    context: PositiveInt = 1
+    context: PositiveInt = 1                    # every sequence is cut over so many ranks
     expert: PositiveInt = 1
     expert_tensor: PositiveInt | None = None    # default: `tensor`
     sequence: bool = False                      # sequence parallelism inside the tensor-parallel group
@@ -60,7 +60,7 @@ class Fp8Config(Section):
 class PolicyConfig(Section):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    max_tokens_per_microbatch: PositiveInt = 16384
+    max_tokens_per_microbatch: PositiveInt = 16384  # over all context-parallel ranks, with the pads that they need
     checkpoint: str | None = None               # weights from a training checkpoint instead of `model.path`
     logprobs: LogprobsConfig = Field(default_factory=LogprobsConfig)
     transformer_engine: Literal["auto", "off"] = "auto"        # its layers, where it is installed on CUDA
