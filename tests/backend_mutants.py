@@ -58,6 +58,11 @@ MUTANTS = [
      '"overlap_p2p_comm": False,\n        "batch_p2p_comm": True,', on("vpp2")),
     ("layers numbered from their own stage", B + "convert/names.py", "{int(layer.layer_number) - 1}", "{match[1]}", on("pp2_uneven")),
     # context parallelism
+    ("targets shifted after the split", B + "pack.py", "target_tokens=ids[trainable[own]].to(device)",
+     "target_tokens=ids[held].roll(-1)[index[own]].to(device)", on("cp2")),
+    ("keys of a chunk taken from the rank's first", B + "layout.py", "+ index_of[k] * chunk for k in seen", "for k in seen", on("cp2")),
+    ("positions of the pack, not of the rank's slots", B + "layout.py", "whole[own_slots(kept, place)].to(device)",
+     "whole[: len(whole) // place.size].to(device)", on("cp2")),
     ("the loss multiplied by CP", B + "train.py", "whole(micro, output)) * step_tokens",
      "whole(micro, output)) * step_tokens * model.config.context_parallel_size", on("cp2")),
     ("the backward of CP's gather summed", B + "context.py", "return gradients[0].index_select(1, own), None, None, None",

@@ -76,6 +76,7 @@ def paths(lines: list[str]) -> list[str]:
         ([*TWO, "policy.parallel.virtual_pipeline=2"], ["policy.parallel.virtual_pipeline"]),
         (["policy.parallel.tensor=2"], ["policy.parallel.tensor"]),
         (["policy.parallel.pipeline=2"], ["policy.parallel.pipeline"]),
+        (["policy.parallel.context=2"], ["policy.parallel.context"]),
         (["cluster.processes_per_node=3", "policy.parallel.tensor=2"], ["policy.parallel"]),
         (["cluster.nodes=2"], ["cluster.nodes"]),
         ([*TWO, "policy.parallel.tensor=4"], ["policy.parallel"]),
