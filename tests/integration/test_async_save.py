@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 from rlcore.runs.checkpoints import committed_steps
 from rlcore.runs.metrics import read_metrics
 from tests.integration.resume_driver import STALL_S
-from tests.integration.resume_runs import Ended, Runs, assert_close_run, assert_same_run, metrics_of, result_of
+from tests.integration.resume_runs import Ended, Runs, assert_close_run, assert_same_run, contents, metrics_of, result_of
 
+KEEP = "checkpoint.keep=9"
 ASYNC = "checkpoint.async_save=true"
 # Checkpoints are saved after steps 2, 4 and 5; a model is about 30 tensors and twice as many moments, and there are two.
 IN_STEP_2, IN_STEP_4 = 20, 200
@@ -28,13 +30,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
 @pytest.fixture(scope="module")
 def reference(runs: Runs) -> Path:
     """Undisturbed, saved while training stood still."""
-    ended = runs.train("reference")
+    ended = runs.train("reference", KEEP)
     assert ended.codes == [0], ended.output
     return runs.path("reference")
 
 
 def finish(runs: Runs, name: str, *overrides: str, **job: Any) -> None:
-    ended = runs.train(name, ASYNC, *overrides, resume=True, **job)
+    ended = runs.train(name, ASYNC, KEEP, *overrides, resume=True, **job)
     assert set(ended.codes) == {0}, ended.output
     assert not ended.orphans
 
@@ -44,8 +46,8 @@ def committed(runs: Runs, name: str) -> list[int]:
 
 
 def test_training_goes_on_meanwhile(runs: Runs, reference: Path) -> None:
-    """The write of step 2 stalls, so it is committed late; nothing else differs, in the files neither."""
-    ended = runs.train("stalled", ASYNC, at={"point": "write shard", "call": IN_STEP_2, "action": "stall"})
+    """The write of step 2 stalls, so it is committed late; but it holds what the weights and moments were then."""
+    ended = runs.train("stalled", ASYNC, KEEP, at={"point": "write shard", "call": IN_STEP_2, "action": "stall"})
     assert ended.codes == [0], ended.output
     rows = {row["step"]: row for row in read_metrics(runs.path("stalled") / "metrics.jsonl")}
     assert "time/checkpoint_write" not in rows[3]
@@ -53,6 +55,13 @@ def test_training_goes_on_meanwhile(runs: Runs, reference: Path) -> None:
     assert late["time/checkpoint_write"] >= STALL_S
     assert rows[3]["time/checkpoint"] < STALL_S
     assert_same_run(runs.path("stalled"), reference)
+    for step in committed(runs, "stalled"):
+        assert shards(runs.path("stalled"), step) == shards(reference, step)
+
+
+def shards(run: Path, step: int) -> dict[str, bytes]:
+    files = contents(run / "checkpoints" / f"step_{step:06d}" / "model")
+    return {name: content for name, content in files.items() if name.endswith((".distcp", ".pt"))}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +76,7 @@ def test_training_goes_on_meanwhile(runs: Runs, reference: Path) -> None:
 )
 def test_killed_in_a_write(runs: Runs, reference: Path, kill: dict[str, Any], left: list[int]) -> None:
     name = f"killed_{kill['point'].replace(' ', '_')}"
-    ended = runs.train(name, ASYNC, at=kill)
+    ended = runs.train(name, ASYNC, KEEP, at=kill)
     assert ended.killed, ended.output
     assert committed(runs, name) == left
     finish(runs, name)
@@ -77,11 +86,12 @@ def test_killed_in_a_write(runs: Runs, reference: Path, kill: dict[str, Any], le
 def test_asked_to_end_in_a_write(runs: Runs, reference: Path) -> None:
     """It ends after the step at hand, whose checkpoint waits for the one on its way."""
     ask = {"point": "write shard", "call": IN_STEP_2, "action": "terminate"}
-    ended = runs.train("asked", ASYNC, "checkpoint.keep=9", at=ask)
+    ended = runs.train("asked", ASYNC, KEEP, at=ask)
     assert ended.codes == [130], ended.output
     assert committed(runs, "asked") == [2, 3]
     assert result_of(runs.path("asked"))["status"] == "interrupted"
     finish(runs, "asked")
+    shutil.rmtree(runs.path("asked") / "checkpoints" / "step_000003")      # which the reference had no reason to write
     assert_same_run(runs.path("asked"), reference)
 
 
@@ -89,7 +99,7 @@ def test_asked_to_end_in_a_write(runs: Runs, reference: Path) -> None:
 def test_a_disk_that_is_full(runs: Runs, reference: Path, action: str, reason: str) -> None:
     """Injected, and by the system itself: the run ends at the next step's border, the checkpoint before is intact."""
     name = action.replace(" ", "_")
-    ended = runs.train(name, ASYNC, at={"point": "write shard", "call": IN_STEP_4, "action": action})
+    ended = runs.train(name, ASYNC, KEEP, at={"point": "write shard", "call": IN_STEP_4, "action": action})
     assert_failed(ended, f"the checkpoint of step 4 could not be written: rank 0: writing {runs.path(name)}", reason)
     assert "the checkpoint of step 2 is intact" in ended.output
     assert committed(runs, name) == [2]
@@ -100,7 +110,7 @@ def test_a_disk_that_is_full(runs: Runs, reference: Path, action: str, reason: s
 
 
 def test_a_disk_that_refuses_large_files_while_training_waits(runs: Runs, reference: Path) -> None:
-    ended = runs.train("sync_limit", at={"point": "write shard", "call": IN_STEP_4, "action": "file limit"})
+    ended = runs.train("sync_limit", KEEP, at={"point": "write shard", "call": IN_STEP_4, "action": "file limit"})
     assert_failed(ended, "the checkpoint of step 4 could not be written", "File too large")
     assert "the checkpoint of step 2 is intact" in ended.output
     finish(runs, "sync_limit")
@@ -111,7 +121,7 @@ def test_a_disk_that_refuses_large_files_while_training_waits(runs: Runs, refere
 def test_an_export_to_a_full_disk(runs: Runs, reference: Path, action: str) -> None:
     """The trained weights are in the last checkpoint; resumed, the run has only its export to do."""
     name = f"export_{action.replace(' ', '_')}"
-    ended = runs.train(name, at={"point": "write export", "call": 1, "action": action})
+    ended = runs.train(name, KEEP, at={"point": "write export", "call": 1, "action": action})
     assert_failed(ended, f"the export to {runs.path(name) / 'hf'} failed", "No space" if action == "disk full" else "too large")
     assert "--resume" in ended.output
     assert not (runs.path(name) / "hf").exists()
