@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from backends.megatron.gloo import contiguous_scatter, uneven_all_gather, uneven_reduce_scatter
+
 _CPU = torch.device("cpu")
 _CUDA_TYPE_NAMES = {
     f"torch.{kind}": f"torch.cuda.{kind}" for kind in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor")
@@ -108,7 +110,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (cuda, "set_rng_state", set_state),
         (cuda.random, "get_rng_state", get_state),
         (cuda.random, "set_rng_state", set_state),
-        (torch.distributed, "scatter", _contiguous_scatter(torch.distributed.scatter)),
+        (torch.distributed, "scatter", contiguous_scatter(torch.distributed.scatter)),
+        (torch.distributed, "all_gather", uneven_all_gather(torch.distributed.all_gather)),
+        (torch.distributed, "reduce_scatter", uneven_reduce_scatter(torch.distributed.reduce_scatter)),
     ]
     random = sys.modules.get("megatron.core.tensor_parallel.random")
     if random is not None:
@@ -122,16 +126,6 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Megatron makes numbers of what it finds on a GPU alone, and all-to-all takes no tensors for its split sizes."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-
-def _contiguous_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo's scatter sends the raw memory of a non-contiguous chunk, which is silently other data."""
-
-    def call(tensor: Any, scatter_list: Any = None, *args: Any, **kwargs: Any) -> Any:
-        chunks = [chunk.contiguous() for chunk in scatter_list] if scatter_list else scatter_list
-        return scatter(tensor, chunks, *args, **kwargs)
-
-    return call
 
 
 class _Installed:

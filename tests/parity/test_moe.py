@@ -17,7 +17,7 @@ TIGHT = 1e-5        # relative, over each whole tensor
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral")
 AUX, Z = 0.3, 0.05
 LOSSES = {"moe_aux_loss_coeff": AUX, "moe_z_loss_coeff": Z}
-EP2, SP2, PP2 = {"expert": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}
+EP2, SP2, PP2, CP2 = {"expert": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}, {"context": 2}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -56,6 +56,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
           for name in ("qwen2_moe", "mixtral")
           for short, plan, parallel in (("ep2", "dp2", EP2), ("tp2_sp", "uneven", SP2), ("pp2", "uneven", PP2),
                                         ("etp1_ep2", "uneven", {**SP2, "expert_tensor": 1, "expert": 2}))),
+        case("cp2", parallel=CP2),
+        case("cp2_ep2", parallel={**CP2, **EP2}, critic=True),
+        with_losses("losses_cp2_ep2", "uneven", {**CP2, **EP2}),
         with_losses("losses_dp2", "starved", {}),
         with_losses("losses_etp1_ep2", "uneven", {**SP2, "expert_tensor": 1, "expert": 2}),
         case("trained_ep2", plan="starved", parallel=EP2, optimizer=TRAINED, steps=3),
