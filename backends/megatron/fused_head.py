@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from rlcore.config.policy import default_chunk_elements
+
 _NO_COLUMN = -1e20      # the logit of a column that is not there: finite, since 0 * -inf would be NaN in the entropy
 
 
@@ -38,18 +40,13 @@ def fused_logprobs(
     alone, renormalised. The gradient of `hidden` is this rank's part: the caller's region op sums it over `tp`.
 
     Args:
-        tile_elements: logits that exist at one time; by default `default_tile`.
+        tile_elements: logits that exist at one time; by default `default_chunk_elements`.
     """
-    elements = tile_elements or default_tile(hidden.device)
+    elements = tile_elements or default_chunk_elements(hidden.device.type)
     first = tp.rank() * weight.size(0)
     live = min(max(vocab_size - first, 0), weight.size(0))
     shard = _Shard(first, live, temperature, elements, keep)
     return _FusedLogprobs.apply(hidden, weight, tokens, shard, entropy, tp)
-
-
-def default_tile(device: torch.device) -> int:
-    """2 MiB of fp32 logits on a CPU, for its caches; 64 MiB on CUDA, where a kernel has to be worth its launch."""
-    return 1 << 24 if device.type == "cuda" else 1 << 19
 
 
 @dataclass(frozen=True)

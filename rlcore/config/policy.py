@@ -37,13 +37,19 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     clip_grad: NonNegativeFloat = 1.0           # global norm; 0 turns clipping off
     distributed: bool = False                   # shard optimizer state over data-parallel ranks
+    overlap: bool = False                       # sum gradients over them while the last backward pass still runs
     offload: bool = False                       # keep optimizer state in host memory between steps
+
+
+def default_chunk_elements(device: str) -> int:
+    """2 MiB of fp32 logits on a CPU, for its caches; 64 MiB on "cuda", where a kernel has to be worth its launch."""
+    return 1 << 24 if device == "cuda" else 1 << 19
 
 
 class LogprobsConfig(Section):
     """The LM head is worked through in chunks, so that `[tokens, vocabulary]` never exists."""
 
-    chunk_elements: PositiveInt | None = None   # logits that exist at one time; default: 2^19 on a CPU, 2^24 on CUDA
+    chunk_elements: PositiveInt | None = None   # logits that exist at one time; default: the device's, as above
     keep_sets: bool = False                     # log-probs over the tokens that top-p and top-k left, as they were sampled
 
 
