@@ -52,7 +52,9 @@ class BuildContext:
 
     def start_training(self, model: Model, optimizer: OptimizerConfig) -> None:
         """Put gradient buffers and an optimizer around a model that has its weights."""
-        model.modules = with_gradients(model.modules, model.config, distributed_optimizer=optimizer.distributed)
+        model.modules = with_gradients(
+            model.modules, model.config, distributed_optimizer=optimizer.distributed, overlap=optimizer.overlap
+        )
         dtype = DTYPES[self.config.model.dtype]
         model.attach_optimizer(
             ScheduledOptimizer(optimizer, model.modules, params_dtype=dtype, total_steps=self.total_steps)

@@ -199,14 +199,25 @@ def in_dtype(chunks: list[GPTModel], config: TransformerConfig) -> list[nn.Modul
     return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else list(chunks)
 
 
-def with_gradients(modules: list[nn.Module], config: TransformerConfig, *, distributed_optimizer: bool) -> list[nn.Module]:
-    """The chunks behind Megatron's DDP, whose fp32 gradient buffers it sums over the data-parallel ranks."""
+def with_gradients(
+    modules: list[nn.Module], config: TransformerConfig, *, distributed_optimizer: bool, overlap: bool
+) -> list[nn.Module]:
+    """The chunks behind Megatron's DDP, whose fp32 gradient buffers it sums over the data-parallel ranks.
+
+    `overlap`: bucket by bucket, as the backward pass of the last micro-batch fills them; the schedule learns which is the last.
+    Parameters are always gathered before the optimizer step ends, since publication and scoring read them right away.
+    """
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=overlap,
         check_for_nan_in_grad=False,        # a non-finite norm skips the step instead of ending the run
         average_in_collective=False,
     )
-    return [
+    wrapped = [
         DistributedDataParallel(config, ddp, module, disable_bucketing=stage > 0) for stage, module in enumerate(modules)
     ]
+    if overlap:
+        waits = [module.no_sync for module in wrapped]
+        config.no_sync_func = waits if len(waits) > 1 else waits[0]
+    return list(wrapped)

@@ -13,7 +13,7 @@ from itertools import combinations, product
 from typing import Any
 
 MAX_RANKS = 4
-NOT_BUILT: frozenset[str] = frozenset({"moe"})    # what no case may use yet
+NOT_BUILT: frozenset[str] = frozenset()     # what no case may use yet
 
 AXES: dict[str, tuple[Any, ...]] = {
     "family": ("dense", "moe"),
