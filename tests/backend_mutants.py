@@ -71,6 +71,14 @@ MUTANTS = [
      "        return whole.index_select(1, own), None, None, None", on("cp2")),
     ("gradients of keys and values stay with the queries", B + "context.py", "tensor_parallel_output_grad=True",
      "tensor_parallel_output_grad=False", on("cp2")),
+    # routers
+    ("router losses too small by the ranks of a pack", B + "moe.py", "MoEAuxLossAutoScaler.apply(activation, coeff * part)",
+     "MoEAuxLossAutoScaler.apply(activation, coeff * part / self.tp_cp_group.size())", on("cp2_moe")),
+    ("choices counted on the own rank alone", B + "moe.py",
+     "reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), self.tp_cp_group)", "routing_map.sum(dim=0)", on("cp2_moe")),
+    ("pads in the z-loss", B + "moe.py", "squares = squares.masked_fill(padding_mask, 0.0)", "pass", on("cp2_moe")),
+    ("pads seen by the routers", B + "train.py", "padding_mask=padding_mask(micro.padding,", "padding_mask=(lambda *_: None)(micro.padding,",
+     on("cp2_moe")),
 ]  # fmt: skip
 
 
@@ -81,7 +89,8 @@ def preload() -> None:
 
     with importing_megatron():
         importlib.import_module("backends.megatron.backend")
-    for name in ("transformers.models.qwen3.modeling_qwen3", "torch._dynamo"):
+    models = ("qwen3.modeling_qwen3", "qwen3_moe.modeling_qwen3_moe")
+    for name in ("torch._dynamo", *(f"transformers.models.{model}" for model in models)):
         importlib.import_module(name)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("backends", "rlcore")]:
         del sys.modules[name]

@@ -21,6 +21,7 @@ import torch
 
 TIGHT = 1e-5
 DEADLINE_S = 60
+AUX, Z = 0.05, 0.02     # coefficients of the routers' losses
 
 CASES: dict[str, dict[str, Any]] = {
     "tp2": {"model": "qwen3", "plan": "uneven", "parallel": {"tensor": 2}},
@@ -29,8 +30,10 @@ CASES: dict[str, dict[str, Any]] = {
     "vpp2": {"model": "qwen3", "plan": "pairs", "parallel": {"pipeline": 2, "virtual_pipeline": 2}},
     "pp2_uneven": {"model": "qwen3_three", "plan": "uneven", "parallel": {"pipeline": 2, "first_stage_layers": 1}},
     "cp2": {"model": "qwen3", "plan": "uneven", "parallel": {"context": 2}, "critic": True},
+    "cp2_moe": {"model": "qwen3_moe", "plan": "one", "parallel": {"context": 2},
+                "megatron": {"moe_aux_loss_coeff": AUX, "moe_z_loss_coeff": Z}},
     "dp2": {"model": "qwen3", "plan": "starved", "distributed": True, "critic": True},
-}
+}  # fmt: skip
 
 
 def in_children(functions: list[Callable[[], None]]) -> None:
@@ -66,6 +69,8 @@ def test_a_layout_equals_plain_torch(name: str, tmp_path: Path) -> None:
     def expect() -> None:
         oracle.write_models(models, only={case["model"]})
         expected = {"policy": oracle.policy_step(models / case["model"])}
+        if "megatron" in case:
+            expected["policy"] |= oracle.router_step(models / case["model"], aux=AUX, z=Z)
         if case.get("critic"):
             expected["critic"] = oracle.critic_step(models / case["model"], head)
         torch.save(expected, expected_file)
