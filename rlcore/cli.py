@@ -97,6 +97,15 @@ def export(arguments: argparse.Namespace) -> int:
     return launch.export(arguments.source, arguments.folder)
 
 
+def plan_layouts(arguments: argparse.Namespace) -> int:
+    loaded = _load(arguments.settings)
+    from rlcore.launch.plan import plan
+
+    for line in plan(loaded.config, gpus=arguments.gpus, gpu_memory=arguments.gpu_memory, gpu=arguments.gpu):
+        print(line)
+    return 0
+
+
 def init_model(arguments: argparse.Namespace) -> int:
     from transformers.utils import logging
 
@@ -134,7 +143,9 @@ def _load(settings: Sequence[str]) -> Loaded:
 
 # --- their arguments --------------------------------------------------------------------------------------------------
 
-_MODEL_OPTIONS = ("family", "alphabet", "hidden", "layers", "heads", "kv_heads", "intermediate", "tied", "seed")
+_MODEL_OPTIONS = (
+    "family", "alphabet", "hidden", "layers", "heads", "kv_heads", "intermediate", "experts", "experts_per_token", "tied", "seed",
+)  # fmt: skip
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -171,6 +182,10 @@ def _parser() -> argparse.ArgumentParser:
     sub = configured("eval", evaluate, "score a model on the evaluation prompts")
     sub.add_argument("--model", type=Path, help="a Hugging Face folder or a checkpoint, instead of the configured one")
     sub.add_argument("--output", type=Path, help="also write the scores to this JSON file")
+    sub = configured("plan", plan_layouts, "which layouts fit on so many GPUs, and about how fast; needs no weights")
+    sub.add_argument("--gpus", type=_positive, required=True, metavar="N")
+    sub.add_argument("--gpu-memory", type=_gibibytes, default=80 << 30, metavar="SIZE", help="of one GPU, as 80G (the default)")
+    sub.add_argument("--gpu", choices=("A100", "H100", "H200", "B200"), default="H100", help="whose speed to assume")
     sub = command("export", export, "write a training checkpoint as a Hugging Face folder")
     sub.add_argument("source", type=Path, help="a run (its last checkpoint) or a checkpoint folder")
     sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
@@ -181,12 +196,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive integer")
+    return int(text)
+
+
+def _gibibytes(text: str) -> int:
+    """Bytes of "80G", "80GB" or "80"."""
+    number = text.upper().removesuffix("IB").removesuffix("B").removesuffix("G")
+    if not number.isdecimal() or not int(number):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected gibibytes, as 80G")
+    return int(number) << 30
+
+
 def _add_model_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("folder", type=Path)
     sub.add_argument("--preset", choices=("addition", "ascii"), default="addition", help="where the defaults come from")
-    sub.add_argument("--family", choices=("qwen3", "qwen2", "llama"))
+    sub.add_argument("--family", choices=("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral"))
     sub.add_argument("--alphabet", metavar="CHARACTERS", help="what the tokenizer knows, one token a character")
-    for name in ("hidden", "layers", "heads", "kv-heads", "intermediate", "seed"):
+    for name in ("hidden", "layers", "heads", "kv-heads", "intermediate", "experts", "experts-per-token", "seed"):
         sub.add_argument(f"--{name}", type=int, metavar="N")
     sub.add_argument("--tied", action=argparse.BooleanOptionalAction, help="the LM head is the embedding")
     sub.add_argument("--overwrite", action="store_true", help="replace a model that is there")

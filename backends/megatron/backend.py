@@ -19,7 +19,7 @@ with importing_megatron():
     from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint, saved_layout, start_checkpoint
     from backends.megatron.checkpoint_io import HostCopies
     from backends.megatron.checkpoint_pending import PendingCheckpoint
-    from backends.megatron.convert.architecture import Architecture, read_architecture
+    from backends.megatron.convert.architecture import read_architecture
     from backends.megatron.export import WeightExporter, export_hf
     from backends.megatron.frozen import Frozen, build_reference, build_teacher
     from backends.megatron.held import HeldBatch
@@ -34,7 +34,7 @@ with importing_megatron():
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
-from rlcore.data.packing import CostModel, MinibatchPlan, padded_length, plan_minibatch
+from rlcore.data.packing import MinibatchPlan, padded_length, plan_minibatch
 from rlcore.protocols import UpdateResult
 from rlcore.weights import DTYPES, Bucket
 
@@ -101,13 +101,7 @@ class MegatronBackend:
     def plan(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> list[MinibatchPlan]:
         """Rank 0 only: balance each optimizer step over the replicas by FLOPs and cut it into micro-batches."""
         parallel = self.config.policy.parallel
-        model = self.policy.arch.transformer
-        cost = CostModel.of_transformer(
-            parameters=_num_parameters(self.policy.arch),
-            layers=model["num_layers"],
-            heads=model["num_attention_heads"],
-            head_dim=model["kv_channels"],
-        )
+        cost = self.policy.arch.shape.cost
         lengths = [padded_length(n, self.parallel.place.chunks) for n in batch.lengths.tolist()]
         return [
             plan_minibatch(
@@ -320,16 +314,3 @@ class MegatronBackend:
 def _temperature(config: Config) -> float:
     """Log-probs are those of the sampling policy; greedy and supervised runs use 1."""
     return 1.0 if config.is_sft else config.rollout.sampling.temperature or 1.0
-
-
-def _num_parameters(arch: Architecture) -> int:
-    """Weights that a token passes through."""
-    model = arch.transformer
-    hidden, kv = model["hidden_size"], model["num_query_groups"] * model["kv_channels"]
-    attention = hidden * (2 * model["num_attention_heads"] * model["kv_channels"] + 2 * kv)
-    moe, dense = sum(arch.moe_layers), model["num_layers"] - sum(arch.moe_layers)
-    widths = dense * model["ffn_hidden_size"]
-    if moe:
-        shared = model.get("moe_shared_expert_intermediate_size") or 0
-        widths += moe * (model["moe_router_topk"] * model["moe_ffn_hidden_size"] + shared)
-    return int(model["num_layers"] * attention + 3 * hidden * widths + arch.vocab_size * hidden)

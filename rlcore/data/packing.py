@@ -8,21 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class CostModel:
-    """FLOPs of a sequence of n tokens, up to a factor: `linear * n + quadratic * n^2` (the attention term)."""
-
-    linear: float = 1.0
-    quadratic: float = 0.0
-
-    @classmethod
-    def of_transformer(cls, *, parameters: int, layers: int, heads: int, head_dim: int) -> CostModel:
-        """Forward FLOPs: 2 a parameter and token; causal attention 2 * 2 * heads * head_dim * n / 2 a layer and token."""
-        return cls(2.0 * parameters, 2.0 * layers * heads * head_dim)
-
-    def __call__(self, length: int) -> float:
-        return self.linear * length + self.quadratic * length * length
+from rlcore.planning.shape import CostModel
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from backends.megatron.convert.experts import expert_fields
 from backends.megatron.convert.families import FAMILIES
 from backends.megatron.convert.table import Entry, Family
 from rlcore.errors import ModelError
+from rlcore.planning.shape import ModelShape
 
 # Megatron hard-codes these three of Llama 3's RoPE scaling; only the factor is an argument.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -56,6 +57,11 @@ class Architecture:
         return int(self.transformer.get("num_moe_experts") or 0)
 
     @property
+    def shape(self) -> ModelShape:
+        """Its sizes, for plans and costs."""
+        return ModelShape.of_fields(self.transformer, vocab=self.vocab_size, tied=self.tie_word_embeddings)
+
+    @property
     def moe_layers(self) -> list[bool]:
         """Of each layer, whether it has experts."""
         every = self.transformer.get("moe_layer_freq", 1)
@@ -68,8 +74,8 @@ class Architecture:
         return list(self.table.expand(self.moe_layers, self.num_experts))
 
 
-def read_architecture(folder: Path | str) -> Architecture:
-    """Read `config.json` of a folder and check that the folder has weights.
+def read_architecture(folder: Path | str, *, weights: bool = True) -> Architecture:
+    """Read `config.json` of a folder and, unless `weights` is false, check that the folder has weights.
 
     Raises ModelError: no such folder, no config.json or weights, an architecture or an option that we do not convert.
     """
@@ -77,7 +83,8 @@ def read_architecture(folder: Path | str) -> Architecture:
     config = _read_config(folder)
     family = _family(folder, config)
     _check_supported(folder, config)
-    _check_weights(folder)
+    if weights:
+        _check_weights(folder)
     heads = _integer(folder, config, "num_attention_heads")
     hidden = _integer(folder, config, "hidden_size")
     theta, scaling = _rope(folder, config)

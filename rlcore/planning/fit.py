@@ -1,0 +1,106 @@
+"""What a layout needs on its fullest rank, and whether that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlcore.planning.memory import (
+    Layout,
+    Load,
+    Weights,
+    activation_bytes,
+    gradient_bytes,
+    head_peak_bytes,
+    optimizer_bytes,
+    rank_weights,
+)
+from rlcore.planning.shape import ModelShape
+
+GIB = 1 << 30
+RESERVED = 0.08     # of the GPU: CUDA's context, buffers of NCCL and matmuls, what the allocator cannot hand out
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with gradients and an optimizer, laid out like the policy."""
+
+    name: str
+    shape: ModelShape
+    value_head: bool = False
+    offload: bool = False               # the model between its passes; its optimizer too
+    offload_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A model that is only scored. Offloaded it takes room in its passes alone; a `guest` takes the policy's."""
+
+    name: str
+    shape: ModelShape
+    offload: bool = False
+    guest: bool = False
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes on one rank, by part; what stays all step long, and the most that a phase adds to it."""
+
+    stage: int
+    resident: dict[str, int]
+    phases: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        return sum(self.resident.values()) + max(self.phases.values())
+
+    @property
+    def largest_phase(self) -> str:
+        return max(self.phases, key=self.phases.__getitem__)
+
+
+def needs(layout: Layout, load: Load, trained: tuple[Trained, ...], frozen: tuple[Frozen, ...]) -> Needs:
+    """Of the stage that needs most."""
+    return max((_stage_needs(layout, load, trained, frozen, k) for k in range(layout.pipeline)), key=lambda n: n.peak)
+
+
+def policy_weights(layout: Layout, shape: ModelShape, load: Load) -> Weights:
+    """Of the stage that holds most."""
+    stages = (rank_weights(shape, layout, k, vocab_multiple=load.vocab_multiple) for k in range(layout.pipeline))
+    return max(stages, key=lambda weights: weights.total)
+
+
+def kv_bytes_per_token(shape: ModelShape, layout: Layout, *, dtype_bytes: int) -> float:
+    """Of an engine that is cut as the trainer's tensor parallelism is: K and V of every layer."""
+    return 2 * shape.layers * shape.groups * shape.head_dim * dtype_bytes / min(layout.tensor, shape.groups)
+
+
+def _stage_needs(
+    layout: Layout, load: Load, trained: tuple[Trained, ...], frozen: tuple[Frozen, ...], stage: int
+) -> Needs:
+    resident: dict[str, int] = {}
+    phases: dict[str, int] = {}
+    b = load.dtype_bytes
+    for model in trained:
+        weights = rank_weights(
+            model.shape, layout, stage, vocab_multiple=load.vocab_multiple, value_head=model.value_head
+        )
+        own = b * weights.total + gradient_bytes(weights)
+        state = optimizer_bytes(weights, layout, dtype_bytes=b)
+        activations = activation_bytes(model.shape, layout, load, stage)
+        if stage == layout.pipeline - 1 and not model.value_head:
+            activations += head_peak_bytes(model.shape, layout, load)
+        away = own if model.offload else 0
+        if not model.offload:
+            resident[f"{model.name} weights"] = b * weights.total
+            resident[f"{model.name} gradients"] = gradient_bytes(weights)
+        if not (model.offload or model.offload_optimizer):
+            resident[f"{model.name} optimizer"] = state
+        phases[f"{model.name} forward and backward"] = away + activations
+        phases[f"{model.name} optimizer step"] = away + (state if model.offload or model.offload_optimizer else 0)
+    for other in frozen:
+        size = b * rank_weights(other.shape, layout, stage, vocab_multiple=load.vocab_multiple).total
+        if other.offload:
+            phases[f"{other.name} pass"] = 0 if other.guest else size
+        else:
+            resident[f"{other.name} weights"] = size
+    return Needs(stage, resident, phases)

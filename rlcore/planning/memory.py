@@ -1,0 +1,196 @@
+"""Bytes of one rank: weights, gradients, optimizer, saved activations, head. Checked against real tensors in tests/parity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlcore.planning.shape import ModelShape
+
+Recompute = Literal["none", "core_attn", "mlp", "core_attn+mlp", "full"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one model is cut, and how its training step is run."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    data: int = 1
+    sequence: bool = False
+    distributed: bool = False
+    recompute: Recompute = "none"
+    stages: tuple[int, ...] = ()        # layers of each pipeline stage; empty: even
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks that hold copies of the same experts."""
+        return self.gpus // (self.expert_tensor * self.expert * self.pipeline)
+
+    def stage_layers(self, shape: ModelShape, stage: int) -> int:
+        return self.stages[stage] if self.stages else shape.layers // self.pipeline
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a micro-batch is."""
+
+    tokens: int                         # slots of a pack, over all context-parallel ranks
+    micro_batches: int                  # of an optimizer step
+    trainable: int                      # of the pack's tokens, at most
+    dtype_bytes: int = 2
+    vocab_multiple: int = 1
+    chunk_elements: int = 1 << 22
+    composed_norm: bool = False         # as torch's RMSNorm is on a CPU: it keeps the normalised rows too, in fp32
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Elements of one rank's parameters: those that data parallelism copies, and the experts'."""
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+def rank_weights(
+    shape: ModelShape, layout: Layout, stage: int, *, vocab_multiple: int = 1, value_head: bool = False
+) -> Weights:
+    """Of a rank of pipeline stage `stage`. A critic has a value head [H + 1], on every tensor-parallel rank, and no LM head."""
+    layers, tp = layout.stage_layers(shape, stage), layout.tensor
+    moe = layers * shape.moe_layers / shape.layers      # where they are not spread evenly this is an average
+    dense = layers * (shape.attention / tp + shape.norms) + (layers - moe) * shape.mlp / tp
+    dense += moe * (shape.shared / tp + shape.router)
+    vocabulary = padded_vocab(shape, layout, vocab_multiple) * shape.hidden / tp
+    first, last = stage == 0, stage == layout.pipeline - 1
+    dense += vocabulary * first + shape.hidden * last
+    if value_head:
+        dense += (shape.hidden + 1) * last
+    elif last and not (shape.tied and first):
+        dense += vocabulary
+    return Weights(round(dense), round(moe * shape.routed / (layout.expert * layout.expert_tensor)))
+
+
+def padded_vocab(shape: ModelShape, layout: Layout, multiple: int) -> int:
+    return -(-shape.vocab // (multiple * layout.tensor)) * multiple * layout.tensor
+
+
+def gradient_bytes(weights: Weights) -> int:
+    """fp32, in buffers of the size of the weights."""
+    return 4 * weights.total
+
+
+def optimizer_bytes(weights: Weights, layout: Layout, *, dtype_bytes: int) -> int:
+    """Two fp32 moments, and fp32 weights beside bf16 ones; cut over the ranks that hold copies if distributed."""
+    each = 8 + (4 if dtype_bytes < 4 else 0)
+    if not layout.distributed:
+        return each * weights.total
+    return round(each * (weights.dense / (layout.data * layout.context) + weights.expert / layout.expert_data))
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+def activation_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> int:
+    """What the forward passes in flight save for the backward pass, on a rank of `stage` at its fullest, head included."""
+    per_layer = _layer_bytes(shape, layout, load)
+    in_flight = layers_in_flight(shape, layout, load.micro_batches, stage)
+    total = per_layer * in_flight
+    packs = in_flight / max(layout.stage_layers(shape, stage), 1)
+    total += _rotary_bytes(shape, layout, load) * packs
+    # What a layer computes again is held while it runs backward, when the head's part is gone already.
+    again = 0.0
+    if layout.recompute != "none":
+        again = _layer_bytes(shape, layout, load, recompute="none") - per_layer * (layout.recompute != "full")
+    head = _head_bytes(shape, layout, load) if stage == layout.pipeline - 1 else 0.0
+    return round(total + max(again, head))
+
+
+def layers_in_flight(shape: ModelShape, layout: Layout, micro_batches: int, stage: int) -> float:
+    """Layers whose activations wait at once: those of one micro-batch times the micro-batches that the schedule is ahead."""
+    layers, behind = layout.stage_layers(shape, stage), layout.pipeline - stage - 1
+    if layout.virtual_pipeline == 1:
+        return layers * min(behind + 1, micro_batches)
+    chunks = 2 * behind + (layout.virtual_pipeline - 1) * layout.pipeline + 1
+    return layers / layout.virtual_pipeline * min(chunks, micro_batches * layout.virtual_pipeline)
+
+
+def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
+    """What exists only while the head runs: three tiles of logits and the gradient of its weight, in fp32."""
+    vocabulary = padded_vocab(shape, layout, load.vocab_multiple) // layout.tensor
+    rows = load.trainable / layout.context
+    tile = min(load.chunk_elements, rows * vocabulary)
+    return round(3 * 4 * tile + 4 * vocabulary * shape.hidden + rows * shape.hidden * load.dtype_bytes)
+
+
+def _layer_bytes(shape: ModelShape, layout: Layout, load: Load, recompute: Recompute | None = None) -> float:
+    """Of one layer and one pack. s: this rank's rows of the residual stream; t: its rows inside attention and MLP."""
+    recompute = recompute or layout.recompute
+    b, t = load.dtype_bytes, load.tokens / layout.context
+    s = t / layout.tensor if layout.sequence else t
+    residual = b * s * shape.hidden
+    if recompute == "full":
+        return residual
+    share = shape.moe_layers / shape.layers
+    total = 2 * (residual + 4 * s + _normalised(s * shape.hidden, load))        # the two norms' inputs and 1 / rms
+    total += residual                                                           # the input of the QKV projection
+    total += _attention_bytes(shape, layout, load, t, again=recompute in ("core_attn", "core_attn+mlp"))
+    total += residual                                                           # the input of the MLP
+    if recompute not in ("mlp", "core_attn+mlp"):
+        total += (1 - share) * b * t * 3 * shape.ffn / layout.tensor            # before and after SwiGLU
+    return total + share * _experts_bytes(shape, layout, load, s)
+
+
+def _attention_bytes(shape: ModelShape, layout: Layout, load: Load, t: float, *, again: bool) -> float:
+    b, tp, d = load.dtype_bytes, layout.tensor, shape.head_dim
+    query, keys = shape.heads * d / tp, shape.groups * d / tp
+    total = b * t * (query + 2 * keys)                                          # the projection; `value` is a view of it
+    if shape.heads != shape.groups and (shape.qk_norm or again):
+        total += b * t * query                                                  # a group's queries, copied out of it
+    if shape.qk_norm:
+        total += 4 * t * (shape.heads + shape.groups) / tp + _normalised(t * (query + keys), load)
+        total += b * t * (query + keys) * again                                 # the norms' outputs, to be rotated again
+    total += b * t * query                                                      # what the output projection reads
+    if again:
+        return total
+    total += b * t * (query + keys)                                             # rotated
+    if layout.context > 1:      # gathered keys and values of both chunks; the parts of the output, put together
+        total += b * (load.tokens * (1 + 0.5 / layout.context) * 2 * keys - t * keys + t * query)
+    total += 4 * t * shape.heads / tp                                           # log-sum-exp
+    return total + (2 * b * t * d if b < 4 else 0)                              # sine and cosine in the model's dtype, twice
+
+
+def _normalised(elements: float, load: Load) -> float:
+    """What a composed norm keeps beside its input: the normalised rows, and the input in fp32 in place of bf16."""
+    return (8 - load.dtype_bytes) * elements * load.composed_norm
+
+
+def _experts_bytes(shape: ModelShape, layout: Layout, load: Load, s: float) -> float:
+    """Tokens evenly routed: rows arrive, are gathered by expert, and go back; router logits and probabilities in fp32."""
+    b, rows = load.dtype_bytes, s * shape.topk * layout.expert_tensor
+    routed = rows * (2 * shape.hidden + 3 * shape.expert_ffn / layout.expert_tensor) * b
+    shared = s * (layout.tensor if layout.sequence else 1) * 3 * shape.shared_ffn / layout.tensor * b
+    return routed + shared + s * shape.experts * (4 + 4 + 1)
+
+
+def _rotary_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
+    """fp32 sine and cosine of a pack, shared by its layers."""
+    return 4 * load.tokens / layout.context * shape.head_dim
+
+
+def _head_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
+    """The last norm's input, its output at trainable positions, and three numbers a row."""
+    t, rows = load.tokens / layout.context, load.trainable / layout.context
+    s = t / layout.tensor if layout.sequence else t
+    return load.dtype_bytes * shape.hidden * (s + rows) + 4 * s + _normalised(s * shape.hidden, load) + 4 * 4 * rows

@@ -1,0 +1,104 @@
+"""What `rlcore plan` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rlcore.planning.devices import Gpu
+from rlcore.planning.fit import GIB, RESERVED, kv_bytes_per_token
+from rlcore.planning.memory import Layout
+from rlcore.planning.search import Job, Option, usable
+from rlcore.planning.shape import ModelShape
+
+SHOWN = 8
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def describe(layout: Layout) -> str:
+    sizes = [("TP", layout.tensor), ("PP", layout.pipeline), ("VPP", layout.virtual_pipeline), ("CP", layout.context),
+             ("EP", layout.expert), ("DP", layout.data)]  # fmt: skip
+    text = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "1 GPU"
+    extras = ["SP"] * layout.sequence + ["distributed optimizer"] * layout.distributed
+    extras += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
+    return ", ".join([text, *extras])
+
+
+def report(job: Job, gpus: int, capacity: int, gpu: Gpu, own: Option | str, found: Sequence[Option]) -> Iterator[str]:
+    """Lines of text.
+
+    Args:
+        own: the configuration's layout, or why it is refused.
+        found: every admissible layout, the fastest first.
+    """
+    shape = job.trained[0].shape
+    active = f", {shape.active_parameters / 1e9:.2f} B active" if shape.experts else ""
+    yield f"{shape.parameters / 1e9:.2f} B parameters{active}; {gpus} x {gpu.name} of {gib(capacity)}, {RESERVED:.0%} reserved"
+    yield (f"a step: {job.sequences} sequences of {job.length} tokens, packs of {job.pack_tokens}, "
+           f"{job.scoring_passes} scoring passes")  # fmt: skip
+    yield ""
+    yield "The configuration's layout:"
+    if isinstance(own, str):
+        yield f"  refused: {own}"
+    else:
+        yield f"  {describe(own.layout)}: " + _verdict(own, capacity)
+        yield from (f"    {line}" for line in breakdown(own, shape, capacity, job.dtype_bytes))
+    yield ""
+    fitting = [option for option in found if option.fits(capacity)]
+    if not fitting:
+        yield from nearest(found, capacity)
+        return
+    yield f"Layouts that fit, by estimated time of an optimizer step ({len(fitting)} of {len(found)}):"
+    yield "    time   peak of the fullest rank   layout"
+    for option in fitting[:SHOWN]:
+        mark = "*" if not isinstance(own, str) and option.layout == own.layout else " "
+        yield f" {mark} {option.time.total:6.1f} s   {gib(option.needs.peak):>10}   {describe(option.layout)}"
+    yield "Times are estimates for ranking, never measured: docs/planning.md."
+
+
+def breakdown(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int) -> Iterator[str]:
+    """Each part of the fullest rank, what is left for an engine's KV cache, and each part of the time."""
+    needs, time = option.needs, option.time
+    for name, size in needs.resident.items():
+        yield f"{gib(size):>10}  {name}"
+    yield f"{gib(needs.phases[needs.largest_phase]):>10}  {needs.largest_phase} (the largest phase)"
+    engine = shape.parameters * dtype_bytes / option.layout.tensor
+    left = usable(capacity) - sum(needs.resident.values()) - engine
+    per_token = kv_bytes_per_token(shape, option.layout, dtype_bytes=dtype_bytes)
+    if left > 0:
+        yield f"{gib(left):>10}  left for KV beside an engine of TP {option.layout.tensor}: {left / per_token:,.0f} tokens"
+    else:
+        yield f"{'none':>10}  left for KV beside an engine of TP {option.layout.tensor}, whose weights are {gib(engine)}"
+    parts = ("arithmetic", "tensor", "context", "expert", "data", "bubble")
+    yield "time: " + ", ".join(f"{part} {getattr(time, part):.1f} s" for part in parts if getattr(time, part) >= 0.05)
+
+
+def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
+    if not found:
+        yield "No layout of so many GPUs suits the model."
+        return
+    best = min(found, key=lambda option: option.needs.peak)
+    over = best.needs.peak - usable(capacity)
+    yield f"No layout fits. The nearest is {describe(best.layout)}: {gib(best.needs.peak)} on stage {best.needs.stage}, "
+    yield f"  {gib(over)} more than {gib(usable(capacity))}. What would help:"
+    resident = best.needs.resident
+    advice = [
+        (f"{name.split()[0]}.{'optimizer.' if name.endswith('optimizer') else ''}offload=true", size)
+        for name, size in resident.items()
+        if name.endswith("optimizer") or (name.split()[0] != "policy" and name.endswith("weights"))
+    ]
+    for key, size in sorted(advice, key=lambda pair: -pair[1]):
+        yield f"  {key} moves {gib(size)} to host memory" + (" between steps" if "optimizer" in key else " between passes")
+    factor = best.needs.peak / usable(capacity)
+    yield f"  about {factor:.2f} times the GPUs, or GPUs of {gib(best.needs.peak / (1 - RESERVED))}"
+    if best.needs.phases[best.needs.largest_phase] > over:
+        yield "  a smaller policy.max_tokens_per_microbatch"
+
+
+def _verdict(option: Option, capacity: int) -> str:
+    peak, limit = option.needs.peak, usable(capacity)
+    if peak <= limit:
+        return f"fits, {gib(peak)} of {gib(limit)}; about {option.time.total:.1f} s an optimizer step"
+    return f"does NOT fit, {gib(peak)} where {gib(limit)} can be used"

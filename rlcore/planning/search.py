@@ -1,0 +1,103 @@
+"""Every layout of a number of GPUs that a model admits, with what it needs and how long a step would take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from rlcore.planning.devices import Gpu
+from rlcore.planning.fit import RESERVED, Frozen, Needs, Trained, needs, policy_weights
+from rlcore.planning.memory import Layout, Load, Recompute
+from rlcore.planning.speed import GPUS_PER_NODE, StepTime, Work, step_time
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned: the models, and one optimizer step's work."""
+
+    trained: tuple[Trained, ...]        # the policy first
+    frozen: tuple[Frozen, ...]
+    sequences: int                      # of one optimizer step
+    length: int                         # tokens of each, at most
+    trainable: int                      # of those
+    scoring_passes: int
+    pack_tokens: int                    # policy.max_tokens_per_microbatch
+    dtype_bytes: int
+    vocab_multiple: int
+    chunk_elements: int
+
+    def load(self, layout: Layout) -> Load:
+        tokens = max(self.pack_tokens, self.length)
+        return Load(
+            tokens=tokens,
+            micro_batches=self.micro_batches(layout),
+            trainable=max(1, tokens * self.trainable // self.length),
+            dtype_bytes=self.dtype_bytes,
+            vocab_multiple=self.vocab_multiple,
+            chunk_elements=self.chunk_elements,
+        )
+
+    def micro_batches(self, layout: Layout) -> int:
+        """Of each replica, all of one length: as many whole sequences as a pack takes."""
+        in_pack = max(1, self.pack_tokens // self.length)
+        packs = -(-max(1, -(-self.sequences // layout.data)) // in_pack)
+        multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
+        return -(-packs // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Option:
+    """One layout, judged."""
+
+    layout: Layout
+    needs: Needs
+    time: StepTime
+
+    def fits(self, capacity: int) -> bool:
+        return self.needs.peak <= usable(capacity)
+
+
+def usable(capacity: int) -> int:
+    return round(capacity * (1 - RESERVED))
+
+
+def judge(layout: Layout, job: Job, gpu: Gpu) -> Option:
+    load, shape = job.load(layout), job.trained[0].shape
+    work = Work(job.sequences, job.length, job.scoring_passes, load.micro_batches, job.dtype_bytes)
+    weights = policy_weights(layout, shape, load)
+    return Option(layout, needs(layout, load, job.trained, job.frozen), step_time(shape, layout, work, weights, gpu))
+
+
+def options(job: Job, gpus: int, gpu: Gpu, admits: Callable[[Layout], bool]) -> list[Option]:
+    """All admissible layouts, the fastest first.
+
+    Args:
+        admits: whether the model and the backend take a layout.
+    """
+    judged = [judge(layout, job, gpu) for layout in _layouts(gpus, job) if admits(layout)]
+    return sorted(judged, key=lambda option: (option.time.total, option.needs.peak))
+
+
+def _layouts(gpus: int, job: Job) -> Iterator[Layout]:
+    experts = max(model.shape.experts for model in job.trained)
+    layers = job.trained[0].shape.layers
+    has_mlp = any(model.shape.moe_layers < model.shape.layers for model in job.trained)
+    recomputed = [recompute for recompute in get_args(Recompute) if has_mlp or "mlp" not in recompute]
+    for tensor in _divisors(gpus, limit=GPUS_PER_NODE):
+        for pipeline in _divisors(gpus // tensor, limit=layers):
+            for context in _divisors(gpus // tensor // pipeline, limit=GPUS_PER_NODE):
+                data = gpus // tensor // pipeline // context
+                if data > job.sequences:
+                    continue
+                # Experts are cut over expert ranks alone: as many whole ones a rank as there are.
+                for expert in _divisors(gpus // pipeline, limit=experts) if experts else (1,):
+                    base = Layout(
+                        tensor=tensor, pipeline=pipeline, context=context, data=data, expert=expert,
+                        expert_tensor=1 if expert > 1 else tensor, sequence=tensor > 1, distributed=data * context > 1,
+                    )  # fmt: skip
+                    yield from (replace(base, recompute=recompute) for recompute in recomputed)
+
+
+def _divisors(number: int, *, limit: int) -> list[int]:
+    return [n for n in range(1, min(number, limit) + 1) if number % n == 0]

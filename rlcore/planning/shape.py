@@ -1,0 +1,124 @@
+"""The sizes of a transformer, and what follows from them: parameters and FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """FLOPs of a sequence of n tokens, up to a factor: `linear * n + quadratic * n^2` (the attention term)."""
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    @classmethod
+    def of_transformer(cls, *, parameters: int, layers: int, heads: int, head_dim: int) -> CostModel:
+        """Forward FLOPs: 2 a parameter and token; causal attention 2 * 2 * heads * head_dim * n / 2 a layer and token."""
+        return cls(2.0 * parameters, 2.0 * layers * heads * head_dim)
+
+    def __call__(self, length: int) -> float:
+        return self.linear * length + self.quadratic * length * length
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder with rotary attention over grouped heads and gated MLPs; some layers may hold experts instead."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int             # KV heads
+    head_dim: int
+    ffn: int                # width of a dense MLP
+    vocab: int              # without padding
+    tied: bool = False      # the LM head is the embedding
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    topk: int = 0           # experts that a token passes through
+    expert_ffn: int = 0
+    shared_ffn: int = 0     # width of the shared expert
+    shared_gate: bool = False
+    moe_layers: int = 0     # how many of the layers hold experts
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any], *, vocab: int, tied: bool) -> ModelShape:
+        """From keyword arguments of megatron.core's `TransformerConfig`."""
+        layers, experts = int(fields["num_layers"]), int(fields.get("num_moe_experts") or 0)
+        every = fields.get("moe_layer_freq", 1)
+        return cls(
+            layers=layers,
+            hidden=int(fields["hidden_size"]),
+            heads=int(fields["num_attention_heads"]),
+            groups=int(fields.get("num_query_groups") or fields["num_attention_heads"]),
+            head_dim=int(fields["kv_channels"]),
+            ffn=int(fields["ffn_hidden_size"]),
+            vocab=vocab,
+            tied=tied,
+            qkv_bias=bool(fields.get("add_qkv_bias")),
+            qk_norm=bool(fields.get("qk_layernorm")),
+            experts=experts,
+            topk=int(fields.get("moe_router_topk") or 0) if experts else 0,
+            expert_ffn=int(fields.get("moe_ffn_hidden_size") or 0),
+            shared_ffn=int(fields.get("moe_shared_expert_intermediate_size") or 0),
+            shared_gate=bool(fields.get("moe_shared_expert_gate")),
+            moe_layers=(sum(map(bool, every)) if isinstance(every, list) else layers) if experts else 0,
+        )
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.heads + 2 * self.groups) * self.head_dim
+
+    @property
+    def attention(self) -> int:
+        """Weights of one layer's attention that tensor parallelism cuts."""
+        return self.hidden * (self.qkv_width + self.heads * self.head_dim) + self.qkv_width * self.qkv_bias
+
+    @property
+    def norms(self) -> int:
+        """Weights of one layer's norms, which every tensor-parallel rank holds whole."""
+        return 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+
+    @property
+    def mlp(self) -> int:
+        return 3 * self.hidden * self.ffn
+
+    @property
+    def routed(self) -> int:
+        """Weights of the routed experts of one layer."""
+        return self.experts * 3 * self.hidden * self.expert_ffn
+
+    @property
+    def shared(self) -> int:
+        return 3 * self.hidden * self.shared_ffn
+
+    @property
+    def router(self) -> int:
+        """Of one layer, with the shared expert's gate: every tensor-parallel rank holds it whole."""
+        return self.hidden * (self.experts + self.shared_gate)
+
+    @property
+    def parameters(self) -> int:
+        """All weights of the language model."""
+        dense = self.layers - self.moe_layers
+        blocks = self.layers * (self.attention + self.norms) + dense * self.mlp
+        blocks += self.moe_layers * (self.routed + self.shared + self.router)
+        return blocks + self.hidden + (1 if self.tied else 2) * self.vocab * self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Entries of the matrices that one token passes through, LM head included; embedding, norms and biases cost nothing."""
+        dense = self.layers - self.moe_layers
+        matrices = self.layers * self.hidden * (self.qkv_width + self.heads * self.head_dim) + dense * self.mlp
+        chosen = self.topk * 3 * self.hidden * self.expert_ffn + self.shared + self.router
+        return matrices + self.moe_layers * chosen + self.vocab * self.hidden
+
+    @property
+    def cost(self) -> CostModel:
+        """Forward FLOPs of a sequence: what balances a batch, what a plan counts, and what `perf/mfu` divides by time."""
+        return CostModel.of_transformer(
+            parameters=self.active_parameters, layers=self.layers, heads=self.heads, head_dim=self.head_dim
+        )
