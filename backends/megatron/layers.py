@@ -41,7 +41,7 @@ def choose_layers(wanted: Literal["auto", "off"], *, device: str, installed: boo
     if not installed:
         return Layers("local", "Transformer Engine is not installed")
     if deterministic:
-        return Layers("local", "run.deterministic: the backward of Transformer Engine's attention is not")
+        return Layers("local", "run.deterministic: not proven for Transformer Engine")
     return Layers("transformer_engine", "installed")
 
 
