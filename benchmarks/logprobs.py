@@ -34,7 +34,9 @@ def measure(head: str, dtype: str, arguments: argparse.Namespace) -> Measured:
     done = subprocess.run(
         command, env={**os.environ, **threads}, stdout=subprocess.PIPE, text=True, check=True, timeout=DEADLINE_S
     )
-    return Measured(**json.loads(done.stdout))
+    measured = Measured(**json.loads(done.stdout))
+    print(f"{dtype}, {NAMES[head]}: {measured}", file=sys.stderr, flush=True)      # a long run that is stopped is not lost
+    return measured
 
 
 def table(results: dict[str, dict[str, Measured]]) -> str:
@@ -86,7 +88,8 @@ def main() -> int:
         numbers = {dtype: {head: asdict(m) for head, m in heads.items()} for dtype, heads in results.items()}
         arguments.json.write_text(json.dumps({"arguments": shape, "results": numbers}, indent=1))
     failures = missed(results, arguments.device)
-    print(*failures, sep="\n", file=sys.stderr)
+    for failure in failures:
+        print(failure, file=sys.stderr)
     return 1 if failures else 0
 
 

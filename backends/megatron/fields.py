@@ -72,7 +72,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
 # The same for whole families of fields, by their first letters.
 _REFUSED_FAMILIES = {
     "mtp_": _NOT_YET, "linear_": _NOT_YET, "dsa_": _NOT_YET, "mamba_": _NOT_YET, "heterogeneous": _NOT_YET,
-    "fp8": _NO_TE, "fp4": _NO_TE, "tp_comm_": _NO_TE, "cuda_graph": _NO_TE,
+    "fp8": "set policy.fp8, which needs Transformer Engine", "fp4": _NO_TE, "tp_comm_": _NO_TE, "cuda_graph": _NO_TE,
 }  # fmt: skip
 
 
