@@ -1,4 +1,4 @@
-"""Routing replay: the experts of the log-prob pass are those of the step, for every layout, with the gradients of the new weights."""
+"""Routing replay: a step uses the experts of the log-prob pass, on every layout, with the gradients of the new weights."""
 
 from __future__ import annotations
 
@@ -13,16 +13,24 @@ import torch
 from spawn import run_ranks
 from torch import Tensor, nn
 
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.cpu import importing_megatron
+from rlcore.errors import ConfigError
+
+with importing_megatron():
+    from backends.megatron.routing import ExpertChoice, replay_routing
+
 RANKS = Path(__file__).with_name("routing_ranks.py")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FORCED: dict[str, Any] = {"model": "qwen3_moe", "then": "qwen3_moe_other", "plans": ["pairs"], "replay": "logprobs"}
 SP2 = {"tensor": 2, "sequence": True}
 
+# By the ranks of a launch; those below 0 are launched by `scripts/test.sh --full` alone.
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "off", "model": "qwen3_moe", "plans": ["pairs"], "replay": "none"},
         {"name": "same", "model": "qwen3_moe", "plans": ["pairs"], "replay": "logprobs"},
-        {"name": "same_mixed", "model": "qwen2_moe", "plans": ["pairs"], "replay": "logprobs"},
+        {"name": "same_mixed", "model": "qwen2_moe", "plans": ["pairs"], "replay": "logprobs"},     # the second layer is dense
         {"name": "forced", **FORCED},
         {"name": "forced_guest", **FORCED, "offload": True},
         {"name": "forced_recompute", **FORCED, "megatron": FULL},
@@ -32,17 +40,19 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
     2: [
         {"name": "ep2", **FORCED, "plans": ["dp2"], "parallel": {"expert": 2}},
-        {"name": "pp2_recompute", **FORCED, "parallel": {"pipeline": 2}, "megatron": FULL},
         {"name": "vpp2_recompute", **FORCED, "parallel": {"pipeline": 2, "virtual_pipeline": 2}, "megatron": FULL},
+    ],
+    -2: [
+        {"name": "pp2_recompute", **FORCED, "parallel": {"pipeline": 2}, "megatron": FULL},
         {"name": "tp2_sp", **FORCED, "parallel": SP2},
         {"name": "cp2", **FORCED, "parallel": {"context": 2}},
     ],
-    4: [
+    -4: [
         {"name": "tp2_sp_pp2", **FORCED, "parallel": SP2 | {"pipeline": 2}, "megatron": FULL},
         {"name": "ep2_pp2", **FORCED, "plans": ["dp2"], "parallel": {"expert": 2, "pipeline": 2}},
     ],
 }  # fmt: skip
-FORCED_NAMES = [pytest.param(case["name"], marks=pytest.mark.full if size > 2 else ())
+FORCED_NAMES = [pytest.param(case["name"], marks=pytest.mark.full if size < 0 else ())
                 for size, cases in CASES.items() for case in cases if "then" in case]  # fmt: skip
 
 
@@ -56,7 +66,7 @@ class Results:
         size = next(size for size, cases in CASES.items() if any(case["name"] == name for case in cases))
         if size not in self.worlds:
             self.worlds[size] = self.folder / f"world{size}"
-            run_ranks(RANKS, size, self.worlds[size], CASES[size], deadline_s=120)
+            run_ranks(RANKS, abs(size), self.worlds[size], CASES[size], deadline_s=120)
         result: dict[str, Any] = torch.load(self.worlds[size] / f"{name}.pt", weights_only=False)
         return result
 
@@ -127,11 +137,12 @@ def test_gradients_are_those_of_the_forced_experts(name: str, results: Results, 
     assert result["metrics"]["train/routing_replay_changed"] == results["forced"]["metrics"]["train/routing_replay_changed"]
 
 
-def test_the_share_of_changed_choices_is_counted_over_real_tokens_and_layers(results: Results, folder: Path) -> None:
+def test_the_share_of_changed_choices_is_counted_over_real_tokens_and_layers(results: Results) -> None:
     share = results["forced"]["metrics"]["train/routing_replay_changed"]
     assert 0.2 < share < 1
     assert results["same"]["metrics"]["train/routing_replay_changed"] == 0
     assert results["same_mixed"]["metrics"]["train/routing_replay_changed"] == 0
+    assert results["same_mixed"]["as_recorded"]
 
 
 def test_unchanged_weights_give_the_same_gradients_to_the_bit(results: Results) -> None:
@@ -146,3 +157,45 @@ def test_the_second_step_uses_what_was_recorded_before_the_first(results: Result
     result = results["two_steps"]
     assert result["as_recorded"]
     assert result["metrics"]["train/routing_replay_changed"] > 0
+
+
+# --- one router -----------------------------------------------------------------------------------------------------------
+
+
+def top2(scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None) -> tuple[Tensor, Tensor]:
+    values, indices = scores.topk(topk, dim=1)
+    return values, indices
+
+
+def test_recomputations_get_the_experts_of_their_forwards_oldest_first() -> None:
+    """As with pipeline stages: two micro-batches go forward, then the first is recomputed."""
+    choice, scores = ExpertChoice(), torch.tensor([[4.0, 3.0, 2.0, 1.0]], requires_grad=True)
+    given = [torch.tensor([[3, 1]], dtype=torch.int16), torch.tensor([[2, 0]], dtype=torch.int16)]
+    for one in given:
+        choice.given = one
+        with torch.no_grad():
+            assert choice.get_replay_topk(scores, 2, default_compute_topk=top2)[1].tolist() == one.tolist()
+    choice.given = None
+    for one in given:
+        values, chosen = choice.get_replay_topk(scores, 2, default_compute_topk=top2)
+        assert chosen.tolist() == one.tolist()
+        (gradient,) = torch.autograd.grad(values.sum(), scores)
+        assert gradient[0].nonzero()[:, 0].tolist() == sorted(one[0].tolist())
+    assert choice.changed is not None
+    assert int(choice.changed) == 2
+    assert choice.get_replay_topk(scores, 2, default_compute_topk=top2)[1].tolist() == [[0, 1]]
+
+
+def test_pads_are_not_counted_and_the_order_of_a_choice_is_no_change() -> None:
+    choice, scores = ExpertChoice(), torch.tensor([[4.0, 3.0, 2.0]]).repeat(3, 1).requires_grad_()
+    choice.given = torch.tensor([[1, 0], [2, 0], [2, 1]], dtype=torch.int16)
+    choice.hidden = torch.tensor([False, False, True])
+    choice.get_replay_topk(scores, 2, default_compute_topk=top2)
+    assert choice.changed is not None
+    assert int(choice.changed) == 1
+
+
+def test_a_dense_model_is_refused() -> None:
+    dense = Architecture("qwen3", {}, 31, True, 64, 1e4, None, {"num_layers": 2, "hidden_size": 32})
+    with pytest.raises(ConfigError, match=r"policy.routing_replay: the qwen3 model has no experts to replay; set it to none"):
+        replay_routing([], dense)

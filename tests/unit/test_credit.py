@@ -143,6 +143,12 @@ def test_a_batch_that_does_not_know_its_policy_is_refused() -> None:
         weights(batch, correction={"max_staleness": 1})
 
 
+def test_routing_replay_needs_the_pass_that_records() -> None:
+    plain = {"estimator": {"name": "grpo"}}
+    assert not make_credit(plain).needs_logprobs
+    assert make_credit(plain, policy={"routing_replay": "logprobs"}).needs_logprobs
+
+
 # --- what losses need of the whole optimizer step -----------------------------------------------------------------------
 
 
