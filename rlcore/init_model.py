@@ -17,7 +17,7 @@ from rlcore.errors import ModelError, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Family = Literal["qwen3", "qwen2", "llama"]
+Family = Literal["qwen3", "qwen2", "llama", "qwen3_moe", "mixtral"]
 
 PAD, EOS = "<pad>", "<eos>"
 ALPHABETS = {
@@ -39,18 +39,22 @@ class ModelSpec:
     heads: int = 4
     kv_heads: int = 2
     intermediate: int = 256
+    experts: int = 8            # of each layer, for the families that have them; half as wide as a dense net
+    experts_per_token: int = 2
     tied: bool = True
     seed: int = 1
     max_positions: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "heads", "kv_heads", "intermediate"):
+        for name in ("hidden", "layers", "heads", "kv_heads", "intermediate", "experts", "experts_per_token"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}: got {getattr(self, name)}, expected 1 or more")
         if self.hidden % (2 * self.heads):
             raise UserError(f"hidden: got {self.hidden}, expected a multiple of 2 x heads ({self.heads})")
         if self.heads % self.kv_heads:
             raise UserError(f"kv_heads: got {self.kv_heads}, expected a divisor of heads ({self.heads})")
+        if self.experts_per_token > self.experts:
+            raise UserError(f"experts_per_token: got {self.experts_per_token}, more than the {self.experts} experts")
         if not self.alphabet or len(set(self.alphabet)) != len(self.alphabet):
             raise UserError(f"alphabet: got {self.alphabet!r}, expected one character or more, each once")
 
@@ -110,7 +114,7 @@ def char_tokenizer(alphabet: str, max_length: int = 512) -> PreTrainedTokenizerF
 
 def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
     """The family's own configuration class with our sizes."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     sizes: dict[str, Any] = {
         "vocab_size": spec.vocab_size,
@@ -127,5 +131,12 @@ def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
     }
     if spec.family == "qwen2":      # takes its head size from hidden / heads
         return Qwen2Config(**sizes)
+    sizes["head_dim"] = spec.hidden // spec.heads
+    width = max(spec.intermediate // 2, 1)
+    experts = {"num_experts_per_tok": spec.experts_per_token, "num_local_experts": spec.experts}
+    if spec.family == "qwen3_moe":
+        return Qwen3MoeConfig(**sizes, **experts, moe_intermediate_size=width, norm_topk_prob=True)
+    if spec.family == "mixtral":
+        return MixtralConfig(**{**sizes, **experts, "intermediate_size": width})
     families = {"qwen3": Qwen3Config, "llama": LlamaConfig}
-    return families[spec.family](**sizes, head_dim=spec.hidden // spec.heads)
+    return families[spec.family](**sizes)

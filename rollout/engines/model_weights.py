@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -22,11 +22,11 @@ State = Literal["empty", "updating", "unversioned", "ready"]
 
 
 class ModelWeights:
-    """The parameters of `module` under their Hugging Face names, updated by transaction. Tied ones appear once."""
+    """The parameters of `module` under the names of a Hugging Face folder, updated by transaction. Tied ones appear once."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
-        self.tensors: dict[str, Tensor] = dict(module.named_parameters())
+        self.tensors: dict[str, Tensor] = dict(as_published(module))
         self.aliases = aliases(module)
         self.state: State = "empty"
         self.version: int | None = None
@@ -101,6 +101,24 @@ class ModelWeights:
                 problems.append(f"{name} has shape {tuple(spec.shape)}, the engine's {tuple(self.tensors[name].shape)}")
         if problems:
             raise ModelError(f"{self.name}: the published weights do not fit model.path: {'; '.join(problems[:SHOWN])}")
+
+
+def as_published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters under the names of a Hugging Face folder: transformers stacks experts, and gate on up; here are views."""
+    mixtral = getattr(getattr(module, "config", None), "model_type", None) == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name, parameter in module.named_parameters():
+        published = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+        experts, _, kind = published.rpartition(".")
+        if kind == "gate_up_proj" and parameter.dim() == 3:         # [experts, 2 * width, hidden]
+            for expert, stacked in enumerate(parameter.data):
+                for part, view in zip((gate, up), stacked.chunk(2)):
+                    yield f"{experts}.{expert}.{part}.weight", view
+        elif kind == "down_proj" and parameter.dim() == 3:          # [experts, hidden, width]
+            for expert, view in enumerate(parameter.data):
+                yield f"{experts}.{expert}.{down}.weight", view
+        else:
+            yield published, parameter
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
