@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from backends.megatron.checkpoint_errors import read_errors, write_errors
 from backends.megatron.checkpoint_io import HostCopies, plan_sharded, read_sharded, write_sharded
+from backends.megatron.checkpoint_kinds import completed, tensors_of_other_kind
 from backends.megatron.checkpoint_pending import PendingCheckpoint
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.names import unwrap
@@ -106,13 +107,13 @@ def load_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
 
     Collective; call inside `megatron_device`.
     Raises ModelError naming the checkpoint and what is wrong: not a checkpoint, a missing or truncated file, another
-    architecture, dtype or kind of optimizer.
+    architecture or dtype.
     """
     manifest = _read_manifest(folder, [model.name for model in models], parallel)
     for model in models:
         described = manifest["models"][model.name]
         _check_same(folder, model, described, parallel)
-        _load(folder, model, parallel, taken=described["steps_taken"])
+        _load(folder, model, parallel, taken=described["steps_taken"], distributed=described["distributed_optimizer"])
 
 
 def load_weights(
@@ -193,15 +194,22 @@ def _pad_buckets(buffer: Any, dense: Tensor) -> Tensor:
 
 
 def _load(
-    folder: Path, model: Saved, parallel: ParallelState, *, taken: int, skip: tuple[str, ...] = ()
+    folder: Path, model: Saved, parallel: ParallelState, *, taken: int, distributed: bool = False, skip: tuple[str, ...] = ()
 ) -> None:
-    """Before the first step AdamW has no state, so a checkpoint of then (`taken` 0) holds none."""
+    """Before the first step AdamW has no state, so a checkpoint of then (`taken` 0) holds none.
+
+    `distributed`: the kind of optimizer that was saved.
+    """
     if taken and model.optimizer is not None:
         model.optimizer.prepare_for_load()
     wanted = _sharded_state(model, parallel, is_loading=True, optimizer=bool(taken))
     for index in range(len(model.chunks)):
         for key in skip:
             wanted[f"model{index}"].pop(key, None)
+    other = None        # the state of an optimizer of another kind than was saved
+    if "optimizer" in wanted and model.optimizer is not None and model.optimizer.config.distributed != distributed:
+        other, fp32 = wanted.pop("optimizer"), _dtype(model) == "float32"
+        wanted["tensors"] = tensors_of_other_kind(other, distributed=not distributed, fp32=fp32)
     with read_errors(folder / model.name):
         state = read_sharded(wanted, folder / model.name)
     for index, chunk in enumerate(model.chunks):
@@ -209,7 +217,8 @@ def _load(
     if model.optimizer is None:
         return
     if taken:
-        model.optimizer.load_megatron_state(state["optimizer"])
+        loaded = state["optimizer"] if other is None else completed(other, state["tensors"], taken=taken)
+        model.optimizer.load_megatron_state(loaded)
     else:
         model.optimizer.megatron.reload_model_params()
     model.optimizer.steps_taken = taken
@@ -278,7 +287,7 @@ def _check_file(folder: Path, name: str, size: int) -> None:
 
 
 def _check_same(folder: Path, model: Saved, described: dict[str, Any], parallel: ParallelState) -> None:
-    """Refuse a checkpoint of another model or, where the optimizer is loaded too, of another kind of optimizer."""
+    """Refuse a checkpoint of another model or, where the optimizer is loaded too, of another dtype."""
     with together(parallel, f"reading the checkpoint {folder}"):
         was, now = described["architecture"], _fingerprint(model)
         for key in now:
@@ -293,10 +302,4 @@ def _check_same(folder: Path, model: Saved, described: dict[str, Any], parallel:
         if described["dtype"] != _dtype(model):
             raise ModelError(
                 f"checkpoint {folder}: {model.name} was saved in {described['dtype']}, model.dtype makes it {_dtype(model)}"
-            )
-        if described["distributed_optimizer"] != model.optimizer.config.distributed:
-            raise ModelError(
-                f"checkpoint {folder}: {model.name} was saved with optimizer.distributed "
-                f"{described['distributed_optimizer']}, the configuration says {model.optimizer.config.distributed}; "
-                f"set it back, or take the weights alone by policy.checkpoint"
             )

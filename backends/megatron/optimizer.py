@@ -156,7 +156,7 @@ class _step_stays_out_of_loading:
 
         def keeping_step(optimizer: Any, parameter: Any, tensors: dict[str, Any]) -> None:
             own = optimizer._get_main_param_and_optimizer_states(parameter)
-            original(optimizer, parameter, {"step": own["step"], **tensors} if "step" in own else tensors)
+            original(optimizer, parameter, {**own, **tensors})
 
         DistributedOptimizer._set_main_param_and_optimizer_states = keeping_step
 

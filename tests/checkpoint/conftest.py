@@ -9,7 +9,7 @@ import pytest
 import torch
 from gloo_world import run_world
 from hf_folders import MODELS, write_model
-from plan import LAYOUTS, REFUSED, VARIANTS, WORLDS, Refused, load_pairs
+from plan import LAYOUTS, OTHER_KIND, REFUSED, VARIANTS, WORLDS, Refused, load_cases
 from world_outputs import Outputs
 
 
@@ -29,8 +29,11 @@ def _convert_cases(outputs: Outputs, layout: str) -> list[tuple[str, dict[str, A
 
 
 def _checkpoint_case(outputs: Outputs, variant: str, source: str, target: str = "") -> tuple[str, dict[str, Any]]:
+    models = _models(outputs, variant)
+    if target.startswith(OTHER_KIND):
+        models["variant"] = {**models["variant"], "distributed": not models["variant"]["distributed"]}
     return "checkpoint", {
-        **_models(outputs, variant),
+        **models,
         "load" if target else "save": str(outputs.checkpoint(variant, source)),
         "before": str(outputs.trained("before", variant, source, target)),
         "after": str(outputs.trained("after", variant, source, target)),
@@ -67,7 +70,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
         for layout in world.saves:
             plan.append((layout, [_checkpoint_case(outputs, variant, layout) for variant in VARIANTS]))
         for layout in world.layouts:
-            loads = [_checkpoint_case(outputs, v, *pair) for v in VARIANTS for pair in load_pairs(layout)]
+            loads = [_checkpoint_case(outputs, *case) for case in load_cases(layout)]
             plan.append((layout, _convert_cases(outputs, layout) + loads))
         for name, case in REFUSED.items():
             if case.layout in world.layouts:

@@ -13,6 +13,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "vpp2": {"pipeline": 2, "virtual_pipeline": 2},
     "pp2_uneven": {"pipeline": 2, "first_stage_layers": 1},
     "dp2": {},
+    "cp2": {"context": 2},
     "tp2_pp2": {"tensor": 2, "pipeline": 2},
     "tp2_dp2": {"tensor": 2},
 }
@@ -26,7 +27,7 @@ class World:
 
 WORLDS = {
     1: World(("one",), saves=("one",)),
-    2: World(("tp2", "tp2_sequence", "pp2", "vpp2", "pp2_uneven", "dp2"), saves=("tp2", "vpp2", "dp2")),
+    2: World(("tp2", "tp2_sequence", "pp2", "vpp2", "pp2_uneven", "dp2", "cp2"), saves=("tp2", "vpp2", "dp2", "cp2")),
     4: World(("tp2_pp2", "tp2_dp2")),
 }
 
@@ -44,12 +45,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 PAIRS = [
     ("one", "one"), ("one", "tp2"), ("one", "pp2"), ("one", "vpp2"), ("one", "dp2"), ("one", "tp2_pp2"),
     ("tp2", "dp2"), ("vpp2", "tp2"), ("dp2", "vpp2"), ("tp2", "tp2_dp2"),
-    ("dp2", "pp2_uneven"), ("vpp2", "pp2_uneven"),
+    ("dp2", "pp2_uneven"), ("vpp2", "pp2_uneven"), ("vpp2", "cp2"), ("cp2", "tp2"),
 ]  # fmt: skip
 
+# Loaded into an optimizer of the other kind: distributed from plain, plain from distributed.
+OTHER_KIND_PAIRS = [("one", "dp2"), ("dp2", "tp2"), ("vpp2", "cp2"), ("tp2", "tp2_dp2")]
+OTHER_KIND = "other_kind_"
 
-def load_pairs(target: str) -> list[tuple[str, str]]:
-    return [pair for pair in PAIRS if pair[1] == target]
+
+def load_cases(target: str) -> list[tuple[str, str, str]]:
+    """(variant, saved under, loaded as): the last is `target`, with `OTHER_KIND` before it for the other optimizer."""
+    same = [(variant, *pair) for variant in VARIANTS for pair in PAIRS if pair[1] == target]
+    return same + [(variant, a, OTHER_KIND + b) for variant in VARIANTS for a, b in OTHER_KIND_PAIRS if b == target]
 
 
 @dataclass(frozen=True)
@@ -79,9 +86,6 @@ REFUSED: dict[str, Refused] = {
     "critic_missing": Refused(("holds no critic, only policy",), "critic_missing"),
     "other_family": Refused(("family 'qwen2'", "has 'qwen3'"), into="critic_warmup"),
     "other_dtype": Refused(("saved in float32", "bfloat16"), into="bf16", models={"policy": "qwen2"}),
-    "other_optimizer": Refused(
-        ("optimizer.distributed False", "says True"), into="fp32_distributed", models={"policy": "qwen2"}
-    ),
     "value_head_as_policy": Refused(("value head",), models={"policy": "reward"}, weights_of="critic"),
     "weights_in_bf16": Refused((), into="bf16", models={"policy": "qwen2"}, weights_of="policy"),
     "weights_at_tp2": Refused((), models={"policy": "qwen2"}, weights_of="policy", layout="tp2"),

@@ -203,13 +203,13 @@ def test_a_complete_run_has_nothing_to_resume(runs: Runs, undisturbed: Ended) ->
     assert unowned(runs.path("reference")) == before
 
 
-def test_an_optimizer_that_cannot_be_loaded(runs: Runs, undisturbed: Ended) -> None:
+def test_a_dtype_that_cannot_be_loaded(runs: Runs, undisturbed: Ended) -> None:
     runs.train("plain", at={"point": "update", "call": 2 * UPDATES + 1})
     before = unowned(runs.path("plain"))
-    ended = runs.train("plain", "policy.optimizer.distributed=true", resume=True)
+    ended = runs.train("plain", "model.dtype=bf16", resume=True)
     assert ended.codes == [2]
     message = ended.output.strip().splitlines()[-1]
-    assert "policy was saved with optimizer.distributed False, the configuration says True; set it back" in message
+    assert "policy was saved in float32, model.dtype makes it bfloat16" in message
     assert "Traceback" not in ended.output
     assert unowned(runs.path("plain")) == before
     finish(runs, "plain")
@@ -255,6 +255,7 @@ def fail_of_a_full_disk(runs: Runs, name: str, point: dict[str, Any]) -> str:
 CALM = ("policy.optimizer.eps=1e-2", "critic.optimizer.eps=1e-2")
 TP2 = (*CALM, "policy.parallel.tensor=2", "cluster.launcher=torchrun")
 PP2 = (*CALM, "policy.parallel.pipeline=2", "cluster.launcher=torchrun")
+DP2 = (*CALM, "cluster.launcher=torchrun")
 LAUNCHED = (*CALM, "policy.parallel.tensor=2", "cluster.processes_per_node=2", "rollout.engine.in_process=false")
 ROUND_OFF = 1e-5
 
@@ -274,15 +275,26 @@ def test_two_ranks_killed_in_a_checkpoint(runs: Runs, calm: Path) -> None:
     assert_close_run(runs.path("killed_tp2"), calm, tolerance=ROUND_OFF)
 
 
-def test_begun_on_tensor_parallel_ranks_continued_on_pipeline_stages_and_ended_in_one_process(runs: Runs, calm: Path) -> None:
-    ask = {"point": "update", "call": UPDATES + 1, "action": "terminate"}
-    for layout, steps in ((TP2, 2), (PP2, 4)):
+def test_from_tensor_parallel_ranks_over_pipeline_stages_and_replicas_to_one_process(runs: Runs, calm: Path) -> None:
+    """One run under four layouts, each resuming what the one before saved: losses as those of the undisturbed run."""
+    for layout, updates, steps in ((TP2, UPDATES + 1, 2), (PP2, 1, 3), (DP2, 1, 4)):
+        ask = {"point": "update", "call": updates, "action": "terminate"}
         ended = runs.train("layouts", *layout, ranks=2, resume=True, at=ask)
         assert ended.codes == [130, 130], ended.output
         result = result_of(runs.path("layouts"))
         assert (result["status"], result["steps"]) == ("interrupted", steps)
     finish(runs, "layouts", *CALM)
+    print_losses(runs.path("layouts"), calm, ["", "TP 2", "TP 2", "PP 2", "DP 2", "one"])
     assert_close_run(runs.path("layouts"), calm, tolerance=ROUND_OFF)
+
+
+def print_losses(run: Path, reference: Path, layouts: list[str]) -> None:
+    """For people: `pytest -s`."""
+    names = ("loss/policy_avg", "loss/value_avg", "train/grad_norm")
+    for row, other, layout in zip(metrics_of(run), metrics_of(reference), layouts, strict=True):
+        for name in sorted(row.keys() & set(names)):
+            print(f"step {row['step']} {layout:5} {name:16} {row[name]: .9f} undisturbed {other[name]: .9f} "
+                  f"difference {abs(row[name] - other[name]):.1e}")  # fmt: skip
 
 
 def test_nothing_outlives_a_killed_launcher(runs: Runs, calm: Path) -> None:
