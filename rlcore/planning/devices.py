@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 
@@ -26,11 +25,3 @@ GPUS: dict[str, Gpu] = {
         Gpu("B200", 2250e12, 900e9),
     )
 }
-_OTHER_FORMS = re.compile(r"PCIe|NVL|MIG", re.IGNORECASE)     # slower than the SXM form of the same name
-
-
-def known_gpu(device_name: str) -> Gpu | None:
-    """The GPU that `torch.cuda.get_device_name()` names; None for one whose peak is not in the table."""
-    if _OTHER_FORMS.search(device_name):
-        return None
-    return next((gpu for name, gpu in GPUS.items() if re.search(rf"\b{name}\b", device_name)), None)

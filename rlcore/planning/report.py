@@ -85,16 +85,22 @@ def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
     yield f"  {gib(over)} more than {gib(usable(capacity))}. What would help:"
     resident = best.needs.resident
     advice = [
-        (f"{name.split()[0]}.{'optimizer.' if name.endswith('optimizer') else ''}offload=true", size)
+        (f"{name.split()[0]}.{'optimizer.' if name.endswith('optimizer') else ''}offload=true", _saved(best, size))
         for name, size in resident.items()
         if name.endswith("optimizer") or (name.split()[0] != "policy" and name.endswith("weights"))
     ]
     for key, size in sorted(advice, key=lambda pair: -pair[1]):
-        yield f"  {key} moves {gib(size)} to host memory" + (" between steps" if "optimizer" in key else " between passes")
+        if size > 0:
+            yield f"  {key} lowers the peak by {gib(size)}"
     factor = best.needs.peak / usable(capacity)
     yield f"  about {factor:.2f} times the GPUs, or GPUs of {gib(best.needs.peak / (1 - RESERVED))}"
-    if best.needs.phases[best.needs.largest_phase] > over:
+    if best.needs.largest_phase.endswith("backward"):
         yield "  a smaller policy.max_tokens_per_microbatch"
+
+
+def _saved(option: Option, size: int) -> int:
+    """What the peak loses if `size` bytes stay away but in a phase of their own."""
+    return size - max(0, size - max(option.needs.phases.values()))
 
 
 def _verdict(option: Option, capacity: int) -> str:

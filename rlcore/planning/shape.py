@@ -118,7 +118,7 @@ class ModelShape:
 
     @property
     def cost(self) -> CostModel:
-        """Forward FLOPs of a sequence: what balances a batch, what a plan counts, and what `perf/mfu` divides by time."""
+        """Forward FLOPs of a sequence: what balances a batch and what a plan counts."""
         return CostModel.of_transformer(
             parameters=self.active_parameters, layers=self.layers, heads=self.heads, head_dim=self.head_dim
         )

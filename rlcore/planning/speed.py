@@ -47,11 +47,6 @@ class StepTime:
         return self.arithmetic + self.tensor + self.context + self.expert + self.data + self.bubble
 
 
-def training_flops(shape: ModelShape, sequences: int, length: int) -> float:
-    """Model FLOPs of forward and backward, recomputation not counted: three times the forward pass."""
-    return 3.0 * sequences * shape.cost(length)
-
-
 def step_time(shape: ModelShape, layout: Layout, work: Work, weights: Weights, gpu: Gpu) -> StepTime:
     """Of one optimizer step, scoring passes before it included. `weights` are those of the fullest rank."""
     forward = work.sequences * shape.cost(work.length)
