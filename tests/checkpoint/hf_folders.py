@@ -19,6 +19,8 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
 }
 
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
 # name -> (config class, further keys, dtype)
 MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}, torch.float32),
@@ -27,6 +29,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}, torch.float32),
     "qwen3": ("Qwen3Config", {"head_dim": 16}, torch.float32),
     "qwen3_tied": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}, torch.bfloat16),
+    "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}, torch.float32),
+    "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16}, torch.bfloat16),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}, torch.float32),
     "reward": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True, "num_labels": 1}, torch.float32),
 }
 

@@ -13,9 +13,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "vpp2": {"pipeline": 2, "virtual_pipeline": 2},
     "pp2_uneven": {"pipeline": 2, "first_stage_layers": 1},
     "dp2": {},
+    "ep2": {"expert": 2},
+    "ep2_etp1": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
     "cp2": {"context": 2},
     "tp2_pp2": {"tensor": 2, "pipeline": 2},
     "tp2_dp2": {"tensor": 2},
+    "ep2_pp2": {"expert": 2, "pipeline": 2},
 }
 
 
@@ -28,7 +31,7 @@ class World:
 WORLDS = {
     1: World(("one",), saves=("one",)),
     2: World(("tp2", "tp2_sequence", "pp2", "vpp2", "pp2_uneven", "dp2", "cp2"), saves=("tp2", "vpp2", "dp2", "cp2")),
-    4: World(("tp2_pp2", "tp2_dp2")),
+    4: World(("tp2_pp2", "tp2_dp2", "ep2_pp2")),
 }
 
 # How a policy and a critic (the reward model) are trained before they are saved.
