@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from engine_kit import flatten, layout, tiny_qwen3, with_engine
+from safetensors.torch import load_file
 
 from rlcore.errors import ModelError, RunFailed
-from rlcore.weights import Bucket, TensorSpec, combine_fingerprints, digest, fingerprint
+from rlcore.weights import Bucket, TensorSpec, combine_fingerprints, cut_buckets, digest, fingerprint
 from rollout.engines.model_weights import ModelWeights
 
 
@@ -116,3 +118,26 @@ def test_the_digest_sees_names_types_shapes_and_every_byte():
     ]
     assert len({base, *map(digest, others)}) == 6
     assert fingerprint(torch.tensor(1.0, dtype=torch.bfloat16)) != fingerprint(torch.tensor([1.0], dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("config", ["Qwen3MoeConfig", "MixtralConfig"])
+def test_experts_are_known_one_by_one_as_a_folder_names_them(config, tmp_path):
+    """transformers stacks them when it reads a folder; an update must reach the stack."""
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 2}  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**sizes))
+    model.save_pretrained(tmp_path)
+    weights, folder = ModelWeights("engine-3", model), load_file(tmp_path / "model.safetensors")
+    assert weights.tensors.keys() == folder.keys()
+    assert all(torch.equal(weights.tensors[name], tensor) for name, tensor in folder.items())
+    name = next(name for name in folder if ".experts.2." in name)
+    buckets = cut_buckets([TensorSpec(n, tuple(t.shape), "float32") for n, t in folder.items()], 1 << 20)
+    weights.begin(buckets)
+    for bucket in buckets:
+        weights.copy(bucket.index, torch.cat([folder[spec.name].mul(2).view(-1).view(torch.uint8) for spec in bucket.tensors]))
+    weights.end()
+    stacked = dict(model.named_parameters())["model.layers.0.mlp.experts.gate_up_proj"]
+    ends = ("w1.weight", "w3.weight", "gate_proj.weight", "up_proj.weight")
+    parts = [tensor for n, tensor in folder.items() if ".layers.0." in n and n.endswith(ends)]
+    assert float(stacked.abs().sum()) == pytest.approx(2 * sum(float(part.abs().sum()) for part in parts), rel=1e-5)
+    assert torch.equal(weights.tensors[name], folder[name] * 2)
