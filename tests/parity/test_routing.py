@@ -38,11 +38,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
          "megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
         {"name": "two_steps", "model": "qwen3_moe", "plans": ["half0", "half1"], "replay": "logprobs"},
     ],
-    2: [
+    -2: [
         {"name": "ep2", **FORCED, "plans": ["dp2"], "parallel": {"expert": 2}},
         {"name": "vpp2_recompute", **FORCED, "parallel": {"pipeline": 2, "virtual_pipeline": 2}, "megatron": FULL},
-    ],
-    -2: [
         {"name": "pp2_recompute", **FORCED, "parallel": {"pipeline": 2}, "megatron": FULL},
         {"name": "tp2_sp", **FORCED, "parallel": SP2},
         {"name": "cp2", **FORCED, "parallel": {"context": 2}},
