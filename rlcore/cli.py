@@ -144,7 +144,8 @@ def _load(settings: Sequence[str]) -> Loaded:
 # --- their arguments --------------------------------------------------------------------------------------------------
 
 _MODEL_OPTIONS = (
-    "family", "alphabet", "hidden", "layers", "heads", "kv_heads", "intermediate", "experts", "experts_per_token", "tied", "seed",
+    "family", "alphabet", "hidden", "layers", "heads", "kv_heads", "intermediate", "experts", "experts_per_token", "tied",
+    "seed",
 )  # fmt: skip
 
 

@@ -122,7 +122,8 @@ def _policy_backward(model: Any, *, on_policy: bool = False) -> tuple[Tensor, Te
 def router_step(folder: Path, *, aux: float, z: float) -> dict[str, Any]:
     """`policy_step` with both losses of the routers, summed over the layers: their values, and the gradients of all together.
 
-    Over all tokens: aux is E * sum over experts of (share of the choices) * (mean probability), z the mean of logsumexp squared.
+    Over all tokens: aux is E * sum over experts of (share of the choices) * (mean probability), z the mean of squared
+    logsumexp.
     """
     model = _load(folder)
     _policy_backward(model)
