@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from rlcore.algorithms import METRICS, metric_spec
 from rlcore.data.sample import Sample
+from rlcore.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
 
 PPO = ("algorithm.estimator={name: ppo, lam: 1.0}", "critic.optimizer.lr=1e-3", "algorithm.kl.reward_kind=k3")
@@ -262,6 +263,12 @@ def test_deterministic_runs_are_bit_equal(lab: Lab) -> None:
     assert files(runs[0].folder / "hf") == files(runs[1].folder / "hf")
 
 
+def model_with_experts(lab: Lab) -> Path:
+    folder = lab.folder / "with_experts"
+    init_model(folder, ModelSpec(family="qwen3_moe", hidden=32, layers=2, heads=4, kv_heads=2, intermediate=32, experts=4))
+    return folder
+
+
 def test_every_metric_is_defined_and_every_definition_is_written(lab: Lab, trained: Run, with_critic: Run) -> None:
     verified = lab.train(
         "verified", *LEARNING, heldout(lab), PROMPTS, "rollout.filters=[zero_variance]", "algorithm.loss.dual_clip=3.0",
@@ -270,7 +277,12 @@ def test_every_metric_is_defined_and_every_definition_is_written(lab: Lab, train
         "algorithm.estimator.name=remax", "algorithm.correction={name: tis, max_staleness: 0}",
     )  # fmt: skip
     assert verified.code == 0, verified.err
-    written = {name for run in (trained, with_critic, verified) for row in run.metrics for name in row}
+    experts = lab.train(
+        "experts", f"model.path={model_with_experts(lab)}", "policy.routing_replay=logprobs", "training.steps=1",
+        "policy.megatron={moe_aux_loss_coeff: 0.01, moe_z_loss_coeff: 0.001}",
+    )  # fmt: skip
+    assert experts.code == 0, experts.err
+    written = {name for run in (trained, with_critic, verified, experts) for row in run.metrics for name in row}
     assert {name for name in written if metric_spec(name) is None} == set()
     everything = {name for name in METRICS if "<" not in name}
     assert everything - written == set()
