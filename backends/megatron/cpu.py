@@ -135,6 +135,7 @@ class _Installed:
         self._lock = threading.Lock()
         self._open = 0
         self._originals: list[tuple[Any, str, Any]] = []
+        self._eager: Any = None
 
     def __enter__(self) -> None:
         with self._lock:
@@ -146,11 +147,15 @@ class _Installed:
                 self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]
                 for owner, name, stand_in in stand_ins:
                     setattr(owner, name, stand_in)
+                # Megatron imported by another library first left its functions to the compiler, whose tables refuse
+                # the stand-ins as well and are made anew after a process group ends.
+                self._eager = torch.compiler.set_stance("force_eager")
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._open -= 1
             if self._open == 0:
+                self._eager.__exit__(None, None, None)
                 for owner, name, original in self._originals:
                     setattr(owner, name, original)
 
