@@ -28,7 +28,8 @@ with importing_megatron():
     from backends.megatron.metrics import shared_moments
     from backends.megatron.moe import mean_losses
     from backends.megatron.optimizer import StepReport
-    from backends.megatron.parallel import check_layout, destroy_parallel, init_parallel, init_process_group
+    from backends.megatron.parallel import destroy_parallel, init_parallel, init_process_group
+    from backends.megatron.refusals import check_layout
     from backends.megatron.routing import changed_share
     from backends.megatron.train import HeadOptions, Model, score_pass, training_pass
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs

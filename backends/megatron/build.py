@@ -13,7 +13,8 @@ from backends.megatron.convert.load import load_hf
 from backends.megatron.layers import layer_fields, layers_of
 from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
 from backends.megatron.optimizer import ScheduledOptimizer
-from backends.megatron.parallel import ParallelState, check_layout
+from backends.megatron.parallel import ParallelState
+from backends.megatron.refusals import check_layout
 from backends.megatron.routing import replay_routing
 from backends.megatron.train import Model
 from backends.megatron.weights import copy_trunk

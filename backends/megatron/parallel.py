@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from backends.megatron.experts import check_experts
 from backends.megatron.layout import Place
 from backends.megatron.mpu import MPU_GROUPS, ask, ask_groups, ask_place
-from backends.megatron.stages import layers_of_stages
 from rlcore.config.policy import ParallelConfig
-from rlcore.errors import ConfigError
-
-if TYPE_CHECKING:
-    from backends.megatron.convert.architecture import Architecture
 
 
 class _Group:
@@ -168,37 +162,6 @@ def _replicas(places: Sequence[tuple[int, int]], dp_size: int, pp_size: int) -> 
                 f"(data-parallel rank, stage) by rank: {places}. Give each process a stub of mpu with ranks of its own"
             )
     return [[rank for rank, (index, _) in enumerate(places) if index == d] for d in range(dp_size)]
-
-
-def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) -> None:
-    """Refuse a layout that the model or the number of processes does not admit.
-
-    Raises ConfigError naming the key, what it divides and what to do. Asks neither torch.distributed nor Megatron.
-    """
-    tp, pp = parallel.tensor, parallel.pipeline
-    _check_supported(parallel)
-    replica = tp * pp * parallel.context
-    if world_size % replica:
-        raise ConfigError(
-            f"policy.parallel: tensor {tp} x pipeline {pp} x context {parallel.context} = {replica} does not divide the world "
-            f"size {world_size}; start a multiple of {replica} processes or change the layout"
-        )
-    model = arch.transformer
-    heads, groups = model["num_attention_heads"], model.get("num_query_groups") or model["num_attention_heads"]
-    for what, size in (("attention heads", heads), ("KV groups", groups), ("feed-forward width", model["ffn_hidden_size"])):
-        if size % tp:
-            raise ConfigError(
-                f"policy.parallel.tensor: {tp} does not divide the model's {what} ({size}); choose a divisor of {size}"
-            )
-    layers_of_stages(model["num_layers"], parallel)
-    check_experts(arch, parallel, world_size)
-
-
-def _check_supported(parallel: ParallelConfig) -> None:
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        raise ConfigError("policy.parallel.virtual_pipeline: needs pipeline > 1; set it to 1")
-    if parallel.sequence and parallel.tensor == 1:
-        raise ConfigError("policy.parallel.sequence: sequence parallelism needs tensor > 1; set it to false")
 
 
 def init_process_group(device: torch.device, *, timeout_s: float) -> bool:

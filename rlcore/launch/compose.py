@@ -124,7 +124,7 @@ def check_input(config: Config, world_size: int, *, resume: bool, overwrite: boo
 def check_model(config: Config, world_size: int) -> None:
     """The model folder can be converted and the layout fits it."""
     from backends.megatron.convert.architecture import read_architecture
-    from backends.megatron.parallel import check_layout
+    from backends.megatron.refusals import check_layout
 
     policy = read_architecture(Path(config.model.path))
     check_layout(policy, config.policy.parallel, world_size)

@@ -26,7 +26,7 @@ def plan(config: Config, *, gpus: int, gpu_memory: int, gpu: str) -> Iterator[st
 
     Raises ModelError for a `config.json` that is missing or not converted.
     """
-    from backends.megatron.parallel import check_layout
+    from backends.megatron.refusals import check_layout
 
     arch = read_architecture(config.model.path, weights=False)
 

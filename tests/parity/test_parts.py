@@ -22,7 +22,7 @@ from cases import LENGTHS, make_batch, make_plan
 from backends.megatron.held import Distribution
 from backends.megatron.layout import PackLayout
 from backends.megatron.pack import make_micro_batch, pack_size, pad_lengths
-from backends.megatron.parallel import check_layout
+from backends.megatron.refusals import check_layout
 from backends.megatron.stages import layers_of_stages
 from backends.megatron.transfer import _flatten, _num_bytes, _views
 from rlcore.config.policy import OptimizerConfig, ParallelConfig

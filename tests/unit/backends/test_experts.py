@@ -10,7 +10,7 @@ import pytest
 
 from backends.megatron.convert.architecture import Architecture, read_architecture
 from backends.megatron.convert.layout import hf_shapes, model_entries
-from backends.megatron.parallel import check_layout
+from backends.megatron.refusals import check_layout
 from rlcore.config.policy import ParallelConfig
 from rlcore.errors import ConfigError, ModelError
 

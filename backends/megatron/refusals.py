@@ -1,0 +1,44 @@
+"""Which layouts of ranks are refused. Imports neither torch nor Megatron: plans and login nodes ask too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from backends.megatron.experts import check_experts
+from backends.megatron.stages import layers_of_stages
+from rlcore.config.policy import ParallelConfig
+from rlcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from backends.megatron.convert.architecture import Architecture
+
+
+def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) -> None:
+    """Refuse a layout that the model or the number of processes does not admit.
+
+    Raises ConfigError naming the key, what it divides and what to do. Asks neither torch.distributed nor Megatron.
+    """
+    tp, pp = parallel.tensor, parallel.pipeline
+    _check_supported(parallel)
+    replica = tp * pp * parallel.context
+    if world_size % replica:
+        raise ConfigError(
+            f"policy.parallel: tensor {tp} x pipeline {pp} x context {parallel.context} = {replica} does not divide the world "
+            f"size {world_size}; start a multiple of {replica} processes or change the layout"
+        )
+    model = arch.transformer
+    heads, groups = model["num_attention_heads"], model.get("num_query_groups") or model["num_attention_heads"]
+    for what, size in (("attention heads", heads), ("KV groups", groups), ("feed-forward width", model["ffn_hidden_size"])):
+        if size % tp:
+            raise ConfigError(
+                f"policy.parallel.tensor: {tp} does not divide the model's {what} ({size}); choose a divisor of {size}"
+            )
+    layers_of_stages(model["num_layers"], parallel)
+    check_experts(arch, parallel, world_size)
+
+
+def _check_supported(parallel: ParallelConfig) -> None:
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise ConfigError("policy.parallel.virtual_pipeline: needs pipeline > 1; set it to 1")
+    if parallel.sequence and parallel.tensor == 1:
+        raise ConfigError("policy.parallel.sequence: sequence parallelism needs tensor > 1; set it to false")
