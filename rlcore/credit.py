@@ -5,7 +5,7 @@ Everything works on the whole batch, on compact vectors of trainable tokens; no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,14 +25,8 @@ from rlcore.algorithms import (
     stale_tokens,
 )
 from rlcore.config import Config
-from rlcore.config.derived import (
-    estimator_options,
-    needs_critic,
-    needs_reference,
-    needs_teacher,
-    normalization,
-    updates_per_step,
-)
+from rlcore.config.derived import estimator_options, normalization
+from rlcore.config.passes import passes
 from rlcore.data.batch import RolloutBatch, ragged_index
 from rlcore.errors import EmptyBatch, RunFailed
 from rlcore.objective import Objective, rules_of
@@ -55,29 +49,14 @@ class Credit:
         algorithm = config.algorithm
         name = algorithm.estimator.name
         self.estimator = build_estimator(name, **estimator_options(config, set(estimator_keywords(name))))
-        needs = self.estimator.needs
-        self.needs_reference = needs_reference(config, needs | objective.loss.needs)
-        self.needs_teacher = needs_teacher(config, needs)
-        self.needs_critic = needs_critic(needs)
+        needs, loss = self.estimator.needs, objective.loss
+        self.passes = passes(
+            config, estimator_needs=needs, loss_needs=loss.needs, whole_step_loss=loss.has_batch_stats
+        )
+        self.needs_logprobs, self.needs_reference = self.passes.policy, self.passes.reference
+        self.needs_teacher, self.needs_critic = self.passes.teacher, self.passes.critic
         self.needs_baseline = not config.is_sft and "baseline_rewards" in needs
         self.normalization = normalization(config)
-        self.needs_logprobs = not config.is_sft and self._scored_before_update(needs)
-
-    def _scored_before_update(self, needs: Collection[str]) -> bool:
-        """Whether the policy needs a pass of its own, since no update sees the whole batch with the weights that it had."""
-        algorithm, training = self.config.algorithm, self.config.training
-        if algorithm.old_logprobs == "recompute" or training.early_stopping or self.objective.loss.has_batch_stats:
-            return True
-        if self.config.policy.routing_replay == "logprobs":
-            return True
-        if algorithm.kl.reward_coef or not {"kl", "logprobs"}.isdisjoint(needs):
-            return True
-        updated_once = (
-            updates_per_step(self.config) == 1
-            and training.debug != "rollout_only"
-            and not (self.needs_critic and self.config.critic.warmup_steps)
-        )
-        return not updated_once and (algorithm.old_logprobs == "auto" or self.needs_reference)
 
     def assign(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Per-token vectors for the optimizer, from the scores that `batch.vectors` already holds.

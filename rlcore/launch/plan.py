@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from backends.megatron.convert.architecture import Architecture, read_architecture
+from backends.megatron.refusals import check_layout
+from backends.megatron.stages import layers_of_stages
 from rlcore.config import Config
 from rlcore.config.derived import samples_per_step
-from rlcore.config.policy import ParallelConfig
-from rlcore.credit import Credit
+from rlcore.config.passes import Passes, built_in_passes
+from rlcore.config.policy import ParallelConfig, default_chunk_elements
 from rlcore.errors import ConfigError
-from rlcore.objective import Objective
 from rlcore.planning.devices import GPUS
 from rlcore.planning.fit import Frozen, Trained
 from rlcore.planning.memory import Layout, Recompute
 from rlcore.planning.report import report
 from rlcore.planning.search import Job, judge, options
+from rlcore.planning.shape import ModelShape
 
-_TILE = 1 << 24     # logits that exist at one time on CUDA, by default
 _PROMPT = 1024      # tokens, where data.max_prompt_tokens does not say
+_SHARED = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "sequence")   # of ParallelConfig and Layout
 
 
 def plan(config: Config, *, gpus: int, gpu_memory: int, gpu: str) -> Iterator[str]:
@@ -26,64 +28,52 @@ def plan(config: Config, *, gpus: int, gpu_memory: int, gpu: str) -> Iterator[st
 
     Raises ModelError for a `config.json` that is missing or not converted.
     """
-    from backends.megatron.refusals import check_layout
-
     arch = read_architecture(config.model.path, weights=False)
+    job, device = make_job(config, arch), GPUS[gpu]
 
-    def why_not(layout: Layout) -> str | None:
+    def why_not(parallel: ParallelConfig) -> str | None:
         try:
-            check_layout(arch, _parallel(layout), gpus)
+            check_layout(arch, parallel, gpus)
         except ConfigError as error:
             return str(error)
         return None
 
-    job = make_job(config, arch)
-    device = GPUS[gpu]
-    own_layout, refusal = configured_layout(config, gpus), None
-    if gpus % (own_layout.tensor * own_layout.pipeline * own_layout.context):
-        refusal = f"policy.parallel: {gpus} GPUs do not divide into models of tensor x pipeline x context"
-    refusal = refusal or why_not(own_layout)
-    own = refusal or judge(own_layout, job, device)
-    found = options(job, gpus, device, lambda layout: why_not(layout) is None)
+    own = why_not(config.policy.parallel) or judge(configured_layout(config, arch, gpus), job, device)
+    found = options(job, gpus, device, lambda layout: why_not(_parallel(layout)) is None)
     return report(job, gpus, gpu_memory, device, own, found)
 
 
-def configured_layout(config: Config, gpus: int) -> Layout:
-    """What the configuration says; what is left of the GPUs is data parallelism."""
+def configured_layout(config: Config, arch: Architecture, gpus: int) -> Layout:
+    """What the configuration says; what is left of the GPUs is data parallelism.
+
+    Raises ConfigError where the layers do not divide into the stages.
+    """
     parallel = config.policy.parallel
-    replica = parallel.tensor * parallel.pipeline * parallel.context
+    uneven = parallel.first_stage_layers is not None or parallel.last_stage_layers is not None
     return Layout(
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
+        **{name: getattr(parallel, name) for name in _SHARED},
         expert_tensor=parallel.expert_tensor or parallel.tensor,
-        data=max(1, gpus // replica),
-        sequence=parallel.sequence,
+        data=gpus // (parallel.tensor * parallel.pipeline * parallel.context),
         distributed=config.policy.optimizer.distributed,
         recompute=_recompute(config),
+        stages=tuple(layers_of_stages(arch.num_layers, parallel)) if uneven else (),
     )
 
 
 def make_job(config: Config, arch: Architecture) -> Job:
     """The models that the run builds, and the work of one optimizer step with every sample at its longest."""
-    policy, shape = config.policy, arch.shape
+    policy, shape, made = config.policy, arch.shape, _passes(config)
     trained = [Trained("policy", shape, offload_optimizer=policy.optimizer.offload)]
-    credit = None if config.is_sft else Credit(config, Objective(config.algorithm))
-    if credit is not None and credit.needs_critic:
+    if made.critic:
         given = config.critic
-        of_critic = shape if given.path is None else read_architecture(given.path, weights=False).shape
-        trained.append(Trained("critic", of_critic, True, given.offload, given.optimizer.offload))
-    frozen, passes = [], len(trained) - 1 + int(credit is not None and credit.needs_logprobs)
-    if credit is not None and credit.needs_reference:
-        other = shape if config.reference.path is None else read_architecture(config.reference.path, weights=False).shape
+        trained.append(Trained("critic", _shape(given.path, shape), True, given.offload, given.optimizer.offload))
+    frozen: list[Frozen] = []
+    if made.reference:
+        other = _shape(config.reference.path, shape)
         frozen.append(Frozen("reference", other, config.reference.offload, guest=other == shape))
-        passes += 1
-    if credit is not None and credit.needs_teacher and config.teacher.path is not None:
-        teacher = read_architecture(config.teacher.path, weights=False).shape
-        frozen.append(Frozen("teacher", teacher, config.teacher.offload, guest=teacher == shape))
-        passes += 1
+    if made.teacher:
+        other = _shape(config.teacher.path, shape)
+        frozen.append(Frozen("teacher", other, config.teacher.offload, guest=other == shape))
     prompt = config.data.max_prompt_tokens or min(_PROMPT, policy.max_tokens_per_microbatch // 2)
     response = policy.max_tokens_per_microbatch - prompt if config.is_sft else config.rollout.sampling.max_new_tokens
     return Job(
@@ -92,24 +82,32 @@ def make_job(config: Config, arch: Architecture) -> Job:
         sequences=max(1, samples_per_step(config) // config.algorithm.minibatches),
         length=prompt + response,
         trainable=response,
-        scoring_passes=passes,
+        scoring_passes=made.count,
         pack_tokens=policy.max_tokens_per_microbatch,
         dtype_bytes=2 if config.model.dtype == "bf16" else 4,
         vocab_multiple=config.model.vocab_divisible_by,
-        chunk_elements=policy.logprobs.chunk_elements or _TILE,
+        chunk_elements=policy.logprobs.chunk_elements or default_chunk_elements("cuda"),
     )
+
+
+def _passes(config: Config) -> Passes:
+    found = built_in_passes(config)
+    if found is None:       # a plugin says what it needs; it is built, and torch imported
+        from rlcore.credit import Credit
+        from rlcore.objective import Objective
+
+        found = Credit(config, Objective(config.algorithm)).passes
+    return found
+
+
+def _shape(path: str | None, policy: ModelShape) -> ModelShape:
+    """Of the model in a folder; without one it is the policy's."""
+    return policy if path is None else read_architecture(path, weights=False).shape
 
 
 def _parallel(layout: Layout) -> ParallelConfig:
-    return ParallelConfig(
-        tensor=layout.tensor,
-        pipeline=layout.pipeline,
-        virtual_pipeline=layout.virtual_pipeline,
-        context=layout.context,
-        expert=layout.expert,
-        expert_tensor=None if layout.expert_tensor == layout.tensor else layout.expert_tensor,
-        sequence=layout.sequence,
-    )
+    expert_tensor = None if layout.expert_tensor == layout.tensor else layout.expert_tensor
+    return ParallelConfig(**{name: getattr(layout, name) for name in _SHARED}, expert_tensor=expert_tensor)
 
 
 def _recompute(config: Config) -> Recompute:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,14 @@ from rlcore.algorithms import (
 from rlcore.algorithms.corrections import CORRECTIONS, Correction, CorrectionLevel
 from rlcore.algorithms.guard import ESTIMATOR_OPTIONAL, POLICY_LOSS_OPTIONAL
 from rlcore.algorithms.normalization import NormalizationMode
+from rlcore.config import Config
 from rlcore.config.algorithm import Aggregation, CorrectionConfig, Normalization
 from rlcore.config.algorithm import KLKind as ConfiguredKLKind
 from rlcore.config.algorithm_checks import DECOUPLED
 from rlcore.config.derived import COEFFICIENTS, GROUP_ESTIMATORS, NORMALIZED, SHAPED_REWARDS
+from rlcore.config.passes import LOSSES, built_in_passes
+from rlcore.credit import Credit
+from rlcore.objective import Objective
 from rlcore.plugin_checks import FOR_ESTIMATORS, FOR_LOSSES
 
 BUILT_IN = [name for name in estimator_names() if estimator_plugin(name).factory.__module__.startswith("rlcore.")]
@@ -68,6 +73,35 @@ def test_a_coefficient_needs_the_vectors_that_it_multiplies(name: str) -> None:
     without = build_estimator(name).needs
     assert build_estimator(name, kl_coef=0.1).needs == without | {"kl"}
     assert build_estimator(name, distill_coef=0.1).needs == without | {"logprobs", "teacher_logprobs"}
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"algorithm": {}},
+    {"algorithm": {"minibatches": 2}},
+    {"algorithm": {"old_logprobs": "recompute"}},
+    {"algorithm": {"kl": {"loss_coef": 0.1}}},
+    {"algorithm": {"kl": {"reward_coef": 0.1}}},
+    {"algorithm": {"distillation": {"coef": 0.1}}, "teacher": {"path": "t"}},
+    {"critic": {"warmup_steps": 1}},
+    {"policy": {"routing_replay": "logprobs"}},
+)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_passes_without_torch_are_those_of_a_step(settings: dict[str, Any]) -> None:
+    for estimator in sorted(BUILT_IN):
+        for loss in sorted(LOSSES):
+            algorithm = {**settings.get("algorithm", {}), "estimator": {"name": estimator}, "loss": {"name": loss}}
+            given = {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["d"]}, "training": {"steps": 1}}
+            config = Config.model_validate({**given, **settings, "algorithm": algorithm})
+            assert built_in_passes(config) == Credit(config, Objective(config.algorithm)).passes, (estimator, loss)
+
+
+def test_a_plugin_is_asked_for_its_passes() -> None:
+    assert set(policy_loss_names()) >= LOSSES
+    for algorithm in ({"estimator": {"name": "mine:Mine"}}, {"loss": {"name": "mine:Mine"}}):
+        given = {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["d"]}, "training": {"steps": 1}}
+        assert built_in_passes(Config.model_validate({**given, "algorithm": algorithm})) is None
 
 
 def test_choices_of_the_configuration_are_those_of_the_algorithms() -> None:
