@@ -89,9 +89,9 @@ def train(name: str, size: Size, device: str, rate: float, work: Path, *, recomp
         parts = time_by_part(made.update, cuda=cuda)
         micro_batches = made.micro_batches
     tokens = sum(batch.lengths.tolist())
-    flops = shape.training_flops(batch.lengths.tolist(), batch.num_trainable)
+    flops = 3.0 * shape.sizes.forward_flops(batch.lengths.tolist(), batch.num_trainable)      # an update: forward and backward
     return {
-        "model": name, "parameters": shape.layer_parameters + shape.vocab * shape.hidden, "tokens": tokens,
+        "model": name, "parameters": shape.sizes.parameters, "tokens": tokens,
         "micro_batches": micro_batches, "update_s": update_s, "score_s": score_s, "reference_s": reference_s,
         "tokens_per_s": tokens / update_s, "mfu": flops / update_s / rate, "peak_bytes": peak, "parts_s": parts,
         "chosen": chosen,

@@ -15,6 +15,7 @@ from torch import Tensor
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan
+from rlcore.planning.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,12 @@ class Shape:
             yield layer + "mlp.down_proj.weight", (hidden, self.intermediate)
 
     @property
-    def layer_parameters(self) -> int:
-        """Weights of the layers' matrices: those that every token is multiplied with."""
-        kv = self.kv_heads * self.head_dim
-        return self.layers * (2 * self.hidden * (self.hidden + kv) + 3 * self.hidden * self.intermediate)
-
-    def training_flops(self, lengths: list[int], trainable: int) -> float:
-        """Forward and backward of the model itself: nothing computed twice, the head at trainable positions alone."""
-        attention = sum(2 * n * n for n in lengths) * self.layers * self.hidden     # causal: half of 2 x 2 n^2
-        linear = 2 * (sum(lengths) * self.layer_parameters + trainable * self.hidden * self.vocab)
-        return 3.0 * (attention + linear)
+    def sizes(self) -> ModelShape:
+        """What parameters and FLOPs are counted from."""
+        return ModelShape(
+            layers=self.layers, hidden=self.hidden, heads=self.heads, groups=self.kv_heads, head_dim=self.head_dim,
+            ffn=self.intermediate, vocab=self.vocab, tied=True, qkv_bias=True,
+        )  # fmt: skip
 
 
 SHAPES = {

@@ -14,6 +14,7 @@ from rlcore.data.packing import split_minibatches
 from rlcore.data.sample import Sample
 from rlcore.early_stopping import EarlyStopping
 from rlcore.errors import RunFailed
+from rlcore.mfu import Utilization
 from rlcore.protocols import RolloutSource, StepRollouts, Tracker, UpdateResult
 from rlcore.runs.checkpoints import Checkpoint, CheckpointStore
 from rlcore.runs.directory import RunDirectory, Status
@@ -45,6 +46,7 @@ class Desk:
         resume_from: the checkpoint after which the run goes on.
         replay_from: the shards that a replay starts from (`training.replay_from`), optimizer included.
         origins: where each value of the configuration came from.
+        utilization: measures `perf/mfu`; None where the GPUs' peak is not known.
     """
 
     def __init__(
@@ -60,10 +62,11 @@ class Desk:
         resume_from: Checkpoint | None = None,
         replay_from: Path | None = None,
         origins: Mapping[str, str] | None = None,
+        utilization: Utilization | None = None,
     ) -> None:
         self.config, self.source, self.tracker = config, source, tracker
         self.directory, self.checkpoints = directory, checkpoints
-        self.total_steps, self.interrupted = total_steps, interrupted
+        self.total_steps, self.interrupted, self.utilization = total_steps, interrupted, utilization
         self.early_stopping = EarlyStopping.of(config.training)
         self.step = 0
         self.episodes = 0
@@ -113,6 +116,9 @@ class Desk:
         assert self._rollouts is not None
         self.step, self.episodes, self._batch = step, self.episodes + batch.num_sequences, batch
         self.metrics = step_metrics(self.config, self._rollouts, batch, updates, seconds, episodes=self.episodes)
+        if self.utilization is not None:
+            used = self.utilization.mfu(batch, self.minibatches, updates, seconds=seconds["step"])
+            self.metrics["perf/mfu"] = used
         try:
             status = self._status(self.metrics.get("objective/kl"))
         except RunFailed:

@@ -66,6 +66,8 @@ _ROWS = (
      "s"),
     ("perf/tokens_per_second", "model tokens trained, prompts included, by the time of the step", "seconds",
      "tokens/s"),
+    ("perf/mfu", "model FLOPs of the policy's passes, an update as three forward ones, by what the trainer's GPUs could have "
+     "done in the time of the step; only where their peak is known", "seconds x peak FLOP/s", "share"),
     ("perf/trainer_idle_fraction", "time that the trainer waited", "time of the step", "share"),
     ("perf/engine_idle_fraction", "time that the engines had no request", "time of the step", "share"),
 )  # fmt: skip

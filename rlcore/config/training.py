@@ -64,6 +64,7 @@ class TrackingConfig(Section):
     show_samples: NonNegativeInt = 2            # generated samples shown at each report
     show_every: PositiveInt = 10
     save_rollouts: bool = True
+    peak_tflops: PositiveFloat | None = None    # of one GPU, for perf/mfu; default: the data sheet's, for a GPU that we know
 
 
 class ClusterConfig(Section):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rlcore.algorithms import AlgorithmError
@@ -29,7 +30,9 @@ from rlcore.launch.logs import folder_of
 from rlcore.launch.process import Process
 from rlcore.launch.run_folder import OpenRun, mark_opened, open_run
 from rlcore.loop import Trainer
+from rlcore.mfu import Utilization
 from rlcore.objective import Objective
+from rlcore.planning.devices import peak_flops
 from rlcore.protocols import PolicyBackend, RolloutEngine, RolloutSource, WeightSink
 from rlcore.publish import Publisher, VersionJournal
 from rlcore.runs.directory import Status, check_run_name
@@ -83,7 +86,8 @@ def run_rank(process: Process, loaded: Loaded, *, resume: bool, overwrite: bool)
         desk = journal = None
         if run is not None:
             journal = VersionJournal(run.directory.path / "versions.jsonl")
-            desk = build_desk(loaded, process, present(office), run, backend, steps)
+            utilization = build_utilization(config, process, credit)
+            desk = build_desk(loaded, process, present(office), run, backend, steps, utilization)
         publisher = build_publisher(config, process, backend, office, journal)
         return finish(Trainer(config, control, backend, credit, steps, publisher, desk), process)
 
@@ -169,7 +173,10 @@ def open_office(config: Config, process: Process, stack: ExitStack, *, greedy_ba
     if config.training.replay is not None:
         from rlcore.runs.replay import ReplaySource
 
-        return Office(ReplaySource(Path(config.training.replay), greedy_baseline=greedy_baseline), None, 1)
+        replay = ReplaySource(
+            Path(config.training.replay), greedy_baseline=greedy_baseline, keep_sets=config.policy.logprobs.keep_sets
+        )
+        return Office(replay, None, 1)
     return open_service(config, process, tokenizer, stack, greedy_baseline=greedy_baseline)
 
 
@@ -210,9 +217,25 @@ def build_publisher(
     return Publisher(backend, process.control, sink=sink, journal=journal, timeout_s=timeout)
 
 
+def build_utilization(config: Config, process: Process, credit: Credit) -> Utilization | None:
+    """What measures `perf/mfu`; None where neither the configuration nor the table of GPUs knows the peak."""
+    from backends.megatron.convert.architecture import read_architecture
+
+    peak = None
+    if config.tracking.peak_tflops is not None:
+        peak = config.tracking.peak_tflops * 1e12
+    elif process.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(process.device))
+    if peak is None:
+        return None
+    shape = read_architecture(config.model.path).shape
+    return Utilization(shape, peak * process.world_size, scores_policy=credit.needs_logprobs)
+
+
 def build_desk(
-    loaded: Loaded, process: Process, office: Office, run: OpenRun, backend: PolicyBackend, steps: int
-) -> Desk:
+    loaded: Loaded, process: Process, office: Office, run: OpenRun, backend: PolicyBackend, steps: int,
+    utilization: Utilization | None,
+) -> Desk:  # fmt: skip
     config, directory, found = loaded.config, run.directory, run.resume_from
     tracker = build_trackers(config, directory, found.state["tracker"] if found else None, total_steps=steps)
     tracker.start({"run": str(directory.path), **backend.describe()})
@@ -229,6 +252,7 @@ def build_desk(
         resume_from=found,
         replay_from=_replay_from(config),
         origins=loaded.origins,
+        utilization=utilization,
     )
     for note in loaded.notes:
         tracker.note(note)

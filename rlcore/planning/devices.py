@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -25,3 +26,22 @@ GPUS: dict[str, Gpu] = {
         Gpu("B200", 2250e12, 900e9),
     )
 }
+
+# By the words of `torch.cuda.get_device_name`: the entry with most of them counts. NVIDIA's data sheets; those that give
+# only figures with sparsity are halved.
+_PEAKS: tuple[tuple[str, float], ...] = (
+    ("A100", 312e12), ("A800", 312e12),
+    ("H100", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H800", 989e12), ("H20", 148e12),
+    ("H200", 989e12), ("H200 NVL", 835e12), ("GH200", 989e12),
+    ("B200", 2250e12), ("GB200", 2500e12),
+    ("L40S", 362e12), ("L4", 121e12), ("A10", 125e12),
+)  # fmt: skip
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU such as "NVIDIA H100 80GB HBM3"; None for one that is not in the table, or a part of one."""
+    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    if "MIG" in words:
+        return None
+    known = [(len(name.split()), peak) for name, peak in _PEAKS if words.issuperset(name.upper().split())]
+    return max(known)[1] if known else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,12 +109,26 @@ class ModelShape:
         return blocks + self.hidden + (1 if self.tied else 2) * self.vocab * self.hidden
 
     @property
-    def active_parameters(self) -> int:
-        """Entries of the matrices that one token passes through, LM head included; embedding, norms and biases cost nothing."""
+    def layer_matrices(self) -> int:
+        """Entries of the layers' matrices that one token passes through; norms and biases cost nothing."""
         dense = self.layers - self.moe_layers
         matrices = self.layers * self.hidden * (self.qkv_width + self.heads * self.head_dim) + dense * self.mlp
         chosen = self.topk * 3 * self.hidden * self.expert_ffn + self.shared + self.router
-        return matrices + self.moe_layers * chosen + self.vocab * self.hidden
+        return matrices + self.moe_layers * chosen
+
+    @property
+    def active_parameters(self) -> int:
+        """Entries of all matrices that one token passes through, LM head included; the embedding costs nothing."""
+        return self.layer_matrices + self.vocab * self.hidden
+
+    def forward_flops(self, lengths: Iterable[int], trainable: int) -> float:
+        """Of one forward pass, nothing computed twice: the layers at every token, causal attention inside each sequence, the
+        LM head at trainable positions alone. A backward pass costs twice as much.
+        """
+        tokens = squares = 0
+        for length in lengths:
+            tokens, squares = tokens + length, squares + length * length
+        return 2.0 * (tokens * self.layer_matrices + trainable * self.vocab * self.hidden) + self.cost.quadratic * squares
 
     @property
     def cost(self) -> CostModel:

@@ -1,0 +1,99 @@
+"""FLOPs and totals of published models, and `perf/mfu`, by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from backends.megatron.convert.architecture import read_architecture
+from rlcore.algorithms import Moments
+from rlcore.data.batch import RolloutBatch
+from rlcore.mfu import Utilization
+from rlcore.planning.devices import GPUS, peak_flops
+from rlcore.planning.shape import ModelShape
+from rlcore.protocols import UpdateResult
+
+EXAMPLES = Path(__file__).parents[3] / "examples/models"
+TINY = ModelShape(layers=2, hidden=8, heads=4, groups=2, head_dim=3, ffn=5, vocab=11)
+# A token meets q [8, 12], k and v [8, 6] each, o [12, 8] and three [8, 5] in each of two layers.
+TINY_LAYERS = 2 * (8 * (12 + 6 + 6) + 12 * 8 + 3 * 8 * 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("Qwen2.5-7B", 7_615_616_512), ("Qwen3-30B-A3B", 30_532_122_624), ("Llama-3.1-70B", 70_553_706_496)],
+)
+def test_the_example_models_have_the_published_number_of_weights(name: str, parameters: int) -> None:
+    assert read_architecture(EXAMPLES / name, weights=False).shape.parameters == parameters
+
+
+def test_a_token_of_qwen3_30b_a3b_meets_3_3_billion_weights() -> None:
+    """Embedding included, as its name counts; the embedding costs no FLOPs and is no part of `active_parameters`."""
+    shape = read_architecture(EXAMPLES / "Qwen3-30B-A3B", weights=False).shape
+    assert (shape.active_parameters + shape.vocab * shape.hidden) / 1e9 == pytest.approx(3.35, abs=0.01)
+
+
+def test_forward_flops_of_a_dense_model() -> None:
+    assert TINY.layer_matrices == TINY_LAYERS
+    attention = 2 * (2 * 2 * 12) // 2       # layers x (scores and weighted sum: 2 FLOPs for each of 12 numbers), half of n x n
+    assert TINY.forward_flops([3, 4], 5) == 2 * TINY_LAYERS * 7 + 2 * 8 * 11 * 5 + attention * (9 + 16)
+    assert TINY.forward_flops([], 0) == 0
+
+
+def test_forward_flops_count_the_chosen_experts_alone() -> None:
+    moe = ModelShape(
+        layers=2, hidden=8, heads=4, groups=2, head_dim=3, ffn=5, vocab=11, experts=6, topk=2, expert_ffn=7, shared_ffn=4,
+        shared_gate=True, moe_layers=1,
+    )  # fmt: skip
+    one_layer = 2 * 3 * 8 * 7 + 3 * 8 * 4 + 8 * (6 + 1) - 3 * 8 * 5
+    assert moe.forward_flops([1], 0) - TINY.forward_flops([1], 0) == 2 * one_layer
+
+
+def test_a_plan_and_the_metric_count_alike() -> None:
+    """What balances batches takes the head at every token."""
+    assert TINY.forward_flops([9], 9) == TINY.cost(9)
+
+
+def make_batch() -> RolloutBatch:
+    """Three sequences of 4, 3 and 5 tokens, of which 2, 0 and 5 are trainable."""
+    mask = torch.tensor([0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1], dtype=torch.bool)
+    return RolloutBatch(torch.zeros(12, dtype=torch.int32), torch.tensor([0, 4, 7, 12]), mask, {})
+
+
+def updates(count: int, *, policy: bool = True) -> list[UpdateResult]:
+    return [UpdateResult({"lr": 0.1} if policy else {"train/critic_lr": 0.1}, Moments()) for _ in range(count)]
+
+
+def test_mfu_counts_the_passes_that_the_policy_made() -> None:
+    batch, minibatches = make_batch(), [[2, 1], [0]]
+    first, second = TINY.forward_flops([5, 3], 5), TINY.forward_flops([4], 2)
+    meter = Utilization(TINY, 1e6, scores_policy=False)
+    assert meter.flops(batch, minibatches, updates(2)) == 3 * (first + second)
+    assert meter.flops(batch, minibatches, updates(3)) == 3 * (2 * first + second), "a second epoch that ended early"
+    assert meter.flops(batch, minibatches, updates(2, policy=False)) == 0, "the critic warms up"
+    scoring = Utilization(TINY, 1e6, scores_policy=True)
+    assert scoring.flops(batch, minibatches, []) == first + second
+    assert scoring.mfu(batch, minibatches, updates(2), seconds=0.5) == pytest.approx(4 * (first + second) / 5e5)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989), ("NVIDIA H20", 148), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500), ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+    ],
+)  # fmt: skip
+def test_peaks_by_the_names_that_torch_gives(name: str, tflops: int) -> None:
+    assert peak_flops(name) == tflops * 1e12
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A10G", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Tesla T4", "cpu", ""])
+def test_no_peak_is_guessed(name: str) -> None:
+    assert peak_flops(name) is None
+
+
+def test_the_gpus_of_a_plan_have_the_peaks_of_the_table() -> None:
+    assert {name: gpu.bf16_flops for name, gpu in GPUS.items()} == {name: peak_flops(f"NVIDIA {name}") for name in GPUS}
