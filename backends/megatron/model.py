@@ -26,6 +26,7 @@ from backends.megatron.fields import FUSIONS, INIT_METHODS, check_overrides
 from backends.megatron.layers import LOCAL_FIELDS
 from backends.megatron.logprobs import LogprobHead, Targets, ValueHead
 from backends.megatron.moe import PackRouter, moe_fields
+from backends.megatron.recompute import check_recompute
 from backends.megatron.stages import stage_fields
 from rlcore.config.policy import ParallelConfig
 from rlcore.errors import ConfigError
@@ -41,6 +42,7 @@ def transformer_config(
     `layers`: the fields that `layer_fields` gives for the chosen layers; `overrides`: the user's.
     """
     check_overrides(overrides, arch)
+    check_recompute(overrides, arch, parallel, engine=layers["transformer_impl"] == "transformer_engine")
     torch_dtype = DTYPES[dtype]
     interleaved = parallel.virtual_pipeline > 1
     fields = {

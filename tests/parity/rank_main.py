@@ -1,0 +1,44 @@
+"""What every script of ranks does around its cases: join the others, work through the payload, leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(seconds=60)     # of a collective
+
+
+def payload(folder: Path) -> Any:
+    """What `spawn.run_ranks` was given."""
+    return json.loads((folder / "payload.json").read_text())
+
+
+@contextmanager
+def joined(folder: Path, *, alone: bool = False) -> Iterator[None]:
+    """Inside, the gloo group of the ranks that `RANK` and `WORLD_SIZE` name; one rank has none unless `alone` asks for it."""
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size == 1 and not alone:     # the backend makes its own
+        yield
+        return
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=TIMEOUT)
+    yield
+    dist.destroy_process_group()
+
+
+def main(run: Callable[[dict[str, Any], Path], None]) -> None:
+    """`run(case, folder)` for every case, one after the other. The folder is the script's argument."""
+    folder = Path(sys.argv[1])
+    with joined(folder):
+        for case in payload(folder):
+            print("case", case["name"], flush=True)
+            run(case, folder)

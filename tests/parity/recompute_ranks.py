@@ -1,0 +1,44 @@
+"""Ranks of test_recompute.py: a step, its full gradients, and the bytes that this rank saved for the backward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import gradient, make_batch, make_config, make_plan, make_vectors
+from parity_ranks import weights
+from rank_main import main
+from saved_bytes import SavedBytes
+
+from backends.megatron import MegatronBackend
+from rlcore.objective import Objective
+
+
+def run(case: dict[str, Any], folder: Path) -> None:
+    config = make_config(case, folder.parent / "models")
+    config.policy.routing_replay = case.get("replay", "none")
+    backend = MegatronBackend(
+        config, Objective(config.algorithm), with_reference=False, with_critic=False, total_steps=10, device="cpu"
+    )
+    root = backend.rank == 0
+    batch = make_batch() if root else None
+    backend.load_batch(batch, [make_plan(case["plan"])] if root else None)
+    backend.score("policy")
+    backend.assign(make_vectors(batch.num_trainable) if batch is not None else None)
+    before = weights(backend, backend.policy, "lm")
+    with SavedBytes(p for chunk in backend.policy.chunks for p in chunk.parameters()) as saved:
+        update = backend.update(0)
+    after = weights(backend, backend.policy, "lm")
+    peaks: list[Any] = [None] * backend.world_size
+    dist.all_gather_object(peaks, saved.peak)
+    backend.close()
+    if root:
+        gradients = {name: gradient(before[name], after[name]) for name in before}
+        result = {"metrics": update.metrics, "gradients": gradients, "saved_bytes": peaks}
+        torch.save(result, folder / f"{case['name']}.pt")
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,51 @@
+"""How many bytes autograd holds for backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SavedBytes:
+    """While open, the most bytes that autograd held at once for backward passes, in storages that are not in `apart`.
+
+    Storages count as large as they are by then: a recomputed layer norm gives its output's memory back and keeps the tensor.
+    """
+
+    def __init__(self, apart: Iterable[Tensor]) -> None:
+        self.apart = {t.untyped_storage()._cdata for t in apart}
+        self.held: dict[int, list[Tensor]] = {}     # storage -> tensors in it that are saved
+        self.peak = 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: _Held(t, self), lambda held: held.tensor)
+
+    def __enter__(self) -> SavedBytes:
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.hooks.__exit__(*exception)
+
+    def take(self, tensor: Tensor) -> None:
+        self.held.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        self.peak = max(self.peak, sum(tensors[0].untyped_storage().nbytes() for tensors in self.held.values()))
+
+    def give_back(self, tensor: Tensor) -> None:
+        key = tensor.untyped_storage()._cdata
+        self.held[key].pop()
+        if not self.held[key]:
+            del self.held[key]
+
+
+class _Held:
+    def __init__(self, tensor: Tensor, book: SavedBytes) -> None:
+        self.tensor, self.book = tensor, book
+        self.counted = tensor.untyped_storage()._cdata not in book.apart
+        if self.counted:
+            book.take(tensor)
+
+    def __del__(self) -> None:
+        if self.counted:
+            self.book.give_back(self.tensor)

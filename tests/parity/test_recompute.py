@@ -1,0 +1,190 @@
+"""Activation recomputation: the gradients of the same layout without it, in less memory; what would not be so is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from spawn import run_ranks
+
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.recompute import check_recompute
+from rlcore.config.policy import ParallelConfig
+from rlcore.errors import ConfigError
+
+RANKS = Path(__file__).with_name("recompute_ranks.py")
+Choices = dict[str, dict[str, Any]]
+EQUAL = 1e-6        # relative, over each whole tensor
+LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.05}
+
+
+def full(method: str, layers: int, **more: Any) -> dict[str, Any]:
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers, **more}
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+# Four layers; those of the second model have experts and a shared one, but for the second layer, which is dense.
+DENSE: Choices = {
+    "uniform_1": full("uniform", 1), "uniform_2": full("uniform", 2), "block_1": full("block", 1), "block_3": full("block", 3),
+    "core_attn": selective("core_attn"), "mlp": selective("mlp"), "core_attn_mlp": selective("core_attn", "mlp"),
+}  # fmt: skip
+EXPERTS: Choices = {
+    "uniform_1": full("uniform", 1), "uniform_2": full("uniform", 2), "core_attn": selective("core_attn"),
+    "mlp": selective("mlp"), "moe": selective("moe"), "shared_experts": selective("shared_experts"),
+    "every_part": selective("core_attn", "mlp", "moe", "shared_experts"),
+}  # fmt: skip
+SP2, PP2 = {"tensor": 2, "sequence": True}, {"pipeline": 2}
+VPP2, EP2 = PP2 | {"virtual_pipeline": 2}, {"expert": 2}
+
+
+def cases(
+    layout: str, model: str, choices: Choices, *, plan: str = "uneven", megatron: dict[str, Any] | None = None, **keys: Any
+) -> list[dict[str, Any]]:
+    """One without recomputation, named by the layout, and one for each choice."""
+    common = {"model": model, "plan": plan, **keys}
+    every = {layout: {}} | {f"{layout}-{choice}": fields for choice, fields in choices.items()}
+    return [{"name": name, "megatron": (megatron or {}) | fields, **common} for name, fields in every.items()]
+
+
+def some(choices: Choices, *names: str) -> Choices:
+    return {name: choices[name] for name in names}
+
+
+REPLAY: dict[str, Any] = {"megatron": LOSSES, "replay": "logprobs"}
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        *cases("dense", "qwen3", DENSE),
+        *cases("moe", "qwen2_moe", EXPERTS, megatron=LOSSES),
+        *cases("moe_plain", "qwen2_moe", {"block_1": full("block", 1), "block_3": full("block", 3)}),
+        *cases("replay", "qwen2_moe", some(EXPERTS, "uniform_1", "uniform_2", "every_part"), **REPLAY),
+    ],
+    2: [
+        *cases("tp2_sp", "qwen3", some(DENSE, "uniform_2", "block_1", "core_attn_mlp"), parallel=SP2),
+        *cases("tp2", "qwen3", {"distributed": full("uniform", 1, distribute_saved_activations=True)}, parallel={"tensor": 2}),
+        *cases("pp2", "qwen3", some(DENSE, "uniform_1", "block_1", "core_attn_mlp"), parallel=PP2),
+        *cases("vpp2", "qwen3", some(DENSE, "uniform_1", "core_attn_mlp"), plan="pairs", parallel=VPP2),
+        *cases("moe_tp2_sp", "qwen2_moe", some(EXPERTS, "uniform_2", "every_part"), parallel=SP2, **REPLAY),
+        *cases("moe_pp2", "qwen2_moe", some(EXPERTS, "uniform_1", "every_part"), parallel=PP2, **REPLAY),
+        *cases("moe_vpp2", "qwen2_moe", some(EXPERTS, "uniform_1", "every_part"), plan="pairs", parallel=VPP2, **REPLAY),
+        *cases("moe_ep2", "qwen2_moe", some(EXPERTS, "uniform_2", "every_part"), plan="dp2", parallel=EP2, **REPLAY),
+        *cases("moe_cp2", "qwen2_moe", some(EXPERTS, "uniform_2", "every_part"), parallel={"context": 2}, **REPLAY),
+    ],
+}
+NAMES = [
+    pytest.param(size, case["name"], id=case["name"], marks=pytest.mark.full if size > 1 else ())
+    for size, of_size in CASES.items() for case in of_size if "-" in case["name"]
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("recompute")
+    oracle.write_models(folder / "models", only=("qwen3", "qwen2_moe"))
+
+    def of(size: int, name: str) -> dict[str, Any]:
+        world = folder / f"world{size}"
+        if not world.exists():
+            run_ranks(RANKS, size, world, CASES[size], deadline_s=240)
+        result: dict[str, Any] = torch.load(world / f"{name}.pt", weights_only=False)
+        return result
+
+    return of
+
+
+@pytest.mark.parametrize(("size", "name"), NAMES)
+def test_the_same_gradients_in_less_memory(size: int, name: str, results: Any) -> None:
+    got, expected = results(size, name), results(size, name.partition("-")[0])
+    far = {
+        weight: distance
+        for weight, want in expected["gradients"].items()
+        if not (distance := float((got["gradients"][weight] - want).double().norm() / want.double().norm())) <= EQUAL
+    }
+    assert not far, f"relative distance of gradients above {EQUAL}: {far}"
+    assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
+    assert all(ours < theirs for ours, theirs in zip(got["saved_bytes"], expected["saved_bytes"], strict=True))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------------
+
+DENSE_ARCH = Architecture("llama", {}, 31, False, 64, 1e4, None, {"num_layers": 4})
+MOE_ARCH = Architecture("qwen3_moe", {}, 31, False, 64, 1e4, None, {"num_layers": 4, "num_moe_experts": 4})
+FULL = {"recompute_granularity": "full"}
+SELECTIVE = {"recompute_granularity": "selective"}
+
+REFUSED: list[tuple[Architecture, dict[str, Any], dict[str, Any], str]] = [
+    # what it is
+    (DENSE_ARCH, {}, {"recompute_granularity": "some"},
+     "recompute_granularity: got 'some', expected full or selective"),
+    (DENSE_ARCH, {}, {"recompute_modules": ["mlp"]},
+     "recompute_modules: does nothing without recompute_granularity; set that to selective"),
+    (DENSE_ARCH, {}, {"recompute_num_layers": 1},
+     "recompute_num_layers: does nothing without recompute_granularity; set that to full"),
+    (DENSE_ARCH, {}, {"moe_layer_recompute": True},
+     "moe_layer_recompute: Megatron gives it up; set recompute_granularity=selective and recompute_modules=[moe]"),
+    # whole layers
+    (DENSE_ARCH, {}, FULL,
+     "recompute_method: got None, expected uniform or block"),
+    (DENSE_ARCH, {}, {**FULL, "recompute_method": "uniform"},
+     "recompute_num_layers: got None, expected a number from 1 to 4"),
+    (DENSE_ARCH, VPP2, full("uniform", 2),
+     "recompute_num_layers: got 2, expected a number from 1 to 1"),
+    (DENSE_ARCH, {}, full("block", 5),
+     "recompute_num_layers: got 5, expected a number from 1 to 4"),
+    (DENSE_ARCH, {}, full("uniform", 3),
+     "recompute_num_layers: 3 does not divide the layers of a model chunk (4); set it to 2"),
+    (DENSE_ARCH, PP2 | {"first_stage_layers": 1}, full("uniform", 3),
+     "recompute_num_layers: 3 does not divide the layers of a model chunk (1, 3); set it to 1"),
+    (DENSE_ARCH, {}, {**full("uniform", 1), "recompute_modules": ["mlp"]},
+     "recompute_modules: belongs to recompute_granularity=selective; leave it out, or set that"),
+    (DENSE_ARCH, SP2, full("uniform", 1, distribute_saved_activations=True),
+     "distribute_saved_activations: sequence parallelism does it already; leave it out"),
+    (DENSE_ARCH, {}, full("uniform", 1, distribute_saved_activations=True),
+     "distribute_saved_activations: there is no tensor parallelism to do it over; leave it out"),
+    (MOE_ARCH, {}, full("block", 3) | LOSSES,
+     "recompute_method: block, with moe_aux_loss_coeff: in layers that are not recomputed megatron-core then counts pads in "
+     "the routers' losses; set it to uniform"),
+    # parts of layers
+    (DENSE_ARCH, {}, {**SELECTIVE, "recompute_method": "block"},
+     "recompute_method: belongs to recompute_granularity=full; leave it out, or set that"),
+    (DENSE_ARCH, {}, selective(),
+     "recompute_modules: got [], expected some of core_attn, mlp"),
+    (DENSE_ARCH, {}, selective("mpl"),
+     "recompute_modules: got 'mpl', expected some of core_attn, mlp; did you mean 'mlp'?"),
+    (DENSE_ARCH, {}, selective("moe"),
+     "recompute_modules: moe: the llama model has no experts; expected some of core_attn, mlp"),
+    (MOE_ARCH, {}, selective("mlp"),
+     "recompute_modules: mlp: every layer of the qwen3_moe model has experts; expected some of core_attn, moe"),
+    (MOE_ARCH, {}, selective("shared_experts"),
+     "recompute_modules: shared_experts: the qwen3_moe model has no shared experts; expected some of core_attn, moe"),
+    *((MOE_ARCH, {}, selective(module),
+       f"recompute_modules: {module}: megatron-core needs Transformer Engine's layers for it; expected some of core_attn, moe")
+      for module in ("layernorm", "moe_act")),
+    (MOE_ARCH, {}, selective("mla_up_proj"),
+     "recompute_modules: mla_up_proj: it has not been proven right; expected some of core_attn, moe"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "parallel", "given", "message"), REFUSED, ids=[row[-1].partition(":")[0] for row in REFUSED])
+def test_what_would_fail_be_wrong_or_do_nothing_is_refused(
+    arch: Architecture, parallel: dict[str, Any], given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_recompute(given, arch, ParallelConfig(**parallel), engine=False)
+    assert str(caught.value) == f"policy.megatron.{message}"
+
+
+def test_transformer_engine_has_more() -> None:
+    for engine in (True, None):
+        check_recompute(selective("layernorm", "moe_act"), MOE_ARCH, ParallelConfig(), engine=engine)
+    with pytest.raises(ConfigError, match="layernorm: Transformer Engine's layers have their norms inside the matmuls"):
+        check_recompute(selective("layernorm"), DENSE_ARCH, ParallelConfig(), engine=True)
+
+
+def test_a_block_of_all_layers_is_right_with_losses_too() -> None:
+    check_recompute(full("block", 4) | LOSSES, MOE_ARCH, ParallelConfig())
