@@ -58,16 +58,16 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         packed.cos, packed.sin = (part[packed.layout.positions, 0] for part in (angles.cos(), angles.sin()))
 
 
-class PackedAttention(MegatronModule):
-    """Core attention over a pack: q [T, heads, d], k and v [T, groups, d] to [T, heads * d].
+class CoreAttention(MegatronModule):
+    """Core attention over a pack: q [T, heads, d], k [T, groups, d] and v [T, groups, d_v], rotated, to [T, heads * d_v].
 
-    On CUDA in half precision variable-length kernels; else a few batched, right-padded calls. Under context parallelism the
-    ranks rotate their own keys, and gather keys and values.
+    On CUDA in half precision variable-length kernels; else a few batched, right-padded calls. Context-parallel ranks gather
+    keys and values.
     """
 
     def __init__(
         self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: Any, attention_dropout: float | None = None,
-        softmax_scale: float | None = None, cp_comm_type: str | None = None, pg_collection: Any = None,
+        softmax_scale: float | None = None, cp_comm_type: str | None = None, pg_collection: Any = None, **sizes: Any,
     ) -> None:  # fmt: skip
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["cp"])
@@ -79,14 +79,21 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None, packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:  # fmt: skip
         if packed_seq_params is None or packed_seq_params.layout is None:
-            raise TypeError("PackedAttention takes packed sequences only")
-        layout = packed_seq_params.layout
-        assert packed_seq_params.cos is not None
-        assert packed_seq_params.sin is not None
-        query, key = (rotate(x, packed_seq_params.cos, packed_seq_params.sin) for x in (query, key))
+            raise TypeError(f"{type(self).__name__} takes packed sequences only")
         key, value = gather_keys_values(key, value, self.cp_group)
         attend = varlen_attention if uses_varlen(query.device, query.dtype) else bucketed_attention
-        return attend(query, key, value, layout, self.scale)
+        return attend(query, key, value, packed_seq_params.layout, self.scale)
+
+
+class PackedAttention(CoreAttention):
+    """Core attention that rotates q and k first, by the angles that came with the pack."""
+
+    def forward(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        packed = kwargs["packed_seq_params"]
+        if packed is None or packed.cos is None:
+            raise TypeError("PackedAttention takes packed sequences only, with their rotary angles")
+        query, key = (rotate(x, packed.cos, packed.sin) for x in (query, key))
+        return super().forward(query, key, *args, **kwargs)
 
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
@@ -105,8 +112,10 @@ def _varlen_attention() -> Any:
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
-    """Causal attention inside each sequence of a pack, one call for front and one for back chunks: [T, heads * d]."""
+    """Causal attention inside each sequence of a pack, one call for front and one for back chunks: [T, heads * d_v]."""
     outputs: list[Tensor] = []
+    width, narrow = value.size(-1), query.size(-1) - value.size(-1)
+    value = F.pad(value, (0, narrow)) if narrow else value      # the kernel knows one size of head
     for cut in layout.cuts.parts:
         q = query if cut.queries is None else query.index_select(0, cut.queries)
         k, v = (x if cut.keys is None else x.index_select(0, cut.keys) for x in (key, value))
@@ -115,13 +124,13 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackLayo
             q, k, v, cut.cu_queries, cut.cu_keys, cut.longest_queries, cut.longest_keys,
             scale=scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1),
         )  # fmt: skip
-        outputs.append(cast(Tensor, out).reshape(q.size(0), -1))
+        outputs.append(cast(Tensor, out)[..., :width].reshape(q.size(0), -1))
     restore = layout.cuts.restore
     return outputs[0] if restore is None else torch.cat(outputs).index_select(0, restore)
 
 
 def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
-    """Causal attention inside each sequence of a pack, one batched call per bucket: [T, heads * d]."""
+    """Causal attention inside each sequence of a pack, one batched call per bucket: [T, heads * d_v]."""
     heads, groups = query.size(1), key.size(1)
     buckets = layout.buckets
     outputs: list[Tensor] = []

@@ -68,7 +68,7 @@ class MegatronBackend:
     ) -> None:
         self.config, self.objective, self.device = config, objective, torch.device(device)
         policy, timeout_s = config.policy, config.cluster.collective_timeout_s
-        arch = read_architecture(config.model.path)
+        arch = read_architecture(config.model.path, bridge=config.model.bridge)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         check_layout(arch, policy.parallel, dist.get_world_size() if dist.is_initialized() else 1)
@@ -249,7 +249,7 @@ class MegatronBackend:
         """What was chosen, for the first lines of a run."""
         p, dtype = self.parallel, DTYPES[self.config.model.dtype]
         optimizer = self.config.policy.optimizer
-        layers = layers_of(self.config, self.device.type)
+        layers = layers_of(self.config, self.device.type, latent=self.policy.arch.latent_attention)
         attention = "variable-length flash" if uses_varlen(self.device, dtype) else "bucketed SDPA"
         if p.cp_size > 1:
             attention += ", keys and values gathered over CP"

@@ -39,8 +39,9 @@ class BuildContext:
         policy, model = self.config.policy, self.config.model
         overrides = {**({"deterministic_mode": True} if self.config.run.deterministic else {}), **policy.megatron}
         layers = layer_fields(
-            layers_of(self.config, self.device.type), experts=bool(arch.transformer.get("num_moe_experts")), fp8=policy.fp8
-        )
+            layers_of(self.config, self.device.type, latent=arch.latent_attention), experts=bool(arch.num_experts),
+            fp8=policy.fp8,
+        )  # fmt: skip
         config = transformer_config(arch, policy.parallel, model.dtype, self.device, overrides, layers)
         chunks = build_chunks(
             arch,
@@ -65,7 +66,7 @@ class BuildContext:
         """The architecture of a second model, checked against the policy's vocabulary and the layout."""
         if path is None:
             return self.arch
-        arch = read_architecture(path)
+        arch = read_architecture(path, bridge=self.config.model.bridge)
         if arch.vocab_size != self.arch.vocab_size:
             raise ModelError(
                 f"{key}: {path} has a vocabulary of {arch.vocab_size} tokens, the policy {self.config.model.path} has "

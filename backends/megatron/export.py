@@ -16,7 +16,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.folder import FolderWriter
@@ -39,7 +38,7 @@ def weight_specs(arch: Architecture, dtype: torch.dtype, head: Head = "lm") -> l
     """
     name = str(dtype).removeprefix("torch.")
     return [
-        TensorSpec(hf_name, shape, name)
+        TensorSpec(hf_name, shape, entry.dtype or name)
         for entry in model_entries(arch, head)
         for hf_name, shape in zip(entry.hf, hf_shapes(arch, entry))
     ]
@@ -125,7 +124,7 @@ class WeightExporter:
         self.specs = weight_specs(arch, dtype, head)
         self.buckets = cut_buckets(self.specs, bucket_bytes)
         held = [(entry, param) for entry, param, copy in owned_parameters(chunks, arch) if not copy]
-        self._params: dict[str, Parameter] = {entry.megatron: param for entry, param in held}
+        self._params: dict[str, Tensor] = {entry.megatron: param for entry, param in held}
         self._device = held[0][1].device
         # The stages without a vocabulary never ask for it.
         vocab = [param.size(0) for entry, param in held if entry.split is Split.VOCAB]

@@ -32,8 +32,10 @@ class Layers:
         return f"{layers} ({self.reason})"
 
 
-def choose_layers(wanted: Literal["auto", "off"], *, device: str, installed: bool, deterministic: bool) -> Layers:
-    """The layers for a device ("cpu" or "cuda"); pure."""
+def choose_layers(
+    wanted: Literal["auto", "off"], *, device: str, installed: bool, deterministic: bool, latent: bool = False
+) -> Layers:
+    """The layers for a device ("cpu" or "cuda"), of a model with `latent` attention or without; pure."""
     if wanted == "off":
         return Layers("local", "policy.transformer_engine: off")
     if device != "cuda":
@@ -42,16 +44,22 @@ def choose_layers(wanted: Literal["auto", "off"], *, device: str, installed: boo
         return Layers("local", "Transformer Engine is not installed")
     if deterministic:
         return Layers("local", "run.deterministic: not proven for Transformer Engine")
+    if latent:
+        return Layers("local", "latent attention is not carried over Transformer Engine's layers")
     return Layers("transformer_engine", "installed")
 
 
-def layers_of(config: Config, device: str) -> Layers:
-    """The layers of every model of a run. Raises ConfigError where FP8 is asked for and they cannot do it."""
+def layers_of(config: Config, device: str, *, latent: bool = False) -> Layers:
+    """The layers of the run's models with `latent` attention, or of those without.
+
+    Raises ConfigError where FP8 is asked for and they cannot do it.
+    """
     layers = choose_layers(
         config.policy.transformer_engine,
         device=device,
         installed=importlib.util.find_spec("transformer_engine") is not None,
         deterministic=config.run.deterministic,
+        latent=latent,
     )
     if config.policy.fp8 is not None and not layers.transformer_engine:
         raise ConfigError(f"policy.fp8: needs Transformer Engine's layers, got {layers}; remove policy.fp8")

@@ -23,10 +23,11 @@ from backends.megatron.attention import LocalRMSNorm, PackedAttention, PackedRot
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.elementwise import SwiGLU
 from backends.megatron.fields import FUSIONS, INIT_METHODS, check_overrides
+from backends.megatron.latent_attention import LatentConfig, use_latent_attention
 from backends.megatron.layers import LOCAL_FIELDS
 from backends.megatron.logprobs import LogprobHead, Targets, ValueHead
 from backends.megatron.moe import PackRouter, moe_fields
-from backends.megatron.recompute import check_recompute
+from backends.megatron.sigmoid_router import SigmoidRouter
 from backends.megatron.stages import stage_fields
 from rlcore.config.policy import ParallelConfig
 from rlcore.errors import ConfigError
@@ -42,7 +43,6 @@ def transformer_config(
     `layers`: the fields that `layer_fields` gives for the chosen layers; `overrides`: the user's.
     """
     check_overrides(overrides, arch)
-    check_recompute(overrides, arch, parallel, engine=layers["transformer_impl"] == "transformer_engine")
     torch_dtype = DTYPES[dtype]
     interleaved = parallel.virtual_pipeline > 1
     fields = {
@@ -75,7 +75,7 @@ def transformer_config(
         **overrides,
     }
     try:
-        return TransformerConfig(**fields)
+        return (LatentConfig if arch.latent_attention else TransformerConfig)(**fields)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"policy.megatron {dict(overrides)}: megatron.core refuses the model: {error}") from error
 
@@ -92,7 +92,7 @@ class PolicyModel(GPTModel):
     def __init__(self, *args: Any, true_vocab_size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.true_vocab_size = true_vocab_size
-        self.rotary_pos_emb.__class__ = PackedRotaryEmbedding
+        _rotate_packs(self)
         if self.post_process:
             self.output_layer.__class__ = LogprobHead
 
@@ -110,7 +110,7 @@ class ValueModel(GPTModel):
     def __init__(self, *args: Any, seed: int, **kwargs: Any) -> None:
         kwargs["share_embeddings_and_output_weights"] = False
         super().__init__(*args, **kwargs)
-        self.rotary_pos_emb.__class__ = PackedRotaryEmbedding
+        _rotate_packs(self)
         if self.post_process:
             del self.output_layer
             self.value_head = ValueHead(self.config, self.pg_collection.tp, seed=seed)
@@ -124,6 +124,12 @@ class ValueModel(GPTModel):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
         # GPTModel's own expects the output layer that is not here.
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+
+
+def _rotate_packs(model: GPTModel) -> None:
+    """With latent attention each layer has its own rotary positions, and the model none."""
+    if not model.config.multi_latent_attention:
+        model.rotary_pos_emb.__class__ = PackedRotaryEmbedding
 
 
 def _layer_specs(arch: Architecture, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -144,19 +150,26 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     """Megatron's local layer with packed attention and torch's RMSNorm."""
     layer = copy.deepcopy(
         get_gpt_layer_local_spec(
-            num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+            num_experts=num_experts,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+            normalization=config.normalization,
         )
     )
     parts = layer.submodules
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
     parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
+    if config.multi_latent_attention:
+        use_latent_attention(parts.self_attention)
+    else:
+        attention = parts.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
     if num_experts is None:
         parts.mlp.submodules.activation_func = SwiGLU
     else:
-        parts.mlp.submodules.router = PackRouter
+        sigmoid = config.moe_router_score_function == "sigmoid"
+        parts.mlp.submodules.router = SigmoidRouter if sigmoid else PackRouter
         for net in (parts.mlp.submodules.experts, parts.mlp.submodules.shared_experts):
             net.submodules.activation_func = SwiGLU
     return layer

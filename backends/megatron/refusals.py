@@ -28,7 +28,11 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
         )
     model = arch.transformer
     heads, groups = model["num_attention_heads"], model.get("num_query_groups") or model["num_attention_heads"]
-    for what, size in (("attention heads", heads), ("KV groups", groups), ("feed-forward width", model["ffn_hidden_size"])):
+    sizes = [("attention heads", heads), ("KV groups", groups), ("feed-forward width", model["ffn_hidden_size"])]
+    if arch.latent_attention:       # tensor parallelism cuts the projections to the low-rank forms too
+        sizes.append(("kv_lora_rank + qk_rope_head_dim", model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]))
+        sizes.append(("q_lora_rank", model["q_lora_rank"] or tp))
+    for what, size in sizes:
         if size % tp:
             raise ConfigError(
                 f"policy.parallel.tensor: {tp} does not divide the model's {what} ({size}); choose a divisor of {size}"

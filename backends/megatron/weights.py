@@ -9,24 +9,33 @@ import torch
 from torch import Tensor, nn
 
 
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then what else a model's folder holds: buffers like the bias of a sigmoid router."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
 class HostWeights:
     """Weights of the same shapes as some model's, in (on CUDA pinned) host memory."""
 
     @torch.no_grad()
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        self._weights = [_host_copy(p) for p in _parameters(chunks)]
+        self._weights = [_host_copy(p) for p in _weights(chunks)]
         self._aside: list[Tensor] = []      # the borrower's own weights meanwhile; made at the first loan
 
     @contextmanager
     def lent_to(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, the parameters of `chunks` hold these weights; afterwards their own again, bit for bit.
+        """Inside, the weights of `chunks` are these; afterwards their own again, bit for bit.
 
         Everything is copied into existing storage: gradient and optimizer buffers are views of it.
         """
         if not self._aside:
             self._aside = [torch.empty_like(w, pin_memory=w.is_pinned()) for w in self._weights]
         with torch.no_grad():
-            for aside, parameter in zip(self._aside, _parameters(chunks)):
+            for aside, parameter in zip(self._aside, _weights(chunks)):
                 aside.copy_(parameter)
         self.restore(chunks)
         try:
@@ -35,33 +44,33 @@ class HostWeights:
             _fill(chunks, self._aside)
 
     def restore(self, chunks: Sequence[nn.Module]) -> None:
-        """Write these weights into the parameters of `chunks`."""
+        """Write these weights into those of `chunks`."""
         _fill(chunks, self._weights)
 
 
 def copy_weights(source: Sequence[nn.Module], target: Sequence[nn.Module]) -> None:
-    """Copy every parameter between models of one architecture and layout."""
-    _fill(target, _parameters(source))
+    """Copy every weight between models of one architecture and layout."""
+    _fill(target, _weights(source))
 
 
 @torch.no_grad()
 def copy_trunk(source: Sequence[nn.Module], target: Sequence[nn.Module]) -> None:
-    """Copy the parameters that two models have in common: all but their heads."""
+    """Copy the weights that two models have in common: all but their heads."""
     for own, other in zip(target, source):
-        given = dict(other.named_parameters())
-        for name, parameter in own.named_parameters():
+        given = dict(named_weights(other))
+        for name, weight in named_weights(own):
             if name in given:
-                parameter.copy_(given[name])
+                weight.copy_(given[name])
 
 
 @torch.no_grad()
 def _fill(chunks: Sequence[nn.Module], weights: Sequence[Tensor]) -> None:
-    for parameter, weight in zip(_parameters(chunks), weights):
-        parameter.copy_(weight)
+    for own, weight in zip(_weights(chunks), weights):
+        own.copy_(weight)
 
 
-def _parameters(chunks: Sequence[nn.Module]) -> list[Tensor]:
-    return [p for chunk in chunks for p in chunk.parameters()]
+def _weights(chunks: Sequence[nn.Module]) -> list[Tensor]:
+    return [weight for chunk in chunks for _, weight in named_weights(chunk)]
 
 
 def _host_copy(parameter: Tensor) -> Tensor:

@@ -16,6 +16,20 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# Head sizes, groups and norms such that what is mistaken for something else comes out otherwise.
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
+    "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-3, "num_nextn_predict_layers": 0,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
+        "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 1.3},
+}  # fmt: skip
+LATENT_PLAIN: dict[str, Any] = {
+    **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0,
+    "rope_interleave": False, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "qwen3_other": ("Qwen3Config", {"head_dim": 16}),
@@ -31,6 +45,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": {
         "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192}}),
+    "deepseek_v3": ("DeepseekV3Config", LATENT),
+    "deepseek_v3_other": ("DeepseekV3Config", LATENT),
+    "deepseek_v3_plain": ("DeepseekV3Config", LATENT_PLAIN),
 }  # fmt: skip
 
 
@@ -47,6 +64,9 @@ def write_models(folder: Path, *, only: Collection[str] = MODELS) -> None:
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 parameter.normal_(1.0 if "norm" in key else 0.0, 0.15)
+            for key, buffer in model.named_buffers():
+                if key.endswith("e_score_correction_bias"):
+                    buffer.normal_(0.0, 0.05)      # small: every expert is chosen
         model.save_pretrained(folder / name)
 
 

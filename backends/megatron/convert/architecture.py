@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from backends.megatron.convert.experts import expert_fields
 from backends.megatron.convert.families import FAMILIES
+from backends.megatron.convert.keys import integer
+from backends.megatron.convert.latent import latent_fields
 from backends.megatron.convert.table import Entry, Family
 from rlcore.errors import ModelError
 from rlcore.planning.shape import ModelShape
@@ -21,8 +23,9 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 class Architecture:
     """A model as its `config.json` describes it.
 
-    `transformer` holds keyword arguments of megatron.core's `TransformerConfig`, without layout, dtype and activation:
-    the model builder adds `activation_func` by the name in `activation` ("silu" is torch's `F.silu`).
+    `transformer` holds keyword arguments of megatron.core's `TransformerConfig` (with latent attention, of
+    `LatentConfig`), without layout, dtype and activation: the model builder adds `activation_func` by the name in
+    `activation` ("silu" is torch's `F.silu`).
     `rope_scaling` holds further keyword arguments of `GPTModel` (`rope_scaling`, `rope_scaling_factor`,
     `seq_len_interpolation_factor`), or is None; `rope_theta` is its `rotary_base`.
     """
@@ -57,6 +60,10 @@ class Architecture:
         return int(self.transformer.get("num_moe_experts") or 0)
 
     @property
+    def latent_attention(self) -> bool:
+        return self.table.latent_attention
+
+    @property
     def shape(self) -> ModelShape:
         """Its sizes, for plans and costs."""
         return ModelShape.of_fields(self.transformer, vocab=self.vocab_size, tied=self.tie_word_embeddings)
@@ -71,7 +78,7 @@ class Architecture:
 
     def entries(self) -> list[Entry]:
         """The table with every layer and expert written out, in the static order of a forward pass."""
-        return list(self.table.expand(self.moe_layers, self.num_experts))
+        return [e for e in self.table.expand(self.moe_layers, self.num_experts) if e.is_in(self.transformer)]
 
 
 def read_architecture(folder: Path | str, *, weights: bool = True) -> Architecture:
@@ -85,13 +92,13 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
     _check_supported(folder, config)
     if weights:
         _check_weights(folder)
-    heads = _integer(folder, config, "num_attention_heads")
-    hidden = _integer(folder, config, "hidden_size")
-    theta, scaling = _rope(folder, config)
+    heads = integer(folder, config, "num_attention_heads")
+    hidden = integer(folder, config, "hidden_size")
+    theta, scaling = (0.0, None) if family.latent_attention else _rope(folder, config)
     transformer: dict[str, Any] = {
-        "num_layers": _integer(folder, config, "num_hidden_layers"),
+        "num_layers": integer(folder, config, "num_hidden_layers"),
         "hidden_size": hidden,
-        "ffn_hidden_size": _integer(folder, config, "intermediate_size"),
+        "ffn_hidden_size": integer(folder, config, "intermediate_size"),
         "num_attention_heads": heads,
         "num_query_groups": int(config.get("num_key_value_heads") or heads),
         "kv_channels": int(config.get("head_dim") or family.head_dim or hidden // heads),
@@ -104,14 +111,17 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
+    if family.latent_attention:
+        transformer |= latent_fields(folder, config)
+        theta = transformer["rotary_base"]
     if family.experts is not None:
         transformer |= expert_fields(folder, config, family.experts, transformer["num_layers"])
     return Architecture(
         family=family.model_type,
         hf_config=config,
-        vocab_size=_integer(folder, config, "vocab_size"),
+        vocab_size=integer(folder, config, "vocab_size"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        max_position_embeddings=_integer(folder, config, "max_position_embeddings"),
+        max_position_embeddings=integer(folder, config, "max_position_embeddings"),
         rope_theta=theta,
         rope_scaling=scaling,
         transformer=transformer,
@@ -182,13 +192,6 @@ def _check_weights(folder: Path) -> None:
     if any(folder.glob("pytorch_model*.bin")):
         hint = "; it has pytorch_model*.bin: load it in transformers and save it again with safe_serialization=True"
     raise ModelError(f"{folder}: no weights: no *.safetensors and no model.safetensors.index.json{hint}")
-
-
-def _integer(folder: Path, config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{folder}/config.json: {key}: got {value!r}, expected a positive integer")
-    return value
 
 
 def _rope(folder: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

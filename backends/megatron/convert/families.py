@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backends.megatron.convert.deepseek_v3 import DEEPSEEK_V3
 from backends.megatron.convert.llama import LLAMA
 from backends.megatron.convert.mixtral import MIXTRAL
 from backends.megatron.convert.qwen2 import QWEN2
@@ -11,5 +12,5 @@ from backends.megatron.convert.qwen3_moe import QWEN3_MOE
 from backends.megatron.convert.table import Family
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL)
+    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3)
 }

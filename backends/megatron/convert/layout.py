@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.latent import latent_shapes
 from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, Entry, Split
 
 
@@ -48,6 +49,8 @@ def hf_shapes(arch: Architecture, entry: Entry) -> list[tuple[int, ...]]:
     query, key = t["num_attention_heads"] * head_dim, t["num_query_groups"] * head_dim
     if entry.split is Split.VOCAB:
         return [(arch.vocab_size, hidden)]
+    if latent := latent_shapes(t).get(entry.megatron.rpartition(".self_attention.")[2]):
+        return [latent]
     if entry.split is Split.GATED:
         return [(ffn, hidden), (ffn, hidden)]
     if entry.split is Split.QKV:
@@ -59,6 +62,8 @@ def hf_shapes(arch: Architecture, entry: Entry) -> list[tuple[int, ...]]:
         return [(1, hidden)]
     if entry.megatron.endswith(".router.weight"):
         return [(arch.num_experts, hidden)]
+    if entry.megatron.endswith(".router.expert_bias"):
+        return [(arch.num_experts,)]
     if entry.split is Split.REPLICATED:
         per_head = entry.megatron.endswith(("q_layernorm.weight", "k_layernorm.weight"))
         return [(head_dim if per_head else hidden,)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from torch import nn
-from torch.nn import Parameter
+from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.table import OUTPUT_LAYER, WORD_EMBEDDING, Entry, local_spelling
+from backends.megatron.weights import named_weights
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 _EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.*)$")
@@ -38,8 +38,8 @@ def global_name(model: nn.Module, name: str) -> str:
     return f"decoder.layers.{int(layer.layer_number) - 1}.{rest}"  # type: ignore[arg-type]
 
 
-def owned_parameters(chunks: Sequence[nn.Module], arch: Architecture) -> Iterator[tuple[Entry, Parameter, bool]]:
-    """(entry, parameter, is a copy) of this rank's chunks.
+def owned_parameters(chunks: Sequence[nn.Module], arch: Architecture) -> Iterator[tuple[Entry, Tensor, bool]]:
+    """(entry, weight, is a copy) of this rank's chunks: parameters, and buffers that a folder holds.
 
     With tied embeddings and pipeline stages the last stage holds a copy of the first stage's word embedding as its
     output layer: it is loaded like the embedding and never exported.
@@ -47,7 +47,7 @@ def owned_parameters(chunks: Sequence[nn.Module], arch: Architecture) -> Iterato
     table = {entry.megatron: entry for entry in arch.entries()}
     for chunk in chunks:
         model = unwrap(chunk)
-        for local, param in model.named_parameters():
+        for local, param in named_weights(model):
             name = global_name(model, local)
             copy = name == OUTPUT_LAYER and arch.tie_word_embeddings
             entry = table.get(WORD_EMBEDDING if copy else name)

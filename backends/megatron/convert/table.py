@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 # Transformer Engine's layer spec fuses two norms into the linear layer behind them.
 FUSED_NORMS = {
@@ -58,6 +58,9 @@ class Entry:
     split: Split
     layers: Layers = "all"
     expert: int | None = None               # whose parameter it is, where names are filled in; None: no routed expert's
+    where: str | None = None                # a TransformerConfig field: only models that have it have the entry
+    unless: str | None = None               # ... only models without it
+    dtype: str | None = None                # kept in this dtype, whatever the model's
 
     @property
     def per_layer(self) -> bool:
@@ -70,7 +73,13 @@ class Entry:
     def at(self, layer: int, expert: int | None = None) -> Entry:
         """The entry of one layer (and expert), names filled in."""
         megatron, *hf = (name.format(layer=layer, expert=expert) for name in (self.megatron, *self.hf))
-        return Entry(megatron, tuple(hf), self.split, self.layers, expert)
+        return replace(self, megatron=megatron, hf=tuple(hf), expert=expert)
+
+    def is_in(self, fields: Mapping[str, Any]) -> bool:
+        """Whether a model with these TransformerConfig fields has the entry, as far as `where` and `unless` tell."""
+        return (self.where is None or fields.get(self.where) is not None) and (
+            self.unless is None or fields.get(self.unless) is None
+        )
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,9 @@ class Experts:
     width: str                              # key: feed-forward width of a routed expert
     normalized: str | bool                  # key, or the answer: do the chosen experts' probabilities add up to 1?
     shared_width: str | None = None         # key: width of the expert that every token passes through, with a gate
+    shared_count: str | None = None         # key: how many experts of `width` every token passes through, without a gate
+    count: tuple[str, ...] = ("num_experts", "num_local_experts")       # keys, either of them: transformers 5 writes both
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: chosen with a bias, in groups, and scaled afterwards
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,7 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     head_dim: int | None = None             # default where config.json has none; None: hidden_size / heads
+    latent_attention: bool = False          # keys and values made of one low-rank form (DeepSeek-V2)
     experts: Experts | None = None          # a mixture of experts
 
     @property
