@@ -27,6 +27,7 @@ from backends.megatron.latent_attention import LatentConfig, use_latent_attentio
 from backends.megatron.layers import LOCAL_FIELDS
 from backends.megatron.logprobs import LogprobHead, Targets, ValueHead
 from backends.megatron.moe import PackRouter, moe_fields
+from backends.megatron.recompute import check_recompute
 from backends.megatron.sigmoid_router import SigmoidRouter
 from backends.megatron.stages import stage_fields
 from rlcore.config.policy import ParallelConfig
@@ -43,6 +44,7 @@ def transformer_config(
     `layers`: the fields that `layer_fields` gives for the chosen layers; `overrides`: the user's.
     """
     check_overrides(overrides, arch)
+    check_recompute(overrides, arch, parallel, engine=layers["transformer_impl"] == "transformer_engine")
     torch_dtype = DTYPES[dtype]
     interleaved = parallel.virtual_pipeline > 1
     fields = {
