@@ -13,6 +13,7 @@ class Gpu:
     name: str
     bf16_flops: float
     node_bandwidth: float
+    multiprocessors: int
     network_bandwidth: float = 50e9     # one 400 Gbit/s adapter a GPU
 
 
@@ -20,10 +21,10 @@ class Gpu:
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        Gpu("A100", 312e12, 300e9, 25e9),
-        Gpu("H100", 989e12, 450e9),
-        Gpu("H200", 989e12, 450e9),
-        Gpu("B200", 2250e12, 900e9),
+        Gpu("A100", 312e12, 300e9, 108, 25e9),
+        Gpu("H100", 989e12, 450e9, 132),
+        Gpu("H200", 989e12, 450e9, 132),
+        Gpu("B200", 2250e12, 900e9, 148),
     )
 }
 

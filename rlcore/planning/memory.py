@@ -181,6 +181,7 @@ def _experts_bytes(shape: ModelShape, layout: Layout, load: Load, s: float) -> f
     b, rows = load.dtype_bytes, s * shape.topk * layout.expert_tensor
     routed = rows * (2 * shape.hidden + 3 * shape.expert_ffn / layout.expert_tensor) * b
     shared = s * (layout.tensor if layout.sequence else 1) * 3 * shape.shared_ffn / layout.tensor * b
+    shared += s * shape.hidden * b * shape.shared_gate                          # what the gate multiplies
     return routed + shared + s * shape.experts * (4 + 4 + 1)
 
 

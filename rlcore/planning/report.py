@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rlcore.planning.devices import Gpu
 from rlcore.planning.fit import GIB, RESERVED, kv_bytes_per_token
@@ -52,10 +53,18 @@ def report(job: Job, gpus: int, capacity: int, gpu: Gpu, own: Option | str, foun
         return
     yield f"Layouts that fit, by estimated time of an optimizer step ({len(fitting)} of {len(found)}):"
     yield "    time   peak of the fullest rank   layout"
-    for option in fitting[:SHOWN]:
+    for option in distinct(fitting)[:SHOWN]:
         mark = "*" if not isinstance(own, str) and option.layout == own.layout else " "
         yield f" {mark} {option.time.total:6.1f} s   {gib(option.needs.peak):>10}   {describe(option.layout)}"
     yield "Times are estimates for ranking, never measured: docs/planning.md."
+
+
+def distinct(options: Sequence[Option]) -> list[Option]:
+    """The first option of each cut: those that differ in what they recompute alone are one."""
+    first: dict[Layout, Option] = {}
+    for option in options:
+        first.setdefault(replace(option.layout, recompute="none"), option)
+    return list(first.values())
 
 
 def breakdown(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int) -> Iterator[str]:
@@ -71,7 +80,7 @@ def breakdown(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int
         yield f"{gib(left):>10}  left for KV beside an engine of TP {option.layout.tensor}: {left / per_token:,.0f} tokens"
     else:
         yield f"{'none':>10}  left for KV beside an engine of TP {option.layout.tensor}, whose weights are {gib(engine)}"
-    parts = ("arithmetic", "tensor", "context", "expert", "data", "bubble")
+    parts = ("arithmetic", "tensor", "context", "expert", "data", "pipeline")
     yield "time: " + ", ".join(f"{part} {getattr(time, part):.1f} s" for part in parts if getattr(time, part) >= 0.05)
 
 

@@ -38,10 +38,18 @@ class Job:
             chunk_elements=self.chunk_elements,
         )
 
+    @property
+    def in_pack(self) -> int:
+        """Whole sequences that a pack takes."""
+        return max(1, self.pack_tokens // self.length)
+
+    @property
+    def micro_tokens(self) -> int:
+        return self.in_pack * self.length
+
     def micro_batches(self, layout: Layout) -> int:
-        """Of each replica, all of one length: as many whole sequences as a pack takes."""
-        in_pack = max(1, self.pack_tokens // self.length)
-        packs = -(-max(1, -(-self.sequences // layout.data)) // in_pack)
+        """Of each replica, all of one length."""
+        packs = -(-max(1, -(-self.sequences // layout.data)) // self.in_pack)
         multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
         return -(-packs // multiple) * multiple
 
@@ -64,7 +72,10 @@ def usable(capacity: int) -> int:
 
 def judge(layout: Layout, job: Job, gpu: Gpu) -> Option:
     load, shape = job.load(layout), job.trained[0].shape
-    work = Work(job.sequences, job.length, job.scoring_passes, load.micro_batches, job.dtype_bytes)
+    work = Work(
+        sequences=job.sequences, length=job.length, trainable=job.trainable, scoring_passes=job.scoring_passes,
+        micro_batches=load.micro_batches, micro_tokens=job.micro_tokens, dtype_bytes=job.dtype_bytes,
+    )  # fmt: skip
     weights = policy_weights(layout, shape, load)
     return Option(layout, needs(layout, load, job.trained, job.frozen), step_time(shape, layout, work, weights, gpu))
 
