@@ -61,7 +61,7 @@ def validate(arguments: argparse.Namespace) -> int:
     from rlcore.config.checks import describe_checks
     from rlcore.config.render import render
 
-    notes, made = list(loaded.notes), describe_checks()
+    notes, made, model = list(loaded.notes), describe_checks(), Path(loaded.config.model.path)
     left_out = ["Files and folders exist and can be read: seen when the run starts"]
     if importlib.util.find_spec("torch") is None:
         left_out.append("Estimator, loss and functions take their keywords: needs torch, which is not installed here")
@@ -70,6 +70,14 @@ def validate(arguments: argparse.Namespace) -> int:
 
         notes += plugin_checks.check_plugins(loaded)
         made += plugin_checks.MADE
+        if model.is_dir():
+            from rlcore.config.derived import world_size
+            from rlcore.launch.compose import check_model
+
+            check_model(loaded.config, world_size(loaded.config), here=False)
+            made.append("The model can be converted, and the layout and policy.megatron fit it")
+        else:
+            left_out.append(f"The layout fits the model: there is no folder {model} here")
     print(render(loaded), end="")
     for title, lines in (("notes", notes), ("checks made", made), ("checks left out", left_out)):
         if lines:

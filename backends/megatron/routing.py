@@ -17,6 +17,7 @@ from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.pack import MicroBatch
+from backends.megatron.preflight import check_replay
 from rlcore.errors import ConfigError
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
@@ -63,8 +64,7 @@ def replay_routing(chunks: Sequence[GPTModel], arch: Architecture) -> None:
 
     Raises ConfigError for a model without experts, and for routers that are fused: they choose inside a kernel.
     """
-    if not arch.num_experts:
-        raise ConfigError(f"policy.routing_replay: the {arch.family} model has no experts to replay; set it to none")
+    check_replay(arch)
     for chunk in chunks:
         if chunk.config.moe_router_fusion:
             raise ConfigError("policy.routing_replay: a fused router cannot be told its experts; set it to none, or "

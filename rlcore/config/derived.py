@@ -129,6 +129,13 @@ def optimizer_steps(config: Config, num_prompts: int) -> int:
     return total_steps(config, num_prompts) * updates_per_step(config)
 
 
+def world_size(config: Config) -> int:
+    """Ranks of the run, where the configuration says how many; else the fewest that the layout fits."""
+    cluster = config.cluster
+    processes = cluster.nodes * cluster.processes_per_node
+    return processes if cluster.launcher == "local" or processes > 1 else model_parallel_size(config)
+
+
 def model_parallel_size(config: Config) -> int:
     """Ranks of the smallest world that the layout fits: a whole number of copies of the dense weights, and of the experts."""
     parallel = config.policy.parallel

@@ -125,13 +125,21 @@ def check_input(config: Config, world_size: int, *, resume: bool, overwrite: boo
     check_run_name(config.run.dir, config.run.name, resume=resume, overwrite=overwrite)
 
 
-def check_model(config: Config, world_size: int) -> None:
-    """The model folder can be converted and the layout fits it."""
+def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
+    """The model folder can be converted, and the layout and what else `policy` asks for fit it.
+
+    Args:
+        here: the run will be on this machine; else what depends on its device is left out where it has no GPU.
+    """
+    import torch
+
     from backends.megatron.convert.architecture import read_architecture
+    from backends.megatron.preflight import check_policy
     from backends.megatron.refusals import check_layout
 
     policy = read_architecture(Path(config.model.path))
     check_layout(policy, config.policy.parallel, world_size)
+    check_policy(config, policy, "cuda" if torch.cuda.is_available() else "cpu" if here else None)
     others = {
         "reference.path": config.reference.path, "teacher.path": config.teacher.path, "critic.path": config.critic.path
     }  # fmt: skip
