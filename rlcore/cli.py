@@ -222,7 +222,7 @@ def _gibibytes(text: str) -> int:
 def _add_model_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("folder", type=Path)
     sub.add_argument("--preset", choices=("addition", "ascii"), default="addition", help="where the defaults come from")
-    sub.add_argument("--family", choices=("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral"))
+    sub.add_argument("--family", choices=("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral", "deepseek_v3"))
     sub.add_argument("--alphabet", metavar="CHARACTERS", help="what the tokenizer knows, one token a character")
     for name in ("hidden", "layers", "heads", "kv-heads", "intermediate", "experts", "experts-per-token", "seed"):
         sub.add_argument(f"--{name}", type=int, metavar="N")

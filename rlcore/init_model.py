@@ -17,7 +17,7 @@ from rlcore.errors import ModelError, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Family = Literal["qwen3", "qwen2", "llama", "qwen3_moe", "mixtral"]
+Family = Literal["qwen3", "qwen2", "llama", "qwen3_moe", "mixtral", "deepseek_v3"]
 
 PAD, EOS = "<pad>", "<eos>"
 ALPHABETS = {
@@ -55,6 +55,8 @@ class ModelSpec:
             raise UserError(f"kv_heads: got {self.kv_heads}, expected a divisor of heads ({self.heads})")
         if self.experts_per_token > self.experts:
             raise UserError(f"experts_per_token: got {self.experts_per_token}, more than the {self.experts} experts")
+        if self.family == "deepseek_v3" and self.experts < 2:
+            raise UserError(f"experts: got {self.experts}, expected 2 or more: a group of experts counts by its two best")
         if not self.alphabet or len(set(self.alphabet)) != len(self.alphabet):
             raise UserError(f"alphabet: got {self.alphabet!r}, expected one character or more, each once")
 
@@ -114,7 +116,7 @@ def char_tokenizer(alphabet: str, max_length: int = 512) -> PreTrainedTokenizerF
 
 def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
     """The family's own configuration class with our sizes."""
-    from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     sizes: dict[str, Any] = {
         "vocab_size": spec.vocab_size,
@@ -131,8 +133,10 @@ def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
     }
     if spec.family == "qwen2":      # takes its head size from hidden / heads
         return Qwen2Config(**sizes)
-    sizes["head_dim"] = spec.hidden // spec.heads
     width = max(spec.intermediate // 2, 1)
+    if spec.family == "deepseek_v3":
+        return DeepseekV3Config(**sizes | _latent_sizes(spec), moe_intermediate_size=width)
+    sizes["head_dim"] = spec.hidden // spec.heads
     experts = {"num_experts_per_tok": spec.experts_per_token, "num_local_experts": spec.experts}
     if spec.family == "qwen3_moe":
         return Qwen3MoeConfig(**sizes, **experts, moe_intermediate_size=width, norm_topk_prob=True)
@@ -140,3 +144,23 @@ def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
         return MixtralConfig(**{**sizes, **experts, "intermediate_size": width})
     families = {"qwen3": Qwen3Config, "llama": LlamaConfig}
     return families[spec.family](**sizes)
+
+
+def _latent_sizes(spec: ModelSpec) -> dict[str, Any]:
+    """Queries of half, keys and values of a quarter of the hidden size; a dense layer first, and one group of experts."""
+    head = spec.hidden // spec.heads
+    return {
+        "num_key_value_heads": spec.heads,
+        "q_lora_rank": spec.hidden // 2,
+        "kv_lora_rank": spec.hidden // 4,
+        "qk_nope_head_dim": head,
+        "qk_rope_head_dim": max(head // 4 * 2, 2),
+        "v_head_dim": head,
+        "n_routed_experts": spec.experts,
+        "num_experts_per_tok": spec.experts_per_token,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": min(1, spec.layers - 1),
+        "num_nextn_predict_layers": 0,
+    }

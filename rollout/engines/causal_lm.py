@@ -25,6 +25,7 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")   # attent
 class KVCache:
     """Keys and values of R rows, `[R, KV heads, positions, head size]` for each layer, of which `length` are valid.
 
+    With latent attention the two have other head sizes.
     Columns are aligned: position column c of every row was computed in the same forward pass.
     """
 
@@ -37,8 +38,8 @@ class KVCache:
         """Store the new columns `[R, KV heads, Q, head size]` of a layer; views of all its columns, the new included."""
         end = self.length + keys.shape[2]
         if layer not in self._layers:
-            shape = (*keys.shape[:2], self.capacity, keys.shape[3])
-            self._layers[layer] = keys.new_empty(shape), values.new_empty(shape)
+            empty = [new.new_empty(*new.shape[:2], self.capacity, new.shape[3]) for new in (keys, values)]
+            self._layers[layer] = empty[0], empty[1]
         all_keys, all_values = self._layers[layer]
         all_keys[:, :, self.length : end] = keys
         all_values[:, :, self.length : end] = values
@@ -87,7 +88,7 @@ def attention(
     if queries == 1:
         packed = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
         mixed = functional.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
-        return mixed.reshape(rows, 1, heads, size), None
+        return mixed.reshape(rows, 1, heads, value.shape[3]), None
     mixed = functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scaling,
         enable_gqa=heads != key.shape[1],
@@ -141,7 +142,9 @@ def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.M
     with torch.device("meta"):
         # In fp32, then cast: from_config would set the process's default dtype, under the feet of other threads.
         module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
-    module = module.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    for parameter in module.parameters():       # not the buffers: the bias of a router is fp32 in any model
+        parameter.data = parameter.data.to(dtype)
+    module = module.to_empty(device=device).eval().requires_grad_(False)
     module.tie_weights()        # to_empty gave each place a storage of its own
     restore_buffers(module, device)
     result: nn.Module = module

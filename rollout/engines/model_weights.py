@@ -104,7 +104,7 @@ class ModelWeights:
 
 
 def as_published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters under the names of a Hugging Face folder: transformers stacks experts, and gate on up; here are views."""
+    """The weights under the names of a Hugging Face folder: transformers stacks experts, and gate on up; here are views."""
     mixtral = getattr(getattr(module, "config", None), "model_type", None) == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in module.named_parameters():
@@ -119,6 +119,11 @@ def as_published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{experts}.{expert}.{down}.weight", view
         else:
             yield published, parameter
+    # A folder has these too: the bias of a sigmoid router.
+    for name, owner in module.named_modules():
+        for buffer, tensor in owner.named_buffers(name, recurse=False):
+            if buffer.rpartition(".")[2] not in owner._non_persistent_buffers_set:
+                yield buffer, tensor
 
 
 def aliases(module: nn.Module) -> dict[str, str]:

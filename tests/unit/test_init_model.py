@@ -46,7 +46,7 @@ def test_a_chat_is_its_contents(tiny_model):
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "1+2=3"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "deepseek_v3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_families(tmp_path, family, tied):
     count = init_model(tmp_path, ModelSpec(family=family, tied=tied, **SMALL))
@@ -84,6 +84,7 @@ def test_a_model_is_not_overwritten_by_accident(tmp_path):
         ({"hidden": 130}, "hidden: got 130, expected a multiple of 2 x heads"),
         ({"kv_heads": 3}, "kv_heads: got 3, expected a divisor of heads"),
         ({"layers": 0}, "layers: got 0"),
+        ({"family": "deepseek_v3", "experts": 1, "experts_per_token": 1}, "experts: got 1, expected 2 or more"),
         ({"alphabet": "aba"}, "alphabet: got 'aba'"),
     ],
 )

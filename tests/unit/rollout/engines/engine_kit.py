@@ -15,6 +15,7 @@ from rlcore.config.rollout import EngineConfig
 from rlcore.protocols import GenerateRequest, SamplingParams
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.engines.embedded import EmbeddedEngine
+from rollout.engines.model_weights import as_published
 
 VOCAB = 31
 
@@ -31,13 +32,13 @@ def tiny_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
 
 def layout(model: torch.nn.Module, bucket_bytes: int = 20_000) -> tuple[Bucket, ...]:
     return cut_buckets(
-        (TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in model.named_parameters()),
+        (TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in as_published(model)),
         bucket_bytes,
     )
 
 
 def flatten(bucket: Bucket, model: torch.nn.Module) -> torch.Tensor:
-    named = dict(model.named_parameters())
+    named = dict(as_published(model))
     return torch.cat([named[spec.name].detach().reshape(-1).view(torch.uint8) for spec in bucket.tensors])
 
 

@@ -6,10 +6,20 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import VOCAB, request, tiny_qwen3, with_engine
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from rlcore.errors import ModelError, RunFailed, UserError
+from rlcore.init_model import ModelSpec, init_model
+from rollout.engines.causal_lm import build_module
 from rollout.engines.embedded import plan_slots
+from rollout.engines.model_weights import as_published
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [1, 2, 3, 4], [9, 9, 9]]
 
@@ -38,7 +48,7 @@ def test_logprobs_equal_a_full_forward_pass(model, folder):
     assert {c.tokens.dtype for row in results for c in row} == {np.dtype(np.int32)}
 
 
-@pytest.mark.parametrize("make", ["llama_untied", "qwen2_bias"])
+@pytest.mark.parametrize("make", ["llama_untied", "qwen2_bias", "deepseek_v3"])
 def test_other_families(make, tmp_path):
     torch.manual_seed(0)
     sizes = {
@@ -47,11 +57,31 @@ def test_other_families(make, tmp_path):
     }
     if make == "llama_untied":
         other = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)).eval()
+    elif make == "deepseek_v3":     # keys of 12, values of 10; a choice that the bias of the router changes
+        config = DeepseekV3Config(
+            **{**sizes, "num_key_value_heads": 4}, kv_lora_rank=12, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
+            v_head_dim=10, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=16,
+            first_k_dense_replace=1,
+        )  # fmt: skip
+        other = DeepseekV3ForCausalLM(config).eval()
+        other.model.layers[1].mlp.gate.e_score_correction_bias.normal_(0.0, 0.3)
     else:
         other = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True)).eval()
     other.config.save_pretrained(tmp_path)
     requests = [request(p, draw=i, n=2) for i, p in enumerate(PROMPTS)]
     check_logprobs(other, requests, with_engine(tmp_path, other, lambda engine: engine.generate(requests)))
+
+
+def test_the_bias_of_a_router_stays_fp32(tmp_path):
+    """In bf16 it would choose other experts than the trainer's."""
+    init_model(tmp_path, ModelSpec(family="deepseek_v3", hidden=32, layers=2, intermediate=32))
+    module = build_module(str(tmp_path), device=torch.device("cpu"), dtype=torch.bfloat16)
+    dtypes = {name: tensor.dtype for name, tensor in as_published(module)}
+    assert {name for name, dtype in dtypes.items() if dtype != torch.bfloat16} == {
+        "model.layers.1.mlp.gate.e_score_correction_bias"
+    }
+    assert dtypes["model.layers.1.mlp.gate.e_score_correction_bias"] == torch.float32
+    assert module.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
 def test_greedy_equals_transformers_generate(model, folder):
