@@ -18,6 +18,7 @@ from rlcore.algorithms import Moments
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan
 from rlcore.data.sample import FinishReason, Sample, VersionSpan
+from rlcore.data.token_sets import TokenSets
 from rlcore.weights import Bucket
 
 # --- training -----------------------------------------------------------------------------------------------------
@@ -116,7 +117,11 @@ class PolicyBackend(Protocol):
 @dataclass(frozen=True)
 class SamplingParams:
     """How one response is drawn. Log-probs are those of `logits / temperature` over the full vocabulary; `temperature` 0
-    is greedy, with log-probs at temperature 1."""
+    is greedy, with log-probs at temperature 1.
+
+    With `keep_sets` they are those of the distribution that was drawn from, over the tokens that top-k and top-p left, and
+    the completion says which these are; greedy responses stay as they are.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -124,6 +129,7 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    keep_sets: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,7 @@ class Completion:
     logprobs: NDArray[np.float32]           # [m]
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]       # cover [0, m)
+    keep_sets: TokenSets | None = None      # m sets, where `SamplingParams.keep_sets` asked for them
 
 
 PauseMode = Literal["drain", "retract", "in_place", "abort"]

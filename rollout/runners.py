@@ -36,10 +36,13 @@ class Runners:
     def training(self, prompt_of: PromptOf, *, greedy_baseline: bool) -> WaveRunner:
         rollout, seed, greedy = self.config.rollout, self.config.run.seed, self._greedy()
         given = rollout.sampling
-        sampling = replace(greedy, temperature=given.temperature, top_p=given.top_p, top_k=given.top_k)
+        keep_sets = self.config.policy.logprobs.keep_sets
+        sampling = replace(
+            greedy, temperature=given.temperature, top_p=given.top_p, top_k=given.top_k, keep_sets=keep_sets
+        )
         workflow = self._workflow(sampling, rollout.samples_per_prompt, seed)
         baseline = self._workflow(greedy, 1, seed + BASELINE_SEED) if greedy_baseline else None
-        return self._runner(workflow, prompt_of, baseline)
+        return self._runner(workflow, prompt_of, baseline, keep_sets=keep_sets)
 
     def evaluation(self, prompt_of: PromptOf) -> WaveRunner:
         given, seed = self.config.evaluation, self.config.run.seed + EVALUATION_SEED
@@ -59,7 +62,9 @@ class Runners:
     def _workflow(self, sampling: SamplingParams, samples: int, seed: int) -> Workflow:
         return build_workflow(self.config.rollout.workflow, WorkflowContext(sampling, samples, seed, self.tokenizer))
 
-    def _runner(self, workflow: Workflow, prompt_of: PromptOf, greedy: Workflow | None = None) -> WaveRunner:
+    def _runner(
+        self, workflow: Workflow, prompt_of: PromptOf, greedy: Workflow | None = None, *, keep_sets: bool = False
+    ) -> WaveRunner:
         return WaveRunner(
             workflow=workflow,
             workflow_name=self.config.rollout.workflow,
@@ -68,5 +73,6 @@ class Runners:
             scorer=self.scorer,
             tokenizer=self.tokenizer,
             batched=self.config.rollout.engine.kind == "embedded",
+            keep_sets=keep_sets,
             greedy=greedy,
         )

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_NO_KEEP_SETS = (
+    "policy.logprobs.keep_sets is on, but a sample has no keep_sets: give it those of its completion, with several turns "
+    "TokenSets.joined of theirs; does an engine send none, turn the key off"
+)
 Member = tuple[int, bool]       # one workflow of a wave: its draw, and whether it makes the greedy baseline
 
 
@@ -51,6 +55,7 @@ class WaveRunner:
     tokenizer: PreTrainedTokenizerBase
     batched: bool
     greedy: Workflow | None = None
+    keep_sets: bool = False     # every sample but the greedy ones must have its keep-sets
     failures: FailureCounts = field(default_factory=FailureCounts)     # of all waves so far
     _stage: dict[Member, str] = field(default_factory=dict)             # of each workflow whose draw is unfinished
 
@@ -91,7 +96,7 @@ class WaveRunner:
         finally:
             if gate:
                 gate.leave(member)
-        self._check(samples, prompt)
+        self._check(samples, prompt, greedy)
         self._fill_text(samples)
         self._stage[member] = "reward"
         return samples
@@ -118,7 +123,7 @@ class WaveRunner:
 
         return staged
 
-    def _check(self, samples: object, prompt: Prompt) -> None:
+    def _check(self, samples: object, prompt: Prompt, greedy: bool) -> None:
         if not isinstance(samples, list) or not samples or not all(isinstance(s, Sample) for s in samples):
             raise RunFailed(
                 f"workflow {self.workflow_name} returned {type(samples).__name__} for {prompt.prompt_id}, "
@@ -127,6 +132,8 @@ class WaveRunner:
         try:
             for sample in samples:
                 sample.check_token_rewards()
+                if self.keep_sets and not greedy and sample.keep_sets is None:
+                    raise ValueError(_NO_KEEP_SETS)
         except ValueError as error:
             raise RunFailed(f"workflow {self.workflow_name}: {error}") from error
 

@@ -18,16 +18,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlcore.config.policy import default_chunk_elements
+from rlcore.data.batch import KeepSets
 
 _NO_COLUMN = -1e20      # the logit of a column that is not there: finite, since 0 * -inf would be NaN in the entropy
-
-
-@dataclass(frozen=True)
-class KeepSets:
-    """The tokens among which each of M rows was drawn, one set behind the other; a row's own token is in its set."""
-
-    tokens: Tensor      # int64 [K], on the device of the hidden states
-    offsets: Tensor     # int64 [M+1], on the CPU: set i is tokens[offsets[i] : offsets[i + 1]]
 
 
 def fused_logprobs(
@@ -36,8 +29,9 @@ def fused_logprobs(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(hidden [M, H], weight [V/tp, H], tokens int64 [M]) -> (logprobs [M], entropy [M] or None), fp32 or wider.
 
-    Both are of softmax(hidden @ weight.T / temperature) over the first `vocab_size` columns; with `keep` over a row's set
-    alone, renormalised. The gradient of `hidden` is this rank's part: the caller's region op sums it over `tp`.
+    Both are of softmax(hidden @ weight.T / temperature) over the first `vocab_size` columns; with `keep` (on the device of
+    `hidden`) over a row's set alone, renormalised. The gradient of `hidden` is this rank's part: the caller's region op sums
+    it over `tp`.
 
     Args:
         tile_elements: logits that exist at one time; by default `default_chunk_elements`.
@@ -79,6 +73,7 @@ class _Tiles:
         self._row_of = None     # int64 [K]: which row each kept token belongs to
         if keep is not None:
             counts = keep.offsets.diff().to(hidden.device)
+            self._whole = counts == 0       # rows that keep the whole vocabulary
             self._row_of = torch.arange(rows, device=hidden.device).repeat_interleave(counts, output_size=len(keep.tokens))
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
@@ -111,9 +106,9 @@ class _Tiles:
         assert self._row_of is not None
         part = slice(int(keep.offsets[rows.start]), int(keep.offsets[rows.stop]))
         width = columns.stop - columns.start
-        column = keep.tokens[part] - (self.shard.first + columns.start)
+        column = keep.tokens[part].long() - (self.shard.first + columns.start)
         column = torch.where((column >= 0) & (column < width), column, width)
-        kept = torch.zeros(rows.stop - rows.start, width + 1, dtype=torch.bool, device=column.device)
+        kept = self._whole[rows, None].repeat(1, width + 1)
         kept[self._row_of[part] - rows.start, column] = True
         return kept[:, :width]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from backends.megatron.pack import MicroBatch, make_micro_batch, pack_size
 from backends.megatron.parallel import ParallelState
 from backends.megatron.transfer import gather_rows, scatter_shares
-from rlcore.data.batch import PER_SEQUENCE, RolloutBatch, ragged_index
+from rlcore.data.batch import PER_SEQUENCE, KeepSets, RolloutBatch, ragged_index
 from rlcore.data.packing import MinibatchPlan, padded_length
 
 ON_RANK_0 = PER_SEQUENCE - {"sequence_ids"}     # what estimators read and losses do not
@@ -77,7 +77,10 @@ class HeldBatch:
             shares = [_share(batch, plans, d, order) for d, order in enumerate(distribution.orders)]
         share = scatter_shares(shares, parallel)
         minibatches = _decode(share.pop("plan"))
-        held = RolloutBatch(share.pop("tokens"), share.pop("cu_tokens"), share.pop("loss_mask"), share)
+        keep_sets = KeepSets(share.pop("kept_tokens"), share.pop("kept_offsets")) if "kept_tokens" in share else None
+        held = RolloutBatch(
+            share.pop("tokens"), share.pop("cu_tokens"), share.pop("loss_mask"), vectors=share, keep_sets=keep_sets
+        )
         return cls(held, minibatches, parallel, device, pad_multiple=pad_multiple, distribution=distribution)
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
@@ -158,11 +161,14 @@ def _share(batch: RolloutBatch, plans: Sequence[MinibatchPlan], d: int, order: T
     """The tensors that data-parallel rank `d` gets."""
     part = batch.select(order)
     vectors = {name: _plain(value) for name, value in part.vectors.items() if name not in ON_RANK_0}
+    sets = part.keep_sets
+    kept = {} if sets is None else {"kept_tokens": sets.tokens, "kept_offsets": sets.offsets}
     return {
         "tokens": part.tokens,
         "cu_tokens": part.cu_tokens,
         "loss_mask": part.loss_mask,
         "plan": _encode(batch, plans, d),
+        **kept,
         **vectors,
     }
 

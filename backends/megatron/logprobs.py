@@ -14,7 +14,8 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from backends.megatron.fused_head import KeepSets, fused_logprobs
+from backends.megatron.fused_head import fused_logprobs
+from rlcore.data.batch import KeepSets
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backends.megatron.attention import PackedSequences
 from backends.megatron.layout import ALONE, PackLayout, Place, own_slots
-from rlcore.data.batch import RolloutBatch
+from rlcore.data.batch import KeepSets, RolloutBatch
 from rlcore.data.packing import padded_length
 
 
@@ -32,6 +32,7 @@ class MicroBatch:
     sequences: slice            # of its vectors with one value a sequence
     num_tokens: int             # model tokens of this rank without pads
     padding: Tensor             # bool [1, T]: True at a pad
+    keep_sets: KeepSets | None = None       # of the m targets; None: all were drawn from the whole vocabulary
     # Layer -> int16 [t, topk]: the experts that training replays, of the t slots that this rank's routers see.
     experts: dict[int, Tensor] = field(default_factory=dict)
 
@@ -99,4 +100,5 @@ def make_micro_batch(
         sequences=slice(first, last),
         num_tokens=int((where[slots] >= 0).sum()),
         padding=padding[held][None].to(device),
+        keep_sets=None if batch.keep_sets is None else batch.keep_sets.select(rows.start + own).to(device),
     )

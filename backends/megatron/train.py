@@ -75,7 +75,9 @@ class HeadOptions:
     entropy: bool = True
 
     def targets(self, micro: MicroBatch) -> Targets:
-        return Targets(micro.target_index, micro.target_tokens, self.entropy, self.temperature, self.chunk_elements)
+        return Targets(
+            micro.target_index, micro.target_tokens, self.entropy, self.temperature, self.chunk_elements, micro.keep_sets
+        )
 
 
 Loss = Callable[[MicroBatch, Any], Tensor]      # (micro-batch, the head's result for all its targets) -> weighted sum

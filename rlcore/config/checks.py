@@ -11,7 +11,7 @@ from typing import Any
 
 from rlcore.config.algorithm import EstimatorConfig
 from rlcore.config.algorithm_checks import correction, loss_terms, reward_terms
-from rlcore.config.derived import GROUP_ESTIMATORS, model_parallel_size, updates_per_step, value_at
+from rlcore.config.derived import GROUP_ESTIMATORS, model_parallel_size, truncates, updates_per_step, value_at
 from rlcore.config.policy import CriticConfig, ReferenceConfig, TeacherConfig
 from rlcore.config.problems import Problem
 from rlcore.config.reward import RewardConfig
@@ -23,7 +23,6 @@ Check = Callable[[Config], Problems]
 
 # What the configuration can say and this version cannot do: (key, values that are not available).
 NOT_AVAILABLE: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-    ("policy.logprobs.keep_sets", bool),
     ("rollout.engine.kind", lambda kind: kind == "sglang"),
     ("rollout.engine.urls", bool),
     ("rollout.engine.python", bool),
@@ -103,12 +102,12 @@ def layout(config: Config) -> Problems:
     """The parallel layout is consistent and fits the launcher."""
     parallel, cluster = config.policy.parallel, config.cluster
     if parallel.sequence and parallel.tensor == 1:
-        yield Problem("policy.parallel.sequence", "sequence parallelism needs policy.parallel.tensor > 1")
+        yield Problem("policy.parallel.sequence", "sequence parallelism needs policy.parallel.tensor > 1: set it to false")
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        yield Problem("policy.parallel.virtual_pipeline", "a virtual pipeline needs policy.parallel.pipeline > 1")
+        yield Problem("policy.parallel.virtual_pipeline", "a virtual pipeline needs policy.parallel.pipeline > 1: set it to 1")
     for key in ("first_stage_layers", "last_stage_layers"):
         if getattr(parallel, key) is not None and parallel.pipeline == 1:
-            yield Problem(f"policy.parallel.{key}", "there is one stage: it needs policy.parallel.pipeline > 1")
+            yield Problem(f"policy.parallel.{key}", "there is one stage: leave it out, or set policy.parallel.pipeline")
     model, processes = model_parallel_size(config), cluster.nodes * cluster.processes_per_node
     if cluster.launcher == "local" and cluster.nodes > 1:
         yield Problem("cluster.nodes", "the local launcher starts processes on this machine alone: use torchrun")
@@ -117,7 +116,8 @@ def layout(config: Config) -> Problems:
         message = f"the layout needs {model} processes and the local launcher starts {processes}: set "
         yield Problem(path, message + f"cluster.processes_per_node={model}, or cluster.launcher=torchrun")
     elif processes > 1 and processes % model:
-        message = f"{processes} processes do not divide into models of {model} (tensor x pipeline x context, and experts)"
+        message = f"{processes} processes do not divide into models of {model} (tensor x pipeline x context, and experts): set "
+        message += f"cluster.processes_per_node to a multiple of {model}"
         yield Problem("policy.parallel", message)
 
 
@@ -150,6 +150,18 @@ def routing(config: Config) -> Problems:
         yield Problem("policy.routing_replay", message)
     elif replay == "logprobs" and config.is_sft:
         yield Problem("policy.routing_replay", "supervised fine-tuning has no log-prob pass to replay: use 'none'")
+
+
+def keep_sets(config: Config) -> Problems:
+    """Keep-sets are recorded by the engine that draws the tokens."""
+    if not config.policy.logprobs.keep_sets:
+        return
+    path, engine = "policy.logprobs.keep_sets", config.rollout.engine
+    if config.is_sft:
+        yield Problem(path, "supervised fine-tuning draws no tokens, its labels have no sets: turn it off")
+    elif engine.kind != "embedded" and config.training.debug != "train_only":
+        message = f"engine kind {engine.kind!r} does not send the tokens that top-p and top-k left: use 'embedded', or turn "
+        yield Problem(path, message + "it off and sample with top_p 1 and no top_k")
 
 
 def optimizers(config: Config) -> Problems:
@@ -204,6 +216,7 @@ CHECKS: tuple[Check, ...] = (
     fp8,
     lengths,
     routing,
+    keep_sets,
     optimizers,
     debugging,
     data,
@@ -253,3 +266,10 @@ def notes_on(config: Config) -> Problems:
                 yield Problem(path, "is ignored: supervised fine-tuning trains on the labels alone")
     elif config.rollout.sampling.temperature == 0:
         yield Problem("rollout.sampling.temperature", "0 is greedy: the samples of a prompt are all alike")
+    elif training.debug != "train_only" and config.policy.logprobs.keep_sets != truncates(config):
+        if config.policy.logprobs.keep_sets:
+            message = "changes nothing: rollout.sampling has top_p 1 and no top_k, tokens are drawn from the whole vocabulary"
+            yield Problem("policy.logprobs.keep_sets", message)
+        else:
+            message = "tokens come from the truncated distribution and are trained on as if they came from the whole one: "
+            yield Problem("rollout.sampling", message + "consider policy.logprobs.keep_sets: true")

@@ -21,6 +21,12 @@ COEFFICIENTS = {"kl_coef": "algorithm.kl.reward_coef", "distill_coef": "algorith
 REFERENCE_FIELDS = frozenset({"kl", "ref_logprobs"})
 
 
+def truncates(config: Config) -> bool:
+    """Whether responses are drawn from a part of the vocabulary; greedy ones are not drawn at all."""
+    sampling = config.rollout.sampling
+    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+
+
 def needs_reference(config: Config, estimator_needs: Collection[str] = ()) -> bool:
     """Whether the frozen reference model is loaded.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlcore.data.sample import Sample
+from rlcore.data.token_sets import TokenSets
 
 PER_SEQUENCE = frozenset({"rewards", "group_ids", "rollout_ids", "sequence_ids", "baseline_rewards"})
 
@@ -22,6 +23,31 @@ def ragged_index(cu: Tensor, sequences: Tensor) -> Tensor:
     total = int(ends[-1]) if len(ends) else 0
     shift = torch.repeat_interleave(starts - (ends - lengths), lengths, output_size=total)
     return torch.arange(total) + shift
+
+
+@dataclass(frozen=True)
+class KeepSets:
+    """The tokens among which each of M tokens was drawn, one set behind the other; an empty set stands for the whole
+    vocabulary. A token is in its own set."""
+
+    tokens: Tensor              # int32 or int64 [K], on any device
+    offsets: Tensor             # int64 [M+1], on the CPU: set i is tokens[offsets[i] : offsets[i + 1]]
+
+    @classmethod
+    def of(cls, sets: TokenSets) -> KeepSets:
+        offsets = torch.zeros(len(sets.counts) + 1, dtype=torch.int64)
+        torch.cumsum(torch.from_numpy(sets.counts), 0, out=offsets[1:])
+        return cls(torch.from_numpy(sets.tokens), offsets)
+
+    def select(self, rows: Tensor) -> KeepSets:
+        """The sets of the tokens `rows`, int64 [m], in that order."""
+        offsets = torch.zeros(len(rows) + 1, dtype=torch.int64)
+        torch.cumsum(self.offsets.diff()[rows], 0, out=offsets[1:])
+        return KeepSets(self.tokens[ragged_index(self.offsets, rows)], offsets)
+
+    def to(self, device: torch.device) -> KeepSets:
+        """With the tokens on `device`."""
+        return KeepSets(self.tokens.to(device), self.offsets)
 
 
 @dataclass
@@ -37,6 +63,7 @@ class RolloutBatch:
     loss_mask: Tensor           # bool [T]
     vectors: dict[str, Tensor] = field(default_factory=dict)
     version: int | None = None  # of the policy that is about to be trained on it
+    keep_sets: KeepSets | None = None       # of the M trainable tokens; None: all were drawn from the whole vocabulary
 
     def __post_init__(self) -> None:
         counts = torch.zeros(len(self.loss_mask) + 1, dtype=torch.int64)
@@ -44,6 +71,9 @@ class RolloutBatch:
         self.cu_seqlens = counts[self.cu_tokens]        # int64 [B+1], over trainable tokens
         for name, value in self.vectors.items():
             self._check(name, value)
+        if self.keep_sets is not None and len(self.keep_sets.offsets) != self.num_trainable + 1:
+            sets = len(self.keep_sets.offsets) - 1
+            raise ValueError(f"batch.keep_sets holds {sets} sets, expected one for each of {self.num_trainable} tokens")
 
     def _check(self, name: str, value: Tensor) -> None:
         expected = self.num_sequences if name in PER_SEQUENCE else self.num_trainable
@@ -75,7 +105,10 @@ class RolloutBatch:
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> RolloutBatch:
-        """One batch, in order: with `baseline_rewards` if every sample has one, with `token_rewards` if any does (else 0)."""
+        """One batch, in order: with `baseline_rewards` if every sample has one, with `token_rewards` if any does (else 0).
+
+        With `keep_sets` if any has them; the tokens of the others were drawn from the whole vocabulary.
+        """
 
         def flat(arrays: list[Any], dtype: Any) -> Tensor:
             return torch.from_numpy(np.concatenate(arrays).astype(dtype)) if arrays else torch.zeros(0)
@@ -87,10 +120,15 @@ class RolloutBatch:
         if any(s.token_rewards is not None for s in samples):
             given = [np.zeros(s.num_trainable) if s.token_rewards is None else s.token_rewards for s in samples]
             optional["token_rewards"] = flat(given, np.float32)
+        keep_sets = None
+        if any(s.keep_sets is not None for s in samples):
+            sets = [TokenSets.whole(s.num_trainable) if s.keep_sets is None else s.keep_sets for s in samples]
+            keep_sets = KeepSets.of(TokenSets.joined(sets))
         return cls(
             tokens=flat([s.tokens for s in samples], np.int32),
             cu_tokens=torch.from_numpy(lengths.cumsum()),
             loss_mask=flat([s.loss_mask for s in samples], np.bool_),
+            keep_sets=keep_sets,
             vectors={
                 "rewards": torch.tensor([s.reward for s in samples], dtype=torch.float32),
                 "group_ids": torch.tensor([s.group_id for s in samples], dtype=torch.int64),
@@ -109,4 +147,5 @@ class RolloutBatch:
         cu = torch.zeros(len(rows) + 1, dtype=torch.int64)
         torch.cumsum(self.lengths[rows], 0, out=cu[1:])
         picked = {k: v[rows if k in PER_SEQUENCE else trainable] for k, v in self.vectors.items()}
-        return RolloutBatch(self.tokens[model], cu, self.loss_mask[model], picked, self.version)
+        keep_sets = None if self.keep_sets is None else self.keep_sets.select(trainable)
+        return RolloutBatch(self.tokens[model], cu, self.loss_mask[model], picked, self.version, keep_sets)

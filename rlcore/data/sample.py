@@ -8,6 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rlcore.data.token_sets import TokenSets
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -50,6 +52,7 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     baseline_reward: float | None = None    # of the greedy response to the same prompt, where the estimator needs it
     token_rewards: NDArray[np.float32] | None = None    # [m], process rewards, where the workflow gives them
+    keep_sets: TokenSets | None = None      # m sets: what each trainable token was drawn from, where the engine recorded it
 
     def __post_init__(self) -> None:
         where = f"sample {self.index} of draw {self.draw}"
@@ -72,6 +75,17 @@ class Sample:
         if covered != m:
             raise ValueError(f"{where}: version spans cover {covered} of {m} trainable tokens")
         self.check_token_rewards()
+        self._check_keep_sets(where)
+
+    def _check_keep_sets(self, where: str) -> None:
+        if self.keep_sets is None:
+            return
+        m = self.num_trainable
+        if self.keep_sets.counts.shape != (m,):
+            raise ValueError(f"{where}: {len(self.keep_sets.counts)} keep-sets, expected one for each of {m} trainable tokens")
+        missing = self.keep_sets.missing(self.tokens[self.loss_mask == 1])
+        if len(missing):
+            raise ValueError(f"{where}: the keep-set of trainable token {missing[0]} does not hold the token itself")
 
     def check_token_rewards(self) -> None:
         """Raises ValueError unless they are finite and one a trainable token; a workflow sets them after construction."""
@@ -107,6 +121,7 @@ class Sample:
         record["rollout_logprobs"] = self.rollout_logprobs.tolist()
         record["token_rewards"] = None if self.token_rewards is None else self.token_rewards.tolist()
         record["versions"] = [[s.version, s.start, s.end] for s in self.versions]
+        record["keep_sets"] = None if self.keep_sets is None else self.keep_sets.to_record()
         return record
 
     @classmethod
@@ -119,4 +134,6 @@ class Sample:
         if known.get("token_rewards") is not None:
             known["token_rewards"] = np.asarray(record["token_rewards"], dtype=np.float32)
         known["versions"] = tuple(VersionSpan(*span) for span in record["versions"])
+        if known.get("keep_sets") is not None:
+            known["keep_sets"] = TokenSets.from_record(record["keep_sets"])
         return cls(**known)

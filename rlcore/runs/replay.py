@@ -15,10 +15,11 @@ from rlcore.runs.rollouts import read_rollouts
 class ReplaySource:
     """A `RolloutSource` that gives the same recorded samples at every step.
 
-    Raises DataError for a file that holds no samples, or, with `greedy_baseline`, samples without a `baseline_reward`.
+    Raises DataError for a file that holds no samples, with `greedy_baseline` for samples without a `baseline_reward`, and
+    unless samples have keep-sets where `keep_sets` is true, and only there: their log-probs are of what was recorded.
     """
 
-    def __init__(self, path: Path, *, greedy_baseline: bool = False) -> None:
+    def __init__(self, path: Path, *, greedy_baseline: bool = False, keep_sets: bool = False) -> None:
         records = read_rollouts(path)
         if not records:
             raise DataError(f"training.replay: {path} holds no samples")
@@ -31,6 +32,10 @@ class ReplaySource:
                 f"training.replay: {path} was recorded without the greedy baselines that this estimator needs; record a step "
                 "with it, or use another estimator"
             )
+        if any((sample.keep_sets is not None) != keep_sets for sample in self.samples):
+            found, wanted = ("without", "false") if keep_sets else ("with", "true")
+            message = f"{path} was recorded {found} keep-sets: set policy.logprobs.keep_sets to {wanted}"
+            raise DataError(f"training.replay: {message}")
         self.recorded_step: int | None = records[0].get("step")
         newest = max((span.version for sample in self.samples for span in sample.versions), default=None)
         self.recorded_version: int | None = records[0].get("policy_version", newest)

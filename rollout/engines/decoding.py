@@ -23,6 +23,7 @@ from rlcore.data.sample import FinishReason, VersionSpan
 from rlcore.errors import RunFailed
 from rlcore.protocols import Completion, GenerateRequest
 from rollout.engines.causal_lm import BLOCK, CausalLM, KVCache
+from rollout.engines.keep_sets import KeepSetLog
 from rollout.engines.sampling import SamplingTable, sample_tokens, uniforms
 from rollout.engines.stopping import StopStrings, stop_id_table
 
@@ -59,6 +60,7 @@ class Decoding:
         self.stop_ids = stop_id_table([p.stop_token_ids for p in sampling], device)
         self.strings = {row: stop_strings(p.stop) for row, p in enumerate(sampling) if p.stop}
         self.table = SamplingTable.build(sampling, model.vocab_size, device)
+        self.keep_sets = KeepSetLog() if any(p.keep_sets for p in sampling) else None
         self.addresses = np.array([(r.seed, r.draw, s.sample, r.turn) for r, s in zip(own, slots)], dtype=np.uint64)
 
         width = min(self.most_new, BLOCK)
@@ -90,9 +92,11 @@ class Decoding:
             self.starts.append((version, self.made))
         logits = self._prefill() if self._cache is None else self._advance(self._cache)
         table = self.table if self.active is None else self.table.select(self.active)
-        tokens, logprobs = sample_tokens(logits, table, self._uniform())
-        self._store(tokens, logprobs)
-        self._retire(tokens)
+        drawn = sample_tokens(logits, table, self._uniform())
+        if self.keep_sets is not None:
+            self.keep_sets.add(drawn.kept, self.alive, self.active)
+        self._store(drawn.tokens, drawn.logprobs)
+        self._retire(drawn.tokens)
 
     def drop_cache(self) -> None:
         """Forget keys and values; the next step computes them again from the tokens."""
@@ -240,13 +244,17 @@ class Decoding:
         tokens = self.tokens.cpu().numpy().astype(np.int32)
         logprobs = self.logprobs.cpu().numpy()
         lengths, stopped, limits = self.lengths.tolist(), self.stopped.tolist(), self.max_new.tolist()
+        sets = None if self.keep_sets is None else self.keep_sets.sets(lengths)
         result = []
         for row, length in enumerate(lengths):
+            request = self.requests[self.slots[row].request]
             reason: FinishReason = "stop" if stopped[row] else "length" if length == limits[row] else "abort"
             if not np.isfinite(logprobs[row, :length]).all():
-                request = self.requests[self.slots[row].request]
                 raise RunFailed(f"the model's log-probs for draw {request.draw} are not finite: its weights are broken")
-            result.append(Completion(tokens[row, :length].copy(), logprobs[row, :length].copy(), reason, self._spans(length)))
+            kept = sets[row] if sets is not None and request.sampling.keep_sets else None
+            result.append(
+                Completion(tokens[row, :length].copy(), logprobs[row, :length].copy(), reason, self._spans(length), kept)
+            )
         return result
 
     def _spans(self, length: int) -> tuple[VersionSpan, ...]:

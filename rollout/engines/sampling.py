@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +55,7 @@ class SamplingTable:
     greedy: Tensor | None           # bool [R]
     top_p: Tensor | None            # float64 [R]
     top_k: Tensor | None            # int64 [R], the vocabulary size where it is off
+    truncated: Tensor | None        # bool [R]: log-probs are those of the truncated distribution, and the kept are told
 
     @classmethod
     def build(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu") -> SamplingTable:
@@ -61,6 +63,7 @@ class SamplingTable:
         greedy = [p.temperature == 0 for p in params]
         top_p = [p.top_p for p in params]
         top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
+        truncated = [p.keep_sets and p.temperature > 0 for p in params]
 
         def column(values: Sequence[float], dtype: torch.dtype, needed: bool) -> Tensor | None:
             return torch.tensor(values, dtype=dtype, device=device) if needed else None
@@ -71,11 +74,12 @@ class SamplingTable:
             greedy=column(greedy, torch.bool, any(greedy)),
             top_p=column(top_p, torch.float64, filtered),
             top_k=column(top_k, torch.int64, filtered),
+            truncated=column(truncated, torch.bool, filtered and any(truncated)),
         )
 
     def select(self, rows: Tensor) -> SamplingTable:
         """The table of some of the rows; `rows` is int64 [r]."""
-        columns = (self.temperature, self.greedy, self.top_p, self.top_k)
+        columns = (self.temperature, self.greedy, self.top_p, self.top_k, self.truncated)
         return SamplingTable(*(None if column is None else column[rows] for column in columns))
 
 
@@ -95,10 +99,19 @@ def keep_mask(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     return torch.zeros_like(within_k).scatter_(-1, order, within_k & within_p)
 
 
-def sample_tokens(logits: Tensor, table: SamplingTable, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token a row: ids int64 [R], and their log-probs float32 [R] under `logits / temperature`, unfiltered.
+class Drawn(NamedTuple):
+    """One token for each of R rows."""
 
-    `logits` is [R, V], `uniform` float64 [R] in [0, 1). Greedy rows take the arg max, with log-probs at temperature 1.
+    tokens: Tensor                  # int64 [R]
+    logprobs: Tensor                # float32 [R]
+    kept: Tensor | None = None      # bool [R, V]: what the tokens were drawn from; None where no row shall tell
+
+
+def sample_tokens(logits: Tensor, table: SamplingTable, uniform: Tensor) -> Drawn:
+    """Draw one token a row.
+
+    Log-probs are those under `logits / temperature`, of the full distribution, or, where the table says so, of the truncated
+    one. `logits` is [R, V], `uniform` float64 [R] in [0, 1). Greedy rows take the arg max, with log-probs at temperature 1.
     NaN logits give NaN log-probs.
     """
     logits = logits.float()
@@ -106,11 +119,18 @@ def sample_tokens(logits: Tensor, table: SamplingTable, uniform: Tensor) -> tupl
         logits = logits / table.temperature[:, None]
     logprobs = logits.log_softmax(-1)
     probs = logprobs.exp()
+    kept = None
     if table.top_p is not None and table.top_k is not None:
-        probs = probs * keep_mask(probs, table.top_p, table.top_k)
+        kept = keep_mask(probs, table.top_p, table.top_k)
+        probs = probs * kept
     cdf = probs.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
     tokens.clamp_(max=logits.shape[-1] - 1)     # only NaN gets there
     if table.greedy is not None:
         tokens = torch.where(table.greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
-    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+    chosen = logprobs.gather(-1, tokens)[:, 0]
+    if table.truncated is None or kept is None:
+        return Drawn(tokens[:, 0], chosen)
+    renormalised = (chosen.double() - cdf[:, -1].log()).float()     # cdf ends with the mass of what was kept
+    chosen = torch.where(table.truncated, renormalised, chosen)
+    return Drawn(tokens[:, 0], chosen, kept | ~table.truncated[:, None])

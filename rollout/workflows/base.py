@@ -56,6 +56,7 @@ def make_sample(prompt: Prompt, draw: int, index: int, completion: Completion) -
         loss_mask=mask,
         rollout_logprobs=completion.logprobs,
         versions=completion.versions,
+        keep_sets=completion.keep_sets,
         finish_reason=completion.finish_reason,
         prompt_text=prompt.text,
         label=prompt.label,

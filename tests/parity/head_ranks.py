@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.megatron.fused_head import KeepSets, fused_logprobs
+from backends.megatron.fused_head import fused_logprobs
+from rlcore.data.batch import KeepSets
 
 ROWS, HIDDEN, VOCAB, TEMPERATURE = 11, 6, 31, 0.7
 

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from backends.megatron import MegatronBackend
 from backends.megatron.export import WeightExporter
 from rlcore.credit import Credit
+from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan
+from rlcore.data.sample import Sample
 from rlcore.loop import put
 from rlcore.objective import Objective
+from rlcore.runs.rollouts import read_rollouts
 
 
 def weights(backend: MegatronBackend, model: Any, head: str) -> dict[str, Tensor]:
@@ -52,6 +55,13 @@ def read_plans(case: dict[str, Any]) -> list[MinibatchPlan] | None:
     return [make_plan(name) for name in ([names] if isinstance(names, str) else names)] if names else None
 
 
+def read_batch(case: dict[str, Any], folder: Path) -> RolloutBatch:
+    """`samples`: a file of recorded ones; None: the batch that all cases work on."""
+    if "samples" not in case:
+        return make_batch()
+    return RolloutBatch.from_samples([Sample.from_record(record) for record in read_rollouts(folder / case["samples"])])
+
+
 def run(case: dict[str, Any], folder: Path) -> None:
     begin = time.perf_counter()
     config = make_config(case, folder.parent / "models")
@@ -65,7 +75,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
         device="cpu",
     )
     root = backend.rank == 0
-    batch = make_batch() if root else None
+    batch = read_batch(case, folder.parent) if root else None
     plans = read_plans(case)
     if root and plans is None:
         assert batch is not None

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from backends.megatron.fused_head import KeepSets, fused_logprobs
+from backends.megatron.fused_head import fused_logprobs
+from rlcore.data.batch import KeepSets
 
 ROWS, HIDDEN, VOCAB, PADDED = 9, 6, 31, 40
 
@@ -35,10 +36,11 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def keep_sets(tokens: Tensor) -> KeepSets:
-    """Sets of 1 to 7 tokens; the second holds nothing but its own."""
+    """Sets of 1 to 7 tokens; the second holds nothing but its own, the third is empty: the whole vocabulary."""
     generator = torch.Generator().manual_seed(1)
     others = [torch.randint(VOCAB, (0 if i == 1 else i % 7,), generator=generator) for i in range(len(tokens))]
     sets = [torch.cat([token[None], other]).unique() for token, other in zip(tokens, others)]
+    sets[2] = sets[2][:0]
     return KeepSets(torch.cat(sets), torch.tensor([0] + [len(one) for one in sets]).cumsum(0))
 
 
@@ -48,7 +50,8 @@ def dense(
     """Row by row, over its allowed columns alone."""
     logprobs, entropies = [], []
     for row, token in enumerate(tokens.tolist()):
-        allowed = torch.arange(VOCAB) if keep is None else keep.tokens[keep.offsets[row] : keep.offsets[row + 1]]
+        kept = [] if keep is None else keep.tokens[keep.offsets[row] : keep.offsets[row + 1]].tolist()
+        allowed = torch.tensor(kept or range(VOCAB))
         log_p = (weight[allowed] @ hidden[row] / temperature).log_softmax(0)
         logprobs.append(log_p[allowed.tolist().index(token)])
         entropies.append(-(log_p.exp() * log_p).sum())

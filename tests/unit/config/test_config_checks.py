@@ -88,6 +88,10 @@ def paths(lines: list[str]) -> list[str]:
         # routing
         (["policy.routing_replay=engine"], ["policy.routing_replay"]),
         ([SFT, "policy.routing_replay=logprobs"], ["policy.routing_replay"]),
+        # keep-sets
+        ([SFT, "policy.logprobs.keep_sets=true"], ["policy.logprobs.keep_sets"]),
+        (["rollout.engine.kind=sglang", "policy.logprobs.keep_sets=true", "rollout.sampling.top_p=0.9"],
+         ["rollout.engine.kind", "policy.logprobs.keep_sets"]),
         # optimizers
         (["policy.optimizer.min_lr=1"], ["policy.optimizer.min_lr"]),
         (["critic.optimizer.decay_steps=5", "critic.optimizer.warmup_steps=5", "critic.optimizer.schedule=linear"],
@@ -176,7 +180,6 @@ def test_all_problems_are_reported_together(refusal):
 
 
 UNBUILT = {
-    "policy.logprobs.keep_sets": "true",
     "rollout.engine.kind": "sglang",
     "rollout.engine.urls": "['http://x']",
     "rollout.engine.python": "/x/python",
@@ -213,6 +216,9 @@ def test_what_is_not_built_yet_says_so(refusal, path):
         (["policy.optimizer.decay_steps=3", "policy.optimizer.schedule=cosine"], []),
         (["evaluation.samples_per_prompt=4"], ["evaluation.samples_per_prompt"]),
         (["rollout.sampling.temperature=0"], ["rollout.sampling.temperature"]),
+        (["policy.logprobs.keep_sets=true"], ["policy.logprobs.keep_sets"]),
+        (["policy.logprobs.keep_sets=true", "rollout.sampling.top_k=5"], []),
+        (["rollout.sampling.top_p=0.9"], ["rollout.sampling"]),
         ([SFT, "rollout.prompts_per_step=4", "reward.workers=1", "critic.path=x", "reference.path=x", "teacher.path=x",
           "algorithm.estimator.name=ppo"],
          ["reward", "rollout", "critic", "reference", "teacher", "algorithm.estimator"]),

@@ -112,7 +112,8 @@ def test_draws_follow_the_distribution(params):
 def test_logprobs_are_of_the_tempered_unfiltered_distribution():
     logits = torch.randn(6, 31, generator=torch.Generator().manual_seed(2))
     params = [SamplingParams(1, temperature=t, top_p=p) for t, p in [(1, 1), (0.5, 1), (2, 0.3), (0, 1), (1, 0.1), (0, 0.5)]]
-    tokens, logprobs = sample_tokens(logits, SamplingTable.build(params, 31), torch.rand(6, dtype=torch.float64))
+    tokens, logprobs, kept = sample_tokens(logits, SamplingTable.build(params, 31), torch.rand(6, dtype=torch.float64))
+    assert kept is None
     for row, p in enumerate(params):
         full = (logits[row] / (p.temperature or 1.0)).log_softmax(-1)
         assert logprobs[row].item() == pytest.approx(full[tokens[row]].item(), abs=1e-6)
@@ -120,10 +121,26 @@ def test_logprobs_are_of_the_tempered_unfiltered_distribution():
             assert tokens[row] == logits[row].argmax()
 
 
+def test_with_keep_sets_logprobs_are_of_what_was_drawn_from():
+    logits = torch.randn(6, 31, generator=torch.Generator().manual_seed(2))
+    settings = [(1, 1, -1), (0.5, 0.6, -1), (2, 1, 5), (0.8, 0.5, 9), (0, 0.5, 3), (1, 1e-6, -1)]
+    params = [SamplingParams(1, temperature=t, top_p=p, top_k=k, keep_sets=True) for t, p, k in settings]
+    plain = [SamplingParams(1, temperature=t, top_p=p, top_k=k) for t, p, k in settings]
+    uniform = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    tokens, logprobs, kept = sample_tokens(logits, SamplingTable.build(params, 31), uniform)
+    assert torch.equal(tokens, sample_tokens(logits, SamplingTable.build(plain, 31), uniform).tokens)
+    for row, p in enumerate(params):
+        full = (logits[row].double() / (p.temperature or 1.0)).log_softmax(-1)
+        allowed = reference_keep(full.exp().numpy(), p.top_p, p.top_k) if p.temperature else set(range(31))
+        assert set(kept[row].nonzero()[:, 0].tolist()) == allowed
+        among = full[sorted(allowed)].log_softmax(-1)
+        assert logprobs[row].item() == pytest.approx(among[sorted(allowed).index(int(tokens[row]))].item(), abs=1e-6)
+
+
 def test_a_row_is_drawn_alike_in_any_company():
     logits = torch.randn(5, 31, generator=torch.Generator().manual_seed(3))
     params = [SamplingParams(1), SamplingParams(1, top_p=0.5), SamplingParams(1, temperature=0), SamplingParams(1, 0.7),
-              SamplingParams(1, top_k=2)]
+              SamplingParams(1, top_k=2, keep_sets=True)]
     uniform = torch.from_numpy(uniforms(1, np.arange(5), 0, 0, 0))
     table = SamplingTable.build(params, 31)
     together = sample_tokens(logits, table, uniform)[0]
@@ -137,5 +154,5 @@ def test_a_row_is_drawn_alike_in_any_company():
 def test_the_edges_of_the_uniform_never_reach_an_impossible_token():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).expand(2, -1)
     uniform = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
-    tokens, _ = sample_tokens(logits, SamplingTable.build([SamplingParams(1)] * 2, 5), uniform)
+    tokens = sample_tokens(logits, SamplingTable.build([SamplingParams(1)] * 2, 5), uniform).tokens
     assert tokens.tolist() == [1, 3]

@@ -1,0 +1,46 @@
+"""Runs that sample with top-p: with keep-sets the trainer scores responses as the engine in its own process drew them."""
+
+from __future__ import annotations
+
+import pytest
+from lab import LEARNING, Lab, Run
+
+from rlcore.data.sample import Sample
+from rlcore.runs.rollouts import read_rollouts
+
+TOP_P = (*LEARNING, "rollout.sampling.top_p=0.6", "rollout.sampling.top_k=12", "algorithm.minibatches=2", "training.steps=2",
+         "algorithm.kl.loss_coef=0.1")  # fmt: skip
+KEEP = "policy.logprobs.keep_sets=true"
+GAP, LOGPROBS = "rollout/train_rollout_logprob_diff", "rollout_logprobs"
+
+
+@pytest.fixture(scope="module")
+def kept(lab: Lab) -> Run:
+    run = lab.train("kept", *TOP_P, KEEP, "rollout.engine.in_process=false", "checkpoint.every=1", "checkpoint.keep=9")
+    assert run.code == 0, run.err
+    return run
+
+
+def test_the_trainer_agrees_with_the_engine_on_truncated_responses(lab: Lab, kept: Run) -> None:
+    whole = lab.train("not kept", *TOP_P, "training.steps=1")
+    assert whole.lines("trained on as if they came from the whole one")
+    assert all(row[GAP] < 1e-5 for row in kept.metrics)
+    # The same responses, since they do not depend on what is told of them; over fewer tokens each is more probable.
+    pairs = zip(read_rollouts(kept.rollouts(1)), read_rollouts(whole.rollouts(1)), strict=True)
+    assert all(a["tokens"] == b["tokens"] and sum(a[LOGPROBS]) > sum(b[LOGPROBS]) + 0.1 for a, b in pairs)
+    assert kept.rows[1]["policy/entropy_avg"] < whole.rows[1]["policy/entropy_avg"] - 0.1
+    samples = [Sample.from_record(record) for record in read_rollouts(kept.rollouts(2))]
+    assert all(sample.keep_sets is not None and sample.keep_sets.counts.max(initial=0) <= 12 for sample in samples)
+    assert any(sample.keep_sets is not None and sample.keep_sets.counts.any() for sample in samples)
+
+
+def test_a_replay_scores_the_recorded_sets(lab: Lab, kept: Run) -> None:
+    given = ("training.debug=train_only", "training.steps=1", f"training.replay={kept.rollouts(2)}",
+             f"training.replay_from={kept.checkpoint(1)}")  # fmt: skip
+    replay = lab.command("train", str(kept.folder / "config.yaml"), "run.name=kept again", *given, name="kept again")
+    assert replay.code == 0, replay.err
+    for name in (GAP, "loss/policy_avg", "train/grad_norm", "rollout/kl", "policy/entropy_avg"):
+        assert replay.rows[1][name] == kept.rows[2][name], name
+    refused = lab.train("kept refused", *TOP_P, *given)
+    assert refused.code == 2
+    assert "recorded with keep-sets: set policy.logprobs.keep_sets to true" in refused.err

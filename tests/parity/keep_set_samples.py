@@ -1,0 +1,88 @@
+"""Samples as the embedded engine draws them with top-k and top-p: those of test_keep_sets.py."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cases import TEMPERATURE, VOCAB
+from numpy.typing import NDArray
+
+from rlcore.config.rollout import EngineConfig
+from rlcore.data.sample import Sample, VersionSpan
+from rlcore.data.token_sets import TokenSets
+from rlcore.protocols import Completion, GenerateRequest, Prompt, SamplingParams
+from rlcore.weights import TensorSpec, cut_buckets
+from rollout.engines.embedded import EmbeddedEngine
+from rollout.workflows.base import make_sample
+
+TRUNCATED = SamplingParams(max_new_tokens=9, temperature=TEMPERATURE, top_p=0.8, top_k=12, keep_sets=True)
+OTHERS = {3: replace(TRUNCATED, top_k=2), 4: replace(TRUNCATED, top_p=1.0, top_k=-1), 8: replace(TRUNCATED, top_p=0.3)}
+NOTHING = Completion(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), "abort", (), TokenSets.whole(0))
+TOOL = np.array([3, 1, 4, 1, 5], dtype=np.int32)
+
+
+async def publish(engine: EmbeddedEngine, model: torch.nn.Module) -> None:
+    named = dict(model.named_parameters())
+    buckets = cut_buckets((TensorSpec(name, tuple(p.shape), "float32") for name, p in named.items()), 1 << 20)
+    await engine.pause("drain")
+    await engine.begin_update(buckets)
+    for bucket in buckets:
+        flat = torch.cat([named[spec.name].detach().reshape(-1).view(torch.uint8) for spec in bucket.tensors])
+        await engine.receive_bucket(bucket.index, flat)
+    await engine.end_update()
+    await engine.set_version(1)
+    await engine.resume()
+
+
+def prompt(size: int) -> Prompt:
+    tokens = np.random.default_rng(size).integers(0, VOCAB, size, dtype=np.int32)
+    return Prompt(prompt_id=f"test:{size}", tokens=tokens, text="", label=None, row={})
+
+
+def with_tool(first: Sample, second: Completion) -> Sample:
+    """Two turns and, between them, tokens that nobody drew."""
+    assert first.keep_sets is not None
+    assert second.keep_sets is not None
+    m = first.num_trainable
+    return replace(
+        first,
+        tokens=np.concatenate([first.tokens, TOOL, second.tokens]),
+        loss_mask=np.concatenate([first.loss_mask, np.zeros_like(TOOL, np.uint8), np.ones_like(second.tokens, np.uint8)]),
+        rollout_logprobs=np.concatenate([first.rollout_logprobs, second.logprobs]),
+        versions=(VersionSpan(1, 0, m + len(second.tokens)),),
+        keep_sets=TokenSets.joined([first.keep_sets, second.keep_sets]),
+        turns=2,
+    )
+
+
+def draw_samples(folder: Path, model: torch.nn.Module, *, device: str = "cpu") -> list[Sample]:
+    """Nine: two of them with a tool's answer inside, two without a response, one from the whole vocabulary."""
+
+    async def main() -> list[Sample]:
+        engine = EmbeddedEngine(str(folder), config=EngineConfig(device=device, request_timeout_s=60.0), dtype="fp32")
+        await engine.start()
+        await publish(engine, model)
+
+        async def ask(tokens: NDArray[np.int32], draw: int, turn: int, **changes: Any) -> Completion:
+            sampling = replace(OTHERS.get(draw, TRUNCATED), **changes)
+            return (await engine.generate([GenerateRequest(tokens, sampling, draw, turn=turn)]))[0][0]
+
+        samples = []
+        for draw, size in enumerate([4, 1, 6, 3, 5, 2, 7, 10, 3]):
+            given = prompt(size)
+            made = NOTHING if draw in (2, 6) else await ask(given.tokens, draw, 0, max_new_tokens=5 + 2 * draw)
+            sample = make_sample(given, draw, 0, made)
+            if draw in (5, 7):
+                sample = with_tool(sample, await ask(np.concatenate([sample.tokens, TOOL]), draw, 1))
+            sample.reward = float(draw % 3)
+            sample.group_id = draw % 2
+            samples.append(sample)
+        await engine.close()
+        return samples
+
+    return asyncio.run(asyncio.wait_for(main(), 60))

@@ -1,0 +1,152 @@
+"""With top-k and top-p the trainer trains the distribution that the engine drew from, on every layout."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from cases import ENTROPY_COEF, KL_COEF, PLANS, TEMPERATURE, VOCAB, make_vectors
+from keep_set_samples import draw_samples
+from spawn import run_ranks
+from torch import Tensor
+
+from rlcore.data.batch import RolloutBatch
+from rlcore.data.sample import Sample
+from rlcore.runs.rollouts import write_rollouts
+
+RANKS = Path(__file__).with_name("parity_ranks.py")
+HALVES: dict[str, Any] = {"model": "qwen3", "plan": ["half0", "half1"], "update": 1, "samples": "kept"}
+
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        {"name": "off", **HALVES, "samples": "plain"},
+        {"name": "on", **HALVES, "chunk_elements": 40},
+        {"name": "uneven", **HALVES, "plan": "uneven", "update": 0},
+        {"name": "on_policy", **HALVES, "plan": "uneven", "update": 0, "algorithm": {"old_logprobs": "rollout"}},
+        {"name": "off_policy", **HALVES, "plan": "uneven", "update": 0, "algorithm": {"old_logprobs": "rollout"},
+         "samples": "plain"},
+    ],
+    2: [
+        {"name": "tp2", **HALVES, "parallel": {"tensor": 2, "sequence": True}},
+        {"name": "pp2", **HALVES, "parallel": {"pipeline": 2}},
+        {"name": "cp2", **HALVES, "parallel": {"context": 2}},
+        {"name": "dp2", **HALVES, "plan": "starved", "update": 0},
+    ],
+}  # fmt: skip
+KEPT = [case for cases in CASES.values() for case in cases if case["samples"] == "kept" and "algorithm" not in case]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("keep_sets")
+    oracle.write_models(base / "models", only=("qwen3",))
+    return base
+
+
+@pytest.fixture(scope="module")
+def samples(folder: Path) -> list[Sample]:
+    """As recorded by a run, and once more without their sets."""
+    torch.set_num_threads(1)
+    drawn = draw_samples(folder / "models" / "qwen3", oracle._load(folder / "models" / "qwen3").float())
+    write_rollouts(folder / "kept", 1, drawn)
+    kept = [sample.keep_sets for sample in drawn]
+    for sample in drawn:
+        sample.keep_sets = None
+    write_rollouts(folder / "plain", 1, drawn)
+    for sample, sets in zip(drawn, kept):
+        sample.keep_sets = sets
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, samples: list[Sample]) -> dict[str, dict[str, Any]]:
+    for size, cases in CASES.items():
+        run_ranks(RANKS, size, folder / f"world{size}", cases, deadline_s=300)
+    return {case["name"]: torch.load(folder / f"world{size}" / f"{case['name']}.pt", weights_only=False)
+            for size, cases in CASES.items() for case in cases}  # fmt: skip
+
+
+def sequences_of(case: dict[str, Any]) -> list[int]:
+    """Those of the optimizer step whose gradients are looked at."""
+    plan = case["plan"] if isinstance(case["plan"], str) else case["plan"][case["update"]]
+    return [i for rank in PLANS[plan] for micro in rank for i in micro]
+
+
+def expected(folder: Path, samples: list[Sample], sequences: list[int]) -> dict[str, Any]:
+    """Log-probs and entropy [M] of all, and the gradients of a step on `sequences`, in plain torch, float64."""
+    model = oracle._load(folder / "models" / "qwen3")
+    v = {name: value.double() for name, value in make_vectors(sum(s.num_trainable for s in samples)).items()}
+    logprobs, entropies, at, total = [], [], 0, torch.zeros((), dtype=torch.float64)
+    for i, sample in enumerate(samples):
+        assert sample.keep_sets is not None
+        trainable = torch.from_numpy(sample.loss_mask).nonzero()[:, 0]
+        text = torch.from_numpy(sample.tokens).long()
+        logits = model(text[None]).logits[0, trainable - 1] / TEMPERATURE
+        masks = torch.zeros(len(trainable), VOCAB, dtype=torch.bool)
+        cu = [0, *sample.keep_sets.counts.cumsum().tolist()]
+        for row, (start, end) in enumerate(pairwise(cu)):
+            masks[row, sample.keep_sets.tokens[start:end].tolist() if end > start else slice(None)] = True
+        log_p = logits.masked_fill(~masks, -torch.inf).log_softmax(-1)
+        own = log_p.gather(1, text[trainable, None])[:, 0]
+        entropy = -(log_p.exp() * log_p.masked_fill(~masks, 0.0)).sum(-1)
+        rows = slice(at, at + len(trainable))
+        at = rows.stop
+        logprobs.append(own.detach())
+        entropies.append(entropy.detach())
+        if i in sequences:
+            ratio, advantage, gap = (own - v["old_logprobs"][rows]).exp(), v["advantages"][rows], v["ref_logprobs"][rows] - own
+            surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - 0.2, 1 + 0.3))
+            per_token = surrogate + KL_COEF * (gap.exp() - gap - 1) - ENTROPY_COEF * entropy
+            total = total + (v["weights"][rows] * per_token).sum()
+    total.backward()
+    return {"logprobs": torch.cat(logprobs), "entropy": torch.cat(entropies), "gradients": oracle._gradients(model)}
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm().clamp(min=1e-12))
+
+
+def test_the_samples_are_what_they_are_for(samples: list[Sample]) -> None:
+    batch = RolloutBatch.from_samples(samples)
+    assert batch.keep_sets is not None
+    counts = batch.keep_sets.offsets.diff()
+    assert {0, 1} <= set(counts.tolist())
+    assert counts.max() > 4
+    assert batch.num_trainable_each.count(0) == 2
+    assert sum(sample.turns == 2 for sample in samples) == 2
+
+
+@pytest.mark.parametrize("case", KEPT, ids=lambda case: str(case["name"]))
+def test_engine_and_trainer_agree_and_gradients_are_those_of_the_truncated_distribution(
+    case: dict[str, Any], results: dict[str, dict[str, Any]], folder: Path, samples: list[Sample]
+) -> None:
+    result, wanted = results[case["name"]], expected(folder, samples, sequences_of(case))
+    engine = RolloutBatch.from_samples(samples).vectors["rollout_logprobs"]
+    torch.testing.assert_close(result["scores"]["logprobs"], engine, atol=1e-5, rtol=0)
+    torch.testing.assert_close(result["reference"]["logprobs"], engine, atol=1e-5, rtol=0)
+    torch.testing.assert_close(result["scores"]["logprobs"].double(), wanted["logprobs"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(result["scores"]["entropy"].double(), wanted["entropy"], atol=1e-5, rtol=0)
+    got = result["gradients"]["policy"]
+    assert set(got) == set(wanted["gradients"])
+    worst = max(got, key=lambda name: relative(got[name], wanted["gradients"][name]))
+    assert relative(got[worst], wanted["gradients"][worst]) < 1e-5, worst
+
+
+def test_without_the_sets_engine_and_trainer_differ(results: dict[str, dict[str, Any]], samples: list[Sample]) -> None:
+    engine = RolloutBatch.from_samples(samples).vectors["rollout_logprobs"]
+    gap = (results["off"]["scores"]["logprobs"] - engine).abs()
+    assert gap.mean() > 0.1
+    assert relative(results["off"]["gradients"]["policy"]["lm_head.weight"],
+                    results["on"]["gradients"]["policy"]["lm_head.weight"]) > 0.01  # fmt: skip
+
+
+def test_a_step_on_policy_has_a_ratio_of_one(results: dict[str, dict[str, Any]]) -> None:
+    on, off = results["on_policy"]["metrics"], results["off_policy"]["metrics"]
+    assert on["val/ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert abs(on["policy/approxkl_avg"]) < 1e-8
+    assert abs(off["val/ratio"] - 1.0) > 0.01
+    assert off["policy/approxkl_avg"] > 1e-3
