@@ -1,4 +1,4 @@
-"""Training checkpoints: models, optimizers and schedules, loadable under another TP x PP x DP.
+"""Training checkpoints: models, optimizers and schedules, loadable under every other layout.
 
     <folder>/checkpoint.json        what is in it: architectures, dtype, optimizers, the size of every file; written last
              policy/                one torch_dist checkpoint a model
@@ -10,18 +10,17 @@ A folder without checkpoint.json is not a checkpoint. Whether the run uses it is
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import Tensor, nn
+from torch import nn
 
+from backends.megatron.checkpoint_distributed import mended_state
 from backends.megatron.checkpoint_errors import read_errors, write_errors
-from backends.megatron.checkpoint_io import HostCopies, plan_sharded, read_sharded, write_sharded
-from backends.megatron.checkpoint_kinds import completed, tensors_of_other_kind
+from backends.megatron.checkpoint_io import HostCopies, plan_sharded, read_sharded, saved_names, write_sharded
+from backends.megatron.checkpoint_optimizer import METADATA, completed, tensors_as_saved
 from backends.megatron.checkpoint_pending import PendingCheckpoint
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.names import unwrap
@@ -35,6 +34,7 @@ from rlcore.runs.files import files_in, sync_tree, write_atomic
 
 MANIFEST = "checkpoint.json"
 _FORMAT = 1
+_AXES = ("tp", "pp", "dp", "cp", "ep", "etp")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _seal(folder: Path, described: Mapping[str, Any], parallel: ParallelState) -
             sync_tree(folder)
             manifest = {
                 "format": _FORMAT,
-                "layout": {"tp": parallel.tp_size, "pp": parallel.pp_size, "dp": parallel.dp_size, "cp": parallel.cp_size},
+                "layout": {axis: getattr(parallel, f"{axis}_size") for axis in _AXES},
                 "models": described,
                 "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files_in(folder)},
             }
@@ -113,7 +113,7 @@ def load_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
     for model in models:
         described = manifest["models"][model.name]
         _check_same(folder, model, described, parallel)
-        _load(folder, model, parallel, taken=described["steps_taken"], distributed=described["distributed_optimizer"])
+        _load(folder, model, parallel, taken=described["steps_taken"])
 
 
 def load_weights(
@@ -130,7 +130,7 @@ def load_weights(
 
 
 def saved_layout(folder: Path) -> str:
-    """The layout that a checkpoint was saved under, for people: "TP 2 x PP 1 x DP 1 x CP 1"."""
+    """The layout that a checkpoint was saved under, for people: "TP 2 x PP 1 x DP 1 x CP 1 x EP 1 x ETP 2"."""
     layout: dict[str, int] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["layout"]
     return " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
 
@@ -140,76 +140,32 @@ def saved_layout(folder: Path) -> str:
 
 def _sharded_state(model: Saved, parallel: ParallelState, *, is_loading: bool, optimizer: bool = True) -> dict[str, Any]:
     """The sharded weights, one entry a chunk, and the optimizer's state where it has any."""
-    metadata = {"dp_cp_group": parallel.dp_cp_group, "distrib_optim_sharding_type": "fully_reshardable"}
+    metadata = {"dp_cp_group": parallel.dp_cp_group, **METADATA}
     state: dict[str, Any] = {
         f"model{index}": unwrap(chunk).sharded_state_dict(prefix="", metadata=metadata)     # type: ignore[operator]
         for index, chunk in enumerate(model.chunks)
     }
     if optimizer and model.optimizer is not None and (is_loading or model.optimizer.steps_taken):
-        with _bucket_padding_counted(model.optimizer):
+        with mended_state(model.optimizer):
             state["optimizer"] = model.optimizer.megatron.sharded_state_dict(
                 dict(state), is_loading=is_loading, metadata=metadata
             )
     return state
 
 
-@contextmanager
-def _bucket_padding_counted(optimizer: ScheduledOptimizer) -> Iterator[None]:
-    """While open, the distributed optimizer gathers its state with the padding between its buckets.
-
-    megatron-core 0.16.1 leaves the padding out but slices by offsets that count it, so every parameter behind the first
-    padded bucket would be saved shifted or as zeros: with tied embeddings over pipeline stages, for one.
-    """
-    parts: list[Any] = [part for part in optimizer.parts if isinstance(part, DistributedOptimizer)]
-
-    def counting(part: Any) -> Callable[..., Any]:
-        gather = part.get_parameter_state_dp_zero
-
-        def gather_padded(**options: Any) -> Any:
-            state = gather(**options)
-            for index, buffer in enumerate(part.buffers):
-                for tensors in state[index].values() if state is not None else ():
-                    tensors.update({k: _pad_buckets(buffer, v) for k, v in tensors.items() if isinstance(v, Tensor)})
-            return state
-
-        return gather_padded
-
-    for part in parts:
-        part.get_parameter_state_dp_zero = counting(part)
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part.get_parameter_state_dp_zero
-
-
-def _pad_buckets(buffer: Any, dense: Tensor) -> Tensor:
-    """`dense`: the buckets of a gradient buffer one behind the other -> each at its own offset, zeros between them."""
-    padded = dense.new_zeros(buffer.numel)
-    at = 0
-    for bucket in buffer.buckets:
-        padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = dense[at : at + bucket.numel_unpadded]
-        at += bucket.numel_unpadded
-    return padded
-
-
-def _load(
-    folder: Path, model: Saved, parallel: ParallelState, *, taken: int, distributed: bool = False, skip: tuple[str, ...] = ()
-) -> None:
-    """Before the first step AdamW has no state, so a checkpoint of then (`taken` 0) holds none.
-
-    `distributed`: the kind of optimizer that was saved.
-    """
+def _load(folder: Path, model: Saved, parallel: ParallelState, *, taken: int, skip: tuple[str, ...] = ()) -> None:
+    """Before the first step AdamW has no state, so a checkpoint of then (`taken` 0) holds none."""
     if taken and model.optimizer is not None:
         model.optimizer.prepare_for_load()
     wanted = _sharded_state(model, parallel, is_loading=True, optimizer=bool(taken))
     for index in range(len(model.chunks)):
         for key in skip:
             wanted[f"model{index}"].pop(key, None)
-    other = None        # the state of an optimizer of another kind than was saved
-    if "optimizer" in wanted and model.optimizer is not None and model.optimizer.config.distributed != distributed:
-        other, fp32 = wanted.pop("optimizer"), _dtype(model) == "float32"
-        wanted["tensors"] = tensors_of_other_kind(other, distributed=not distributed, fp32=fp32)
+    optimizer = wanted.pop("optimizer", None)
+    if optimizer is not None:
+        with together(parallel, f"reading the checkpoint {folder}"), read_errors(folder / model.name):
+            names = saved_names(folder / model.name)
+        wanted["tensors"] = tensors_as_saved(optimizer, names, fp32=_dtype(model) == "float32")
     with read_errors(folder / model.name):
         state = read_sharded(wanted, folder / model.name)
     for index, chunk in enumerate(model.chunks):
@@ -217,8 +173,7 @@ def _load(
     if model.optimizer is None:
         return
     if taken:
-        loaded = state["optimizer"] if other is None else completed(other, state["tensors"], taken=taken)
-        model.optimizer.load_megatron_state(loaded)
+        model.optimizer.load_megatron_state(completed(optimizer, state["tensors"], taken=taken))
     else:
         model.optimizer.megatron.reload_model_params()
     model.optimizer.steps_taken = taken

@@ -55,6 +55,11 @@ def read_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     return loaded
 
 
+def saved_names(folder: Path) -> list[str]:
+    """The names of all tensors that `write_sharded` saved."""
+    return list(dist_checkpointing.load_tensors_metadata(str(folder)))
+
+
 class HostCopies:
     """Host memory, pinned for what lies on a GPU, that tensors are copied into. Kept, so that every save uses the same."""
 

@@ -6,11 +6,13 @@ works element by element: all layouts must agree to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from optimizer_state import export_state
 from torch import nn
 
 from backends.megatron.convert.architecture import Architecture, read_architecture
@@ -20,6 +22,7 @@ from backends.megatron.cpu import importing_megatron
 
 with importing_megatron():
     from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint
+    from backends.megatron.checkpoint_optimizer import METADATA
     from backends.megatron.export import WeightExporter, export_hf
     from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
     from backends.megatron.optimizer import ScheduledOptimizer
@@ -38,8 +41,7 @@ class Trained:
     ) -> None:
         arch = read_architecture(source)
         config = transformer_config(arch, layout, variant["dtype"], torch.device("cpu"), {})
-        padded = padded_vocab_size(arch.vocab_size, 1, layout.tensor)
-        built = build_chunks(arch, config, padded_vocab=padded, value_head=name == "critic", seed=1)
+        built = build(arch, config, layout, value_head=name == "critic")
         load_hf(built, arch, source, parallel)
         modules = with_gradients(in_dtype(built, config), config, distributed_optimizer=variant["distributed"])
         optimizer_config = OptimizerConfig(
@@ -49,6 +51,10 @@ class Trained:
             optimizer_config, modules, params_dtype=DTYPES[variant["dtype"]], total_steps=10
         )
         self.saved = Saved(name, arch, modules, self.optimizer)
+        self.blank = []
+        if variant.get("optimizer_state"):
+            blank_config = transformer_config(arch, layout, "fp32", torch.device("cpu"), {})
+            self.blank = build(arch, blank_config, layout, value_head=name == "critic")
         self.source, self.parallel, self.dtype = source, parallel, DTYPES[variant["dtype"]]
         self.gradients = read_gradients(modules, arch, source, parallel)
 
@@ -58,9 +64,19 @@ class Trained:
         assert not self.optimizer.step().skipped
 
     def export(self, folder: Path) -> None:
-        head = "value" if self.saved.name == "critic" else "lm"
-        exporter = WeightExporter(self.saved.chunks, self.saved.arch, self.parallel, dtype=self.dtype, head=head)
+        """The weights; where the variant asks for it, the optimizer's state beside them."""
+        chunks, arch, head = self.saved.chunks, self.saved.arch, self.saved.head
+        exporter = WeightExporter(chunks, arch, self.parallel, dtype=self.dtype, head=head)
         export_hf(exporter, folder / self.saved.name)
+        if self.blank:
+            export_state(
+                folder / f"{self.saved.name}_optimizer", self.optimizer, chunks, self.blank, arch, self.parallel, head=head
+            )
+
+
+def build(arch: Architecture, config: Any, layout: ParallelConfig, *, value_head: bool) -> list[Any]:
+    padded = padded_vocab_size(arch.vocab_size, 1, layout.tensor)
+    return build_chunks(arch, config, padded_vocab=padded, value_head=value_head, seed=1)
 
 
 def read_gradients(
@@ -76,6 +92,14 @@ def read_gradients(
     return [(parameter, gradient.clone()) for parameter, gradient in found]
 
 
+@contextmanager
+def numbered_optimizers() -> Iterator[None]:
+    """Inside, names are those of a checkpoint that was written without `chained_optim_avoid_prefix`."""
+    METADATA["chained_optim_avoid_prefix"] = False
+    yield
+    METADATA["chained_optim_avoid_prefix"] = True
+
+
 def train_and_save_or_load(job: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
     """Two steps and a save, or a load; then a third step. Exports before and after it."""
     variant = job["variant"]
@@ -86,7 +110,8 @@ def train_and_save_or_load(job: dict[str, Any], layout: ParallelConfig, parallel
             if not (variant.get("critic_warmup") and model.saved.name == "policy"):
                 model.step(0)
                 model.step(1)
-        save_checkpoint(Path(job["save"]), saved, parallel)
+        with numbered_optimizers() if variant.get("numbered") else nullcontext():
+            save_checkpoint(Path(job["save"]), saved, parallel)
     else:
         load_checkpoint(Path(job["load"]), saved, parallel)
     for model in models:

@@ -1,33 +1,49 @@
-"""Optimizer state saved by the plain optimizer and loaded into the distributed one, or the other way round.
+"""Optimizer state in a checkpoint: tensors, under names that say nothing of the layout or of the kind of optimizer.
 
-Both kinds save each parameter's moments in the parameter's own shape, as `optimizer.state.exp_avg.<parameter>`. What differs is
-the name of the fp32 masters (in fp32 the weights are the masters) and everything around the tensors. So only tensors are read;
-what is around them is the loading optimizer's own.
+Each parameter has its moments, and below fp32 its master, in its own shape, as `optimizer.state.exp_avg.<parameter>`. Megatron
+has more in these names: the number of the optimizer, since experts over several ranks get one of their own, and for each kind
+another word for the masters. And what is around the tensors (groups, step counts) has the shape of the optimizers that saved.
+So only tensors are read, by whatever name the checkpoint has for them; what is around them is the loading optimizer's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 
-_MASTERS = {False: "optimizer.state.fp32_param.", True: "optimizer.state.param."}       # by "is distributed"
+# For Megatron's `sharded_state_dict`: whole tensors from the distributed optimizer, no optimizer's number before names.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+_MASTERS = "optimizer.state.param."                 # of the distributed optimizer
+_PLAIN_MASTERS = "optimizer.state.fp32_param."
+_NUMBERED = re.compile(r"^chained_\d+\.")           # in checkpoints written without `chained_optim_avoid_prefix`
 
 
-def tensors_of_other_kind(wanted: Any, *, distributed: bool, fp32: bool) -> Any:
-    """The tensors of `wanted`, a sharded state of the optimizer that loads, under the names that the other kind gives them.
+def tensors_as_saved(wanted: Any, saved: Iterable[str], *, fp32: bool) -> Any:
+    """The tensors of `wanted`, a sharded state of the optimizer that loads, under the names that a checkpoint gives them.
 
-    `distributed`: the kind that loads. `fp32`: masters are left out, since the weights are read anyway.
+    A tensor that the checkpoint lacks keeps its name: reading says so.
+
+    Args:
+        saved: the names of all tensors of the checkpoint.
+        fp32: masters are left out, since they are the weights, which are read anyway.
     """
-    mine, theirs = _MASTERS[distributed], _MASTERS[not distributed]
+    names = {_plain_name(name): name for name in saved}
 
     def renamed(tensor: Any) -> Any:
-        return None if fp32 and mine in tensor.key else replace(tensor, key=tensor.key.replace(mine, theirs))
+        name = _plain_name(tensor.key)
+        return None if fp32 and name.startswith(_MASTERS) else replace(tensor, key=names.get(name, tensor.key))
 
     return _tensors(wanted, renamed)
+
+
+def _plain_name(name: str) -> str:
+    return _NUMBERED.sub("", name).replace(_PLAIN_MASTERS, _MASTERS, 1)
 
 
 def _tensors(state: Any, change: Callable[[Any], Any]) -> Any:

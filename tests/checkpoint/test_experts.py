@@ -1,0 +1,92 @@
+"""Models with experts: weights and every tensor of the optimizer's state go from any layout to any other, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expert_plan import DEFAULT_CASES, DEFAULT_WORLDS, FULL_CASES, FULL_WORLDS, LAYOUTS, MODEL, Case, Worlds, variant_of
+from gloo_world import run_world
+from hf_folders import write_model
+from optimizer_state import KEYS
+from world_outputs import Outputs, read_weights
+
+from backends.megatron.checkpoint import saved_layout
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+    return _run(tmp_path_factory.mktemp("experts"), DEFAULT_WORLDS, DEFAULT_CASES)
+
+
+@pytest.fixture(scope="module")
+def full_outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+    return _run(tmp_path_factory.mktemp("experts_full"), FULL_WORLDS, FULL_CASES)
+
+
+@pytest.mark.parametrize("case", DEFAULT_CASES, ids="-".join)
+def test_state_and_next_step_are_bit_equal(outputs: Outputs, case: Case) -> None:
+    check(outputs, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", FULL_CASES, ids="-".join)
+def test_from_every_layout(full_outputs: Outputs, case: Case) -> None:
+    check(full_outputs, case)
+
+
+def test_a_checkpoint_tells_how_experts_lay(outputs: Outputs) -> None:
+    variant, source, *_ = DEFAULT_CASES[1]
+    assert saved_layout(outputs.checkpoint(variant, source)) == "TP 1 x PP 1 x DP 2 x CP 1 x EP 2 x ETP 1"
+
+
+def check(outputs: Outputs, case: Case) -> None:
+    """Loaded equals saved: weights, masters, both moments, before and after one more step, which changes them all."""
+    variant, source, into, target = case
+    saved, loaded = ({
+        when: read_weights(folder(outputs, when, variant, source, *other)) for when in ("before", "after")
+    } for other in ((), (into, target)))  # fmt: skip
+    names = saved["before"].keys()
+    assert {name.split("/")[1] for name in names if name.startswith("policy_optimizer/")} == set(KEYS)
+    assert sum("experts" in name for name in names) > 4 * len(KEYS)
+    for when in ("before", "after"):
+        assert loaded[when].keys() == names
+        for name, tensor in saved[when].items():
+            assert torch.equal(loaded[when][name], tensor), f"{when}: {name}"
+    for name in names:
+        assert not torch.equal(saved["before"][name], saved["after"][name]), name
+
+
+def folder(outputs: Outputs, when: str, variant: str, source: str, *loaded: str) -> Path:
+    return outputs.trained(when, variant, source, "_".join(loaded))
+
+
+def _run(root: Path, worlds: Worlds, cases: Sequence[Case]) -> Outputs:
+    outputs = Outputs(root)
+    name, overrides = MODEL
+    write_model(name, outputs.model(name), **overrides)
+    for number, (size, saves, loads) in enumerate(worlds):
+        payload = []
+        for layout in saves:
+            variants = dict.fromkeys(variant for variant, source, *_ in cases if source == layout)
+            payload.append(_entry(layout, [_job(outputs, variant, layout) for variant in variants]))
+        for layout in loads:
+            payload.append(_entry(layout, [_job(outputs, *case) for case in cases if case[3] == layout]))
+        run_world(Path(__file__).with_name("world_ranks.py"), size, outputs.root / f"world{number}", payload, deadline_s=480)
+    return outputs
+
+
+def _entry(layout: str, jobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"layout": LAYOUTS[layout], "cases": [("checkpoint", job) for job in jobs]}
+
+
+def _job(outputs: Outputs, variant: str, source: str, *loaded: str) -> dict[str, Any]:
+    return {
+        "variant": variant_of(loaded[0] if loaded else variant),
+        "sources": {"policy": str(outputs.model(MODEL[0]))},
+        "load" if loaded else "save": str(outputs.checkpoint(variant, source)),
+        **{when: str(folder(outputs, when, variant, source, *loaded)) for when in ("before", "after")},
+    }
