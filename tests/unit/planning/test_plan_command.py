@@ -1,0 +1,201 @@
+"""`rlcore plan` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore import cli
+
+EXAMPLES = Path(__file__).parents[3] / "examples/models"
+CONFIG = str(EXAMPLES / "grpo.yaml")
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str, model: str | Path = "Qwen2.5-7B") -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    try:
+        code = cli.main(["plan", CONFIG, f"model.path={EXAMPLES / model}", *arguments])
+    except SystemExit as caught:        # argparse
+        code = int(caught.code or 0)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def changed(folder: Path, *dropped: str, model: str = "Qwen2.5-7B", **values: Any) -> Path:
+    """A copy of an example's config.json with other values."""
+    given = json.loads((EXAMPLES / model / "config.json").read_text())
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in {**given, **values}.items() if k not in dropped}))
+    return folder
+
+
+def first_layout(out: str) -> str:
+    lines = out.splitlines()
+    return lines[next(i for i, line in enumerate(lines) if "peak of the fullest rank" in line) + 1].strip()
+
+
+# --- what it prints ---------------------------------------------------------------------------------------------------
+
+
+def test_a_layout_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = plan(capsys, "--gpus", "8")
+    assert (code, err) == (0, "")
+    assert out.startswith("7.62 B parameters; 8 x H100 of 80.0 GiB, 8% reserved\n")
+    assert "TP 4 x DP 2, SP, distributed optimizer: fits, " in out
+    for part in ("policy weights", "policy gradients", "policy optimizer", "(the largest phase)", "left for KV beside"):
+        assert part in out
+    assert first_layout(out).endswith("TP 2 x DP 4, SP, distributed optimizer")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "layout"),
+    [
+        ("Qwen3-30B-A3B", 16, "PP 2 x CP 4 x EP 8 x DP 2, distributed optimizer"),
+        ("Qwen3-30B-A3B", 64, "CP 4 x EP 8 x DP 16, distributed optimizer"),
+        ("Llama-3.1-70B", 64, "TP 4 x PP 4 x CP 4, SP, distributed optimizer"),
+    ],
+)
+def test_the_fastest_layouts_of_large_models(capsys: pytest.CaptureFixture[str], model: str, gpus: int, layout: str) -> None:
+    code, out, _ = plan(capsys, "--gpus", str(gpus), model=model)
+    assert code == 0
+    assert first_layout(out).endswith(layout)
+
+
+def test_each_cut_is_printed_once_and_the_configured_one_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = plan(capsys, "--gpus", "8", "policy.parallel.tensor=2")
+    shown = [line for line in out.splitlines() if " s   " in line]
+    cuts = [line.split("GiB")[1].split(", recompute")[0] for line in shown]
+    assert len(cuts) == len(set(cuts)) > 3
+    assert [line for line in shown if line.startswith(" *")] == shown[:1]
+
+
+def test_a_model_that_cannot_fit_is_told_by_how_much_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = plan(capsys, "--gpus", "8", model="Llama-3.1-70B")
+    assert code == 0, "the plan was made; that nothing fits is what it says"
+    assert "does NOT fit, " in out
+    nearest = out[out.index("No layout fits. The nearest is ") :].splitlines()
+    assert nearest[0].startswith("No layout fits. The nearest is TP 8, SP, recompute full: 15")
+    assert " more than 73.6 GiB. What would help:" in nearest[1]
+    assert any(line.strip().startswith("policy.optimizer.offload=true lowers the peak by ") for line in nearest)
+    assert any("times the GPUs, or GPUs of " in line for line in nearest)
+
+
+def test_a_parked_reference_and_a_critic_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    resident = plan(capsys, "--gpus", "8", "reference.offload=false")[1]
+    assert "reference weights" in resident
+    assert "reference weights" not in plan(capsys, "--gpus", "8")[1], "a guest in the policy's place"
+    critic = plan(capsys, "--gpus", "8", "algorithm.estimator.name=ppo")[1]
+    assert "critic weights" in critic
+    assert "critic optimizer" in critic
+    parked = plan(capsys, "--gpus", "8", "algorithm.estimator.name=ppo", "critic.offload=true")[1]
+    assert "GiB  critic weights" not in parked
+
+
+def test_more_memory_and_other_gpus_change_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "fits, 40" in plan(capsys, "--gpus", "8", "--gpu-memory", "48G")[1]
+    assert "does NOT fit" in plan(capsys, "--gpus", "8", "--gpu-memory", "24G")[1]
+    said = (plan(capsys, "--gpus", "8", "--gpu", gpu)[1] for gpu in ("A100", "B200"))
+    slow, fast = (float(out.split("about ")[1].split(" s")[0]) for out in said)
+    assert slow > 5 * fast
+
+
+@pytest.mark.parametrize("size", ["80", "80G", "80g", "80GB", "80GiB"])
+def test_spellings_of_a_size(capsys: pytest.CaptureFixture[str], size: str) -> None:
+    assert "8 x H100 of 80.0 GiB" in plan(capsys, "--gpus", "8", "--gpu-memory", size)[1]
+
+
+def test_a_plan_imports_no_torch() -> None:
+    script = f"""
+import sys
+from rlcore.cli import main
+assert main(["plan", {CONFIG!r}, "model.path={EXAMPLES / 'Qwen2.5-7B'}", "--gpus", "8"]) == 0
+assert not {{"torch", "numpy", "transformers"}} & sys.modules.keys()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus", ["0", "-8", "8.5", "many", ""])
+def test_a_bad_number_of_gpus(capsys: pytest.CaptureFixture[str], gpus: str) -> None:
+    code, _, err = plan(capsys, "--gpus", gpus)
+    assert code == 2
+    assert f"argument --gpus: got {gpus!r}, expected a positive integer" in err or "expected one argument" in err
+
+
+def test_the_number_of_gpus_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = plan(capsys)
+    assert (code, "--gpus" in err) == (2, True)
+
+
+@pytest.mark.parametrize("size", ["80T", "0G", "1.5G", "G", "lots", "80000M"])
+def test_a_bad_size_of_memory(capsys: pytest.CaptureFixture[str], size: str) -> None:
+    code, _, err = plan(capsys, "--gpus", "8", "--gpu-memory", size)
+    assert code == 2
+    assert f"argument --gpu-memory: got {size!r}, expected gibibytes, as 80G" in err
+
+
+def test_an_unknown_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = plan(capsys, "--gpus", "8", "--gpu", "H900")
+    assert code == 2
+    assert "H900" in err
+    assert "H100" in err
+
+
+def test_gpus_that_the_configured_layout_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = plan(capsys, "--gpus", "6")
+    assert code == 0, "others are found"
+    assert "refused: policy.parallel: tensor 4 x pipeline 1 x context 1 = 4 does not divide the world size 6" in out
+    assert "Layouts that fit" in out
+
+
+def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = plan(capsys, "--gpus", "8", model=tmp_path / "none")
+    assert (code, out) == (2, "")
+    assert str(tmp_path / "none") in err
+    assert "Traceback" not in err
+
+
+def test_a_folder_without_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = plan(capsys, "--gpus", "8", model=tmp_path)
+    assert (code, f"{tmp_path}: no config.json" in err) == (2, True)
+
+
+def test_a_config_that_is_no_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    code, _, err = plan(capsys, "--gpus", "8", model=tmp_path)
+    assert (code, "not valid JSON" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "values", "said"),
+    [
+        (["num_hidden_layers"], {}, "num_hidden_layers: got None, expected a positive integer"),
+        ([], {"hidden_size": "3584"}, "hidden_size: got '3584', expected a positive integer"),
+        ([], {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not converted; converted are"),
+        ([], {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+    ],
+)
+def test_a_config_that_we_do_not_convert(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, dropped: list[str], values: dict[str, Any], said: str
+) -> None:
+    code, out, err = plan(capsys, "--gpus", "8", model=changed(tmp_path, *dropped, **values))
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_keys_that_say_nothing_of_the_model_are_ignored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    as_it_is = plan(capsys, "--gpus", "8")
+    assert plan(capsys, "--gpus", "8", model=changed(tmp_path, bos_token_id=151643, unheard_of="x")) == as_it_is
+
+
+def test_an_unknown_configuration_key(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = plan(capsys, "--gpus", "8", "policy.parallel.tensr=2")
+    assert (code, "tensr" in err, "tensor" in err) == (2, True, True)
