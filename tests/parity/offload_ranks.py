@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,9 +18,11 @@ import torch.distributed as dist
 from cases import TRAINED, make_batch, make_config, make_plan, make_vectors
 from torch import Tensor
 
-from backends.megatron import MegatronBackend
+from backends.megatron import MegatronBackend, checkpoint_io
 from backends.megatron.train import Model
 from rlcore.objective import Objective
+
+WRITE_S = 60.0
 
 
 def build(case: dict[str, Any], folder: Path, *, offload: bool) -> MegatronBackend:
@@ -64,23 +70,64 @@ def check_parked(backend: MegatronBackend) -> None:
     assert all(p.untyped_storage().nbytes() for chunk in backend.policy.chunks for p in chunk.parameters())
 
 
+@contextmanager
+def writing_held_up() -> Iterator[None]:
+    """A checkpoint in the background that is started inside is written when this is left."""
+    gate, real = threading.Event(), checkpoint_io._write_buckets
+
+    def held_up(*args: Any) -> Any:
+        assert gate.wait(WRITE_S)
+        return real(*args)
+
+    checkpoint_io._write_buckets = held_up
+    try:
+        yield
+    finally:
+        gate.set()
+        checkpoint_io._write_buckets = real
+
+
+def finish_save(backend: MegatronBackend) -> None:
+    deadline = time.monotonic() + WRITE_S
+    while backend.save_seconds() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    dist.barrier()
+    backend.finish_save()
+
+
+def check_same_files(folder: Path, other: Path) -> None:
+    names = [path.relative_to(folder) for path in folder.rglob("*") if path.suffix in (".distcp", ".pt")]
+    assert len(names) > dist.get_world_size()
+    for name in names:
+        assert (folder / name).read_bytes() == (other / name).read_bytes(), name
+
+
 def run(case: dict[str, Any], folder: Path) -> None:
     results, values = [], []
+    saved, in_background = folder / case["name"], folder / f"{case['name']}_in_background"
     for offload in (False, True):
         backend = build(case, folder, offload=offload)
         for _ in range(2):
             backend.update(0)
         values.append(backend.score("critic"))
-        if offload:
-            check_parked(backend)
-        if not offload:
-            backend.save(folder / case["name"])
         results.append(states(backend))
-        backend.update(0)
+        if not offload:
+            backend.save(saved)
+            backend.update(0)
+        else:
+            with writing_held_up():
+                check_parked(backend)
+                backend.start_save(in_background)
+                check_parked(backend)
+                backend.update(0)
+                check_parked(backend)
+            finish_save(backend)        # written from copies of then, while storages were empty or further on
+            check_same_files(saved, in_background)
         results.append(states(backend))
         backend.close()
     resumed = build(case, folder, offload=True)         # a checkpoint of a run without offload
-    resumed.load(folder / case["name"])
+    resumed.load(saved)
     check_parked(resumed)
     resumed.save(folder / f"{case['name']}_again")      # ... and one written with it, read without
     resumed.update(0)

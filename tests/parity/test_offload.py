@@ -1,4 +1,4 @@
-"""Critic and optimizer state in host memory: training and checkpoints are the same to the bit, and the memory is given back."""
+"""Critic and optimizer state in host memory: training and checkpoints, those in the background too, are the same to the bit."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
     2: [
         {"name": "dp2_distributed", "plan": "starved", "distributed": True},
+        {"name": "ep2_distributed", "plan": "starved", "distributed": True, "model": "qwen3_moe", "parallel": {"expert": 2}},
     ],
 }
 
