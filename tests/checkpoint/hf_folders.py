@@ -21,6 +21,12 @@ SIZES: dict[str, Any] = {
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2,
+    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+
 # name -> (config class, further keys, dtype)
 MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}, torch.float32),
@@ -32,22 +38,27 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}, torch.float32),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16}, torch.bfloat16),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}, torch.float32),
+    "deepseek_v3": ("DeepseekV3Config", LATENT, torch.bfloat16),
+    "deepseek_v3_plain": ("DeepseekV3Config", {**LATENT, "q_lora_rank": None, "tie_word_embeddings": True}, torch.float32),
     "reward": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True, "num_labels": 1}, torch.float32),
 }
 
 
-def write_model(name: str, folder: Path, **overrides: Any) -> Path:
+def write_model(name: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Random weights (biases and norms too), in several shards, with the files that a tokenizer leaves beside them."""
     import transformers
 
     kind, keys, dtype = MODELS[name]
     config = getattr(transformers, kind)(**{**SIZES, **keys, **overrides, "pad_token_id": 0})
     auto = transformers.AutoModelForSequenceClassification if "num_labels" in keys else transformers.AutoModelForCausalLM
-    torch.manual_seed(len(name))
+    torch.manual_seed(len(name) + 100 * seed)
     model = auto.from_config(config).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
+        for router in model.modules():
+            if hasattr(router, "e_score_correction_bias"):      # fp32 in every folder
+                router.e_score_correction_bias = torch.randn(router.num_experts)
     model.save_pretrained(folder, max_shard_size="20KB")
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")

@@ -1,0 +1,66 @@
+"""One rank of test_router_bias.py: trains and saves under the first layout, loads and exports under each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from gloo_world import join_world
+
+from backends.megatron.convert.architecture import read_architecture
+from backends.megatron.convert.load import load_hf
+from backends.megatron.cpu import importing_megatron, megatron_device
+
+with importing_megatron():
+    from backends.megatron.checkpoint import Saved, load_checkpoint, load_weights, save_checkpoint
+    from backends.megatron.export import WeightExporter, export_hf
+    from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
+    from backends.megatron.optimizer import ScheduledOptimizer
+    from backends.megatron.parallel import ParallelState, destroy_parallel, init_parallel
+from rlcore.config.policy import OptimizerConfig, ParallelConfig
+from rlcore.weights import DTYPES
+
+
+def build(source: Path, layout: ParallelConfig, parallel: ParallelState, dtype: str) -> Saved:
+    arch = read_architecture(source)
+    config = transformer_config(arch, layout, dtype, torch.device("cpu"), {})
+    padded = padded_vocab_size(arch.vocab_size, 1, layout.tensor)
+    built = in_dtype(build_chunks(arch, config, padded_vocab=padded), config)
+    load_hf(built, arch, source, parallel)
+    modules = with_gradients(built, config, distributed_optimizer=False)
+    optimizer = ScheduledOptimizer(
+        OptimizerConfig(lr=0.5, weight_decay=0.1, clip_grad=0), modules, params_dtype=DTYPES[dtype], total_steps=10
+    )
+    return Saved("policy", arch, modules, optimizer)
+
+
+def export(model: Saved, parallel: ParallelState, dtype: str, folder: Path) -> None:
+    export_hf(WeightExporter(model.chunks, model.arch, parallel, dtype=DTYPES[dtype]), folder)
+
+
+def main() -> None:
+    payload = join_world()
+    root, dtype = Path(payload["root"]), payload["dtype"]
+    for name, keys in payload["layouts"].items():
+        layout = ParallelConfig(**keys)
+        with megatron_device("cpu"):
+            parallel = init_parallel(layout, timeout_s=60, seed=0)
+            if name == payload["saved_under"]:
+                model = build(Path(payload["source"]), layout, parallel, dtype)
+                assert model.optimizer is not None
+                assert not model.optimizer.step().skipped       # no gradient, but weight decay
+                save_checkpoint(root / "checkpoint", [model], parallel)
+                export(model, parallel, dtype, root / "saved")
+            model = build(Path(payload["other"]), layout, parallel, dtype)
+            if name == payload["saved_under"]:
+                load_checkpoint(root / "checkpoint", [model], parallel)
+            else:
+                load_weights(root / "checkpoint", "policy", model.arch, model.chunks, parallel)
+            export(model, parallel, dtype, root / name)
+            destroy_parallel()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
