@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 from typing import Literal
 
 from rlcore.planning.shape import ModelShape
@@ -127,11 +128,18 @@ def layers_in_flight(shape: ModelShape, layout: Layout, micro_batches: int, stag
 
 
 def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
-    """What exists only while the head runs: three tiles of logits and the gradient of its weight, in fp32."""
+    """What exists only while the head runs backward: tiles of logits, the gradients of its weight and of the hidden states.
+
+    Two tiles, the hidden states' gradient and a tile's columns of the weight's are fp32. Where the model is not, a third tile,
+    what a product adds to them, and the finished gradients are in its dtype. [T, V] never exists.
+    """
+    b, hidden = load.dtype_bytes, shape.hidden
     vocabulary = padded_vocab(shape, layout, load.vocab_multiple) // layout.tensor
-    rows = load.trainable / layout.context
-    tile = min(load.chunk_elements, rows * vocabulary)
-    return round(3 * 4 * tile + 4 * vocabulary * shape.hidden + rows * shape.hidden * load.dtype_bytes)
+    rows = max(1, load.trainable // layout.context)
+    width = min(max(isqrt(2 * load.chunk_elements), load.chunk_elements // rows, 1), vocabulary)
+    height = max(1, min(load.chunk_elements // width, rows))
+    total = 2 * 4 * height * width + b * vocabulary * hidden + 4 * hidden * (rows + width)
+    return total + b * (height * width + hidden * (rows + max(height, width))) * (b < 4)
 
 
 def _layer_bytes(shape: ModelShape, layout: Layout, load: Load, recompute: Recompute | None = None) -> float:
@@ -177,9 +185,9 @@ def _normalised(elements: float, load: Load) -> float:
 
 
 def _experts_bytes(shape: ModelShape, layout: Layout, load: Load, s: float) -> float:
-    """Tokens evenly routed: rows arrive, are gathered by expert, and go back; router logits and probabilities in fp32."""
+    """Tokens evenly routed: rows gathered by expert, before and after SwiGLU and weighted; router logits and probabilities."""
     b, rows = load.dtype_bytes, s * shape.topk * layout.expert_tensor
-    routed = rows * (2 * shape.hidden + 3 * shape.expert_ffn / layout.expert_tensor) * b
+    routed = (rows * (shape.hidden + 4 * shape.expert_ffn / layout.expert_tensor) + s * shape.hidden) * b
     shared = s * (layout.tensor if layout.sequence else 1) * 3 * shape.shared_ffn / layout.tensor * b
     shared += s * shape.hidden * b * shape.shared_gate                          # what the gate multiplies
     return routed + shared + s * shape.experts * (4 + 4 + 1)

@@ -43,9 +43,10 @@ class ModelShape:
     shared_ffn: int = 0     # width of the shared expert
     shared_gate: bool = False
     moe_layers: int = 0     # how many of the layers hold experts
+    latent: int = 0         # weights of one layer's latent attention (MLA), in place of Q, K, V and output projection
 
     @classmethod
-    def of_fields(cls, fields: Mapping[str, Any], *, vocab: int, tied: bool) -> ModelShape:
+    def of_fields(cls, fields: Mapping[str, Any], *, vocab: int, tied: bool, latent: int = 0) -> ModelShape:
         """From keyword arguments of megatron.core's `TransformerConfig`."""
         layers, experts = int(fields["num_layers"]), int(fields.get("num_moe_experts") or 0)
         every = fields.get("moe_layer_freq", 1)
@@ -66,6 +67,7 @@ class ModelShape:
             shared_ffn=int(fields.get("moe_shared_expert_intermediate_size") or 0),
             shared_gate=bool(fields.get("moe_shared_expert_gate")),
             moe_layers=(sum(map(bool, every)) if isinstance(every, list) else layers) if experts else 0,
+            latent=latent,
         )
 
     @property
@@ -73,9 +75,14 @@ class ModelShape:
         return (self.heads + 2 * self.groups) * self.head_dim
 
     @property
+    def attention_matrices(self) -> int:
+        """Entries of one layer's attention projections."""
+        return self.latent or self.hidden * (self.qkv_width + self.heads * self.head_dim)
+
+    @property
     def attention(self) -> int:
         """Weights of one layer's attention that tensor parallelism cuts."""
-        return self.hidden * (self.qkv_width + self.heads * self.head_dim) + self.qkv_width * self.qkv_bias
+        return self.attention_matrices + self.qkv_width * self.qkv_bias
 
     @property
     def norms(self) -> int:
@@ -112,7 +119,7 @@ class ModelShape:
     def layer_matrices(self) -> int:
         """Entries of the layers' matrices that one token passes through; norms and biases cost nothing."""
         dense = self.layers - self.moe_layers
-        matrices = self.layers * self.hidden * (self.qkv_width + self.heads * self.head_dim) + dense * self.mlp
+        matrices = self.layers * self.attention_matrices + dense * self.mlp
         chosen = self.topk * 3 * self.hidden * self.expert_ffn + self.shared + self.router
         return matrices + self.moe_layers * chosen
 

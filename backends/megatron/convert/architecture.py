@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from typing import Any, Literal
 from backends.megatron.convert.experts import expert_fields
 from backends.megatron.convert.families import FAMILIES
 from backends.megatron.convert.keys import integer
-from backends.megatron.convert.latent import latent_fields
+from backends.megatron.convert.latent import latent_fields, latent_shapes
 from backends.megatron.convert.table import Entry, Family
 from rlcore.errors import ModelError
 from rlcore.planning.shape import ModelShape
@@ -66,7 +67,8 @@ class Architecture:
     @property
     def shape(self) -> ModelShape:
         """Its sizes, for plans and costs."""
-        return ModelShape.of_fields(self.transformer, vocab=self.vocab_size, tied=self.tie_word_embeddings)
+        latent = sum(math.prod(size) for size in latent_shapes(self.transformer).values())
+        return ModelShape.of_fields(self.transformer, vocab=self.vocab_size, tied=self.tie_word_embeddings, latent=latent)
 
     @property
     def moe_layers(self) -> list[bool]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from backends.megatron.convert.architecture import read_architecture
 from rlcore.algorithms import Moments
@@ -97,3 +100,28 @@ def test_no_peak_is_guessed(name: str) -> None:
 
 def test_the_gpus_of_a_plan_have_the_peaks_of_the_table() -> None:
     assert {name: gpu.bf16_flops for name, gpu in GPUS.items()} == {name: peak_flops(f"NVIDIA {name}") for name in GPUS}
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaConfig": {}, "Qwen2Config": {"tie_word_embeddings": True}, "Qwen3Config": {"head_dim": 16},
+    "Qwen3MoeConfig": {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1]},
+    "Qwen2MoeConfig": {**EXPERTS, "shared_expert_intermediate_size": 40},
+    "MixtralConfig": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV3Config": {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+        "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "n_group": 4, "topk_group": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_every_weight_of_every_family_is_counted(family: str, tmp_path: Path) -> None:
+    config = getattr(transformers, family)(**{**SIZES, **FAMILIES[family]})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": [type(model).__name__]}))
+    assert read_architecture(tmp_path, weights=False).shape.parameters == sum(p.numel() for p in model.parameters())
