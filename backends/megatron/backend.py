@@ -68,7 +68,7 @@ class MegatronBackend:
     ) -> None:
         self.config, self.objective, self.device = config, objective, torch.device(device)
         policy, timeout_s = config.policy, config.cluster.collective_timeout_s
-        arch = read_architecture(config.model.path)
+        arch = read_architecture(config.model.path, bridge=config.model.bridge)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         check_layout(arch, policy.parallel, dist.get_world_size() if dist.is_initialized() else 1)

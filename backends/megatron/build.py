@@ -66,7 +66,7 @@ class BuildContext:
         """The architecture of a second model, checked against the policy's vocabulary and the layout."""
         if path is None:
             return self.arch
-        arch = read_architecture(path)
+        arch = read_architecture(path, bridge=self.config.model.bridge)
         if arch.vocab_size != self.arch.vocab_size:
             raise ModelError(
                 f"{key}: {path} has a vocabulary of {arch.vocab_size} tokens, the policy {self.config.model.path} has "

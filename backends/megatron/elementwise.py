@@ -30,7 +30,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021), halves paired as in Llama: x [T, heads, d]; cos, sin [T, 1, d/2]."""
+    """Rotary position embedding (Su et al. 2021), halves paired as in Llama: x [T, heads, d]; cos, sin [T, 1, d/2].
+
+    With fewer angles only the first dimensions of a head are turned.
+    """
+    if (turned := 2 * cos.size(-1)) < x.size(-1):
+        return torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
     rotated: Tensor = _Rotation.apply(x, cos.to(x.dtype), sin.to(x.dtype))
     return rotated
 

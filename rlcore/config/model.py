@@ -12,3 +12,4 @@ class ModelConfig(Section):
     tokenizer: str | None = None                # default: `path`
     dtype: Literal["fp32", "bf16"] = "bf16"
     vocab_divisible_by: PositiveInt = 1         # the vocabulary is padded to a multiple of this times TP
+    bridge: Literal["none", "mbridge", "megatron-bridge"] = "none"      # the package that knows the family, if not we

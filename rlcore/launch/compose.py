@@ -137,14 +137,15 @@ def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
     from backends.megatron.preflight import check_policy
     from backends.megatron.refusals import check_layout
 
-    policy = read_architecture(Path(config.model.path))
+    bridge = config.model.bridge
+    policy = read_architecture(Path(config.model.path), bridge=bridge)
     check_layout(policy, config.policy.parallel, world_size)
     check_policy(config, policy, "cuda" if torch.cuda.is_available() else "cpu" if here else None)
     others = {
         "reference.path": config.reference.path, "teacher.path": config.teacher.path, "critic.path": config.critic.path
     }  # fmt: skip
     for key, folder in others.items():
-        other = read_architecture(Path(folder)) if folder else policy
+        other = read_architecture(Path(folder), bridge=bridge) if folder else policy
         if other.vocab_size != policy.vocab_size:
             raise ModelError(
                 f"{key}: {folder} has a vocabulary of {other.vocab_size}, the policy {config.model.path} has "
@@ -236,7 +237,7 @@ def build_utilization(config: Config, process: Process, credit: Credit) -> Utili
         peak = peak_flops(torch.cuda.get_device_name(process.device))
     if peak is None:
         return None
-    shape = read_architecture(config.model.path).shape
+    shape = read_architecture(config.model.path, bridge=config.model.bridge).shape
     return Utilization(shape, peak * process.world_size, scores_policy=credit.needs_logprobs)
 
 

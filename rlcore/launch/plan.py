@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from backends.megatron.convert.architecture import Architecture, read_architecture
+from backends.megatron.convert.architecture import Architecture, BridgeKind, read_architecture
 from backends.megatron.refusals import check_layout
 from backends.megatron.stages import layers_of_stages
 from rlcore.config import Config
@@ -28,7 +28,7 @@ def plan(config: Config, *, gpus: int, gpu_memory: int, gpu: str) -> Iterator[st
 
     Raises ModelError for a `config.json` that is missing or not converted.
     """
-    arch = read_architecture(config.model.path, weights=False)
+    arch = read_architecture(config.model.path, weights=False, bridge=config.model.bridge)
     job, device = make_job(config, arch), GPUS[gpu]
 
     def why_not(parallel: ParallelConfig) -> str | None:
@@ -63,16 +63,17 @@ def configured_layout(config: Config, arch: Architecture, gpus: int) -> Layout:
 def make_job(config: Config, arch: Architecture) -> Job:
     """The models that the run builds, and the work of one optimizer step with every sample at its longest."""
     policy, shape, made = config.policy, arch.shape, _passes(config)
+    bridge = config.model.bridge
     trained = [Trained("policy", shape, offload_optimizer=policy.optimizer.offload)]
     if made.critic:
         given = config.critic
-        trained.append(Trained("critic", _shape(given.path, shape), True, given.offload, given.optimizer.offload))
+        trained.append(Trained("critic", _shape(given.path, shape, bridge), True, given.offload, given.optimizer.offload))
     frozen: list[Frozen] = []
     if made.reference:
-        other = _shape(config.reference.path, shape)
+        other = _shape(config.reference.path, shape, bridge)
         frozen.append(Frozen("reference", other, config.reference.offload, guest=other == shape))
     if made.teacher:
-        other = _shape(config.teacher.path, shape)
+        other = _shape(config.teacher.path, shape, bridge)
         frozen.append(Frozen("teacher", other, config.teacher.offload, guest=other == shape))
     prompt = config.data.max_prompt_tokens or min(_PROMPT, policy.max_tokens_per_microbatch // 2)
     response = policy.max_tokens_per_microbatch - prompt if config.is_sft else config.rollout.sampling.max_new_tokens
@@ -100,9 +101,9 @@ def _passes(config: Config) -> Passes:
     return found
 
 
-def _shape(path: str | None, policy: ModelShape) -> ModelShape:
+def _shape(path: str | None, policy: ModelShape, bridge: BridgeKind) -> ModelShape:
     """Of the model in a folder; without one it is the policy's."""
-    return policy if path is None else read_architecture(path, weights=False).shape
+    return policy if path is None else read_architecture(path, weights=False, bridge=bridge).shape
 
 
 def _parallel(layout: Layout) -> ParallelConfig:

@@ -16,6 +16,8 @@ from backends.megatron.convert.table import Entry, Family
 from rlcore.errors import ModelError
 from rlcore.planning.shape import ModelShape
 
+BridgeKind = Literal["none", "mbridge", "megatron-bridge"]      # `model.bridge`
+
 # Megatron hard-codes these three of Llama 3's RoPE scaling; only the factor is an argument.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -42,6 +44,7 @@ class Architecture:
     activation: Literal["silu"] = "silu"
     head: Literal["lm", "value"] = "lm"         # "value": a `*ForSequenceClassification` folder with one label
     folder: Path = Path()
+    bridged: Family | None = None               # the table, where another package gave it
 
     @property
     def num_layers(self) -> int:
@@ -53,7 +56,7 @@ class Architecture:
 
     @property
     def table(self) -> Family:
-        return FAMILIES[self.family]
+        return self.bridged or FAMILIES[self.family]
 
     @property
     def num_experts(self) -> int:
@@ -83,15 +86,17 @@ class Architecture:
         return [e for e in self.table.expand(self.moe_layers, self.num_experts) if e.is_in(self.transformer)]
 
 
-def read_architecture(folder: Path | str, *, weights: bool = True) -> Architecture:
+def read_architecture(folder: Path | str, *, weights: bool = True, bridge: BridgeKind = "none") -> Architecture:
     """Read `config.json` of a folder and, unless `weights` is false, check that the folder has weights.
+
+    `bridge`: the package that gives the table and knows families that we lack; it imports torch and Megatron.
 
     Raises ModelError: no such folder, no config.json or weights, an architecture or an option that we do not convert.
     """
     folder = Path(folder)
     config = _read_config(folder)
-    family = _family(folder, config)
-    _check_supported(folder, config)
+    family = _family(folder, config, bridge)
+    _check_supported(folder, config, bridged=family.model_type not in FAMILIES)
     if weights:
         _check_weights(folder)
     heads = integer(folder, config, "num_attention_heads")
@@ -118,7 +123,7 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
         theta = transformer["rotary_base"]
     if family.experts is not None:
         transformer |= expert_fields(folder, config, family.experts, transformer["num_layers"])
-    return Architecture(
+    arch = Architecture(
         family=family.model_type,
         hf_config=config,
         vocab_size=integer(folder, config, "vocab_size"),
@@ -129,7 +134,13 @@ def read_architecture(folder: Path | str, *, weights: bool = True) -> Architectu
         transformer=transformer,
         head="value" if _is_classifier(config) else "lm",
         folder=folder,
+        bridged=None if family.model_type in FAMILIES else family,
     )
+    if bridge == "none":
+        return arch
+    from backends.megatron.convert.bridges.read import through_bridge
+
+    return through_bridge(arch, bridge, weights=weights)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -151,34 +162,43 @@ def _is_classifier(config: dict[str, Any]) -> bool:
     return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
 
 
-def _family(folder: Path, config: dict[str, Any]) -> Family:
-    """The family by `model_type`; `architectures`, where given, must name one of its classes."""
+def _family(folder: Path, config: dict[str, Any], bridge: BridgeKind) -> Family:
+    """The family by `model_type`; `architectures`, where given, must name one of its classes.
+
+    One that we lack has no entries until the bridge has given them.
+    """
     known = ", ".join(name for family in FAMILIES.values() for name in family.classes)
     family = FAMILIES.get(str(config.get("model_type")))
     names = [str(name) for name in config.get("architectures") or ()]
+    if family is None and bridge != "none" and names:
+        return Family(str(config.get("model_type")), names[0].split("For")[0], ())
     if family is None:
         got = names[0] if names else f"model_type {config.get('model_type')!r}"
-        raise ModelError(f"{folder}: architecture {got} is not converted; converted are: {known}")
+        raise ModelError(
+            f"{folder}: architecture {got} is not converted; converted are: {known}; others may come by model.bridge: mbridge"
+        )
     if names and not set(names) & set(family.classes):
         raise ModelError(f"{folder}: architecture {names[0]} is not converted; converted are: {known}")
     return family
 
 
-def _check_supported(folder: Path, config: dict[str, Any]) -> None:
-    """Refuse options that would change the model and that we do not carry over."""
+def _check_supported(folder: Path, config: dict[str, Any], *, bridged: bool) -> None:
+    """Refuse options that would change the model and that we do not carry over; some of them a bridge may."""
+    rotary = config.get("rope_parameters") or {}
+    partial = rotary.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     refused = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "attention_bias": bool(config.get("attention_bias", False)),
+        "attention_bias": bool(config.get("attention_bias", False)) and not bridged,
         "mlp_bias": bool(config.get("mlp_bias", False)),
         "use_sliding_window": bool(config.get("use_sliding_window", False)),
         # Qwen gives a window and says that it is not used; for Mixtral a window is one.
         "sliding_window": bool(config.get("sliding_window")) and "use_sliding_window" not in config,
         "quantization_config": config.get("quantization_config") is not None,
-        "partial_rotary_factor": float(config.get("partial_rotary_factor") or 1.0) != 1.0,
+        "partial_rotary_factor": float(partial) != 1.0 and not bridged,
     }
     for key, bad in refused.items():
         if bad:
-            raise ModelError(f"{folder}/config.json: {key}: {config[key]!r} is not supported by the conversion")
+            raise ModelError(f"{folder}/config.json: {key}: {config.get(key, partial)!r} is not supported by the conversion")
     if _is_classifier(config):
         labels = config.get("num_labels") or len(config.get("id2label") or ("", ""))
         if int(labels) != 1:

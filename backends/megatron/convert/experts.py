@@ -31,7 +31,7 @@ def expert_fields(folder: Path, config: dict[str, Any], experts: Experts, num_la
         "moe_router_pre_softmax": not normalized,
     }
     if experts.scoring == "sigmoid":
-        fields |= _sigmoid_fields(folder, config, num_experts)
+        fields |= sigmoid_fields(folder, config, num_experts)
     if experts.shared_width is not None:
         fields["moe_shared_expert_intermediate_size"] = integer(folder, config, experts.shared_width)
         fields["moe_shared_expert_gate"] = True
@@ -41,7 +41,7 @@ def expert_fields(folder: Path, config: dict[str, Any], experts: Experts, num_la
     return fields
 
 
-def _sigmoid_fields(folder: Path, config: dict[str, Any], num_experts: int) -> dict[str, Any]:
+def sigmoid_fields(folder: Path, config: dict[str, Any], num_experts: int) -> dict[str, Any]:
     """How a sigmoid router chooses: only among the experts of its best groups."""
     where = f"{folder}/config.json"
     for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):

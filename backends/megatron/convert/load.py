@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -42,6 +42,11 @@ class SafetensorsFolder:
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all its tensors."""
+        return self._file_of.keys()
 
     def read(self, name: str, shape: tuple[int, ...], part: Slice) -> Tensor:
         """`part` of tensor `name`, which must have the given full shape."""

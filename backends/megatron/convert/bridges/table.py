@@ -1,0 +1,112 @@
+"""A bridge's names and conversions as rows of a table of ours, with the proof that the conversions are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.bridges.protocol import FamilyBridge
+from backends.megatron.convert.layout import hf_shapes, pack
+from backends.megatron.convert.llama import TRUNK
+from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, WORD_EMBEDDING, Entry, Layers, Split, local_spelling
+from rlcore.errors import ModelError
+
+_LAYER, _EXPERT = 7919, 6007        # asked for in place of a number: no name has them by itself
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A parameter of our model: its name in the spelling of Transformer Engine's layers, of one layer and expert."""
+
+    name: str
+    split: Split
+    layers: Layers = "all"
+    dtype: str | None = None
+
+    @property
+    def asked(self) -> str:
+        return self.name.format(layer=_LAYER, expert=_EXPERT)
+
+    def entry(self, hf_names: list[str]) -> Entry:
+        """The row, with placeholders where the numbers are in the answer."""
+        layer = f"decoder.layers.{_LAYER}."
+        ours = layer + local_spelling(self.asked.removeprefix(layer)) if self.asked.startswith(layer) else self.asked
+        megatron, *hf = (
+            name.replace(str(_LAYER), "{layer}").replace(str(_EXPERT), "{expert}") for name in (ours, *hf_names)
+        )
+        return Entry(megatron, tuple(hf), self.split, self.layers, dtype=self.dtype)
+
+
+def bridged_entries(bridge: FamilyBridge, arch: Architecture) -> tuple[Entry, ...]:
+    """The table of a model with `arch.transformer`, by the bridge's names; the value head's row is ours.
+
+    Raises ModelError where the bridge has no name for a parameter, or converts it otherwise than our table could say.
+    """
+    narrow = replace(arch, transformer={**arch.transformer, "hidden_size": 1})
+    entries = []
+    for question in _questions(arch):
+        entry = question.entry(list(bridge.hf_names(question.asked)))
+        _prove(bridge, narrow, question, entry)
+        entries.append(entry)
+    return (*entries, *(entry for entry in TRUNK if entry.megatron == VALUE_HEAD))
+
+
+def _prove(bridge: FamilyBridge, narrow: Architecture, question: _Question, entry: Entry) -> None:
+    """Convert numbered elements both ways: every one must come to the same place."""
+    one = entry.at(0, 0) if entry.per_expert else entry.at(0)
+    shapes = hf_shapes(narrow, one)
+    if len(shapes) == len(entry.hf):
+        numbered = torch.arange(sum(torch.Size(shape).numel() for shape in shapes), dtype=torch.float32)
+        pieces = [part.view(shape) for part, shape in zip(numbered.split([torch.Size(s).numel() for s in shapes]), shapes)]
+        theirs = bridge.to_megatron(question.asked, pieces)
+        ours = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:])
+        pack(entry.split, pieces, narrow.transformer["kv_channels"], ours)
+        if torch.equal(theirs, ours):
+            return
+    raise ModelError(
+        f"{bridge.name} makes {entry.megatron} of {', '.join(entry.hf)} in another way than a {entry.split.value} split; "
+        "the family needs a table of its own"
+    )
+
+
+def _questions(arch: Architecture) -> Iterator[_Question]:
+    """Every parameter that our model builder makes for these fields, in the order of a forward pass."""
+    fields, layer = arch.transformer, "decoder.layers.{layer}."
+    attention = layer + "self_attention."
+    yield _Question(WORD_EMBEDDING, Split.VOCAB)
+    yield _Question(attention + "linear_qkv.layer_norm_weight", Split.REPLICATED)
+    yield _Question(attention + "linear_qkv.weight", Split.QKV)
+    if fields.get("add_qkv_bias"):
+        yield _Question(attention + "linear_qkv.bias", Split.QKV)
+    if fields.get("qk_layernorm"):
+        yield _Question(attention + "q_layernorm.weight", Split.REPLICATED)
+        yield _Question(attention + "k_layernorm.weight", Split.REPLICATED)
+    yield _Question(attention + "linear_proj.weight", Split.ROW)
+    if not all(arch.moe_layers):
+        mlp = layer + "mlp."
+        yield _Question(mlp + "linear_fc1.layer_norm_weight", Split.REPLICATED, "dense")
+        yield _Question(mlp + "linear_fc1.weight", Split.GATED, "dense")
+        yield _Question(mlp + "linear_fc2.weight", Split.ROW, "dense")
+    if any(arch.moe_layers):
+        yield from _expert_questions(arch, layer)
+    yield _Question("decoder.final_layernorm.weight", Split.REPLICATED)
+    if not arch.tie_word_embeddings:
+        yield _Question(OUTPUT_LAYER, Split.VOCAB)
+
+
+def _expert_questions(arch: Architecture, layer: str) -> Iterator[_Question]:
+    fields, mlp = arch.transformer, layer + "mlp."
+    yield _Question(layer + "pre_mlp_layernorm.weight", Split.REPLICATED, "moe")
+    yield _Question(mlp + "router.weight", Split.REPLICATED, "moe")
+    if fields.get("moe_router_score_function") == "sigmoid":
+        yield _Question(mlp + "router.expert_bias", Split.REPLICATED, "moe", dtype="float32")
+    yield _Question(mlp + "experts.linear_fc1.weight{expert}", Split.GATED, "moe")
+    yield _Question(mlp + "experts.linear_fc2.weight{expert}", Split.ROW, "moe")
+    if fields.get("moe_shared_expert_intermediate_size"):
+        yield _Question(mlp + "shared_experts.linear_fc1.weight", Split.GATED, "moe")
+        yield _Question(mlp + "shared_experts.linear_fc2.weight", Split.ROW, "moe")
+        if fields.get("moe_shared_expert_gate"):
+            yield _Question(mlp + "shared_experts.gate_weight", Split.REPLICATED, "moe")
