@@ -23,7 +23,7 @@ with importing_megatron():
     from backends.megatron.export import WeightExporter, export_hf
     from backends.megatron.frozen import Frozen, build_reference, build_teacher
     from backends.megatron.held import HeldBatch
-    from backends.megatron.layers import FP8_MULTIPLE, layers_of
+    from backends.megatron.layers import layers_of
     from backends.megatron.losses import critic_loss, policy_loss
     from backends.megatron.metrics import shared_moments
     from backends.megatron.moe import mean_losses
@@ -34,6 +34,7 @@ with importing_megatron():
     from backends.megatron.train import HeadOptions, Model, score_pass, training_pass
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
+from rlcore.config.derived import pack_multiple
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan, padded_length, plan_minibatch
 from rlcore.protocols import UpdateResult
@@ -101,7 +102,7 @@ class MegatronBackend:
 
     def plan(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> list[MinibatchPlan]:
         """Rank 0 only: balance each optimizer step over the replicas by FLOPs and cut it into micro-batches."""
-        parallel = self.config.policy.parallel
+        parallel, limit = self.config.policy.parallel, self.config.policy.max_tokens_per_microbatch
         cost = self.policy.arch.shape.cost
         lengths = [padded_length(n, self.parallel.place.chunks) for n in batch.lengths.tolist()]
         return [
@@ -109,7 +110,7 @@ class MegatronBackend:
                 sequences,
                 lengths,
                 ranks=self.data_parallel_size,
-                max_tokens=self.config.policy.max_tokens_per_microbatch,
+                max_tokens=limit - limit % pack_multiple(self.config),      # the pads of the whole pack fit too
                 cost=cost,
                 multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
             )
@@ -118,10 +119,7 @@ class MegatronBackend:
 
     def load_batch(self, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None) -> None:
         """Give each replica its sequences. Raises ValueError unless `plans` place every sequence exactly once."""
-        parallel = self.config.policy.parallel
-        multiple = self.parallel.place.chunks * (parallel.tensor if parallel.sequence else 1)
-        if self.config.policy.fp8 is not None:
-            multiple *= FP8_MULTIPLE
+        multiple = pack_multiple(self.config)
         self._held = HeldBatch.receive(batch, plans, self.parallel, self.device, pad_multiple=multiple)
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from backends.megatron.stages import nearest_divisor
 from rlcore.config.policy import ParallelConfig
 from rlcore.errors import ConfigError
 
@@ -33,24 +34,26 @@ def check_experts(arch: Architecture, parallel: ParallelConfig, world_size: int)
         raise ConfigError(
             f"policy.parallel: tensor {tp}, expert_tensor {etp}, expert 1: megatron-core sums the gradients of experts over "
             f"the data-parallel ranks of the dense weights, which misses the copies that the tensor-parallel ranks hold; leave "
-            f"expert_tensor out, or set expert={tp // etp}"
+            f"expert_tensor out{'' if arch.num_experts % (tp // etp) else f', or set expert={tp // etp}'}"
         )
     if world_size % (etp * ep * pp):
+        smaller = nearest_divisor(ep, arch.num_experts, world_size // (etp * pp))
         raise ConfigError(
             f"policy.parallel: expert_tensor {etp} x expert {ep} x pipeline {pp} = {etp * ep * pp} does not divide the world "
-            f"size {world_size}; start a multiple of it, or choose a smaller expert"
+            f"size {world_size}; start a multiple of it, or set expert={smaller}"
         )
 
 
 def _check_sizes(arch: Architecture, tp: int, etp: int, ep: int) -> None:
     if tp % etp:
         raise ConfigError(
-            f"policy.parallel.expert_tensor: {etp} does not divide tensor ({tp}); choose a divisor of it, or leave it out"
+            f"policy.parallel.expert_tensor: {etp} does not divide tensor ({tp}); leave it out, or set it to "
+            f"{nearest_divisor(etp, tp)}"
         )
     if arch.num_experts % ep:
         raise ConfigError(
-            f"policy.parallel.expert: {ep} does not divide the model's experts ({arch.num_experts}); choose a divisor of "
-            f"{arch.num_experts}"
+            f"policy.parallel.expert: {ep} does not divide the model's experts ({arch.num_experts}); set it to "
+            f"{nearest_divisor(ep, arch.num_experts)}"
         )
     for key, size, what in (
         ("expert_tensor", etp, "moe_ffn_hidden_size"), ("tensor", tp, "moe_shared_expert_intermediate_size")
@@ -58,5 +61,6 @@ def _check_sizes(arch: Architecture, tp: int, etp: int, ep: int) -> None:
         width = arch.transformer.get(what)
         if width and width % size:
             raise ConfigError(
-                f"policy.parallel.{key}: {size} does not divide an expert's width ({width}); choose a divisor of it"
+                f"policy.parallel.{key}: {size} does not divide an expert's width ({width}); set it to "
+                f"{nearest_divisor(size, width)}"
             )

@@ -20,14 +20,14 @@ _MODEL = "the model folder decides it"
 _NO_TE = "it needs Transformer Engine, Apex or other kernels that this layer spec does not use"
 _SCHEDULE = "packed sequences and weighted losses depend on it"
 _P2P = ("it follows from the pipeline schedule: batched transfers are ambiguous where two stages exchange several chunks "
-        "(pipeline 2 with virtual_pipeline > 1), and the gradients come out wrong without a word")  # fmt: skip
+        "(pipeline 2 with virtual_pipeline > 1), and the gradients come out wrong without a word; leave it out")  # fmt: skip
 _ATTENTION = "the packed attention does not have it, so it would do nothing"
 _NOT_YET = "not available yet"
 _DENSE = "the model has no experts"
 _LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 # reason -> fields that are refused for it
-_REFUSED: dict[str, tuple[str, ...]] = {
+REFUSED: dict[str, tuple[str, ...]] = {
     "set it under policy.parallel": (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
         "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
@@ -94,13 +94,8 @@ def check_overrides(overrides: Mapping[str, Any], arch: Architecture) -> None:
             raise ConfigError(f"policy.megatron.{key}: got {overrides[key]!r}, expected a number")
 
 
-def refused_fields() -> list[str]:
-    """Every field that is refused by name, whatever the model."""
-    return [field for fields in _REFUSED.values() for field in fields]
-
-
 def _reason(key: str, arch: Architecture) -> str | None:
-    for reason, fields in _REFUSED.items():
+    for reason, fields in REFUSED.items():
         if key in fields:
             return reason
     if key in arch.transformer:

@@ -10,8 +10,6 @@ from rlcore.config import Config
 from rlcore.config.policy import Fp8Config
 from rlcore.errors import ConfigError
 
-FP8_MULTIPLE = 16       # an FP8 matmul takes tokens by the sixteen
-
 # Fields of `TransformerConfig`. The local MLP's activation is a module of ours; the second makes Megatron build it.
 LOCAL_FIELDS: dict[str, Any] = {"transformer_impl": "local", "use_te_activation_func": True}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from backends.megatron.experts import check_experts
-from backends.megatron.stages import layers_of_stages
+from backends.megatron.stages import layers_of_stages, nearest_divisor
 from rlcore.config.policy import ParallelConfig
 from rlcore.errors import ConfigError
 
@@ -24,19 +24,18 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
     if world_size % replica:
         raise ConfigError(
             f"policy.parallel: tensor {tp} x pipeline {pp} x context {parallel.context} = {replica} does not divide the world "
-            f"size {world_size}; start a multiple of {replica} processes or change the layout"
+            f"size {world_size}; start a multiple of {replica} processes, or lay it out over a divisor of {world_size}"
         )
     model = arch.transformer
     heads, groups = model["num_attention_heads"], model.get("num_query_groups") or model["num_attention_heads"]
     sizes = [("attention heads", heads), ("KV groups", groups), ("feed-forward width", model["ffn_hidden_size"])]
     if arch.latent_attention:       # tensor parallelism cuts the projections to the low-rank forms too
         sizes.append(("kv_lora_rank + qk_rope_head_dim", model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]))
-        sizes.append(("q_lora_rank", model["q_lora_rank"] or tp))
+        sizes.append(("q_lora_rank", model["q_lora_rank"] or heads))
     for what, size in sizes:
         if size % tp:
-            raise ConfigError(
-                f"policy.parallel.tensor: {tp} does not divide the model's {what} ({size}); choose a divisor of {size}"
-            )
+            nearest = nearest_divisor(tp, *(size for _, size in sizes))
+            raise ConfigError(f"policy.parallel.tensor: {tp} does not divide the model's {what} ({size}); set it to {nearest}")
     layers_of_stages(model["num_layers"], parallel)
     check_experts(arch, parallel, world_size)
 

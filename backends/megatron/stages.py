@@ -21,18 +21,24 @@ def layers_of_stages(layers: int, parallel: ParallelConfig) -> list[int]:
     middle = pp - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)
     if rest < middle or (rest > 0 and not middle) or (middle and rest % middle):
+        left = f"{rest} are left for {middle} stages" if rest >= 0 else f"{-rest} too many are given"
         raise ConfigError(
-            f"policy.parallel: pipeline {pp}{_given(first, last)} does not divide the model's {layers} layers: {rest} are left "
-            f"for {middle} stages; {_advice(layers, pp)}"
+            f"policy.parallel: pipeline {pp}{_given(first, last)} does not divide the model's {layers} layers: {left}; "
+            f"{_advice(layers, pp)}"
         )
     each = rest // middle if middle else 0
     stages = [*([first] if first else []), *[each] * middle, *([last] if last else [])]
     if any(n % vpp for n in stages):
         raise ConfigError(
             f"policy.parallel: virtual_pipeline {vpp} does not divide the layers of every stage, {stages} of {layers} layers; "
-            f"set it to 1, or set first_stage_layers and last_stage_layers to multiples of it"
+            "set it to 1, or first_stage_layers and last_stage_layers so that it does"
         )
     return stages
+
+
+def nearest_divisor(wanted: int, *sizes: int) -> int:
+    """The largest number up to `wanted` that divides all of `sizes`."""
+    return next(n for n in range(wanted, 0, -1) if not any(size % n for size in sizes))
 
 
 def stage_fields(parallel: ParallelConfig) -> dict[str, Any]:
@@ -52,6 +58,8 @@ def _given(first: int | None, last: int | None) -> str:
 def _advice(layers: int, pp: int) -> str:
     if pp > layers:
         return f"choose at most {layers} stages"
+    if layers % pp == 0:
+        return f"leave first_stage_layers and last_stage_layers out for {layers // pp} in each"
     each = -(-layers // pp)
     short = layers - each * (pp - 1)
     if short > 0:

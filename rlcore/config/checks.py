@@ -11,7 +11,14 @@ from typing import Any
 
 from rlcore.config.algorithm import EstimatorConfig
 from rlcore.config.algorithm_checks import correction, loss_terms, reward_terms
-from rlcore.config.derived import GROUP_ESTIMATORS, model_parallel_size, truncates, updates_per_step, value_at
+from rlcore.config.derived import (
+    GROUP_ESTIMATORS,
+    model_parallel_size,
+    pack_multiple,
+    truncates,
+    updates_per_step,
+    value_at,
+)
 from rlcore.config.policy import CriticConfig, ReferenceConfig, TeacherConfig
 from rlcore.config.problems import Problem
 from rlcore.config.reward import RewardConfig
@@ -131,14 +138,17 @@ def fp8(config: Config) -> Problems:
 
 
 def lengths(config: Config) -> Problems:
-    """The longest sample fits into a micro-batch."""
+    """The longest sample fits into a micro-batch, with the pads that the layout needs."""
     limit = config.policy.max_tokens_per_microbatch
     prompt = config.data.max_prompt_tokens or 1
     response = 0 if config.is_sft else config.rollout.sampling.max_new_tokens
-    if prompt + response > limit:
+    multiple = pack_multiple(config)
+    needed = -(-(prompt + response) // multiple) * multiple
+    if needed > limit:
         parts = [] if config.data.max_prompt_tokens is None else [f"data.max_prompt_tokens ({prompt})"]
         parts += [f"rollout.sampling.max_new_tokens ({response})"] if response else []
-        message = f"got {limit}, less than one sample can have: {' + '.join(parts)}"
+        padded = f", padded to a multiple of {multiple} by the layout" if multiple > 1 else ""
+        message = f"got {limit}, less than one sample can have: {' + '.join(parts)}{padded}; set it to {needed} or more"
         yield Problem("policy.max_tokens_per_microbatch", message)
 
 

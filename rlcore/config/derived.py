@@ -18,6 +18,8 @@ NORMALIZED = frozenset({"ppo", "vapo", "reinforce++", "reinforce++_baseline"})
 # Keywords of estimators that the configuration keeps elsewhere: set once, read by all who need them.
 COEFFICIENTS = {"kl_coef": "algorithm.kl.reward_coef", "distill_coef": "algorithm.distillation.coef"}
 
+FP8_MULTIPLE = 16       # an FP8 matmul takes tokens by the sixteen
+
 REFERENCE_FIELDS = frozenset({"kl", "ref_logprobs"})
 
 
@@ -25,6 +27,15 @@ def truncates(config: Config) -> bool:
     """Whether responses are drawn from a part of the vocabulary; greedy ones are not drawn at all."""
     sampling = config.rollout.sampling
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+
+
+def recorded_fields(config: Config) -> dict[str, str]:
+    """What the engine must record with every sample that is trained on: field of `Sample` -> the key that asks for it."""
+    asked = {
+        "keep_sets": ("policy.logprobs.keep_sets", config.policy.logprobs.keep_sets),
+        "routed_experts": ("policy.routing_replay", config.policy.routing_replay == "engine"),
+    }
+    return {name: key for name, (key, on) in asked.items() if on}
 
 
 def needs_reference(config: Config, estimator_needs: Collection[str] = ()) -> bool:
@@ -140,6 +151,17 @@ def world_size(config: Config) -> int:
     cluster = config.cluster
     processes = cluster.nodes * cluster.processes_per_node
     return processes if cluster.launcher == "local" or processes > 1 else model_parallel_size(config)
+
+
+def pack_multiple(config: Config) -> int:
+    """What the tokens of a micro-batch are padded to a multiple of, so that its ranks hold equal shares.
+
+    Context parallelism cuts a sequence into 2 x CP chunks, sequence parallelism a pack into slices; FP8 has its own unit.
+    """
+    parallel = config.policy.parallel
+    chunks = 1 if parallel.context == 1 else 2 * parallel.context
+    slices = parallel.tensor if parallel.sequence else 1
+    return chunks * slices * (1 if config.policy.fp8 is None else FP8_MULTIPLE)
 
 
 def model_parallel_size(config: Config) -> int:

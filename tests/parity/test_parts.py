@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,19 +16,20 @@ from backends.megatron.cpu import importing_megatron, megatron_device
 
 with importing_megatron():
     from backends.megatron.attention import bucketed_attention
-    from backends.megatron.fields import check_overrides, refused_fields
+    from backends.megatron.backend import MegatronBackend
+    from backends.megatron.fields import REFUSED, check_overrides
     from backends.megatron.model import padded_vocab_size
     from backends.megatron.optimizer import learning_rate
-from cases import LENGTHS, make_batch, make_plan
+from cases import LENGTHS, make_batch, make_config, make_plan
 
 from backends.megatron.held import Distribution
-from backends.megatron.layout import PackLayout
+from backends.megatron.layout import PackLayout, Place
 from backends.megatron.pack import make_micro_batch, pack_size, pad_lengths
 from backends.megatron.refusals import check_layout
 from backends.megatron.stages import layers_of_stages
 from backends.megatron.transfer import _flatten, _num_bytes, _views
 from rlcore.config.policy import OptimizerConfig, ParallelConfig
-from rlcore.data.packing import MinibatchPlan
+from rlcore.data.packing import MinibatchPlan, padded_length
 from rlcore.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -159,6 +162,20 @@ def test_a_sequence_that_no_plan_places_is_an_error() -> None:
         Distribution.of(make_batch(), [whole, missing], 1)
 
 
+@pytest.mark.parametrize("limit", [40, 41, 44, 47, 63])
+def test_no_planned_pack_is_longer_than_the_budget(limit: int) -> None:
+    """Sequences have pads of their own, and under sequence parallelism the pack too: to a multiple of 8 here."""
+    config = make_config({"model": "any", "parallel": {"context": 2, "tensor": 2, "sequence": True}}, Path("models"))
+    config.policy.max_tokens_per_microbatch = limit
+    backend: Any = SimpleNamespace(
+        config=config, parallel=SimpleNamespace(place=Place(2, 0)), policy=SimpleNamespace(arch=ARCH), data_parallel_size=1
+    )
+    (plan,) = MegatronBackend.plan(backend, make_batch(), [range(len(LENGTHS))])
+    packs = [pack_size(sum(padded_length(LENGTHS[i], 4) for i in micro), 8) for micro in plan.microbatches[0]]
+    assert max(packs) <= limit
+    assert len(packs) > 1
+
+
 # --- configuration ----------------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +190,7 @@ def test_a_sequence_that_no_plan_places_is_an_error() -> None:
         ({"pipeline": 7}, 7, "at most 6 stages"),
         ({"pipeline": 2, "virtual_pipeline": 2}, 2, r"\[3, 3\] of 6 layers"),
         ({"pipeline": 3, "virtual_pipeline": 2, "last_stage_layers": 4}, 3, r"\[1, 1, 4\]"),
-        ({"pipeline": 2, "first_stage_layers": 4, "last_stage_layers": 4}, 2, "-2 are left for 0 stages"),
+        ({"pipeline": 2, "first_stage_layers": 4, "last_stage_layers": 4}, 2, "2 too many are given; leave first"),
         ({"pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 2}, 2, "2 are left for 0 stages"),
         ({"pipeline": 3, "first_stage_layers": 1}, 3, "5 are left for 2 stages"),
         ({"pipeline": 2, "last_stage_layers": 6}, 2, "0 are left for 1 stages"),
@@ -230,7 +247,7 @@ def test_overrides_that_are_refused(key: str, message: str) -> None:
 
 
 def test_every_refused_field_is_a_field() -> None:
-    for key in refused_fields():
+    for key in (field for fields in REFUSED.values() for field in fields):
         with pytest.raises(ConfigError, match="cannot be set here"):
             check_overrides({key: 1}, ARCH)
     check_overrides({"recompute_granularity": "full", "batch_invariant_mode": True}, ARCH)

@@ -111,3 +111,34 @@ def test_optimizer_steps_and_sizes(load):
     assert derived.samples_per_step(config) == 32
     assert derived.prompts_per_step(config) == 4
     assert derived.model_parallel_size(config) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "multiple"),
+    [
+        ([], 1),
+        (["tensor=2"], 1),
+        (["tensor=2", "sequence=true"], 2),
+        (["context=2"], 4),
+        (["context=4", "tensor=2", "sequence=true"], 16),
+    ],
+)
+def test_what_packs_are_padded_to(load, overrides, multiple):
+    given = [f"policy.parallel.{override}" for override in overrides]
+    config = load("cluster.launcher=torchrun", *given).config
+    assert derived.pack_multiple(config) == multiple
+    assert derived.pack_multiple(load("cluster.launcher=torchrun", *given, "policy.fp8.margin=0").config) == 16 * multiple
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        ([], 1),
+        (["cluster.processes_per_node=3"], 3),
+        (["cluster.launcher=torchrun"], 4),         # not said: the layout's own
+        (["cluster.launcher=torchrun", "cluster.nodes=2", "cluster.processes_per_node=8"], 16),
+    ],
+)
+def test_the_ranks_of_the_run(load, overrides, ranks):
+    layout = ["policy.parallel.context=4"] if ranks > 3 else []
+    assert derived.world_size(load(*layout, *overrides).config) == ranks
