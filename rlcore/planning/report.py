@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import ceil
 
 from rlcore.planning.devices import Gpu
 from rlcore.planning.fit import GIB, RESERVED, kv_bytes_per_token
@@ -90,7 +91,7 @@ def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
         return
     best = min(found, key=lambda option: option.needs.peak)
     over = best.needs.peak - usable(capacity)
-    yield f"No layout fits. The nearest is {describe(best.layout)}: {gib(best.needs.peak)} on stage {best.needs.stage}, "
+    yield f"No layout fits. The nearest is {describe(best.layout)}: {gib(best.needs.peak)} on stage {best.needs.stage},"
     yield f"  {gib(over)} more than {gib(usable(capacity))}. What would help:"
     resident = best.needs.resident
     advice = [
@@ -101,7 +102,7 @@ def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
     for key, size in sorted(advice, key=lambda pair: -pair[1]):
         if size > 0:
             yield f"  {key} lowers the peak by {gib(size)}"
-    factor = best.needs.peak / usable(capacity)
+    factor = ceil(100 * best.needs.peak / usable(capacity)) / 100
     yield f"  about {factor:.2f} times the GPUs, or GPUs of {gib(best.needs.peak / (1 - RESERVED))}"
     if best.needs.largest_phase.endswith("backward"):
         yield "  a smaller policy.max_tokens_per_microbatch"
