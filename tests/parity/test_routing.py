@@ -36,6 +36,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "forced_recompute", **FORCED, "megatron": FULL},
         {"name": "forced_recompute_moe", **FORCED,
          "megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
+        {"name": "sigmoid", **FORCED, "model": "deepseek_v3", "then": "deepseek_v3_other", "megatron": FULL},
         {"name": "two_steps", "model": "qwen3_moe", "plans": ["half0", "half1"], "replay": "logprobs"},
     ],
     -2: [
@@ -50,8 +51,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "ep2_pp2", **FORCED, "plans": ["dp2"], "parallel": {"expert": 2, "pipeline": 2}},
     ],
 }  # fmt: skip
+ORACLES = {"qwen3_moe": "qwen3_moe_other", "deepseek_v3": "deepseek_v3_other"}       # experts of, weights of
 FORCED_NAMES = [pytest.param(case["name"], marks=pytest.mark.full if size < 0 else ())
-                for size, cases in CASES.items() for case in cases if "then" in case]  # fmt: skip
+                for size, cases in CASES.items() for case in cases if case.get("then") == "qwen3_moe_other"]  # fmt: skip
 
 
 class Results:
@@ -72,7 +74,7 @@ class Results:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("routing")
-    oracle.write_models(base / "models", only=("qwen3_moe", "qwen3_moe_other", "qwen2_moe"))
+    oracle.write_models(base / "models", only=("qwen2_moe", *ORACLES, *ORACLES.values()))
     return base
 
 
@@ -82,7 +84,7 @@ def results(folder: Path) -> Results:
 
 
 def routers(model: Any) -> list[nn.Module]:
-    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
 
 
 @contextmanager
@@ -97,27 +99,32 @@ def choices_of(model: Any) -> Iterator[list[list[Tensor]]]:
 
 
 def force(model: Any, made: list[list[Tensor]]) -> None:
-    """From now on each router uses those experts: softmax over all, the chosen probabilities normalised to 1."""
+    """From now on each router uses those experts: its scores of all, those of the chosen normalised to 1."""
     for router, calls in zip(routers(model), made):
         given = iter(calls)
 
         def forward(router: Any, inputs: Any, output: Any, given: Iterator[Tensor] = given) -> tuple[Tensor, Tensor, Tensor]:
             chosen = next(given)
-            probabilities = output[0].softmax(-1).gather(1, chosen)
-            return output[0], probabilities / probabilities.sum(-1, keepdim=True), chosen
+            scale = getattr(router, "routed_scaling_factor", None)      # of sigmoid scores
+            scores = (output[0].softmax(-1) if scale is None else output[0].sigmoid()).gather(1, chosen)
+            return output[0], (scale or 1.0) * scores / scores.sum(-1, keepdim=True), chosen
 
         router.register_forward_hook(forward)
 
 
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, Tensor]:
-    """Gradients of the second model with the experts of the first, in float64."""
-    first, second = (oracle._load(folder / "models" / name) for name in ("qwen3_moe", "qwen3_moe_other"))
+def forced_gradients(folder: Path, one: str) -> dict[str, Tensor]:
+    """Of the other model with the experts of the `one`, in float64."""
+    first, second = (oracle._load(folder / "models" / name) for name in (one, ORACLES[one]))
     with choices_of(first) as made:
         oracle._policy_backward(first)
     force(second, made)
     oracle._policy_backward(second)
     return oracle._gradients(second)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, Tensor]:
+    return forced_gradients(folder, "qwen3_moe")
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -133,6 +140,16 @@ def test_gradients_are_those_of_the_forced_experts(name: str, results: Results, 
     assert relative(got[worst], expected[worst]) < 1e-5, worst
     assert result["as_recorded"]
     assert result["metrics"]["train/routing_replay_changed"] == results["forced"]["metrics"]["train/routing_replay_changed"]
+
+
+def test_a_sigmoid_router_replays_too(results: Results, folder: Path) -> None:
+    """Whatever its bias says of the experts by now, and when its layer is recomputed."""
+    result, expected = results["sigmoid"], forced_gradients(folder, "deepseek_v3")
+    assert result["gradients"].keys() > expected.keys()         # the biases have none
+    worst = max(expected, key=lambda key: relative(result["gradients"][key], expected[key]))
+    assert relative(result["gradients"][worst], expected[worst]) < 1e-5, worst
+    assert result["as_recorded"]
+    assert 0.2 < result["metrics"]["train/routing_replay_changed"] < 1
 
 
 def test_the_share_of_changed_choices_is_counted_over_real_tokens_and_layers(results: Results) -> None:
