@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_main import joined, payload
 from torch import Tensor
 
 from backends.megatron.fused_head import fused_logprobs
@@ -54,18 +52,13 @@ def run(case: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]), timeout=timedelta(seconds=60),
-    )  # fmt: skip
-    group = dist.group.WORLD
-    assert group is not None
-    results = [run(case, group) for case in json.loads((folder / "payload.json").read_text())]
-    if group.rank() == 0:
-        torch.save(results, folder / "results.pt")
-    dist.destroy_process_group()
+    with joined(folder, alone=True):
+        group = dist.group.WORLD
+        assert group is not None
+        results = [run(case, group) for case in payload(folder)]
+        if group.rank() == 0:
+            torch.save(results, folder / "results.pt")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 import oracle
 import parity_ranks
 import pytest
+import rank_main
 import torch
 
 TIGHT = 1e-5
@@ -53,7 +54,7 @@ def rank_of(rank: int, size: int, folder: Path) -> Callable[[], None]:
     def run() -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
         sys.argv = ["parity_ranks.py", str(folder)]
-        parity_ranks.main()
+        rank_main.main(parity_ranks.run)
 
     return run
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from cases import TRAINED, make_batch, make_config, make_plan, make_vectors
+from rank_main import main
 from torch import Tensor
 
 from backends.megatron import MegatronBackend, checkpoint_io
@@ -151,20 +148,5 @@ def run(case: dict[str, Any], folder: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(other, expected)), what
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    folder, size = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
-    if size > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=int(os.environ["RANK"]), world_size=size,
-            timeout=timedelta(seconds=60),
-        )  # fmt: skip
-    for case in json.loads((folder / "payload.json").read_text()):
-        print("case", case["name"], flush=True)
-        run(case, folder)
-    if size > 1:
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    main(run)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from cases import gradient, make_batch, make_config, make_plan, make_vectors, plan_of
+from rank_main import main
 from torch import Tensor, nn
 
 from backends.megatron import MegatronBackend
@@ -122,21 +119,5 @@ def run(case: dict[str, Any], folder: Path) -> None:
         torch.save(result, folder / f"{case['name']}.pt")
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    size = int(os.environ["WORLD_SIZE"])
-    if size > 1:        # one process makes its own group
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=int(os.environ["RANK"]), world_size=size,
-            timeout=timedelta(seconds=60),
-        )  # fmt: skip
-    for case in json.loads((folder / "payload.json").read_text()):
-        print("case", case["name"], flush=True)
-        run(case, folder)
-    if size > 1:
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    main(run)
