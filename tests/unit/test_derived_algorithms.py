@@ -75,6 +75,11 @@ def test_a_coefficient_needs_the_vectors_that_it_multiplies(name: str) -> None:
     assert build_estimator(name, distill_coef=0.1).needs == without | {"logprobs", "teacher_logprobs"}
 
 
+def make_config(settings: dict[str, Any]) -> Config:
+    given = {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["d"]}, "training": {"steps": 1}}
+    return Config.model_validate({**given, **settings})
+
+
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"algorithm": {}},
     {"algorithm": {"minibatches": 2}},
@@ -89,19 +94,17 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_passes_without_torch_are_those_of_a_step(settings: dict[str, Any]) -> None:
-    for estimator in sorted(BUILT_IN):
-        for loss in sorted(LOSSES):
-            algorithm = {**settings.get("algorithm", {}), "estimator": {"name": estimator}, "loss": {"name": loss}}
-            given = {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["d"]}, "training": {"steps": 1}}
-            config = Config.model_validate({**given, **settings, "algorithm": algorithm})
-            assert built_in_passes(config) == Credit(config, Objective(config.algorithm)).passes, (estimator, loss)
+    pairs = [(estimator, "ppo_clip") for estimator in sorted(BUILT_IN)] + [("grpo", loss) for loss in sorted(LOSSES)]
+    for estimator, loss in pairs:
+        algorithm = {**settings.get("algorithm", {}), "estimator": {"name": estimator}, "loss": {"name": loss}}
+        config = make_config({**settings, "algorithm": algorithm})
+        assert built_in_passes(config) == Credit(config, Objective(config.algorithm)).passes, (estimator, loss)
 
 
 def test_a_plugin_is_asked_for_its_passes() -> None:
     assert set(policy_loss_names()) >= LOSSES
     for algorithm in ({"estimator": {"name": "mine:Mine"}}, {"loss": {"name": "mine:Mine"}}):
-        given = {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["d"]}, "training": {"steps": 1}}
-        assert built_in_passes(Config.model_validate({**given, "algorithm": algorithm})) is None
+        assert built_in_passes(make_config({"algorithm": algorithm})) is None
 
 
 def test_choices_of_the_configuration_are_those_of_the_algorithms() -> None:
