@@ -34,7 +34,9 @@ def write_errors(folder: Path) -> Iterator[None]:
 def _first_cause(error: BaseException) -> str:
     """One line: torch's CheckpointException carries a traceback for every rank, its unpickler a page of advice."""
     where = ""
-    if isinstance(error, CheckpointException) and error.failures:
+    if isinstance(error, CheckpointException) and not error.failures:
+        return "another rank failed; the log of rank 0 has the reason"
+    if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         error, where = cause, f" (rank {rank})"
     if isinstance(error, (UnpicklingError, EOFError)):

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
 from rlcore.errors import RunFailed
 
@@ -30,9 +31,18 @@ _write_bucket = filesystem_async.FileSystemWriterAsync.write_preloaded_data.__wr
 
 
 def write_sharded(state: dict[str, Any], folder: Path) -> None:
-    """Save a sharded state dict; every rank calls it, `folder` exists. Files are flushed, names in the folder are not."""
+    """Save a sharded state dict; every rank calls it, `folder` exists. Files are flushed, names in the folder are not.
+
+    A rank that could not write raises what the disk raised, every other one CheckpointException: only rank 0's has the reason.
+    """
+    strategy = _InProcess()
     with _local_results():
-        dist_checkpointing.save(state, str(folder), sharded_strategy=_InProcess())
+        try:
+            dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
+        except CheckpointException:
+            if strategy.failure is not None:
+                raise strategy.failure from None
+            raise
 
 
 def plan_sharded(state: dict[str, Any], folder: Path, host: HostCopies) -> PlannedShards:
@@ -114,16 +124,18 @@ class _InProcess(TorchDistSaveShardedStrategy):
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
+        self.failure: Exception | None = None       # of this rank
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
         request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
-        return request._replace(async_fn=_write, async_fn_args=(writer,), preload_fn=None)
+        return request._replace(async_fn=self._write, async_fn_args=(writer,), preload_fn=None)
 
-
-def _write(writer: filesystem_async.FileSystemWriterAsync) -> None:
-    """What the stock writer does in children: its results, or the error, go into the writer's queue."""
-    if writer.write_buckets:
-        writer.results_queue.put(_write_buckets(writer, writer.preload_tensors(writer.write_buckets)))     # type: ignore[union-attr]
+    def _write(self, writer: Any) -> None:
+        """What the stock writer does in children: its results, or the error, go into the writer's queue."""
+        if writer.write_buckets:
+            outcome = _write_buckets(writer, writer.preload_tensors(writer.write_buckets))
+            self.failure = outcome if isinstance(outcome, Exception) else None
+            writer.results_queue.put(outcome)
 
 
 def _write_buckets(writer: Any, buckets: Sequence[_Bucket]) -> dict[int, Any] | Exception:

@@ -43,6 +43,15 @@ DEFAULT_CASES: list[Case] = [
     (NUMBERED, "ep2", "bf16", "dp2"),
 ]
 
+# What is done to a checkpoint of ranks that share the experts out, and words of the error.
+DAMAGED_SOURCE = ("bf16_distributed", "ep2")
+DAMAGED: dict[str, str] = {
+    "shard_missing": "policy/__0_0.distcp is missing",
+    "shard_truncated": "were written",
+    "shard_overwritten": "cannot be loaded",
+    "metadata_overwritten": "cannot be loaded: a file holds other bytes than were written",
+}
+
 FULL_WORLDS: Worlds = [
     (1, ("one",), ()),
     (4, ("ep2_pp2", "ep2_pp2_uneven", "ep2_etp2"), ("ep2_pp2", "ep2_pp2_uneven", "ep2_etp2")),

@@ -1,8 +1,11 @@
-"""What each rank of test_refused.py does in one case: damage a copy of a checkpoint, try to load it, keep the words."""
+"""What each rank does in one case: damage a copy of a checkpoint and try to load it, or save to a full disk; keep the words."""
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 from checkpoint_case import Trained
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from backends.megatron.checkpoint import Saved, load_checkpoint, load_weights
+from backends.megatron.checkpoint import MANIFEST, Saved, load_checkpoint, load_weights, save_checkpoint
 from backends.megatron.parallel import ParallelState
 from rlcore.config.policy import ParallelConfig
 from rlcore.errors import RlcoreError
@@ -71,3 +75,32 @@ def try_refused(case: dict[str, Any], layout: ParallelConfig, parallel: Parallel
     if "export" in case:
         for model in models:
             model.export(Path(case["export"]))
+
+
+def try_full_disk(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
+    """The last rank's disk is full after some tensors. Write `result` once a rank: the error's class and message."""
+    (source,) = case["sources"].values()
+    model = Trained("policy", Path(source), case["variant"], layout, parallel)
+    model.step(0)
+    real, written = filesystem_async._write_item, 0
+
+    @functools.wraps(real)      # Megatron looks at its signature
+    def until_full(*args: Any, **options: Any) -> Any:
+        nonlocal written
+        written += 1
+        if written > 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args, **options)
+
+    if parallel.rank == parallel.world_size - 1:
+        filesystem_async._write_item = until_full
+    try:
+        save_checkpoint(Path(case["save"]), [model.saved], parallel)
+        outcome = "saved"
+    except RlcoreError as error:
+        outcome = f"{type(error).__name__}: {error}"
+    finally:
+        filesystem_async._write_item = real
+    Path(f"{case['result']}.rank{parallel.rank}").write_text(outcome)
+    assert not (Path(case["save"]) / MANIFEST).exists()
+    model.step(1)       # training is unharmed

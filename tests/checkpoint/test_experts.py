@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from expert_plan import DEFAULT_CASES, DEFAULT_WORLDS, FULL_CASES, FULL_WORLDS, LAYOUTS, MODEL, Case, Worlds, variant_of
+from expert_plan import (
+    DAMAGED,
+    DAMAGED_SOURCE,
+    DEFAULT_CASES,
+    DEFAULT_WORLDS,
+    FULL_CASES,
+    FULL_WORLDS,
+    LAYOUTS,
+    MODEL,
+    Case,
+    Worlds,
+    variant_of,
+)
 from gloo_world import run_world
 from hf_folders import write_model
 from optimizer_state import KEYS
@@ -19,7 +31,7 @@ from backends.megatron.checkpoint import saved_layout
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
-    return _run(tmp_path_factory.mktemp("experts"), DEFAULT_WORLDS, DEFAULT_CASES)
+    return _run(tmp_path_factory.mktemp("experts"), DEFAULT_WORLDS, DEFAULT_CASES, damaged=True)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +55,23 @@ def test_a_checkpoint_tells_how_experts_lay(outputs: Outputs) -> None:
     assert saved_layout(outputs.checkpoint(variant, source)) == "TP 1 x PP 1 x DP 2 x CP 1 x EP 2 x ETP 1"
 
 
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_one_is_refused_on_every_rank(outputs: Outputs, damage: str) -> None:
+    for rank in (0, 1):
+        outcome = (outputs.refused(damage) / f"result.rank{rank}").read_text()
+        assert outcome.startswith(f"ModelError: checkpoint {outputs.refused(damage) / 'checkpoint'}")
+        assert DAMAGED[damage] in outcome
+        assert "\n" not in outcome
+
+
+def test_a_full_disk_of_one_rank_is_told_by_every_rank(outputs: Outputs) -> None:
+    folder = outputs.refused("full_disk")
+    for rank, words in ((0, "No space left on device (rank 1)"), (1, "No space left on device")):
+        outcome = (folder / f"result.rank{rank}").read_text()
+        assert outcome.startswith(f"RunFailed: writing {folder / 'checkpoint'}: ")
+        assert outcome.endswith(words)
+
+
 def check(outputs: Outputs, case: Case) -> None:
     """Loaded equals saved: weights, masters, both moments, before and after one more step, which changes them all."""
     variant, source, into, target = case
@@ -64,7 +93,7 @@ def folder(outputs: Outputs, when: str, variant: str, source: str, *loaded: str)
     return outputs.trained(when, variant, source, "_".join(loaded))
 
 
-def _run(root: Path, worlds: Worlds, cases: Sequence[Case]) -> Outputs:
+def _run(root: Path, worlds: Worlds, cases: Sequence[Case], *, damaged: bool = False) -> Outputs:
     outputs = Outputs(root)
     name, overrides = MODEL
     write_model(name, outputs.model(name), **overrides)
@@ -75,6 +104,8 @@ def _run(root: Path, worlds: Worlds, cases: Sequence[Case]) -> Outputs:
             payload.append(_entry(layout, [_job(outputs, variant, layout) for variant in variants]))
         for layout in loads:
             payload.append(_entry(layout, [_job(outputs, *case) for case in cases if case[3] == layout]))
+        if damaged:
+            payload.append({"layout": LAYOUTS[DAMAGED_SOURCE[1]], "cases": _damaged(outputs)})
         run_world(Path(__file__).with_name("world_ranks.py"), size, outputs.root / f"world{number}", payload, deadline_s=480)
     return outputs
 
@@ -90,3 +121,16 @@ def _job(outputs: Outputs, variant: str, source: str, *loaded: str) -> dict[str,
         "load" if loaded else "save": str(outputs.checkpoint(variant, source)),
         **{when: str(folder(outputs, when, variant, source, *loaded)) for when in ("before", "after")},
     }
+
+
+def _damaged(outputs: Outputs) -> list[tuple[str, dict[str, Any]]]:
+    common = {"variant": variant_of(DAMAGED_SOURCE[0]), "sources": {"policy": str(outputs.model(MODEL[0]))}}
+    damaged = [
+        ("refused", {
+            **common, "load": str(outputs.checkpoint(*DAMAGED_SOURCE)), "copy": str(outputs.refused(damage) / "checkpoint"),
+            "damage": damage, "result": str(outputs.refused(damage) / "result"),
+        })
+        for damage in DAMAGED
+    ]  # fmt: skip
+    full = outputs.refused("full_disk")
+    return [*damaged, ("full_disk", {**common, "save": str(full / "checkpoint"), "result": str(full / "result")})]

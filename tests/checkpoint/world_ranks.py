@@ -6,13 +6,13 @@ import torch.distributed as dist
 from checkpoint_case import train_and_save_or_load
 from convert_case import convert
 from gloo_world import join_world
-from refused_case import try_refused
+from refused_case import try_full_disk, try_refused
 
 from backends.megatron.cpu import megatron_device
 from backends.megatron.parallel import destroy_parallel, init_parallel
 from rlcore.config.policy import ParallelConfig
 
-KINDS = {"convert": convert, "checkpoint": train_and_save_or_load, "refused": try_refused}
+KINDS = {"convert": convert, "checkpoint": train_and_save_or_load, "refused": try_refused, "full_disk": try_full_disk}
 
 
 def main() -> None:
