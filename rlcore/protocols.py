@@ -18,6 +18,7 @@ from rlcore.algorithms import Moments
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan
 from rlcore.data.sample import FinishReason, Sample, VersionSpan
+from rlcore.data.routed_experts import Experts
 from rlcore.data.token_sets import TokenSets
 from rlcore.weights import Bucket
 
@@ -120,7 +121,8 @@ class SamplingParams:
     is greedy, with log-probs at temperature 1.
 
     With `keep_sets` they are those of the distribution that was drawn from, over the tokens that top-k and top-p left, and
-    the completion says which these are; greedy responses stay as they are.
+    the completion says which these are; greedy responses stay as they are. With `routed_experts` it says what experts the
+    routers chose for every token that the engine was fed: the prompt, and the response but its last token.
     """
 
     max_new_tokens: int
@@ -130,6 +132,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     keep_sets: bool = False
+    routed_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,7 @@ class Completion:
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]       # cover [0, m)
     keep_sets: TokenSets | None = None      # m sets, where `SamplingParams.keep_sets` asked for them
+    routed_experts: Experts | None = None   # [at most P + m - 1, layers with experts, k], likewise
 
 
 PauseMode = Literal["drain", "retract", "in_place", "abort"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlcore.config import Config
+from rlcore.config.derived import recorded_fields
 from rlcore.data.tokenizer import stop_token_ids
 from rlcore.protocols import Prompt, SamplingParams, Workflow
 from rollout.dispatch import Dispatcher
@@ -36,13 +37,14 @@ class Runners:
     def training(self, prompt_of: PromptOf, *, greedy_baseline: bool) -> WaveRunner:
         rollout, seed, greedy = self.config.rollout, self.config.run.seed, self._greedy()
         given = rollout.sampling
-        keep_sets = self.config.policy.logprobs.keep_sets
+        policy = self.config.policy
         sampling = replace(
-            greedy, temperature=given.temperature, top_p=given.top_p, top_k=given.top_k, keep_sets=keep_sets
-        )
+            greedy, temperature=given.temperature, top_p=given.top_p, top_k=given.top_k,
+            keep_sets=policy.logprobs.keep_sets, routed_experts=policy.routing_replay == "engine",
+        )  # fmt: skip
         workflow = self._workflow(sampling, rollout.samples_per_prompt, seed)
         baseline = self._workflow(greedy, 1, seed + BASELINE_SEED) if greedy_baseline else None
-        return self._runner(workflow, prompt_of, baseline, keep_sets=keep_sets)
+        return replace(self._runner(workflow, prompt_of, baseline), recorded=recorded_fields(self.config))
 
     def evaluation(self, prompt_of: PromptOf) -> WaveRunner:
         given, seed = self.config.evaluation, self.config.run.seed + EVALUATION_SEED
@@ -62,9 +64,7 @@ class Runners:
     def _workflow(self, sampling: SamplingParams, samples: int, seed: int) -> Workflow:
         return build_workflow(self.config.rollout.workflow, WorkflowContext(sampling, samples, seed, self.tokenizer))
 
-    def _runner(
-        self, workflow: Workflow, prompt_of: PromptOf, greedy: Workflow | None = None, *, keep_sets: bool = False
-    ) -> WaveRunner:
+    def _runner(self, workflow: Workflow, prompt_of: PromptOf, greedy: Workflow | None = None) -> WaveRunner:
         return WaveRunner(
             workflow=workflow,
             workflow_name=self.config.rollout.workflow,
@@ -73,6 +73,5 @@ class Runners:
             scorer=self.scorer,
             tokenizer=self.tokenizer,
             batched=self.config.rollout.engine.kind == "embedded",
-            keep_sets=keep_sets,
             greedy=greedy,
         )

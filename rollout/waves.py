@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_NO_KEEP_SETS = (
-    "policy.logprobs.keep_sets is on, but a sample has no keep_sets: give it those of its completion, with several turns "
-    "TokenSets.joined of theirs; does an engine send none, turn the key off"
-)
 Member = tuple[int, bool]       # one workflow of a wave: its draw, and whether it makes the greedy baseline
 
 
@@ -55,7 +51,8 @@ class WaveRunner:
     tokenizer: PreTrainedTokenizerBase
     batched: bool
     greedy: Workflow | None = None
-    keep_sets: bool = False     # every sample but the greedy ones must have its keep-sets
+    # Fields that every sample but the greedy ones must have, with the key that asks for them.
+    recorded: Mapping[str, str] = field(default_factory=dict)
     failures: FailureCounts = field(default_factory=FailureCounts)     # of all waves so far
     _stage: dict[Member, str] = field(default_factory=dict)             # of each workflow whose draw is unfinished
 
@@ -132,8 +129,9 @@ class WaveRunner:
         try:
             for sample in samples:
                 sample.check_token_rewards()
-                if self.keep_sets and not greedy and sample.keep_sets is None:
-                    raise ValueError(_NO_KEEP_SETS)
+                for name, key in ({} if greedy else self.recorded).items():
+                    if getattr(sample, name) is None:
+                        raise ValueError(f"{key} is on, but a sample has no {name}: give it those of its completions, joined")
         except ValueError as error:
             raise RunFailed(f"workflow {self.workflow_name}: {error}") from error
 

@@ -30,7 +30,7 @@ with importing_megatron():
     from backends.megatron.optimizer import StepReport
     from backends.megatron.parallel import destroy_parallel, init_parallel, init_process_group
     from backends.megatron.refusals import check_layout
-    from backends.megatron.routing import changed_share
+    from backends.megatron.routing import Routing, changed_share, check_records
     from backends.megatron.train import HeadOptions, Model, score_pass, training_pass
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
@@ -118,7 +118,13 @@ class MegatronBackend:
         ]
 
     def load_batch(self, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None) -> None:
-        """Give each replica its sequences. Raises ValueError unless `plans` place every sequence exactly once."""
+        """Give each replica its sequences.
+
+        Raises ValueError unless `plans` place every sequence exactly once, RunFailed on rank 0 for records of routed experts
+        that are not of this model.
+        """
+        if batch is not None and self.config.policy.routing_replay == "engine":
+            check_records(batch, self.policy.arch)
         multiple = pack_multiple(self.config)
         self._held = HeldBatch.receive(batch, plans, self.parallel, self.device, pad_multiple=multiple)
 
@@ -135,7 +141,7 @@ class MegatronBackend:
         outputs: list[Any] = []
         with self._present(model) as module, megatron_device(self.device):
             for k in range(len(self._batch.minibatches)):
-                outputs += score_pass(module, self._batch.micro_batches(k), head, record_routing=model == "policy")
+                outputs += score_pass(module, self._batch.micro_batches(k), head, routing=self._routing(model))
         own = None
         if self.parallel.is_last_stage:
             vectors = [(out,) if isinstance(out, Tensor) else out for out in outputs]
@@ -299,6 +305,11 @@ class MegatronBackend:
             self.policy.chunks, self.policy.arch, self.parallel,
             dtype=DTYPES[dtype], bucket_bytes=self.config.rollout.engine.bucket_bytes,
         )  # fmt: skip
+
+    def _routing(self, model: str) -> Routing:
+        if model != "policy":
+            return Routing.OWN
+        return Routing.GIVEN if self.config.policy.routing_replay == "engine" else Routing.RECORDED
 
     def _present(self, name: str) -> AbstractContextManager[Model]:
         """Inside, the model with its weights on the device."""

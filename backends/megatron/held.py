@@ -78,8 +78,9 @@ class HeldBatch:
         share = scatter_shares(shares, parallel)
         minibatches = _decode(share.pop("plan"))
         keep_sets = KeepSets(share.pop("kept_tokens"), share.pop("kept_offsets")) if "kept_tokens" in share else None
+        routed = share.pop("routed_experts", None)
         held = RolloutBatch(
-            share.pop("tokens"), share.pop("cu_tokens"), share.pop("loss_mask"), vectors=share, keep_sets=keep_sets
+            share.pop("tokens"), share.pop("cu_tokens"), share.pop("loss_mask"), share, None, keep_sets, routed
         )
         return cls(held, minibatches, parallel, device, pad_multiple=pad_multiple, distribution=distribution)
 
@@ -163,12 +164,14 @@ def _share(batch: RolloutBatch, plans: Sequence[MinibatchPlan], d: int, order: T
     vectors = {name: _plain(value) for name, value in part.vectors.items() if name not in ON_RANK_0}
     sets = part.keep_sets
     kept = {} if sets is None else {"kept_tokens": sets.tokens, "kept_offsets": sets.offsets}
+    routed = {} if part.routed_experts is None else {"routed_experts": part.routed_experts}
     return {
         "tokens": part.tokens,
         "cu_tokens": part.cu_tokens,
         "loss_mask": part.loss_mask,
         "plan": _encode(batch, plans, d),
         **kept,
+        **routed,
         **vectors,
     }
 

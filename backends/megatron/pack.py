@@ -33,6 +33,7 @@ class MicroBatch:
     num_tokens: int             # model tokens of this rank without pads
     padding: Tensor             # bool [1, T]: True at a pad
     keep_sets: KeepSets | None = None       # of the m targets; None: all were drawn from the whole vocabulary
+    routed_experts: Tensor | None = None    # int16 [T, layers with experts, topk] from the engine, -1 where it recorded none
     # Layer -> int16 [t, topk]: the experts that training replays, of the t slots that this rank's routers see.
     experts: dict[int, Tensor] = field(default_factory=dict)
 
@@ -86,6 +87,12 @@ def make_micro_batch(
     where = torch.full((num_slots,), -1)
     where[held] = torch.arange(len(held))
 
+    routed = None
+    if batch.routed_experts is not None:
+        routed = batch.routed_experts.new_full((num_slots, *batch.routed_experts.shape[1:]), -1)
+        routed[slots] = batch.routed_experts[model]
+        routed = routed[held].to(device)
+
     trainable = slots[batch.loss_mask[model]]
     index = where[trainable - 1]        # a trainable token is never the first of its sequence
     own = (index >= 0).nonzero()[:, 0]
@@ -101,4 +108,5 @@ def make_micro_batch(
         num_tokens=int((where[slots] >= 0).sum()),
         padding=padding[held][None].to(device),
         keep_sets=None if batch.keep_sets is None else batch.keep_sets.select(rows.start + own).to(device),
+        routed_experts=routed,
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from torch import Tensor
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.pack import MicroBatch
 from backends.megatron.preflight import check_replay
-from rlcore.errors import ConfigError
+from rlcore.data.batch import RolloutBatch
+from rlcore.errors import ConfigError, RunFailed
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
@@ -26,8 +28,10 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class ExpertChoice:
     """The top-k of one router: its own, or one that is given, with the scores as they are now. Gradients flow through these."""
 
-    def __init__(self) -> None:
-        self.given: Tensor | None = None            # int16 [t, k]: what the next forward uses
+    def __init__(self, place: int = 0) -> None:
+        self.place = place                          # among the layers with experts of the whole model
+        self.given: Tensor | None = None            # int16 [t, k]: what the next forward uses; -1: the router's own choice
+        self.recomputed = True                      # whether a forward without gradients may be run once more
         self.hidden: Tensor | None = None           # bool [t]: pads, which no metric counts
         self.made: Tensor | None = None             # int64 [t, k]: what the last forward without `given` chose
         self.changed: Tensor | None = None          # tokens whose own choice was another one than the given
@@ -44,10 +48,10 @@ class ExpertChoice:
         if self.given is None:
             chosen, self.made = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
             return chosen, self.made
-        if not torch.is_grad_enabled():
-            self._again.append(self.given)
-        given = self.given.long()
         own = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]
+        given = torch.where((self.given < 0).any(dim=1, keepdim=True), own, self.given.long())
+        if self.recomputed and not torch.is_grad_enabled():
+            self._again.append(given.to(torch.int16))
         differs = (own.sort(dim=1).values != given.sort(dim=1).values).any(dim=1)
         if self.hidden is not None:
             differs &= ~self.hidden
@@ -71,7 +75,7 @@ def replay_routing(chunks: Sequence[GPTModel], arch: Architecture) -> None:
                               "policy.megatron.moe_router_fusion to false")  # fmt: skip
         for layer in chunk.decoder.layers:
             if hasattr(layer.mlp, "router"):
-                layer.mlp.router.router_replay = ExpertChoice()
+                layer.mlp.router.router_replay = ExpertChoice(sum(arch.moe_layers[: layer.layer_number - 1]))
 
 
 @contextmanager
@@ -88,18 +92,48 @@ def recording(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
 def replaying(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
     """Around a forward: every router uses the experts that are kept with the micro-batch, in its recomputation too.
 
+    Those that the engine recorded are taken where there are any; a token without a record is left to the router.
     Raises RuntimeError where there are none.
     """
     choices = list(_choices(chunk))
     for layer, choice in choices:
+        if layer not in micro.experts and micro.routed_experts is not None:
+            micro.experts[layer] = _own_share(micro.routed_experts, chunk)[:, choice.place]
         if layer not in micro.experts:
             raise RuntimeError(f"routing replay: layer {layer} has no recorded experts; call score('policy') before update")
         choice.given, choice.hidden = micro.experts[layer], _own_share(micro.padding[0], chunk)
+        choice.recomputed = chunk.training
     try:
         yield
     finally:
         for _, choice in choices:
             choice.given = choice.hidden = None
+
+
+def check_records(batch: RolloutBatch, arch: Architecture) -> None:
+    """Raises RunFailed for a batch without the engine's records, or with those of a model of another shape."""
+    wanted = (sum(arch.moe_layers), arch.transformer["moe_router_topk"])
+    got = None if batch.routed_experts is None else tuple(batch.routed_experts.shape[1:])
+    if got != wanted:
+        raise RunFailed(
+            f"policy.routing_replay is engine, but the samples' routed_experts are {got or 'missing'}, expected [tokens, "
+            f"{wanted[0]} layers with experts, {wanted[1]} experts a token]: set it to logprobs, or use an engine that sends them"
+        )
+
+
+class Routing(Enum):
+    """Whose experts a pass without gradients uses."""
+
+    OWN = "the routers'"
+    RECORDED = "the routers', and they are kept with the micro-batches"
+    GIVEN = "those that are kept with the micro-batches"
+
+
+def routed(routing: Routing, chunk: GPTModel, micro: MicroBatch) -> AbstractContextManager[None]:
+    """Around a forward of such a pass."""
+    if routing is Routing.RECORDED:
+        return recording(chunk, micro)
+    return replaying(chunk, micro) if routing is Routing.GIVEN else nullcontext()
 
 
 def start_step(chunks: Sequence[GPTModel]) -> None:
@@ -130,7 +164,7 @@ def _choices(chunk: GPTModel) -> Iterator[tuple[int, ExpertChoice]]:
 
 
 def _own_share(slots: Tensor, chunk: GPTModel) -> Tensor:
-    """Of a vector [T], the part that the routers of this rank see: [T], or [T / TP] under sequence parallelism."""
+    """Of a tensor [T, ...], the part that the routers of this rank see: all, or [T / TP, ...] under sequence parallelism."""
     if not chunk.config.sequence_parallel:
         return slots
     tp = chunk.pg_collection.tp

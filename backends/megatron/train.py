@@ -21,7 +21,7 @@ from backends.megatron.moe import clear_losses, padding_mask
 from backends.megatron.optimizer import ScheduledOptimizer, StepReport
 from backends.megatron.pack import MicroBatch
 from backends.megatron.parking import Contents, Parking
-from backends.megatron.routing import recording, replaying, start_step
+from backends.megatron.routing import Routing, replaying, routed, start_step
 
 
 @dataclass
@@ -84,17 +84,17 @@ Loss = Callable[[MicroBatch, Any], Tensor]      # (micro-batch, the head's resul
 
 
 def score_pass(
-    model: Model, micro_batches: Sequence[MicroBatch], head: HeadOptions, *, record_routing: bool = False
+    model: Model, micro_batches: Sequence[MicroBatch], head: HeadOptions, *, routing: Routing = Routing.OWN
 ) -> list[Any]:
     """What the last stage returns for each micro-batch, without gradients; empty on other stages. Collective.
 
     Args:
-        record_routing: keep with each micro-batch, where it has none yet, the experts that a later `training_pass` replays.
+        routing: whose experts the pass uses, and whether they are kept for a later `training_pass`.
     """
 
     def forward_step(data: Iterator[MicroBatch], module: nn.Module) -> tuple[Any, Callable[..., Any]]:
         micro = next(data)
-        with recording(_chunk(model, module), micro) if record_routing else nullcontext():
+        with routed(routing, _chunk(model, module), micro):
             output = _forward(model, module, micro, head)
         # Where there are experts Megatron asks for the device of a model's output: one tensor of it will do.
         shown = output[0] if isinstance(output, tuple) else output

@@ -155,9 +155,11 @@ def lengths(config: Config) -> Problems:
 def routing(config: Config) -> Problems:
     """Routing replay has a source of routed experts."""
     replay = config.policy.routing_replay
-    if replay == "engine":
-        message = "the engine of this version does not send the experts that it routed to: use 'logprobs', or 'none'"
-        yield Problem("policy.routing_replay", message)
+    if replay == "engine" and config.is_sft:
+        yield Problem("policy.routing_replay", "supervised fine-tuning has no engine to replay: use 'none'")
+    elif replay == "engine" and config.rollout.engine.kind != "embedded" and config.training.debug != "train_only":
+        message = f"engine kind {config.rollout.engine.kind!r} does not send the experts that it routed to: "
+        yield Problem("policy.routing_replay", message + "use 'logprobs', or 'none'")
     elif replay == "logprobs" and config.is_sft:
         yield Problem("policy.routing_replay", "supervised fine-tuning has no log-prob pass to replay: use 'none'")
 

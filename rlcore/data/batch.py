@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlcore.data.routed_experts import pad_experts
 from rlcore.data.sample import Sample
 from rlcore.data.token_sets import TokenSets
 
@@ -64,6 +65,7 @@ class RolloutBatch:
     vectors: dict[str, Tensor] = field(default_factory=dict)
     version: int | None = None  # of the policy that is about to be trained on it
     keep_sets: KeepSets | None = None       # of the M trainable tokens; None: all were drawn from the whole vocabulary
+    routed_experts: Tensor | None = None    # int16 [T, layers with experts, k], -1 where the engine recorded none
 
     def __post_init__(self) -> None:
         counts = torch.zeros(len(self.loss_mask) + 1, dtype=torch.int64)
@@ -107,7 +109,8 @@ class RolloutBatch:
     def from_samples(cls, samples: Sequence[Sample]) -> RolloutBatch:
         """One batch, in order: with `baseline_rewards` if every sample has one, with `token_rewards` if any does (else 0).
 
-        With `keep_sets` if any has them; the tokens of the others were drawn from the whole vocabulary.
+        With `keep_sets` if any has them; the tokens of the others were drawn from the whole vocabulary. With
+        `routed_experts` if any has them; the others have no record.
         """
 
         def flat(arrays: list[Any], dtype: Any) -> Tensor:
@@ -124,11 +127,17 @@ class RolloutBatch:
         if any(s.keep_sets is not None for s in samples):
             sets = [TokenSets.whole(s.num_trainable) if s.keep_sets is None else s.keep_sets for s in samples]
             keep_sets = KeepSets.of(TokenSets.joined(sets))
+        records = [s.routed_experts for s in samples if s.routed_experts is not None and len(s.routed_experts)]
+        routed = None
+        if records:
+            shape = records[0].shape[1:]
+            routed = flat([pad_experts(s.routed_experts, len(s.tokens), shape) for s in samples], np.int16)
         return cls(
             tokens=flat([s.tokens for s in samples], np.int32),
             cu_tokens=torch.from_numpy(lengths.cumsum()),
             loss_mask=flat([s.loss_mask for s in samples], np.bool_),
             keep_sets=keep_sets,
+            routed_experts=routed,
             vectors={
                 "rewards": torch.tensor([s.reward for s in samples], dtype=torch.float32),
                 "group_ids": torch.tensor([s.group_id for s in samples], dtype=torch.int64),
@@ -148,4 +157,5 @@ class RolloutBatch:
         torch.cumsum(self.lengths[rows], 0, out=cu[1:])
         picked = {k: v[rows if k in PER_SEQUENCE else trainable] for k, v in self.vectors.items()}
         keep_sets = None if self.keep_sets is None else self.keep_sets.select(trainable)
-        return RolloutBatch(self.tokens[model], cu, self.loss_mask[model], picked, self.version, keep_sets)
+        routed = None if self.routed_experts is None else self.routed_experts[model]
+        return RolloutBatch(self.tokens[model], cu, self.loss_mask[model], picked, self.version, keep_sets, routed)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rlcore.data.routed_experts import Experts, decode_experts, encode_experts
 from rlcore.data.token_sets import TokenSets
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -53,6 +54,7 @@ class Sample:
     baseline_reward: float | None = None    # of the greedy response to the same prompt, where the estimator needs it
     token_rewards: NDArray[np.float32] | None = None    # [m], process rewards, where the workflow gives them
     keep_sets: TokenSets | None = None      # m sets: what each trainable token was drawn from, where the engine recorded it
+    routed_experts: Experts | None = None   # [t <= T, layers, k]: where the engine's routers sent the tokens, if it says
 
     def __post_init__(self) -> None:
         where = f"sample {self.index} of draw {self.draw}"
@@ -76,6 +78,10 @@ class Sample:
             raise ValueError(f"{where}: version spans cover {covered} of {m} trainable tokens")
         self.check_token_rewards()
         self._check_keep_sets(where)
+        routed = self.routed_experts
+        if routed is not None and (routed.dtype != np.int16 or routed.ndim != 3 or len(routed) > len(self.tokens)):
+            got = f"{routed.dtype} {routed.shape}"
+            raise ValueError(f"{where}: routed_experts must be int16 [t, layers, k], t at most {len(self.tokens)}, got {got}")
 
     def _check_keep_sets(self, where: str) -> None:
         if self.keep_sets is None:
@@ -122,6 +128,7 @@ class Sample:
         record["token_rewards"] = None if self.token_rewards is None else self.token_rewards.tolist()
         record["versions"] = [[s.version, s.start, s.end] for s in self.versions]
         record["keep_sets"] = None if self.keep_sets is None else self.keep_sets.to_record()
+        record["routed_experts"] = None if self.routed_experts is None else encode_experts(self.routed_experts)
         return record
 
     @classmethod
@@ -136,4 +143,6 @@ class Sample:
         known["versions"] = tuple(VersionSpan(*span) for span in record["versions"])
         if known.get("keep_sets") is not None:
             known["keep_sets"] = TokenSets.from_record(record["keep_sets"])
+        if known.get("routed_experts") is not None:
+            known["routed_experts"] = decode_experts(record["routed_experts"])
         return cls(**known)

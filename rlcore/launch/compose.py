@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rlcore.algorithms import AlgorithmError
 from rlcore.config import Config
-from rlcore.config.derived import total_steps, updates_per_step
+from rlcore.config.derived import recorded_fields, total_steps, updates_per_step
 from rlcore.config.load import Loaded
 from rlcore.control import in_one_line
 from rlcore.credit import Credit
@@ -183,7 +183,7 @@ def open_office(config: Config, process: Process, stack: ExitStack, *, greedy_ba
         from rlcore.runs.replay import ReplaySource
 
         replay = ReplaySource(
-            Path(config.training.replay), greedy_baseline=greedy_baseline, keep_sets=config.policy.logprobs.keep_sets
+            Path(config.training.replay), greedy_baseline=greedy_baseline, recorded=recorded_fields(config)
         )
         return Office(replay, None, 1)
     return open_service(config, process, tokenizer, stack, greedy_baseline=greedy_baseline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rlcore.data.sample import Sample
@@ -11,15 +12,18 @@ from rlcore.errors import DataError
 from rlcore.protocols import StepRollouts
 from rlcore.runs.rollouts import read_rollouts
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
 
 class ReplaySource:
     """A `RolloutSource` that gives the same recorded samples at every step.
 
     Raises DataError for a file that holds no samples, with `greedy_baseline` for samples without a `baseline_reward`, and
-    unless samples have keep-sets where `keep_sets` is true, and only there: their log-probs are of what was recorded.
+    for samples without a field that `recorded` names (with the key that asks for it), and for those with keep-sets where it
+    does not: their log-probs are of what was recorded.
     """
 
-    def __init__(self, path: Path, *, greedy_baseline: bool = False, keep_sets: bool = False) -> None:
+    def __init__(self, path: Path, *, greedy_baseline: bool = False, recorded: Mapping[str, str] = NOTHING) -> None:
         records = read_rollouts(path)
         if not records:
             raise DataError(f"training.replay: {path} holds no samples")
@@ -32,9 +36,11 @@ class ReplaySource:
                 f"training.replay: {path} was recorded without the greedy baselines that this estimator needs; record a step "
                 "with it, or use another estimator"
             )
-        if any((sample.keep_sets is not None) != keep_sets for sample in self.samples):
-            found, wanted = ("without", "false") if keep_sets else ("with", "true")
-            message = f"{path} was recorded {found} keep-sets: set policy.logprobs.keep_sets to {wanted}"
+        for name, key in recorded.items():
+            if any(getattr(sample, name) is None for sample in self.samples):
+                raise DataError(f"training.replay: {path} was recorded without {name}, which {key} needs: turn it off")
+        if "keep_sets" not in recorded and any(sample.keep_sets is not None for sample in self.samples):
+            message = f"{path} was recorded with keep_sets: set policy.logprobs.keep_sets to true"
             raise DataError(f"training.replay: {message}")
         self.recorded_step: int | None = records[0].get("step")
         newest = max((span.version for sample in self.samples for span in sample.versions), default=None)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from rlcore.errors import ModelError
 from rlcore.weights import DTYPES
+from rollout.engines.routed_experts import ExpertTap
 
 ATTENTION = "rlcore_kv_cache"
 BLOCK = 128                     # positions: buffers grow by at least this much
@@ -106,6 +107,7 @@ class CausalLM:
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 62
         self.dtype = DTYPES[dtype]
+        self.tap = ExpertTap(self.module)
 
     def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
         """Logits `[R, V]` of the last column.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlcore.data.routed_experts import decode_experts, encode_experts
 from rlcore.data.sample import VersionSpan
 from rlcore.data.token_sets import TokenSets
 from rlcore.protocols import Completion, GenerateRequest, SamplingParams
@@ -37,24 +38,26 @@ def decode_request(value: dict[str, Any]) -> GenerateRequest:
 
 
 def encode_completion(completion: Completion) -> dict[str, Any]:
-    sets = completion.keep_sets
+    sets, routed = completion.keep_sets, completion.routed_experts
     return {
         "tokens": encode_array(completion.tokens, "<i4"),
         "logprobs": encode_array(completion.logprobs, "<f4"),
         "finish_reason": completion.finish_reason,
         "versions": [[span.version, span.start, span.end] for span in completion.versions],
         "keep_sets": sets and {"tokens": encode_array(sets.tokens, "<i4"), "counts": encode_array(sets.counts, "<i4")},
+        "routed_experts": None if routed is None else encode_experts(routed),
     }
 
 
 def decode_completion(value: dict[str, Any]) -> Completion:
-    sets = value["keep_sets"]
+    sets, routed = value["keep_sets"], value["routed_experts"]
     return Completion(
         decode_array(value["tokens"], "<i4"),
         decode_array(value["logprobs"], "<f4"),
         value["finish_reason"],
         tuple(VersionSpan(*span) for span in value["versions"]),
         sets and TokenSets(decode_array(sets["tokens"], "<i4"), decode_array(sets["counts"], "<i4")),
+        routed and decode_experts(routed),
     )
 
 

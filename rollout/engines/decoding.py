@@ -24,6 +24,7 @@ from rlcore.errors import RunFailed
 from rlcore.protocols import Completion, GenerateRequest
 from rollout.engines.causal_lm import BLOCK, CausalLM, KVCache
 from rollout.engines.keep_sets import KeepSetLog
+from rollout.engines.routed_experts import ExpertLog, stacked
 from rollout.engines.sampling import SamplingTable, sample_tokens, uniforms
 from rollout.engines.stopping import StopStrings, stop_id_table
 
@@ -61,6 +62,8 @@ class Decoding:
         self.strings = {row: stop_strings(p.stop) for row, p in enumerate(sampling) if p.stop}
         self.table = SamplingTable.build(sampling, model.vocab_size, device)
         self.keep_sets = KeepSetLog() if any(p.keep_sets for p in sampling) else None
+        self.experts = ExpertLog() if any(p.routed_experts for p in sampling) else None
+        self._chosen: list[Tensor] = []         # by the routers in the last forward passes: int16 [A, Q, layers, k]
         self.addresses = np.array([(r.seed, r.draw, s.sample, r.turn) for r, s in zip(own, slots)], dtype=np.uint64)
 
         width = min(self.most_new, BLOCK)
@@ -198,6 +201,13 @@ class Decoding:
             part = slice(start, start + at_once)
             logits.append(self._prefill_piece(texts[part], pads[part] if ragged else None, width, piece))
             pieces.append(piece)
+        if self.experts is not None:
+            experts = torch.cat(self._chosen)
+            if self.made == 0:
+                self.experts.add_prompts(experts, pads.tolist(), copies)
+            else:
+                self.experts.add_token(experts[:, -1], self.active)
+            self._chosen.clear()
         self._cache = KVCache(capacity)
         self._cache.fill(pieces)
         source = torch.tensor(copies, device=self.model.device)
@@ -214,13 +224,13 @@ class Decoding:
         tokens = torch.from_numpy(padded).to(self.model.device)
         columns = torch.arange(width, device=self.model.device)
         if pads is None:
-            return self.model.forward(tokens, columns[None], None, cache)
+            return self._forward(tokens, columns[None], None, cache)
         positions = (columns[None] - pads[:, None]).clamp_(min=0)
         visible = (columns[None, :] <= columns[:, None]) & (columns[None, None, :] >= pads[:, None, None])
         # A padded query sees nothing, which some attention kernels turn into NaN and the values carry on: let it see itself.
         visible |= torch.eye(width, dtype=torch.bool, device=self.model.device)
         mask = torch.zeros_like(visible, dtype=self.model.dtype).masked_fill_(~visible, -torch.inf)
-        return self.model.forward(tokens, positions, mask[:, None], cache)
+        return self._forward(tokens, positions, mask[:, None], cache)
 
     def _left_mask(self, pads: Tensor, columns: int) -> Tensor:
         """[A, 1, 1, columns]: -inf over each row's padding."""
@@ -235,7 +245,18 @@ class Decoding:
             position, mask = torch.full((1, 1), column, device=self.model.device), None
         else:
             position, mask = column - self._pads[:, None], self._key_mask[..., : column + 1]
-        return self.model.forward(newest[:, None], position, mask, cache)
+        logits = self._forward(newest[:, None], position, mask, cache)
+        if self.experts is not None:
+            self.experts.add_token(self._chosen.pop()[:, 0], self.active)
+        return logits
+
+    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
+        if self.experts is None:
+            return self.model.forward(tokens, positions, mask, cache)
+        with self.model.tap.listening() as heard:
+            logits = self.model.forward(tokens, positions, mask, cache)
+        self._chosen.append(stacked(heard, len(tokens)))
+        return logits
 
     # --- the result -----------------------------------------------------------------------------------------------
 
@@ -245,6 +266,7 @@ class Decoding:
         logprobs = self.logprobs.cpu().numpy()
         lengths, stopped, limits = self.lengths.tolist(), self.stopped.tolist(), self.max_new.tolist()
         sets = None if self.keep_sets is None else self.keep_sets.sets(lengths)
+        routed = None if self.experts is None else self.experts.records(lengths)
         result = []
         for row, length in enumerate(lengths):
             request = self.requests[self.slots[row].request]
@@ -252,9 +274,10 @@ class Decoding:
             if not np.isfinite(logprobs[row, :length]).all():
                 raise RunFailed(f"the model's log-probs for draw {request.draw} are not finite: its weights are broken")
             kept = sets[row] if sets is not None and request.sampling.keep_sets else None
-            result.append(
-                Completion(tokens[row, :length].copy(), logprobs[row, :length].copy(), reason, self._spans(length), kept)
-            )
+            experts = routed[row] if routed is not None and request.sampling.routed_experts else None
+            result.append(Completion(
+                tokens[row, :length].copy(), logprobs[row, :length].copy(), reason, self._spans(length), kept, experts
+            ))  # fmt: skip
         return result
 
     def _spans(self, length: int) -> tuple[VersionSpan, ...]:

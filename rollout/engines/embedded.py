@@ -200,6 +200,8 @@ def check_request(request: GenerateRequest, model: CausalLM) -> None:
         raise UserError(f"{what}: a prompt token lies outside the model's vocabulary of {model.vocab_size}")
     if wanted < 1:
         raise UserError(f"{what}: max_new_tokens is {wanted}, expected at least 1")
+    if request.sampling.routed_experts and not model.tap.num_layers:
+        raise UserError(f"{what}: asks for routed experts, but the model has none: set policy.routing_replay to none")
     if len(prompt) + wanted > model.max_positions:
         raise UserError(
             f"{what}: a prompt of {len(prompt)} tokens and max_new_tokens {wanted} exceed the model's context of "

@@ -57,6 +57,7 @@ def make_sample(prompt: Prompt, draw: int, index: int, completion: Completion) -
         rollout_logprobs=completion.logprobs,
         versions=completion.versions,
         keep_sets=completion.keep_sets,
+        routed_experts=completion.routed_experts,
         finish_reason=completion.finish_reason,
         prompt_text=prompt.text,
         label=prompt.label,

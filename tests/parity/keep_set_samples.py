@@ -1,4 +1,4 @@
-"""Samples as the embedded engine draws them with top-k and top-p: those of test_keep_sets.py."""
+"""Samples as the embedded engine draws and records them: those of test_keep_sets.py and test_engine_routing.py."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from cases import TEMPERATURE, VOCAB
 from numpy.typing import NDArray
 
 from rlcore.config.rollout import EngineConfig
+from rlcore.data.routed_experts import join_experts
 from rlcore.data.sample import Sample, VersionSpan
 from rlcore.data.token_sets import TokenSets
 from rlcore.protocols import Completion, GenerateRequest, Prompt, SamplingParams
 from rlcore.weights import TensorSpec, cut_buckets
 from rollout.engines.embedded import EmbeddedEngine
+from rollout.engines.model_weights import as_published
 from rollout.workflows.base import make_sample
 
 TRUNCATED = SamplingParams(max_new_tokens=9, temperature=TEMPERATURE, top_p=0.8, top_k=12, keep_sets=True)
@@ -27,7 +29,7 @@ TOOL = np.array([3, 1, 4, 1, 5], dtype=np.int32)
 
 
 async def publish(engine: EmbeddedEngine, model: torch.nn.Module) -> None:
-    named = dict(model.named_parameters())
+    named = dict(as_published(model))
     buckets = cut_buckets((TensorSpec(name, tuple(p.shape), "float32") for name, p in named.items()), 1 << 20)
     await engine.pause("drain")
     await engine.begin_update(buckets)
@@ -48,7 +50,7 @@ def with_tool(first: Sample, second: Completion) -> Sample:
     """Two turns and, between them, tokens that nobody drew."""
     assert first.keep_sets is not None
     assert second.keep_sets is not None
-    m = first.num_trainable
+    m, records = first.num_trainable, [one.routed_experts for one in (first, second) if one.routed_experts is not None]
     return replace(
         first,
         tokens=np.concatenate([first.tokens, TOOL, second.tokens]),
@@ -56,20 +58,21 @@ def with_tool(first: Sample, second: Completion) -> Sample:
         rollout_logprobs=np.concatenate([first.rollout_logprobs, second.logprobs]),
         versions=(VersionSpan(1, 0, m + len(second.tokens)),),
         keep_sets=TokenSets.joined([first.keep_sets, second.keep_sets]),
+        routed_experts=join_experts(records) if records else None,
         turns=2,
     )
 
 
-def draw_samples(folder: Path, model: torch.nn.Module, *, device: str = "cpu") -> list[Sample]:
+def draw_samples(folder: Path, model: torch.nn.Module, *, routed_experts: bool = False) -> list[Sample]:
     """Nine: two of them with a tool's answer inside, two without a response, one from the whole vocabulary."""
 
     async def main() -> list[Sample]:
-        engine = EmbeddedEngine(str(folder), config=EngineConfig(device=device, request_timeout_s=60.0), dtype="fp32")
+        engine = EmbeddedEngine(str(folder), config=EngineConfig(device="cpu", request_timeout_s=60.0), dtype="fp32")
         await engine.start()
         await publish(engine, model)
 
         async def ask(tokens: NDArray[np.int32], draw: int, turn: int, **changes: Any) -> Completion:
-            sampling = replace(OTHERS.get(draw, TRUNCATED), **changes)
+            sampling = replace(OTHERS.get(draw, TRUNCATED), routed_experts=routed_experts, **changes)
             return (await engine.generate([GenerateRequest(tokens, sampling, draw, turn=turn)]))[0][0]
 
         samples = []

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import gradient, make_batch, make_config, make_plan, make_vectors
-from parity_ranks import weights
+from cases import gradient, make_config, make_plan, make_vectors
+from parity_ranks import read_batch, weights
 from rank_main import main
 from torch import Tensor
 
@@ -55,13 +55,13 @@ def run(case: dict[str, Any], folder: Path) -> None:
         config, Objective(config.algorithm), with_reference=True, with_critic=False, total_steps=10, device="cpu"
     )
     root = backend.rank == 0
-    batch = make_batch() if root else None
+    batch = read_batch(case, folder.parent) if root else None
     backend.load_batch(batch, [make_plan(name) for name in case["plans"]] if root else None)
     backend.score("reference")      # must not be what is recorded, though it borrows the policy's place
-    backend.score("policy")
+    scores = [backend.score("policy")]
     if "then" in case:
         load_hf(backend.policy.chunks, backend.policy.arch, models / case["then"], backend.parallel)
-        backend.score("policy")     # the first pass has recorded
+        scores.append(backend.score("policy"))      # the first pass has recorded
     backend.assign(make_vectors(batch.num_trainable) if batch is not None else None)
     before = weights(backend, backend.policy, "lm")
     used = Used(backend)
@@ -70,9 +70,10 @@ def run(case: dict[str, Any], folder: Path) -> None:
             calls.clear()
         update = backend.update(k)
     after = weights(backend, backend.policy, "lm")
-    result: dict[str, Any] = {"metrics": update.metrics, "gradients": {n: gradient(before[n], after[n]) for n in before}}
+    gradients = {name: gradient(before[name], after[name]) for name in before}
+    result: dict[str, Any] = {"scores": scores, "metrics": update.metrics, "gradients": gradients}
     every: list[Any] = [None] * backend.world_size
-    own = used.are(backend._batch.micro_batches(k)) if case["replay"] != "none" else False
+    own = used.are(backend._batch.micro_batches(k)) if case["replay"] == "logprobs" else False
     dist.all_gather_object(every, (update.metrics, own))
     assert all(one[0] == every[0][0] for one in every), every
     result["as_recorded"] = all(one[1] for one in every)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from cases import ENTROPY_COEF, KL_COEF, PLANS, TEMPERATURE, VOCAB, make_vectors
+from cases import PLANS
 from keep_set_samples import draw_samples
+from sample_oracle import step_on_samples
 from spawn import run_ranks
 from torch import Tensor
 
@@ -76,36 +76,6 @@ def sequences_of(case: dict[str, Any]) -> list[int]:
     return [i for rank in PLANS[plan] for micro in rank for i in micro]
 
 
-def expected(folder: Path, samples: list[Sample], sequences: list[int]) -> dict[str, Any]:
-    """Log-probs and entropy [M] of all, and the gradients of a step on `sequences`, in plain torch, float64."""
-    model = oracle._load(folder / "models" / "qwen3")
-    v = {name: value.double() for name, value in make_vectors(sum(s.num_trainable for s in samples)).items()}
-    logprobs, entropies, at, total = [], [], 0, torch.zeros((), dtype=torch.float64)
-    for i, sample in enumerate(samples):
-        assert sample.keep_sets is not None
-        trainable = torch.from_numpy(sample.loss_mask).nonzero()[:, 0]
-        text = torch.from_numpy(sample.tokens).long()
-        logits = model(text[None]).logits[0, trainable - 1] / TEMPERATURE
-        masks = torch.zeros(len(trainable), VOCAB, dtype=torch.bool)
-        cu = [0, *sample.keep_sets.counts.cumsum().tolist()]
-        for row, (start, end) in enumerate(pairwise(cu)):
-            masks[row, sample.keep_sets.tokens[start:end].tolist() if end > start else slice(None)] = True
-        log_p = logits.masked_fill(~masks, -torch.inf).log_softmax(-1)
-        own = log_p.gather(1, text[trainable, None])[:, 0]
-        entropy = -(log_p.exp() * log_p.masked_fill(~masks, 0.0)).sum(-1)
-        rows = slice(at, at + len(trainable))
-        at = rows.stop
-        logprobs.append(own.detach())
-        entropies.append(entropy.detach())
-        if i in sequences:
-            ratio, advantage, gap = (own - v["old_logprobs"][rows]).exp(), v["advantages"][rows], v["ref_logprobs"][rows] - own
-            surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - 0.2, 1 + 0.3))
-            per_token = surrogate + KL_COEF * (gap.exp() - gap - 1) - ENTROPY_COEF * entropy
-            total = total + (v["weights"][rows] * per_token).sum()
-    total.backward()
-    return {"logprobs": torch.cat(logprobs), "entropy": torch.cat(entropies), "gradients": oracle._gradients(model)}
-
-
 def relative(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm().clamp(min=1e-12))
 
@@ -124,7 +94,8 @@ def test_the_samples_are_what_they_are_for(samples: list[Sample]) -> None:
 def test_engine_and_trainer_agree_and_gradients_are_those_of_the_truncated_distribution(
     case: dict[str, Any], results: dict[str, dict[str, Any]], folder: Path, samples: list[Sample]
 ) -> None:
-    result, wanted = results[case["name"]], expected(folder, samples, sequences_of(case))
+    result, model = results[case["name"]], oracle._load(folder / "models" / "qwen3")
+    wanted = step_on_samples(model, samples, sequences_of(case))
     engine = RolloutBatch.from_samples(samples).vectors["rollout_logprobs"]
     torch.testing.assert_close(result["scores"]["logprobs"], engine, atol=1e-5, rtol=0)
     torch.testing.assert_close(result["reference"]["logprobs"], engine, atol=1e-5, rtol=0)

@@ -10,15 +10,16 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from cases import make_batch
 from spawn import run_ranks
 from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.cpu import importing_megatron
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, RunFailed
 
 with importing_megatron():
-    from backends.megatron.routing import ExpertChoice, replay_routing
+    from backends.megatron.routing import ExpertChoice, check_records, replay_routing
 
 RANKS = Path(__file__).with_name("routing_ranks.py")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -208,6 +209,32 @@ def test_pads_are_not_counted_and_the_order_of_a_choice_is_no_change() -> None:
     choice.get_replay_topk(scores, 2, default_compute_topk=top2)
     assert choice.changed is not None
     assert int(choice.changed) == 1
+
+
+def test_tokens_without_a_record_keep_their_routers_choice_in_the_recomputation_too() -> None:
+    choice, scores = ExpertChoice(), torch.tensor([[4.0, 3.0, 2.0]]).repeat(2, 1)
+    choice.given = torch.tensor([[2, 0], [-1, -1]], dtype=torch.int16)
+    with torch.no_grad():
+        assert choice.get_replay_topk(scores, 2, default_compute_topk=top2)[1].tolist() == [[2, 0], [0, 1]]
+    assert choice.changed is not None
+    assert int(choice.changed) == 1
+    moved = scores.flip(1).requires_grad_()
+    assert choice.get_replay_topk(moved, 2, default_compute_topk=top2)[1].tolist() == [[2, 0], [0, 1]]
+    choice.recomputed = False       # a pass that only scores is never run again
+    with torch.no_grad():
+        choice.get_replay_topk(scores, 2, default_compute_topk=top2)
+    assert not choice._again
+
+
+def test_the_engines_records_must_be_those_of_the_model() -> None:
+    arch = Architecture("qwen3_moe", {}, 31, True, 64, 1e4, None,
+                        {"num_layers": 2, "num_moe_experts": 4, "moe_router_topk": 2})  # fmt: skip
+    batch = make_batch()
+    with pytest.raises(RunFailed, match=r"routed_experts are missing, expected \[tokens, 2 layers with experts, 2 experts"):
+        check_records(batch, arch)
+    batch.routed_experts = torch.zeros(len(batch.tokens), 3, 2, dtype=torch.int16)
+    with pytest.raises(RunFailed, match=r"routed_experts are \(3, 2\), expected"):
+        check_records(batch, arch)
 
 
 def test_a_dense_model_is_refused() -> None:

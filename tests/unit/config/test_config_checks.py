@@ -86,7 +86,8 @@ def paths(lines: list[str]) -> list[str]:
         ([SFT, "policy.max_tokens_per_microbatch=10", "data.max_prompt_tokens=11"],
          ["policy.max_tokens_per_microbatch"]),
         # routing
-        (["policy.routing_replay=engine"], ["policy.routing_replay"]),
+        ([SFT, "policy.routing_replay=engine"], ["policy.routing_replay"]),
+        (["rollout.engine.kind=sglang", "policy.routing_replay=engine"], ["rollout.engine.kind", "policy.routing_replay"]),
         ([SFT, "policy.routing_replay=logprobs"], ["policy.routing_replay"]),
         # keep-sets
         ([SFT, "policy.logprobs.keep_sets=true"], ["policy.logprobs.keep_sets"]),
@@ -164,7 +165,7 @@ def test_a_problem_names_origin_reason_and_remedy(refusal, write):
         (["algorithm.loss.name=decoupled_ppo", "algorithm.old_logprobs=rollout"], "apart from the engine's: set recompute"),
         (["algorithm.kl.loss_unbiased=on"], "no KL in the loss to weigh: set algorithm.kl.loss_coef"),
         (["algorithm.loss.per_rollout=on"], "aggregation token-mean counts tokens alone"),
-        (["policy.routing_replay=engine"], "does not send the experts that it routed to: use 'logprobs', or 'none'"),
+        ([SFT, "policy.routing_replay=engine"], "supervised fine-tuning has no engine to replay: use 'none'"),
         (["algorithm.normalize_advantages=groups"], "got 'groups', expected one of 'batch', 'group' or 'none'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Keep-sets in samples and batches."""
+"""Keep-sets and routed experts in samples and batches."""
 
 from __future__ import annotations
 
@@ -59,12 +59,13 @@ def test_a_record_brings_them_back(make_sample: MakeSample, tmp_path: Path) -> N
 def test_a_replay_has_them_where_they_are_configured_and_only_there(make_sample: MakeSample, tmp_path: Path) -> None:
     path = tmp_path / "step.jsonl.zst"
     write_rollouts(path, 1, [make_sample(keep_sets=TokenSets.whole(3))])
-    assert ReplaySource(path, keep_sets=True).samples[0].keep_sets is not None
-    with pytest.raises(DataError, match=r"recorded with keep-sets: set policy.logprobs.keep_sets to true"):
+    asked = {"keep_sets": "policy.logprobs.keep_sets"}
+    assert ReplaySource(path, recorded=asked).samples[0].keep_sets is not None
+    with pytest.raises(DataError, match=r"recorded with keep_sets: set policy.logprobs.keep_sets to true"):
         ReplaySource(path)
     write_rollouts(path, 1, [make_sample(keep_sets=TokenSets.whole(3)), make_sample(1)])
-    with pytest.raises(DataError, match=r"recorded without keep-sets: set policy.logprobs.keep_sets to false"):
-        ReplaySource(path, keep_sets=True)
+    with pytest.raises(DataError, match=r"recorded without keep_sets, which policy.logprobs.keep_sets needs: turn it off"):
+        ReplaySource(path, recorded=asked)
 
 
 def test_a_batch_holds_one_set_a_trainable_token_and_keeps_it_when_cut(make_sample: MakeSample) -> None:
@@ -82,3 +83,39 @@ def test_a_batch_holds_one_set_a_trainable_token_and_keeps_it_when_cut(make_samp
     with pytest.raises(ValueError, match=r"batch\.keep_sets holds 2 sets, expected one for each of 9 tokens"):
         RolloutBatch(batch.tokens, batch.cu_tokens, batch.loss_mask,
                      keep_sets=KeepSets(torch.zeros(0), torch.zeros(3, dtype=torch.int64)))  # fmt: skip
+
+
+# --- routed experts -------------------------------------------------------------------------------------------------------
+
+
+def experts(size: int, first: int) -> np.ndarray:
+    return np.arange(first, first + 2 * size, dtype=np.int16).reshape(size, 1, 2)
+
+
+def test_a_record_of_experts_comes_back(make_sample: MakeSample, tmp_path: Path) -> None:
+    path = tmp_path / "step.jsonl.zst"
+    write_rollouts(path, 1, [make_sample(routed_experts=experts(4, -1)), make_sample(1)])
+    first, second = (Sample.from_record(record) for record in read_rollouts(path))
+    assert first.routed_experts is not None
+    assert first.routed_experts.dtype == np.int16
+    np.testing.assert_array_equal(first.routed_experts, experts(4, -1))
+    assert second.routed_experts is None
+    with pytest.raises(DataError, match=r"recorded without routed_experts, which policy\.routing_replay needs: turn it off"):
+        ReplaySource(path, recorded={"routed_experts": "policy.routing_replay"})
+
+
+def test_tokens_without_a_record_say_so_in_a_batch(make_sample: MakeSample) -> None:
+    samples = [make_sample(0), make_sample(1, routed_experts=experts(4, 10)), make_sample(2, routed_experts=experts(2, 30))]
+    batch = RolloutBatch.from_samples(samples)
+    assert batch.routed_experts is not None
+    assert batch.routed_experts[:, 0, 0].tolist() == [-1] * 5 + [10, 12, 14, 16, -1] + [30, 32, -1, -1, -1]
+    part = batch.select([2, 0]).routed_experts
+    assert part is not None
+    assert part[:, 0, 1].tolist() == [31, 33, -1, -1, -1] + [-1] * 5
+    assert RolloutBatch.from_samples(samples[:1]).routed_experts is None
+
+
+def test_a_record_of_another_shape_is_refused(make_sample: MakeSample) -> None:
+    for wrong in (experts(6, 0), experts(2, 0)[:, 0], experts(2, 0).astype(np.int32)):
+        with pytest.raises(ValueError, match=r"routed_experts must be int16 \[t, layers, k\], t at most 5, got "):
+            make_sample(routed_experts=wrong)

@@ -209,6 +209,18 @@ def test_a_broken_workflow_is_named(make_service, workflow, message):
         make_service(rollout={"workflow": workflow}).next_step(1)
 
 
+@pytest.mark.parametrize(
+    ("policy", "missing"),
+    [
+        ({"logprobs": {"keep_sets": True}}, "policy.logprobs.keep_sets is on, but a sample has no keep_sets"),
+        ({"routing_replay": "engine"}, "policy.routing_replay is on, but a sample has no routed_experts"),
+    ],
+)
+def test_a_record_that_the_trainer_needs_must_come_with_every_sample(make_service, policy, missing):
+    with pytest.raises(RunFailed, match=missing):
+        make_service(policy=policy).next_step(1)
+
+
 def test_an_unknown_workflow_is_refused(make_service):
     with pytest.raises(ConfigError, match=r"rollout\.workflow: 'single_tern' is unknown; did you mean 'single_turn'"):
         make_service(rollout={"workflow": "single_tern"})

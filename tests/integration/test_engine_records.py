@@ -1,4 +1,4 @@
-"""Runs that sample with top-p: with keep-sets the trainer scores responses as the engine in its own process drew them."""
+"""What the engine, in a process of its own, records per token: keep-sets under top-p, and the experts of its routers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 from lab import LEARNING, Lab, Run
 
 from rlcore.data.sample import Sample
+from rlcore.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
 
 TOP_P = (*LEARNING, "rollout.sampling.top_p=0.6", "rollout.sampling.top_k=12", "algorithm.minibatches=2", "training.steps=2",
-         "algorithm.kl.loss_coef=0.1")  # fmt: skip
+         "algorithm.kl.loss_coef=0.1", "algorithm.estimator.name=remax")  # fmt: skip
 KEEP = "policy.logprobs.keep_sets=true"
 GAP, LOGPROBS = "rollout/train_rollout_logprob_diff", "rollout_logprobs"
 
@@ -43,4 +44,24 @@ def test_a_replay_scores_the_recorded_sets(lab: Lab, kept: Run) -> None:
         assert replay.rows[1][name] == kept.rows[2][name], name
     refused = lab.train("kept refused", *TOP_P, *given)
     assert refused.code == 2
-    assert "recorded with keep-sets: set policy.logprobs.keep_sets to true" in refused.err
+    assert "recorded with keep_sets: set policy.logprobs.keep_sets to true" in refused.err
+
+
+def test_the_experts_of_the_engine_are_replayed(lab: Lab) -> None:
+    folder = lab.folder / "routed"
+    init_model(folder, ModelSpec(family="qwen3_moe", hidden=32, layers=2, heads=4, kv_heads=2, intermediate=32, experts=4))
+    model = (f"model.path={folder}", "policy.routing_replay=engine")
+    run = lab.train("routed", *TOP_P, *model, KEEP, "rollout.engine.in_process=false")
+    assert run.code == 0, run.err
+    assert all(row[GAP] < 1e-5 for row in run.metrics)
+    # Two optimizer steps a batch: the weights of the second are not the engine's any more.
+    assert all(0 <= row["train/routing_replay_changed"] < 1 for row in run.metrics)
+    samples = [Sample.from_record(record) for record in read_rollouts(run.rollouts(1))]
+    assert all(one.routed_experts is not None and one.routed_experts.shape == (len(one.tokens) - 1, 2, 2) for one in samples)
+    given = ("training.debug=train_only", "training.steps=1", f"training.replay={run.rollouts(1)}")
+    replay = lab.train("routed again", *TOP_P, *model, KEEP, *given)
+    assert replay.code == 0, replay.err
+    assert replay.rows[1]["train/grad_norm"] == run.rows[1]["train/grad_norm"]
+    dense = lab.train("dense", *TOP_P, "policy.routing_replay=engine")
+    assert dense.code == 2
+    assert "the qwen3 model has no experts to replay" in dense.err

@@ -1,0 +1,42 @@
+"""The experts that an engine sent tokens to, as one array: int16 [t, layers with experts, experts a token], -1: not recorded.
+
+Row i belongs to token i of a sequence, prompt included. A record may end before the sequence does: the last token of a
+response is never fed to the engine.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Experts = NDArray[np.int16]
+
+
+def join_experts(records: Sequence[Experts]) -> Experts:
+    """Of a sample with several turns, from the records of its completions: a token's first, with which it was made."""
+    joined = records[0]
+    for record in records[1:]:
+        joined = np.concatenate([joined, record[len(joined) :]])
+    return joined
+
+
+def pad_experts(record: Experts | None, num_tokens: int, shape: tuple[int, ...]) -> Experts:
+    """[num_tokens, *shape], -1 behind the record's end."""
+    padded = np.full((num_tokens, *shape), -1, dtype=np.int16)
+    if record is not None:
+        padded[: len(record)] = record
+    return padded
+
+
+def encode_experts(record: Experts) -> dict[str, Any]:
+    """As JSON-able values: base64 of little-endian bytes."""
+    return {"shape": list(record.shape), "data": base64.b64encode(record.astype("<i2").tobytes()).decode()}
+
+
+def decode_experts(value: dict[str, Any]) -> Experts:
+    flat = np.frombuffer(base64.b64decode(value["data"]), dtype="<i2")
+    return flat.astype(np.int16).reshape(value["shape"])
