@@ -21,7 +21,7 @@ from rlcore.weights import DTYPES
 
 def convert(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
     source, head = Path(case["source"]), case["head"]
-    arch = read_architecture(source)
+    arch = read_architecture(source, bridge=case.get("bridge", "none"))
     config = transformer_config(arch, layout, case["dtype"], torch.device("cpu"), {})
     padded = padded_vocab_size(arch.vocab_size, case["divisible_by"], layout.tensor)
     chunks = in_dtype(build_chunks(arch, config, padded_vocab=padded, value_head=head == "value"), config)
