@@ -15,10 +15,17 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 B = "backends/megatron/"
+FINALIZE = "self.config.finalize_model_grads_func = finalize_model_grads"
 
 
 def on(*cases: str) -> str:
     return " ".join(f"tests/parity/mutant_probe.py::test_a_layout_equals_plain_torch[{case}]" for case in cases)
+
+
+def without_step(name: str) -> str:
+    """In the place of FINALIZE: Megatron's finalizing less one of its steps."""
+    module = "__import__('sys').modules[finalize_model_grads.__module__]"
+    return f"setattr({module}, {name!r}, lambda *args, **kwargs: None)\n        {FINALIZE}"
 
 
 MUTANTS = [
@@ -47,12 +54,10 @@ MUTANTS = [
     ("the value head without its mark", B + "logprobs.py",
      "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", on("tp2_sp")),
     ("tied embeddings not reduced over the pipeline", B + "train.py",
-     "self.config.finalize_model_grads_func = finalize_model_grads",
-     "sys_ = __import__('sys').modules[finalize_model_grads.__module__]\n"
-     "        sys_._allreduce_word_embedding_grads = lambda *args, **kwargs: None\n"
-     "        self.config.finalize_model_grads_func = finalize_model_grads", on("pp2_tied")),
-    ("gradients not finalized", B + "train.py", "self.config.finalize_model_grads_func = finalize_model_grads",
-     "self.config.finalize_model_grads_func = None", on("dp2")),
+     FINALIZE, without_step("_allreduce_word_embedding_grads"), on("pp2_tied")),
+    ("the gradient reduction of SP dropped", B + "train.py",
+     FINALIZE, without_step("_allreduce_non_tensor_model_parallel_grads"), on("tp2_sp")),
+    ("gradients not finalized", B + "train.py", FINALIZE, "self.config.finalize_model_grads_func = None", on("dp2")),
     # the pipeline
     ("batched transfers in the interleaved schedule", B + "model.py", '"overlap_p2p_comm": interleaved,\n        "batch_p2p_comm": not interleaved,',
      '"overlap_p2p_comm": False,\n        "batch_p2p_comm": True,', on("vpp2")),

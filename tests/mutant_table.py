@@ -14,7 +14,7 @@ LOSSES = "test_losses_reference.py::test_values_and_gradients"
 EXTREME = "test_losses_reference.py::test_extreme_log_ratios_in_float32"
 CONTRACT = "test_check_estimator.py::test_our_estimators_keep_the_contract"
 WRONG_ESTIMATORS = "test_check_estimator.py::test_a_wrong_estimator_is_caught"
-WRONG_LOSSES = "test_check_estimator.py::test_a_wrong_loss_is_caught"
+WRONG_LOSSES = "test_check_policy_loss.py::test_a_wrong_loss_is_caught"
 
 MUTANTS = [
     # rewards of tokens
@@ -181,7 +181,7 @@ MUTANTS = [
      "from dataclasses import replace\n        surrogate = self.surrogate(replace(inputs, old_logprobs=inputs.rollout_logprobs))", LOSSES),
     ("covariance of the micro-batch", L + "clip_cov.py", "cov = covariance.token_covariance(inputs, inputs.batch_stats)",
      "cov = covariance.token_covariance(inputs, covariance.step_means(inputs))",
-     "test_check_estimator.py::test_their_options_keep_it_too_with_losses"),
+     "test_check_policy_loss.py::test_their_options_keep_it_too_with_losses"),
     ("covariance without the mean of the log-probs", L + "covariance.py", '(logprobs - means["logprob_mean"])', "logprobs", LOSSES),
     ("kl_cov takes the lowest covariance", L + "kl_cov.py", "chosen = (cov > stats[\"lowest_covariance\"]) | tied",
      "chosen = (cov < stats[\"lowest_covariance\"]) | tied", LOSSES + " test_losses_covariance.py::test_kl_cov_takes_the_highest"),

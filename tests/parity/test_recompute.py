@@ -62,6 +62,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         *cases("dense", "qwen3", DENSE),
         *cases("moe", "qwen2_moe", EXPERTS, megatron=LOSSES),
         *cases("moe_plain", "qwen2_moe", {"block_1": full("block", 1), "block_3": full("block", 3)}),
+        *cases("latent", "deepseek_v3", some(EXPERTS, "uniform_2", "every_part"), replay="logprobs"),
         *cases("replay", "qwen2_moe", some(EXPERTS, "uniform_1", "uniform_2", "every_part"), **REPLAY),
     ],
     2: [
@@ -85,7 +86,7 @@ NAMES = [
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("recompute")
-    oracle.write_models(folder / "models", only=("qwen3", "qwen2_moe"))
+    oracle.write_models(folder / "models", only=("qwen3", "qwen2_moe", "deepseek_v3"))
 
     def of(size: int, name: str) -> dict[str, Any]:
         world = folder / f"world{size}"

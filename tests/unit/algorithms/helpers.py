@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,3 +57,8 @@ def in_float32(inputs: EstimatorInputs) -> EstimatorInputs:
     return EstimatorInputs(**{
         name: value.float() if value is not None and value.is_floating_point() else value for name, value in fields.items()
     })  # fmt: skip
+
+
+def plugin_id(value: Any) -> str:
+    """Names a test by its plugin and the rule that it breaks."""
+    return value if isinstance(value, str) else str(value.__name__)

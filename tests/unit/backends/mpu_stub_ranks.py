@@ -1,4 +1,4 @@
-"""One of two gloo ranks, run by test_mpu_stub.py: RANK STORE PLUGINS. Prints what it saw as one line of JSON."""
+"""One of two gloo ranks, run by test_stubbed_advantages.py: RANK STORE PLUGINS. Prints what it saw as one line of JSON."""
 
 from __future__ import annotations
 
