@@ -34,12 +34,13 @@ _IN_FLIGHT = 2                              # buffers of a sending rank: one on 
 def weight_specs(arch: Architecture, dtype: torch.dtype, head: Head = "lm") -> list[TensorSpec]:
     """Name, shape and dtype of every weight of the model with an "lm" or "value" head, in the order of a forward pass.
 
-    Tied models have no `lm_head.weight`; vocabulary padding is left out.
+    Those that keep a dtype of their own come last, since no bucket mixes dtypes. Tied models have no `lm_head.weight`;
+    vocabulary padding is left out.
     """
     name = str(dtype).removeprefix("torch.")
     return [
         TensorSpec(hf_name, shape, entry.dtype or name)
-        for entry in model_entries(arch, head)
+        for entry in sorted(model_entries(arch, head), key=lambda entry: entry.dtype is not None)
         for hf_name, shape in zip(entry.hf, hf_shapes(arch, entry))
     ]
 
