@@ -12,12 +12,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))     # lab
 from lab import Lab
 from rank_runs import RankRuns
 
+from tests.integration.resume_runs import Runs
+
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Lab]:
     threads = torch.get_num_threads()
     yield Lab(tmp_path_factory.mktemp("lab"), tiny_model)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Runs]:
+    """Each module has its own: names of runs are its own too."""
+    runs = Runs(tmp_path_factory.mktemp(Path(request.path).stem), tiny_model)
+    yield runs
+    runs.close()
 
 
 @pytest.fixture(scope="session")

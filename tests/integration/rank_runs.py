@@ -23,15 +23,10 @@ REACH_S = 60.0                  # for a run to get to where something is done to
 ANSWER_S = 130.0                # above the driver's own limit
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a run with several ranks ended."""
+class InFolder:
+    """What a run leaves in its folder."""
 
-    code: int
-    said: str                   # on the terminal, by all ranks
     folder: Path
-    seconds: float              # from what was done to it, else from its start
-    orphans: list[str]
 
     @property
     def result(self) -> dict[str, Any]:
@@ -41,6 +36,17 @@ class Ended:
     @property
     def rows(self) -> list[dict[str, Any]]:
         return read_metrics(self.folder / "metrics.jsonl")
+
+
+@dataclass(frozen=True)
+class Ended(InFolder):
+    """How a run with several ranks ended."""
+
+    code: int
+    said: str                   # on the terminal, by all ranks
+    folder: Path
+    seconds: float              # from what was done to it, else from its start
+    orphans: list[str]
 
     def log(self, rank: int) -> str:
         return (self.folder / "logs" / f"rank_{rank}.log").read_text()

@@ -128,6 +128,12 @@ class Runs:
         answer = self._answer()
         return Ended(answer["codes"], answer["seconds"], answer["orphans"], log.read_bytes()[before:].decode())
 
+    def finish(self, name: str, *overrides: str, **job: Any) -> None:
+        """Resume, or start, the run and have it end as it should."""
+        ended = self.train(name, *overrides, resume=True, **job)
+        assert set(ended.codes) == {0}, ended.output
+        assert not ended.orphans
+
     def passed(self, name: str) -> dict[str, int]:
         """How often the last whole job of `name` came to each point of the driver's."""
         counts: dict[str, int] = json.loads(self.path(f"{name}.log.passed").read_text())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,25 +53,12 @@ KILLS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Runs]:
-    runs = Runs(tmp_path_factory.mktemp("resume"), tiny_model)
-    yield runs
-    runs.close()
-
-
-@pytest.fixture(scope="module")
 def undisturbed(runs: Runs) -> Ended:
     """The run called "reference"."""
     ended = runs.train("reference")
     assert ended.codes == [0], ended.output
     assert result_of(runs.path("reference"))["status"] == "completed"
     return ended
-
-
-def finish(runs: Runs, name: str, *overrides: str, **job: Any) -> None:
-    ended = runs.train(name, *overrides, resume=True, **job)
-    assert set(ended.codes) == {0}, ended.output
-    assert not ended.orphans
 
 
 def test_the_reference_has_everything_in_play(runs: Runs, undisturbed: Ended) -> None:
@@ -95,7 +81,7 @@ def test_killed_at_points(runs: Runs, undisturbed: Ended, where: str) -> None:
         ended = runs.train(where, resume=number > 0, at=kill)
         assert ended.killed, (kill, ended.output)
         assert not ended.orphans
-    finish(runs, where)
+    runs.finish(where)
     assert_same_run(runs.path(where), runs.path("reference"))
 
 
@@ -117,7 +103,7 @@ def kill_at_times(runs: Runs, name: str, draw: random.Random, kills: int) -> int
             assert ended.codes == [0], ended.output
             break
     else:
-        finish(runs, name)
+        runs.finish(name)
     assert_same_run(runs.path(name), runs.path("reference"))
     return killed
 
@@ -142,7 +128,7 @@ def test_killed_at_points_drawn_from_a_seed(runs: Runs, undisturbed: Ended, numb
     kill = {"point": point, "call": draw.randint(1, passed[point]), "after": draw.random() < 0.5}
     ended = runs.train(name, at=kill)
     assert ended.killed, (kill, ended.output)
-    finish(runs, name)
+    runs.finish(name)
     assert_same_run(runs.path(name), runs.path("reference"))
 
 
@@ -150,15 +136,15 @@ def test_random_numbers_and_the_initial_policy_outlive_a_kill(runs: Runs, undist
     """The reference is the checkpoint that the run began with: not what was resumed, nor what its run has trained since."""
     shutil.copytree(runs.path("reference"), runs.path("start"))
     start = f"policy.checkpoint={runs.path('start')}"
-    finish(runs, "grpo", start, algorithm="grpo")
+    runs.finish("grpo", start, algorithm="grpo")
     rows = metrics_of(runs.path("grpo"))
     assert rows[1]["objective/kl"] == 0 < rows[3]["objective/kl"] < rows[STEPS]["objective/kl"]
 
     for number, kill in enumerate(({"point": "update", "call": 2 * UPDATES + 3}, {"point": "state", "call": 2})):
         ended = runs.train("grpo_killed", start, algorithm="grpo", resume=number > 0, at=kill)
         assert ended.killed, ended.output
-        finish(runs, "start", f"training.steps={STEPS + 1 + number}", "checkpoint.keep=9")
-    finish(runs, "grpo_killed", start, algorithm="grpo")
+        runs.finish("start", f"training.steps={STEPS + 1 + number}", "checkpoint.keep=9")
+    runs.finish("grpo_killed", start, algorithm="grpo")
     assert_same_run(runs.path("grpo_killed"), runs.path("grpo"))
 
     shutil.rmtree(runs.path("start") / "checkpoints" / f"step_{STEPS:06d}")
@@ -168,10 +154,10 @@ def test_random_numbers_and_the_initial_policy_outlive_a_kill(runs: Runs, undist
 
 
 def test_supervised_fine_tuning_killed(runs: Runs) -> None:
-    finish(runs, "sft", algorithm="sft")
+    runs.finish("sft", algorithm="sft")
     ended = runs.train("sft_killed", algorithm="sft", at={"point": "update", "call": 4})
     assert ended.killed, ended.output
-    finish(runs, "sft_killed", algorithm="sft")
+    runs.finish("sft_killed", algorithm="sft")
     assert_same_run(runs.path("sft_killed"), runs.path("sft"))
 
 
@@ -182,7 +168,7 @@ def test_asked_to_end(runs: Runs, undisturbed: Ended) -> None:
     assert (result["status"], result["steps"]) == ("interrupted", 3)
     assert [row["step"] for row in metrics_of(runs.path("asked"))] == [0, 1, 2, 3]
     assert [path.name for path in (runs.path("asked") / "checkpoints").iterdir()] == ["step_000003"]
-    finish(runs, "asked")
+    runs.finish("asked")
     assert_same_run(runs.path("asked"), runs.path("reference"))
 
 
@@ -212,7 +198,7 @@ def test_a_dtype_that_cannot_be_loaded(runs: Runs, undisturbed: Ended) -> None:
     assert "policy was saved in float32, model.dtype makes it bfloat16" in message
     assert "Traceback" not in ended.output
     assert unowned(runs.path("plain")) == before
-    finish(runs, "plain")
+    runs.finish("plain")
     assert_same_run(runs.path("plain"), runs.path("reference"))
 
 
@@ -229,7 +215,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(runs: Runs, undisturbed: Ended, 
     assert "the checkpoint of step 2 is intact; free space under" in message
     assert [path.name for path in (runs.path(name) / "checkpoints").iterdir()] == ["step_000002"]
     assert result_of(runs.path(name))["status"] == "failed"
-    finish(runs, name)
+    runs.finish(name)
     assert_same_run(runs.path(name), runs.path("reference"))
 
 
@@ -263,7 +249,7 @@ ROUND_OFF = 1e-5
 @pytest.fixture(scope="module")
 def calm(runs: Runs) -> Path:
     """An undisturbed run in one process."""
-    finish(runs, "calm", *CALM)
+    runs.finish("calm", *CALM)
     return runs.path("calm")
 
 
@@ -271,7 +257,7 @@ def test_two_ranks_killed_in_a_checkpoint(runs: Runs, calm: Path) -> None:
     ended = runs.train("killed_tp2", *TP2, ranks=2, at={"point": "shards", "call": 3, "rank": 1})
     assert ended.killed, ended.output
     assert not ended.orphans
-    finish(runs, "killed_tp2", *TP2, ranks=2)
+    runs.finish("killed_tp2", *TP2, ranks=2)
     assert_close_run(runs.path("killed_tp2"), calm, tolerance=ROUND_OFF)
 
 
@@ -283,7 +269,7 @@ def test_from_tensor_parallel_ranks_over_pipeline_stages_and_replicas_to_one_pro
         assert ended.codes == [130, 130], ended.output
         result = result_of(runs.path("layouts"))
         assert (result["status"], result["steps"]) == ("interrupted", steps)
-    finish(runs, "layouts", *CALM)
+    runs.finish("layouts", *CALM)
     print_losses(runs.path("layouts"), calm, ["", "TP 2", "TP 2", "PP 2", "DP 2", "one"])
     assert_close_run(runs.path("layouts"), calm, tolerance=ROUND_OFF)
 
@@ -308,7 +294,7 @@ def test_nothing_outlives_a_killed_launcher(runs: Runs, calm: Path) -> None:
     )  # fmt: skip
     assert ended.killed, ended.output
     assert not ended.orphans
-    finish(runs, "launched", *TP2, ranks=2)     # in the driver: another three interpreters would cost 20 seconds
+    runs.finish("launched", *TP2, ranks=2)     # in the driver: another three interpreters would cost 20 seconds
     assert_close_run(runs.path("launched"), calm, tolerance=ROUND_OFF)
 
 
@@ -320,7 +306,7 @@ def test_asked_to_end_through_the_launcher(runs: Runs, calm: Path) -> None:
     assert not ended.orphans
     result = result_of(runs.path("launched_asked"))
     assert (result["status"], result["steps"]) == ("interrupted", len(metrics_of(runs.path("launched_asked"))) - 1)
-    finish(runs, "launched_asked", *LAUNCHED)
+    runs.finish("launched_asked", *LAUNCHED)
     assert_close_run(runs.path("launched_asked"), calm, tolerance=ROUND_OFF)
 
 
@@ -332,7 +318,7 @@ def test_under_torchrun(runs: Runs, calm: Path) -> None:
     ended = runs.train("torchrun", *options, module=torchrun, outside=outside)
     assert ended.killed, ended.output
     assert not ended.orphans
-    finish(runs, "torchrun", *options, module=torchrun)
+    runs.finish("torchrun", *options, module=torchrun)
     assert_close_run(runs.path("torchrun"), calm, tolerance=ROUND_OFF)
 
 
@@ -346,5 +332,5 @@ def test_nothing_outlives_a_killed_rank(runs: Runs, calm: Path, rank: int) -> No
     assert f"rank {rank}" in ended.output
     assert "SIGKILL" in ended.output
     assert not ended.orphans
-    finish(runs, name, *LAUNCHED)
+    runs.finish(name, *LAUNCHED)
     assert_close_run(runs.path(name), calm, tolerance=ROUND_OFF)

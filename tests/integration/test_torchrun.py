@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -19,16 +18,14 @@ from typing import Any
 import psutil
 import pytest
 from lab import LEARNING, ROOT, Lab
-from rank_runs import RankRuns
-
-from rlcore.runs.metrics import read_metrics
+from rank_runs import InFolder, RankRuns
 
 LIMIT_S = 150.0
 TWO_RANKS = ("policy.parallel.tensor=2", *LEARNING, "rollout.engine.in_process=true")
 
 
 @dataclass
-class Launched:
+class Launched(InFolder):
     """The agents of a run, one a node."""
 
     agents: Sequence[subprocess.Popen[bytes]]
@@ -42,15 +39,6 @@ class Launched:
     @property
     def said(self) -> str:
         return "".join(log.read_text() for log in self.logs)
-
-    @property
-    def result(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.folder / "result.json").read_bytes())
-        return content
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return read_metrics(self.folder / "metrics.jsonl")
 
     def rank(self, rank: int) -> psutil.Process:
         return next(p for agent in self.agents for p in psutil.Process(agent.pid).children()
