@@ -101,11 +101,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(("size", "name"), NAMES)
 def test_the_same_gradients_in_less_memory(size: int, name: str, results: Any) -> None:
     got, expected = results(size, name), results(size, name.partition("-")[0])
-    far = {
-        weight: distance
-        for weight, want in expected["gradients"].items()
-        if not (distance := float((got["gradients"][weight] - want).double().norm() / want.double().norm())) <= EQUAL
-    }
+    far = [
+        weight
+        for weight, want in expected["gradients"].items()     # an expert without tokens has none
+        if not (got["gradients"][weight] - want).double().norm() <= EQUAL * want.double().norm()
+    ]
     assert not far, f"relative distance of gradients above {EQUAL}: {far}"
     assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
     assert all(ours < theirs for ours, theirs in zip(got["saved_bytes"], expected["saved_bytes"], strict=True))
