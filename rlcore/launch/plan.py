@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 from backends.megatron.convert.architecture import Architecture, BridgeKind, read_architecture
 from backends.megatron.refusals import check_layout
@@ -117,8 +118,6 @@ def _recompute(config: Config) -> Recompute:
         return "full"
     if given.get("recompute_granularity") != "selective":
         return "none"
-    modules = set(given.get("recompute_modules") or ["core_attn"])
-    both: dict[frozenset[str], Recompute] = {
-        frozenset({"core_attn"}): "core_attn", frozenset({"mlp"}): "mlp", frozenset({"core_attn", "mlp"}): "core_attn+mlp"
-    }  # fmt: skip
-    return both.get(frozenset(modules & {"core_attn", "mlp"}), "none")
+    modules = given.get("recompute_modules") or ["core_attn"]
+    counted = "+".join(module for module in ("core_attn", "mlp", "moe") if module in modules)
+    return cast(Recompute, counted or "none")

@@ -8,7 +8,9 @@ from typing import Literal
 
 from rlcore.planning.shape import ModelShape
 
-Recompute = Literal["none", "core_attn", "mlp", "core_attn+mlp", "full"]
+Recompute = Literal[
+    "none", "core_attn", "mlp", "moe", "core_attn+mlp", "core_attn+moe", "mlp+moe", "core_attn+mlp+moe", "full"
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,19 +155,19 @@ def _layer_bytes(shape: ModelShape, layout: Layout, load: Load, recompute: Recom
     share = shape.moe_layers / shape.layers
     total = 2 * (residual + 4 * s + _normalised(s * shape.hidden, load))        # the two norms' inputs and 1 / rms
     total += residual                                                           # the input of the QKV projection
-    total += _attention_bytes(shape, layout, load, t, again=recompute in ("core_attn", "core_attn+mlp"))
+    total += _attention_bytes(shape, layout, load, t, again="core_attn" in recompute)
     total += residual                                                           # the input of the MLP
-    if recompute not in ("mlp", "core_attn+mlp"):
+    if "mlp" not in recompute:
         total += (1 - share) * b * t * 3 * shape.ffn / layout.tensor            # before and after SwiGLU
-    return total + share * _experts_bytes(shape, layout, load, s)
+    return total if "moe" in recompute else total + share * _experts_bytes(shape, layout, load, s)
 
 
 def _attention_bytes(shape: ModelShape, layout: Layout, load: Load, t: float, *, again: bool) -> float:
     b, tp, d = load.dtype_bytes, layout.tensor, shape.head_dim
     query, keys = shape.heads * d / tp, shape.groups * d / tp
     total = b * t * (query + 2 * keys)                                          # the projection; `value` is a view of it
-    if shape.heads != shape.groups and (shape.qk_norm or again):
-        total += b * t * query                                                  # a group's queries, copied out of it
+    if shape.heads > shape.groups > tp and (shape.qk_norm or again):
+        total += b * t * query                                                  # several groups' queries, copied out of it
     if shape.qk_norm:
         total += 4 * t * (shape.heads + shape.groups) / tp + _normalised(t * (query + keys), load)
         total += b * t * (query + keys) * again                                 # the norms' outputs, to be rotated again

@@ -94,7 +94,10 @@ def _layouts(gpus: int, job: Job) -> Iterator[Layout]:
     experts = max(model.shape.experts for model in job.trained)
     layers = job.trained[0].shape.layers
     has_mlp = any(model.shape.moe_layers < model.shape.layers for model in job.trained)
-    recomputed = [recompute for recompute in get_args(Recompute) if has_mlp or "mlp" not in recompute]
+    recomputed = [
+        recompute for recompute in get_args(Recompute)
+        if (has_mlp or "mlp" not in recompute) and (experts or "moe" not in recompute)
+    ]  # fmt: skip
     for tensor in _divisors(gpus, limit=GPUS_PER_NODE):
         for pipeline in _divisors(gpus // tensor, limit=layers):
             for context in _divisors(gpus // tensor // pipeline, limit=GPUS_PER_NODE):

@@ -108,6 +108,11 @@ class ModelShape:
         return self.hidden * (self.experts + self.shared_gate)
 
     @property
+    def chosen(self) -> int:
+        """Entries of the matrices that a token passes in one layer's experts."""
+        return self.topk * 3 * self.hidden * self.expert_ffn + self.shared + self.router
+
+    @property
     def parameters(self) -> int:
         """All weights of the language model."""
         dense = self.layers - self.moe_layers
@@ -120,8 +125,7 @@ class ModelShape:
         """Entries of the layers' matrices that one token passes through; norms and biases cost nothing."""
         dense = self.layers - self.moe_layers
         matrices = self.layers * self.attention_matrices + dense * self.mlp
-        chosen = self.topk * 3 * self.hidden * self.expert_ffn + self.shared + self.router
-        return matrices + self.moe_layers * chosen
+        return matrices + self.moe_layers * self.chosen
 
     @property
     def active_parameters(self) -> int:

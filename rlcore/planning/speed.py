@@ -60,6 +60,7 @@ def step_time(shape: ModelShape, layout: Layout, work: Work, weights: Weights, g
     tokens = work.tokens / layout.data / layout.context
     layers, b = _most_layers(shape, layout), work.dtype_bytes
     sweeps = 2.0 + work.scoring_passes + (layout.recompute == "full")      # times that the layers' collectives run
+    routings = sweeps + ("moe" in layout.recompute)
 
     def seconds(num_bytes: float, ranks: int, span: int) -> float:
         """A ring that gathers or scatters `num_bytes` over `ranks` which lie in a span of so many GPUs."""
@@ -72,7 +73,7 @@ def step_time(shape: ModelShape, layout: Layout, work: Work, weights: Weights, g
     context = seconds(layers * tokens * cp * kv * b * sweeps, cp, tp * cp)
     moe = layers * shape.moe_layers / shape.layers
     own_rows = tokens / (tp if layout.sequence else 1)
-    expert = seconds(moe * own_rows * shape.topk * shape.hidden * b * 2 * sweeps, ep, layout.expert_tensor * ep)
+    expert = seconds(moe * own_rows * shape.topk * shape.hidden * b * 2 * routings, ep, layout.expert_tensor * ep)
     copies = layout.data * cp
     data = seconds((4 + b if layout.distributed else 8) * weights.dense, copies, tp * copies)
     data += seconds((4 + b if layout.distributed else 8) * weights.expert, layout.expert_data, layout.gpus // pp)
@@ -144,4 +145,5 @@ def _again(shape: ModelShape, layout: Layout, work: Work) -> float:
     whole = shape.forward_flops([work.length], 0)
     attention = shape.cost.quadratic * work.length**2 * ("core_attn" in layout.recompute)
     mlp = 2.0 * work.length * (shape.layers - shape.moe_layers) * shape.mlp * ("mlp" in layout.recompute)
-    return (attention + mlp) / whole
+    moe = 2.0 * work.length * shape.moe_layers * shape.chosen * ("moe" in layout.recompute)
+    return (attention + mlp + moe) / whole

@@ -84,6 +84,7 @@ MORE: dict[int, list[dict[str, Any]]] = {
         case("experts_bf16", "qwen3_moe", BF16),
         case("experts_full", "qwen3_moe", FULL),
         case("experts_core_attn", "qwen3_moe", selective("core_attn")),
+        case("experts_moe", "qwen2_moe", selective("moe")),
     ],
     2: [
         case("tp2", "qwen3", TP2),
@@ -105,6 +106,7 @@ MORE: dict[int, list[dict[str, Any]]] = {
         case("cp2_core_attn", "llama", CP2, selective("core_attn")),
         case("cp2_distributed", "llama", CP2, DISTRIBUTED),
         case("cp2_ep2_distributed", "qwen3_moe", {"parallel": {"context": 2, "expert": 2}}, DISTRIBUTED),
+        case("ep2_core_attn_moe", "qwen3_moe", EP2, selective("core_attn", "moe")),
         case("pp2_experts_uneven", "qwen3_moe", PP2_UNEVEN),
     ],
     4: [
