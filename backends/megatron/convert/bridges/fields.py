@@ -17,7 +17,8 @@ _CARRIED = frozenset({
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "layernorm_epsilon", "qk_layernorm", "add_qkv_bias", "num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq",
     "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
-    "moe_router_dtype", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
+    "moe_router_dtype", "moe_router_num_groups", "moe_router_group_topk", "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
 })  # fmt: skip
 _EXPECTED: dict[str, Any] = {
     "normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False, "activation_func": F.silu,
@@ -47,9 +48,15 @@ def bridged_fields(bridge: FamilyBridge, arch: Architecture) -> dict[str, Any]:
     """
     with importing_megatron():
         from megatron.core.transformer import TransformerConfig
-    defaults = {f.name: f.default for f in dataclasses.fields(TransformerConfig) if f.default is not dataclasses.MISSING}
+    defaults = {
+        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        for f in dataclasses.fields(TransformerConfig)
+    }
     carried: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    for name, value in bridge.fields().items():
+    given = dict(bridge.fields())
+    if given.get("mtp_num_layers") == 0:        # layers that predict further tokens: Megatron says None for none
+        del given["mtp_num_layers"]
+    for name, value in given.items():
         if name in _CARRIED:
             carried |= {name: value} if value is not None else {}
         elif name in _EXPECTED:
@@ -63,7 +70,8 @@ def bridged_fields(bridge: FamilyBridge, arch: Architecture) -> dict[str, Any]:
     if carried.get("num_moe_experts"):
         carried["moe_layer_freq"] = _layer_pattern(carried.get("moe_layer_freq", 1), arch.num_layers)
         carried |= _router_fields(bridge, arch, carried)
-    return carried
+        return carried
+    return {name: value for name, value in carried.items() if not name.startswith("moe_")}
 
 
 def _router_fields(bridge: FamilyBridge, arch: Architecture, carried: dict[str, Any]) -> dict[str, Any]:

@@ -65,6 +65,7 @@ def legacy_config(arch: Architecture, **changes: Any) -> Any:
         "head_dim": arch.transformer["kv_channels"],
         **changes,
     }
+    extra |= {key: 0 for key in PREDICTED_LAYERS if hasattr(made, key)}      # the class has a default of its own
     for key, value in extra.items():
         setattr(made, key, value)
     return made
