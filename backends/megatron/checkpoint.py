@@ -130,8 +130,10 @@ def load_weights(
 
 
 def saved_layout(folder: Path) -> str:
-    """The layout that a checkpoint was saved under, for people: "TP 2 x PP 1 x DP 1 x CP 1 x EP 1 x ETP 2"."""
+    """The layout that a checkpoint was saved under, for people: "TP 2 x PP 1 x DP 1 x CP 1"; above EP 1 with EP and ETP."""
     layout: dict[str, int] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["layout"]
+    if layout.get("ep", 1) == 1:        # then an expert is cut like everything else
+        layout = {axis: size for axis, size in layout.items() if axis not in ("ep", "etp")}
     return " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
 
 

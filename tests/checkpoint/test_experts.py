@@ -51,8 +51,8 @@ def test_from_every_layout(full_outputs: Outputs, case: Case) -> None:
 
 
 def test_a_checkpoint_tells_how_experts_lay(outputs: Outputs) -> None:
-    variant, source, *_ = DEFAULT_CASES[1]
-    assert saved_layout(outputs.checkpoint(variant, source)) == "TP 1 x PP 1 x DP 2 x CP 1 x EP 2 x ETP 1"
+    told = [saved_layout(outputs.checkpoint(variant, source)) for variant, source, *_ in DEFAULT_CASES[:2]]
+    assert told == ["TP 1 x PP 1 x DP 2 x CP 1", "TP 1 x PP 1 x DP 2 x CP 1 x EP 2 x ETP 1"]
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
