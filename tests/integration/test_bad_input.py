@@ -122,7 +122,8 @@ REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
     "megatron field of the model": (
         given("policy.megatron.num_layers=4"), ("policy.megatron.num_layers", "the model folder decides it")),
     "value that megatron refuses": (
-        given("policy.megatron.recompute_granularity=some"), ("policy.megatron.recompute_granularity", "'some'", "expected full or selective")),
+        given("policy.megatron.recompute_granularity=some"),
+        ("policy.megatron.recompute_granularity", "'some'", "expected full or selective")),
     # models
     "no such model": (given("model.path={wrong}/nowhere"), ("{wrong}/nowhere", "no such folder", "Hugging Face folder")),
     "model without weights": (given("model.path={wrong}/no_weights"), ("no_weights", "no weights", "*.safetensors")),

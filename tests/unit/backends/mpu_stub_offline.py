@@ -1,4 +1,4 @@
-"""Run by test_stubbed_advantages.py where megatron cannot be imported: every estimator, with stubs of mpu that say different things.
+"""Run by test_stubbed_advantages.py where megatron cannot be imported: every estimator, with stubs of mpu that disagree.
 
 Prints one line of JSON: the estimators that were run, and what of megatron was imported.
 """
