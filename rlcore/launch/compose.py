@@ -151,6 +151,10 @@ def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
                 f"{key}: {folder} has a vocabulary of {other.vocab_size}, the policy {config.model.path} has "
                 f"{policy.vocab_size}; they must share one tokenizer"
             )
+        try:
+            check_layout(other, config.policy.parallel, world_size)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {folder} does not fit the policy's layout: {error}") from error
 
 
 def build_backend(

@@ -23,6 +23,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]},
     "moe": {**SIZES, **EXPERTS, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 8,
             "norm_topk_prob": True},
+    "narrow": {**SIZES, "num_attention_heads": 3, "num_key_value_heads": 3, "model_type": "llama",
+               "architectures": ["LlamaForCausalLM"]},
 }  # fmt: skip
 
 # model; overrides; what is said; the overrides that it names instead (`-key`: leave the key out).
@@ -180,6 +182,17 @@ def test_what_is_refused_and_what_is_right_instead(
     assert capsys.readouterr().err == f"rlcore: {says}\n"
     code = cli.main(["validate", *arguments(models / model, overrides, instead)])
     assert code == 0, capsys.readouterr().err
+
+
+def test_other_models_are_laid_out_as_the_policy_is(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    critic = models / "narrow"
+    given = arguments(models / "dense", f"tensor=2 processes=2 algorithm.estimator.name=ppo critic.path={critic}")
+    assert cli.main(["validate", *given]) == 2
+    assert capsys.readouterr().err == (
+        f"rlcore: critic.path: {critic} does not fit the policy's layout: policy.parallel.tensor: 2 does not divide the "
+        "model's attention heads (3); set it to 1\n"
+    )
+    assert cli.main(["validate", *given, "policy.parallel.tensor=1"]) == 0
 
 
 def test_what_only_the_start_of_a_run_knows(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
