@@ -17,8 +17,8 @@ from torch import Tensor
 from rlcore.algorithms import Moments
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan
-from rlcore.data.sample import FinishReason, Sample, VersionSpan
 from rlcore.data.routed_experts import Experts
+from rlcore.data.sample import FinishReason, Sample, VersionSpan
 from rlcore.data.token_sets import TokenSets
 from rlcore.weights import Bucket
 

@@ -117,7 +117,7 @@ def check_records(batch: RolloutBatch, arch: Architecture) -> None:
     if got != wanted:
         raise RunFailed(
             f"policy.routing_replay is engine, but the samples' routed_experts are {got or 'missing'}, expected [tokens, "
-            f"{wanted[0]} layers with experts, {wanted[1]} experts a token]: set it to logprobs, or use an engine that sends them"
+            f"{wanted[0]} layers with experts, {wanted[1]} experts a token]: set it to logprobs, or use another engine"
         )
 
 
