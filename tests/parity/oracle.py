@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_other": ("DeepseekV3Config", LATENT),
     "deepseek_v3_plain": ("DeepseekV3Config", LATENT_PLAIN),
     "glm4_moe": ("Glm4MoeConfig", {
-        "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 24, "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.7,
         "first_k_dense_replace": 1}),
 }  # fmt: skip
