@@ -40,9 +40,9 @@ def measure(head: str, dtype: str, arguments: argparse.Namespace) -> Measured:
 
 
 def table(results: dict[str, dict[str, Measured]]) -> str:
-    """Markdown, one row a measurement."""
+    """Markdown, one row a measurement; "matmuls" are its matmuls alone (`Measured.matmul_seconds`)."""
     lines = [
-        "| | seconds | CPU seconds | its matmuls alone | extra peak memory, MiB | of log_softmax's |",
+        "| | seconds | CPU seconds | matmuls | extra peak memory, MiB | of log_softmax's |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for dtype, heads in results.items():
