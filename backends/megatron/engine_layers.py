@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backends.megatron.attention import PackedSequences
 from backends.megatron.elementwise import rotate
-from backends.megatron.moe import PackRouter
+from backends.megatron.sigmoid_router import router_class
 from rlcore.errors import ConfigError
 
 FINAL_NORM = TENorm
@@ -72,5 +72,5 @@ def engine_layer_spec(config: TransformerConfig, num_experts: int | None) -> Mod
     )
     layer.submodules.self_attention.submodules.core_attention = EngineAttention
     if num_experts is not None:
-        layer.submodules.mlp.submodules.router = PackRouter
+        layer.submodules.mlp.submodules.router = router_class(config)
     return layer

@@ -26,9 +26,9 @@ from backends.megatron.fields import FUSIONS, INIT_METHODS, check_overrides
 from backends.megatron.latent_attention import LatentConfig, use_latent_attention
 from backends.megatron.layers import LOCAL_FIELDS
 from backends.megatron.logprobs import LogprobHead, Targets, ValueHead
-from backends.megatron.moe import PackRouter, moe_fields
+from backends.megatron.moe import moe_fields
 from backends.megatron.recompute import check_recompute
-from backends.megatron.sigmoid_router import SigmoidRouter
+from backends.megatron.sigmoid_router import router_class
 from backends.megatron.stages import stage_fields
 from rlcore.config.policy import ParallelConfig
 from rlcore.errors import ConfigError
@@ -170,8 +170,7 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     if num_experts is None:
         parts.mlp.submodules.activation_func = SwiGLU
     else:
-        sigmoid = config.moe_router_score_function == "sigmoid"
-        parts.mlp.submodules.router = SigmoidRouter if sigmoid else PackRouter
+        parts.mlp.submodules.router = router_class(config)
         for net in (parts.mlp.submodules.experts, parts.mlp.submodules.shared_experts):
             net.submodules.activation_func = SwiGLU
     return layer

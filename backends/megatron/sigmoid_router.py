@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from backends.megatron.moe import PackRouter
@@ -67,3 +68,8 @@ class SigmoidRouter(PackRouter):
         left_out = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best_groups, False)
         best = by_group.masked_fill(left_out[..., None], float("-inf")).flatten(1).topk(topk, dim=-1)
         return best.values, best.indices
+
+
+def router_class(config: TransformerConfig) -> type[PackRouter]:
+    """The router of a model with experts, whatever layers are around it."""
+    return SigmoidRouter if config.moe_router_score_function == "sigmoid" else PackRouter

@@ -173,7 +173,10 @@ def _family(folder: Path, config: dict[str, Any], bridge: BridgeKind) -> Family:
     if family is None and bridge != "none" and names:
         return Family(str(config.get("model_type")), names[0].split("For")[0], ())
     if family is None:
-        got = names[0] if names else f"model_type {config.get('model_type')!r}"
+        kind = f"model_type {config.get('model_type')!r}"
+        got = names[0] if names else kind
+        if got in known:        # Kimi K2 borrows the class of DeepSeek-V3
+            got += f" with {kind}"
         raise ModelError(
             f"{folder}: architecture {got} is not converted; converted are: {known}; others may come by model.bridge: mbridge"
         )

@@ -19,7 +19,7 @@ def expert_fields(folder: Path, config: dict[str, Any], experts: Experts, num_la
     has_experts = _moe_layers(folder, config, num_layers)
     normalized = experts.normalized
     if isinstance(normalized, str):
-        normalized = bool(config.get(normalized, False))
+        normalized = bool(config.get(normalized, experts.scoring == "sigmoid"))     # transformers' defaults
     fields: dict[str, Any] = {
         "num_moe_experts": num_experts,
         "moe_router_topk": topk,
@@ -53,13 +53,16 @@ def sigmoid_fields(folder: Path, config: dict[str, Any], num_experts: int) -> di
             f"{where}: n_group {groups}, topk_group {best}: expected groups of at least two of the {num_experts} experts, and "
             "no more of them chosen than there are"
         )
-    topk, reachable = config["num_experts_per_tok"], best * (num_experts // groups)
+    topk, reachable = integer(folder, config, "num_experts_per_tok"), best * (num_experts // groups)
     if topk > reachable:
         raise ModelError(f"{where}: num_experts_per_tok: got {topk}, more than the {reachable} of {best} of {groups} groups")
+    scale = config.get("routed_scaling_factor")
+    if not isinstance(scale, (int, float)):     # families have other defaults
+        raise ModelError(f"{where}: routed_scaling_factor: got {scale!r}, expected a number")
     return {
         "moe_router_num_groups": groups,
         "moe_router_group_topk": best,
-        "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor") or 1.0),
+        "moe_router_topk_scaling_factor": float(scale),
         "moe_router_dtype": "fp32",     # as transformers computes it, whatever the model's dtype
     }
 

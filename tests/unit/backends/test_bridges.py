@@ -184,6 +184,12 @@ def test_another_conversion_is_refused(mistral: Any, tmp_path: Path) -> None:
         read_mistral(tmp_path)
 
 
+def test_a_head_that_is_tied_by_the_bridge_alone_is_refused(mistral: Any, tmp_path: Path) -> None:
+    mistral._DIRECT_MAPPING = {**mistral._DIRECT_MAPPING, "output_layer.weight": "model.embed_tokens.weight"}
+    with pytest.raises(ModelError, match=r"ties the output layer .* set its tie_word_embeddings to true"):
+        read_mistral(tmp_path)
+
+
 def test_a_parameter_without_a_name_is_refused(mistral: Any, tmp_path: Path) -> None:
     mistral._MLP_MAPPING = {k: v for k, v in mistral._MLP_MAPPING.items() if "fc2" not in k}
     with pytest.raises(ModelError, match=r"has no tensor for the parameter .*mlp\.linear_fc2\.weight"):

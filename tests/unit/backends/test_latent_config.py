@@ -21,8 +21,12 @@ from rlcore.config.policy import ParallelConfig
 from rlcore.errors import ConfigError, ModelError
 
 with importing_megatron():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from backends.megatron import engine_layers
     from backends.megatron.attention import bucketed_attention
     from backends.megatron.layout import PackLayout
+    from backends.megatron.moe import PackRouter
     from backends.megatron.sigmoid_router import SigmoidRouter
 
 # As DeepSeek writes it, before transformers 5.
@@ -95,6 +99,8 @@ YARN = CONFIG["rope_scaling"]
         ({"topk_group": 1}, "num_experts_per_tok: got 3, more than the 2 of 1 of 4 groups"),
         ({"first_k_dense_replace": 4}, "first_k_dense_replace 4 leave no layer with experts"),
         ({"n_shared_experts": None}, "n_shared_experts: got None"),
+        ({"routed_scaling_factor": None}, "routed_scaling_factor: got None, expected a number"),
+        ({"model_type": "kimi_k2"}, "DeepseekV3ForCausalLM with model_type 'kimi_k2' is not converted"),
         ({"attention_bias": True}, "attention_bias: True"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
@@ -138,6 +144,28 @@ def test_local_layers_also_where_transformer_engine_is_installed() -> None:
     layers = choose_layers("auto", device="cuda", installed=True, deterministic=False, latent=True)
     assert layers.kind == "local"
     assert "latent attention" in layers.reason
+
+
+def test_chosen_scores_are_normalised_unless_the_config_says_no(tmp_path: Path) -> None:
+    config = {key: value for key, value in CONFIG.items() if key != "norm_topk_prob"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not read_architecture(tmp_path, weights=False).transformer["moe_router_pre_softmax"]
+    assert DeepseekV3Config().norm_topk_prob
+    assert read(tmp_path, norm_topk_prob=False).transformer["moe_router_pre_softmax"]
+
+
+@pytest.mark.parametrize(("score", "expected"), [("sigmoid", SigmoidRouter), ("softmax", PackRouter)])
+def test_transformer_engines_layers_have_the_same_router(
+    score: str, expected: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A family of a bridge may have sigmoid routers without latent attention, and so these layers."""
+    monkeypatch.setattr(engine_layers, "HAVE_TE", True)
+    monkeypatch.setattr(
+        engine_layers, "get_gpt_layer_with_transformer_engine_spec",
+        lambda num_experts, **_: get_gpt_layer_local_spec(num_experts=num_experts),
+    )  # fmt: skip
+    config: Any = SimpleNamespace(qk_layernorm=False, moe_router_score_function=score)
+    assert engine_layers.engine_layer_spec(config, 4).submodules.mlp.submodules.router is expected
 
 
 def router(config: DeepseekV3Config, theirs: DeepseekV3TopkRouter) -> SigmoidRouter:

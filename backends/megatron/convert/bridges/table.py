@@ -46,10 +46,15 @@ def bridged_entries(bridge: FamilyBridge, arch: Architecture) -> tuple[Entry, ..
     Raises ModelError where the bridge has no name for a parameter, or converts it otherwise than our table could say.
     """
     narrow = replace(arch, transformer={**arch.transformer, "hidden_size": 1})
-    entries = []
+    entries: list[Entry] = []
     for question in _questions(arch):
         entry = question.entry(list(bridge.hf_names(question.asked)))
         _prove(bridge, narrow, question, entry)
+        if entry.megatron == OUTPUT_LAYER and entry.hf == entries[0].hf:
+            raise ModelError(
+                f"{bridge.name} ties the output layer to the embedding, which {arch.folder}/config.json does not say; set its "
+                "tie_word_embeddings to true"
+            )
         entries.append(entry)
     return (*entries, *(entry for entry in TRUNK if entry.megatron == VALUE_HEAD))
 
