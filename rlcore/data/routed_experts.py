@@ -17,17 +17,21 @@ Experts = NDArray[np.int16]
 
 
 def join_experts(records: Sequence[Experts]) -> Experts:
-    """Of a sample with several turns, from the records of its completions: a token's first, with which it was made."""
+    """Of a sample with several turns, from the records of its completions: a token's first, with which it was made.
+
+    A completion that was aborted before its first token has an empty record, which knows neither layers nor experts.
+    """
     joined = records[0]
     for record in records[1:]:
-        joined = np.concatenate([joined, record[len(joined) :]])
+        if len(record) > len(joined):
+            joined = np.concatenate([joined, record[len(joined) :]]) if len(joined) else record
     return joined
 
 
 def pad_experts(record: Experts | None, num_tokens: int, shape: tuple[int, ...]) -> Experts:
     """[num_tokens, *shape], -1 behind the record's end."""
     padded = np.full((num_tokens, *shape), -1, dtype=np.int16)
-    if record is not None:
+    if record is not None and len(record):
         padded[: len(record)] = record
     return padded
 

@@ -106,6 +106,7 @@ def test_a_record_of_experts_comes_back(make_sample: MakeSample, tmp_path: Path)
 
 def test_tokens_without_a_record_say_so_in_a_batch(make_sample: MakeSample) -> None:
     samples = [make_sample(0), make_sample(1, routed_experts=experts(4, 10)), make_sample(2, routed_experts=experts(2, 30))]
+    samples[0].routed_experts = np.zeros((0, 0, 0), dtype=np.int16)     # aborted before the first token
     batch = RolloutBatch.from_samples(samples)
     assert batch.routed_experts is not None
     assert batch.routed_experts[:, 0, 0].tolist() == [-1] * 5 + [10, 12, 14, 16, -1] + [30, 32, -1, -1, -1]

@@ -94,3 +94,6 @@ def test_a_dense_model_has_none_to_tell(folder, model):
 def test_a_token_keeps_its_first_record():
     first, second = np.zeros((2, 1, 1), dtype=np.int16), np.ones((4, 1, 1), dtype=np.int16)
     assert join_experts([first, second])[:, 0, 0].tolist() == [0, 0, 1, 1]
+    aborted = np.zeros((0, 0, 0), dtype=np.int16)
+    assert join_experts([first, aborted, second])[:, 0, 0].tolist() == [0, 0, 1, 1]
+    assert join_experts([aborted, second])[:, 0, 0].tolist() == [1, 1, 1, 1]
