@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 
 from torch.distributed import DistError
 
-from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed, UserError
+from rlcore.errors import DeadlineExceeded, FailedElsewhere, RlcoreError, RunFailed, UserError
 
 T = TypeVar("T")
 POLL_S = 0.002
@@ -196,7 +196,8 @@ class Control:
         """The failure of another rank where that is what made `error`, or `error` itself."""
         if self.world_size == 1 or not isinstance(error, RuntimeError | RunFailed) or isinstance(error, PeerFailed):
             return error
-        deadline = time.monotonic() + (0.0 if isinstance(error, RlcoreError) else BLAME_S)
+        knows = isinstance(error, RlcoreError) and not isinstance(error, FailedElsewhere)
+        deadline = time.monotonic() + (0.0 if knows else BLAME_S)
         failure: Failure | None = None
         with suppress(DistError):
             while (failure := read_failure(self.store)) is None and time.monotonic() < deadline:

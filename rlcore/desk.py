@@ -16,7 +16,7 @@ from rlcore.early_stopping import EarlyStopping
 from rlcore.errors import RunFailed
 from rlcore.mfu import Utilization
 from rlcore.protocols import RolloutSource, StepRollouts, Tracker, UpdateResult
-from rlcore.runs.checkpoints import Checkpoint, CheckpointStore
+from rlcore.runs.checkpoints import Checkpoint, CheckpointStore, write_failure
 from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.metrics import read_metrics
 from rlcore.runs.rng import restore_rng, rng_state
@@ -190,7 +190,7 @@ class Desk:
 
     def checkpoint_failure(self, step: int, error: RunFailed) -> RunFailed:
         """What to raise when the shards of `step` could not be written; what there is of them is deleted."""
-        failure = self.checkpoints.failure(step, error)
+        failure = write_failure(self.checkpoints.folder, step, error)
         self.checkpoints.abort(step)
         return failure
 

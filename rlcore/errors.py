@@ -7,6 +7,7 @@
     |   +-- ModelError
     +-- RunFailed            the run cannot go on: exit code 1
     |   +-- DeadlineExceeded
+    |   +-- FailedElsewhere  another rank failed, and knows why
     |   +-- EmptyBatch       prompts, rewards and filters leave nothing to train on: exit code 2
     +-- PublicationFailed    an engine did not take a publication whole: the caller runs it again with the rest
 """
@@ -40,6 +41,10 @@ class RunFailed(RlcoreError):
 
 class DeadlineExceeded(RunFailed, TimeoutError):
     """Something took longer than its limit; the message names who was waited for and which key sets the limit."""
+
+
+class FailedElsewhere(RunFailed):
+    """Another rank failed; that one tells the reason, and this one gives it time to."""
 
 
 class EmptyBatch(RunFailed):

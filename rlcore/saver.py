@@ -16,13 +16,14 @@ from rlcore.control import Control
 from rlcore.desk import Desk
 from rlcore.errors import RunFailed
 from rlcore.protocols import PolicyBackend
+from rlcore.runs.checkpoints import write_failure
 
 COMMIT, WAIT = "commit", "wait"
 GOING_ON = json.dumps({"seconds": None})      # what a rank says that has not written everything
 
 
 class Saver:
-    """Every method is called by all ranks, in the same order; a failure is RunFailed and names what is intact.
+    """Every method is called by all ranks, in the same order; a failure is RunFailed and names what is intact, on every rank.
 
     Args:
         desk: on rank 0.
@@ -32,6 +33,7 @@ class Saver:
     def __init__(self, control: Control, backend: PolicyBackend, desk: Desk | None, *, timeout_s: float) -> None:
         self._control, self._backend, self._desk, self._timeout_s = control, backend, desk, timeout_s
         self._step: int | None = None       # of the checkpoint that is being written
+        self._folder = Path()               # of the newest shards, inside that of all checkpoints
         self._slowest = 0.0                 # seconds that its last rank wrote for (rank 0)
 
     @property
@@ -42,16 +44,16 @@ class Saver:
     def save(self, step: int, *, in_background: bool) -> float | None:
         """Save `step`, after the checkpoint that is on its way, if any. Returns what `poll` would of that one."""
         seconds = self._wait()
-        folder = Path(
+        self._folder = Path(
             self._control.decide(
                 "opening a checkpoint", lambda: str(self._main.begin_checkpoint(step)), timeout_s=self._timeout_s
             )
         )
         with self._explained(step):
             if in_background:
-                self._backend.start_save(folder)
+                self._backend.start_save(self._folder)
             else:
-                self._backend.save(folder)
+                self._backend.save(self._folder)
         if in_background:
             self._step = step
         else:
@@ -109,12 +111,15 @@ class Saver:
 
     @contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """Around what writes shards: on rank 0 the failure says what is intact, and what was written is deleted."""
+        """Around what writes shards: the failure says what is intact, whichever rank is the first to tell of it.
+
+        Rank 0 deletes what was written.
+        """
         try:
             yield
         except RunFailed as error:
             if self._desk is None:
-                raise
+                raise write_failure(self._folder.parents[1], step, error) from error
             raise self._desk.checkpoint_failure(step, error) from error
 
     @property

@@ -10,7 +10,7 @@ from pickle import UnpicklingError
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import CheckpointException
 
-from rlcore.errors import ModelError, RunFailed
+from rlcore.errors import FailedElsewhere, ModelError, RunFailed
 
 
 @contextmanager
@@ -24,17 +24,23 @@ def read_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def write_errors(folder: Path) -> Iterator[None]:
-    """Around writing: RunFailed."""
+    """Around writing: RunFailed; FailedElsewhere where this rank has not learnt the reason."""
     try:
         yield
     except (CheckpointException, OSError, RuntimeError) as error:
-        raise RunFailed(f"writing {folder}: {_first_cause(error)}") from error
+        kind = FailedElsewhere if _is_bystander(error) else RunFailed
+        raise kind(f"writing {folder}: {_first_cause(error)}") from error
+
+
+def _is_bystander(error: BaseException) -> bool:
+    """Whether torch only says that some rank failed: it tells rank 0 alone why."""
+    return isinstance(error, CheckpointException) and not error.failures
 
 
 def _first_cause(error: BaseException) -> str:
     """One line: torch's CheckpointException carries a traceback for every rank, its unpickler a page of advice."""
     where = ""
-    if isinstance(error, CheckpointException) and not error.failures:
+    if _is_bystander(error):
         return "another rank failed; the log of rank 0 has the reason"
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 
 from backends.megatron.parallel import ParallelState
-from rlcore.errors import RunFailed
+from rlcore.errors import FailedElsewhere
 
 
 @contextmanager
 def together(parallel: ParallelState, what: str) -> Iterator[None]:
     """Around work that may fail on one rank: all ranks leave it together, or all raise.
 
-    The failing rank raises its own error, the others RunFailed naming `what` and the rank. Work that itself communicates is
-    covered only from its last communication on: a peer that waits for a failed rank is freed by the group's timeout.
+    The failing rank raises its own error, the others FailedElsewhere naming `what` and the rank. Work that itself communicates
+    is covered only from its last communication on: a peer that waits for a failed rank is freed by the group's timeout.
     """
     failure: Exception | None = None
     try:
@@ -29,4 +29,4 @@ def together(parallel: ParallelState, what: str) -> Iterator[None]:
     if failure is not None:
         raise failure
     if int(failed) < parallel.world_size:
-        raise RunFailed(f"{what} failed on rank {int(failed)}; its log has the reason")
+        raise FailedElsewhere(f"{what} failed on rank {int(failed)}; its log has the reason")

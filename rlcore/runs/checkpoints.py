@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.errors import RunFailed, UserError
+from rlcore.errors import FailedElsewhere, RunFailed, UserError
 from rlcore.runs.files import files_in, remove_tree, sync, sync_tree, write_atomic
 from rlcore.runs.state import decode_state, encode_state
 
@@ -167,20 +167,25 @@ class CheckpointStore:
         try:
             yield
         except OSError as error:
-            failure = self.failure(step, error)
+            failure = write_failure(self.folder, step, error)
             with suppress(OSError):     # the next start sweeps again
                 self._sweep()
             raise failure from error
 
-    def failure(self, step: int, error: BaseException) -> RunFailed:
-        """What to tell the user when writing the checkpoint of `step`, or its shards, failed with `error`."""
-        earlier = [s for s in self.steps() if s != step]
-        intact = f"the checkpoint of step {earlier[-1]} is intact" if earlier else "there is no earlier checkpoint"
-        # By its words: what a rank met reaches us wrapped, or pickled by torch without its cause.
-        full = any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
-        full = full or shutil.disk_usage(self.folder).free < NEARLY_FULL
-        advice = f"free space under {self.folder} and continue with --resume" if full else "continue with --resume"
-        return RunFailed(f"the checkpoint of step {step} could not be written: {error}; {intact}; {advice}")
+
+def write_failure(folder: Path, step: int, error: BaseException) -> RunFailed:
+    """What to tell the user when the checkpoint of `step` in a run's `checkpoints/`, or its shards, failed with `error`.
+
+    Reads only: every rank may ask.
+    """
+    earlier = [s for s in committed_steps(folder) if s != step]
+    intact = f"the checkpoint of step {earlier[-1]} is intact" if earlier else "there is no earlier checkpoint"
+    # By its words: what a rank met reaches us wrapped, or pickled by torch without its cause.
+    full = any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
+    full = full or shutil.disk_usage(folder).free < NEARLY_FULL
+    advice = f"free space under {folder} and continue with --resume" if full else "continue with --resume"
+    kind = FailedElsewhere if isinstance(error, FailedElsewhere) else RunFailed
+    return kind(f"the checkpoint of step {step} could not be written: {error}; {intact}; {advice}")
 
 
 def committed_steps(folder: Path) -> list[int]:

@@ -120,16 +120,24 @@ def test_an_export_to_a_full_disk(runs: Runs, reference: Path, action: str) -> N
     assert_same_run(runs.path(name), reference)
 
 
-def test_a_rank_that_cannot_write_is_named(runs: Runs) -> None:
+@pytest.mark.parametrize(
+    ("how", "found_by"), [(ASYNC, "rank 1: writing"), ("checkpoint.async_save=false", "writing")], ids=["async", "waiting"]
+)
+def test_a_rank_that_cannot_write_is_named(runs: Runs, how: str, found_by: str) -> None:
+    """Every rank says what is intact: any may be the first to tell why the run ends."""
+    name = f"rank_1_{how[-4:]}"
     ended = runs.train(
-        "rank_1", ASYNC, "policy.parallel.tensor=2", "cluster.launcher=torchrun", ranks=2,
+        name, how, "policy.parallel.tensor=2", "cluster.launcher=torchrun", ranks=2,
         at={"point": "write shard", "call": IN_STEP_2, "rank": 1, "action": "disk full"},
     )  # fmt: skip
     assert set(ended.codes) == {1}
-    assert "the checkpoint of step 2 could not be written: rank 1: writing" in ended.output
-    assert "No space left on device" in ended.output
-    assert "there is no earlier checkpoint" in ended.output
-    assert committed(runs, "rank_1") == []
+    said = [line for line in ended.output.splitlines() if line.startswith("rlcore: ")]
+    assert said
+    for line in said:
+        assert f"the checkpoint of step 2 could not be written: {found_by}" in line
+        assert "No space left on device" in line
+        assert "there is no earlier checkpoint" in line
+    assert committed(runs, name) == []
 
 
 def test_two_ranks_with_a_distributed_optimizer(runs: Runs) -> None:

@@ -86,6 +86,25 @@ def test_but_not_for_ever(parts: tuple[Saver, Writing, Book]) -> None:
     assert desk.begun == [3]
 
 
+def test_any_rank_says_what_is_intact(tmp_path: Path) -> None:
+    """The first rank that fails speaks for all."""
+    checkpoints, store = tmp_path / "checkpoints", LocalStore()
+    (checkpoints / "step_000002").mkdir(parents=True)
+    store.set("main/1", str(checkpoints / ".step_000004.tmp" / "model"))      # rank 0 has opened it
+
+    class FullDisk(Writing):
+        def save(self, folder: Path) -> None:
+            raise RunFailed(f"writing {folder}: No space left on device")
+
+    saver = Saver(Control(store, 1, 2), cast(PolicyBackend, FullDisk()), None, timeout_s=0.2)
+    with pytest.raises(RunFailed) as caught:
+        saver.save(4, in_background=False)
+    assert str(caught.value) == (
+        f"the checkpoint of step 4 could not be written: writing {checkpoints}/.step_000004.tmp/model: No space left on "
+        f"device; the checkpoint of step 2 is intact; free space under {checkpoints} and continue with --resume"
+    )
+
+
 class Endless:
     """A part of a checkpoint that is written until it is cancelled."""
 

@@ -245,7 +245,7 @@ def test_what_goes_wrong_on_rank_0_ends_both(two_ranks: list[Any]) -> None:
     zero, one = two_ranks
     assert zero["broken"]["says"].startswith("algorithm.estimator: estimator 'stub_plugins:Broken': advantages: expected shape")
     assert one["broken"] == {
-        "error": "RunFailed", "says": "computing the advantages failed on rank 0; its log has the reason"
+        "error": "FailedElsewhere", "says": "computing the advantages failed on rank 0; its log has the reason"
     }  # fmt: skip
     for seen in (zero, one):
         assert "has no dp_group: mpu.get_data_parallel_group is missing" in seen["group"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from rlcore.control import Control, Failure, LocalStore, PeerFailed, in_one_line, post_failure, read_failure
-from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed, UserError
+from rlcore.errors import ConfigError, DeadlineExceeded, FailedElsewhere, RunFailed, UserError
 
 
 def together(*ranks: Callable[[], object]) -> list[object]:
@@ -101,6 +101,15 @@ def test_a_collective_that_breaks_is_explained_by_the_peer_that_broke_it(pair):
     explained = pair[0].explain(RuntimeError("Connection closed by peer"))
     assert isinstance(explained, PeerFailed)
     assert str(explained) == "rank 1 failed: ArithmeticError: overflow"
+
+
+def test_a_bystander_waits_for_the_rank_that_knows(pair):
+    later = threading.Timer(0.1, pair[1].fail, [RunFailed("writing model: No space left on device")])
+    later.start()
+    explained = pair[0].explain(FailedElsewhere("writing model failed on rank 1"))
+    later.join()
+    assert isinstance(explained, PeerFailed)
+    assert str(explained) == "rank 1 failed: writing model: No space left on device"
 
 
 @pytest.mark.parametrize("error", [ConfigError("mine"), ValueError("mine too")])
