@@ -175,7 +175,8 @@ def _load(folder: Path, model: Saved, parallel: ParallelState, *, taken: int, sk
     if model.optimizer is None:
         return
     if taken:
-        model.optimizer.load_megatron_state(completed(optimizer, state["tensors"], taken=taken))
+        in_groups = model.optimizer.counts_in_groups
+        model.optimizer.load_megatron_state(completed(optimizer, state["tensors"], taken=taken, counts_in_groups=in_groups))
     else:
         model.optimizer.megatron.reload_model_params()
     model.optimizer.steps_taken = taken

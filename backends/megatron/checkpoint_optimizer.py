@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,21 +58,26 @@ def _tensors(state: Any, change: Callable[[Any], Any]) -> Any:
     return {key: found for key, value in state.items() if (found := _tensors(value, change)) is not None} or None
 
 
-def completed(wanted: Any, loaded: Any, *, taken: int) -> Any:
-    """`wanted` with the `loaded` tensors in their places and `taken` as the number of steps, as `load_state_dict` takes it."""
+def completed(wanted: Any, loaded: Any, *, taken: int, counts_in_groups: bool) -> Any:
+    """`wanted` with the `loaded` tensors in their places and `taken` as the number of steps, as `load_state_dict` takes it.
+
+    Args:
+        counts_in_groups: see `ScheduledOptimizer`.
+    """
+    inner = partial(completed, taken=taken, counts_in_groups=counts_in_groups)
     if isinstance(wanted, ShardedTensor | ShardedTensorFactory):
         return loaded
     if isinstance(wanted, LocalNonpersistentObject):
         return wanted.unwrap()
     inside = loaded if isinstance(loaded, Mapping) else {}
     if isinstance(wanted, list):
-        return [completed(value, inside.get(place), taken=taken) for place, value in enumerate(wanted)]
+        return [inner(value, inside.get(place)) for place, value in enumerate(wanted)]
     if not isinstance(wanted, Mapping):
         return wanted
-    whole = {key: completed(value, inside.get(key), taken=taken) for key, value in wanted.items()}
-    if "param_groups" in whole and "state" in whole:        # torch's optimizer, inside the plain kind
+    whole = {key: inner(value, inside.get(key)) for key, value in wanted.items()}
+    if "param_groups" in whole and "state" in whole and not counts_in_groups:       # inside the plain kind
         whole["state"]["common_step"] = torch.tensor(float(taken))
-    elif "param_groups" in whole:                           # ... and inside the distributed one
+    elif "param_groups" in whole:       # Megatron's distributed optimizer takes it from here in any case
         for group in whole["param_groups"]:
             group["step"] = taken
     elif "exp_avg" in whole:                                # of one parameter: its masters may be the weights

@@ -122,6 +122,11 @@ class ScheduledOptimizer:
     def zero_grad(self) -> None:
         self.megatron.zero_grad()
 
+    @property
+    def counts_in_groups(self) -> bool:
+        """Whether AdamW counts steps once a group, as Transformer Engine's and Apex's do, not once a parameter, as torch's."""
+        return not all(isinstance(part.optimizer, torch.optim.AdamW) for part in self.parts)
+
     def prepare_for_load(self) -> None:
         """Give AdamW, which has no state before its first step, the tensors that a checkpoint is loaded into."""
         for part in self.parts:
@@ -129,7 +134,8 @@ class ScheduledOptimizer:
                 for parameter in group["params"]:
                     state: dict[str, Tensor] = part.optimizer.state[parameter]
                     if "exp_avg" not in state:
-                        state["step"] = torch.tensor(0.0)
+                        if not self.counts_in_groups:
+                            state["step"] = torch.tensor(0.0)
                         state["exp_avg"] = torch.zeros_like(parameter)
                         state["exp_avg_sq"] = torch.zeros_like(parameter)
 
