@@ -62,5 +62,5 @@ def _check_sizes(arch: Architecture, tp: int, etp: int, ep: int) -> None:
         if width and width % size:
             raise ConfigError(
                 f"policy.parallel.{key}: {size} does not divide an expert's width ({width}); set it to "
-                f"{nearest_divisor(size, width)}"
+                f"{nearest_divisor(size, width, tp)}"
             )

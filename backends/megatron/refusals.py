@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from backends.megatron.experts import check_experts
@@ -38,6 +39,15 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
             raise ConfigError(f"policy.parallel.tensor: {tp} does not divide the model's {what} ({size}); set it to {nearest}")
     layers_of_stages(model["num_layers"], parallel)
     check_experts(arch, parallel, world_size)
+
+
+def check_others(others: Mapping[str, Architecture], parallel: ParallelConfig, world_size: int) -> None:
+    """As `check_layout`, of the models that are laid out as the policy is, by the keys that name their folders."""
+    for key, arch in others.items():
+        try:
+            check_layout(arch, parallel, world_size)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {arch.folder} does not fit the policy's layout: {error}") from error
 
 
 def _check_supported(parallel: ParallelConfig) -> None:

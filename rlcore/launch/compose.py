@@ -135,26 +135,21 @@ def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
 
     from backends.megatron.convert.architecture import read_architecture
     from backends.megatron.preflight import check_policy
-    from backends.megatron.refusals import check_layout
+    from backends.megatron.refusals import check_layout, check_others
 
     bridge = config.model.bridge
     policy = read_architecture(Path(config.model.path), bridge=bridge)
     check_layout(policy, config.policy.parallel, world_size)
     check_policy(config, policy, "cuda" if torch.cuda.is_available() else "cpu" if here else None)
-    others = {
-        "reference.path": config.reference.path, "teacher.path": config.teacher.path, "critic.path": config.critic.path
-    }  # fmt: skip
-    for key, folder in others.items():
-        other = read_architecture(Path(folder), bridge=bridge) if folder else policy
+    paths = {"reference.path": config.reference.path, "teacher.path": config.teacher.path, "critic.path": config.critic.path}
+    others = {key: read_architecture(Path(folder), bridge=bridge) for key, folder in paths.items() if folder}
+    for key, other in others.items():
         if other.vocab_size != policy.vocab_size:
             raise ModelError(
-                f"{key}: {folder} has a vocabulary of {other.vocab_size}, the policy {config.model.path} has "
+                f"{key}: {other.folder} has a vocabulary of {other.vocab_size}, the policy {config.model.path} has "
                 f"{policy.vocab_size}; they must share one tokenizer"
             )
-        try:
-            check_layout(other, config.policy.parallel, world_size)
-        except ConfigError as error:
-            raise ConfigError(f"{key}: {folder} does not fit the policy's layout: {error}") from error
+    check_others(others, config.policy.parallel, world_size)
 
 
 def build_backend(

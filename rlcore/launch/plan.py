@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from backends.megatron.convert.architecture import Architecture, BridgeKind, read_architecture
-from backends.megatron.refusals import check_layout
+from backends.megatron.refusals import check_layout, check_others
 from backends.megatron.stages import layers_of_stages
 from rlcore.config import Config
 from rlcore.config.derived import samples_per_step
@@ -30,11 +30,16 @@ def plan(config: Config, *, gpus: int, gpu_memory: int, gpu: str) -> Iterator[st
     Raises ModelError for a `config.json` that is missing or not converted.
     """
     arch = read_architecture(config.model.path, weights=False, bridge=config.model.bridge)
+    paths = {"reference.path": config.reference.path, "teacher.path": config.teacher.path, "critic.path": config.critic.path}
+    others = {
+        key: read_architecture(path, weights=False, bridge=config.model.bridge) for key, path in paths.items() if path
+    }
     job, device = make_job(config, arch), GPUS[gpu]
 
     def why_not(parallel: ParallelConfig) -> str | None:
         try:
             check_layout(arch, parallel, gpus)
+            check_others(others, parallel, gpus)
         except ConfigError as error:
             return str(error)
         return None

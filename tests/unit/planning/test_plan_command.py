@@ -96,6 +96,15 @@ def test_a_parked_reference_and_a_critic_are_counted(capsys: pytest.CaptureFixtu
     assert "GiB  critic weights" not in parked
 
 
+def test_a_critic_of_another_shape_is_laid_out_as_the_policy_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    critic = changed(tmp_path / "critic", num_attention_heads=7, num_key_value_heads=7)
+    code, out, _ = plan(capsys, "--gpus", "8", "algorithm.estimator.name=ppo", f"critic.path={critic}")
+    assert code == 0
+    assert f"refused: critic.path: {critic} does not fit the policy's layout: policy.parallel.tensor: 4 does not divide" in out
+    assert first_layout(out)
+    assert "TP " not in out[out.index("Layouts that fit") :]
+
+
 def test_more_memory_and_other_gpus_change_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fits, 40" in plan(capsys, "--gpus", "8", "--gpu-memory", "48G")[1]
     assert "does NOT fit" in plan(capsys, "--gpus", "8", "--gpu-memory", "24G")[1]
