@@ -64,7 +64,10 @@ def validate(arguments: argparse.Namespace) -> int:
     notes, made, model = list(loaded.notes), describe_checks(), Path(loaded.config.model.path)
     left_out = ["Files and folders exist and can be read: seen when the run starts"]
     if importlib.util.find_spec("torch") is None:
-        left_out.append("Estimator, loss and functions take their keywords: needs torch, which is not installed here")
+        left_out += [
+            f"{what}: needs torch, which is not installed here"
+            for what in ("Estimator, loss and functions take their keywords", "The layout and policy.megatron fit the model")
+        ]
     else:
         from rlcore import plugin_checks
 

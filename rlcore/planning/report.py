@@ -21,8 +21,9 @@ def gib(num_bytes: float) -> str:
 
 def describe(layout: Layout) -> str:
     sizes = [("TP", layout.tensor), ("PP", layout.pipeline), ("VPP", layout.virtual_pipeline), ("CP", layout.context),
-             ("EP", layout.expert), ("DP", layout.data)]  # fmt: skip
-    text = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "1 GPU"
+             ("EP", layout.expert), ("ETP", layout.expert_tensor), ("DP", layout.data)]  # fmt: skip
+    own = layout.expert_tensor != layout.tensor     # else the configuration need not name it
+    text = " x ".join(f"{name} {size}" for name, size in sizes if (own if name == "ETP" else size > 1)) or "1 GPU"
     extras = ["SP"] * layout.sequence + ["distributed optimizer"] * layout.distributed
     extras += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
     return ", ".join([text, *extras])

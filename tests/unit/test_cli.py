@@ -99,7 +99,9 @@ def test_validate_says_what_it_leaves_out_without_torch(capsys, monkeypatch):
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["validate", *GIVEN, "algorithm.estimator.name=unheard_of"]) == 0
     out = capsys.readouterr().out
-    assert "needs torch, which is not installed here" in out.partition("# checks left out:")[2]
+    left_out = out.partition("# checks left out:")[2]
+    for what in ("Estimator, loss and functions take their keywords", "The layout and policy.megatron fit the model"):
+        assert f"{what}: needs torch, which is not installed here" in left_out
 
 
 @pytest.mark.parametrize(
