@@ -45,6 +45,7 @@ def test_state_and_next_step_are_bit_equal(outputs: Outputs, case: Case) -> None
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)       # the first of them has all worlds to wait for
 @pytest.mark.parametrize("case", FULL_CASES, ids="-".join)
 def test_from_every_layout(full_outputs: Outputs, case: Case) -> None:
     check(full_outputs, case)

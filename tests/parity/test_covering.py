@@ -107,6 +107,7 @@ def test_a_case_of_every_axis_equals_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_every_case_equals_one_process(tmp_path: Path) -> None:
     oracle.write_models(tmp_path / "models")
     rows = list(covering_runs.run(covering_array(), tmp_path))
@@ -115,6 +116,7 @@ def test_every_case_equals_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_in_bf16_dense_cases_stay_near_fp32(tmp_path: Path) -> None:
     """8 bits of mantissa: log-probs within 0.1, every weight's gradient within 15 %. Rounding sends tokens to other experts."""
     oracle.write_models(tmp_path / "models")

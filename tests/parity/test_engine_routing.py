@@ -72,7 +72,7 @@ def result_of(folder: Path, samples: list[Sample]) -> Callable[[str], dict[str, 
         size = next(size for size, cases in CASES.items() if any(case["name"] == name for case in cases))
         if size not in worlds:
             worlds[size] = folder / f"world{size}"
-            run_ranks(RANKS, abs(size), worlds[size], CASES[size], deadline_s=300)
+            run_ranks(RANKS, abs(size), worlds[size], CASES[size], deadline_s=240)
         found: dict[str, Any] = torch.load(worlds[size] / f"{name}.pt", weights_only=False)
         return found
 

@@ -65,7 +65,7 @@ def samples(folder: Path) -> list[Sample]:
 @pytest.fixture(scope="module")
 def results(folder: Path, samples: list[Sample]) -> dict[str, dict[str, Any]]:
     for size, cases in CASES.items():
-        run_ranks(RANKS, size, folder / f"world{size}", cases, deadline_s=300)
+        run_ranks(RANKS, size, folder / f"world{size}", cases, deadline_s=120)
     return {case["name"]: torch.load(folder / f"world{size}" / f"{case['name']}.pt", weights_only=False)
             for size, cases in CASES.items() for case in cases}  # fmt: skip
 

@@ -157,7 +157,7 @@ def measured(models: Path) -> Measured:
         tier = CASES if any(one["name"] == name for one in CASES.get(size, [])) else MORE
         world = models.parent / f"world{size}{'' if tier is CASES else '_more'}"
         if world not in worlds:
-            run_ranks(RANKS, size, world, tier[size], deadline_s=280)
+            run_ranks(RANKS, size, world, tier[size], deadline_s=240)
             worlds[world] = [json.loads((world / f"bytes{k}.json").read_text()) for k in range(size)]
         return worlds[world][rank][name]
 

@@ -74,6 +74,16 @@ def test_each_cut_is_printed_once_and_the_configured_one_is_marked(capsys: pytes
     assert [line for line in shown if line.startswith(" *")] == shown[:1]
 
 
+def test_a_printed_layout_is_taken_when_it_is_configured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Experts are cut by EP alone, so under TP the layout names ETP: its default is TP."""
+    _, out, _ = plan(capsys, "--gpus", "8", model="Qwen3-30B-A3B")
+    line = next(line for line in out.splitlines() if "TP 2 x EP 8 x ETP 1 x DP 4" in line)
+    shown = line.split("GiB")[1].split(", recompute")[0].strip()
+    keys = {"tensor": 2, "expert": 8, "expert_tensor": 1, "sequence": "true"}
+    given = [f"policy.parallel.{key}={value}" for key, value in keys.items()]
+    assert f"layout:\n  {shown}: " in plan(capsys, "--gpus", "8", *given, model="Qwen3-30B-A3B")[1]
+
+
 def test_a_model_that_cannot_fit_is_told_by_how_much_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = plan(capsys, "--gpus", "8", model="Llama-3.1-70B")
     assert code == 0, "the plan was made; that nothing fits is what it says"
