@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,16 @@ def _per_sequence(model: Any, head: Any) -> list[Tensor]:
             hidden = model.model(input_ids=tokens[None]).last_hidden_state[0]
             out.append(head(hidden[trainable - 1], tokens[trainable]))
     return out
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    """How far a whole tensor is off."""
+    return float((got - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+def far(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: float = 1e-5) -> dict[str, float]:
+    """Of the expected tensors those that are further off, or are no numbers."""
+    return {name: d for name, want in expected.items() if not (d := relative(got[name], want)) <= bound}
 
 
 def policy_step(folder: Path, *, on_policy: bool = False) -> dict[str, Any]:
