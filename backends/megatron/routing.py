@@ -114,10 +114,16 @@ def check_records(batch: RolloutBatch, arch: Architecture) -> None:
     """Raises RunFailed for a batch without the engine's records, or with those of a model of another shape."""
     wanted = (sum(arch.moe_layers), arch.transformer["moe_router_topk"])
     got = None if batch.routed_experts is None else tuple(batch.routed_experts.shape[1:])
-    if got != wanted:
+    if batch.routed_experts is None or got != wanted:
         raise RunFailed(
             f"policy.routing_replay is engine, but the samples' routed_experts are {got or 'missing'}, expected [tokens, "
             f"{wanted[0]} layers with experts, {wanted[1]} experts a token]: set it to logprobs, or use another engine"
+        )
+    records, experts = batch.routed_experts, arch.transformer["num_moe_experts"]
+    if records.numel() and int(records.max()) >= experts:
+        raise RunFailed(
+            f"policy.routing_replay is engine, but the samples' routed_experts name expert {int(records.max())} of a model of "
+            f"{experts}: set it to logprobs, or use an engine with this model"
         )
 
 

@@ -229,6 +229,11 @@ def test_the_engines_records_must_be_those_of_the_model() -> None:
     batch.routed_experts = torch.zeros(len(batch.tokens), 3, 2, dtype=torch.int16)
     with pytest.raises(RunFailed, match=r"routed_experts are \(3, 2\), expected"):
         check_records(batch, arch)
+    batch.routed_experts = torch.full((len(batch.tokens), 2, 2), 3, dtype=torch.int16)
+    check_records(batch, arch)
+    batch.routed_experts[-1, 1, 0] = 4
+    with pytest.raises(RunFailed, match=r"routed_experts name expert 4 of a model of 4: set it to logprobs"):
+        check_records(batch, arch)
 
 
 def test_a_dense_model_is_refused() -> None:

@@ -76,6 +76,8 @@ class MegatronBridge:
         if mapping is None:
             raise ModelError(f"{self.name} has no tensor for the parameter {megatron}")
         kind = type(mapping).__name__
-        if kind not in (*_PIECES, *_AS_IT_IS) or getattr(mapping, "permute_dims", None) is not None:
+        split = kind in _PIECES and set(mapping.hf_param) == set(_PIECES[kind])
+        plain = kind in _AS_IT_IS and isinstance(mapping.hf_param, str)
+        if not (split or plain) or getattr(mapping, "permute_dims", None) is not None:
             raise ModelError(f"{self.name} converts {megatron} by a {kind}, which our table cannot say")
         return mapping
