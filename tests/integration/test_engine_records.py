@@ -17,13 +17,13 @@ GAP, LOGPROBS = "rollout/train_rollout_logprob_diff", "rollout_logprobs"
 
 @pytest.fixture(scope="module")
 def kept(lab: Lab) -> Run:
-    run = lab.train("kept", *TOP_P, KEEP, "rollout.engine.in_process=false", "checkpoint.every=1", "checkpoint.keep=9")
+    run = lab.train("keep_sets", *TOP_P, KEEP, "rollout.engine.in_process=false", "checkpoint.every=1", "checkpoint.keep=9")
     assert run.code == 0, run.err
     return run
 
 
 def test_the_trainer_agrees_with_the_engine_on_truncated_responses(lab: Lab, kept: Run) -> None:
-    whole = lab.train("not kept", *TOP_P, "training.steps=1")
+    whole = lab.train("no_keep_sets", *TOP_P, "training.steps=1")
     assert whole.lines("trained on as if they came from the whole one")
     assert all(row[GAP] < 1e-5 for row in kept.metrics)
     # The same responses, since they do not depend on what is told of them; over fewer tokens each is more probable.
@@ -38,11 +38,11 @@ def test_the_trainer_agrees_with_the_engine_on_truncated_responses(lab: Lab, kep
 def test_a_replay_scores_the_recorded_sets(lab: Lab, kept: Run) -> None:
     given = ("training.debug=train_only", "training.steps=1", f"training.replay={kept.rollouts(2)}",
              f"training.replay_from={kept.checkpoint(1)}")  # fmt: skip
-    replay = lab.command("train", str(kept.folder / "config.yaml"), "run.name=kept again", *given, name="kept again")
+    replay = lab.command("train", str(kept.folder / "config.yaml"), "run.name=keep_sets_again", *given, name="keep_sets_again")
     assert replay.code == 0, replay.err
     for name in (GAP, "loss/policy_avg", "train/grad_norm", "rollout/kl", "policy/entropy_avg"):
         assert replay.rows[1][name] == kept.rows[2][name], name
-    refused = lab.train("kept refused", *TOP_P, *given)
+    refused = lab.train("keep_sets_refused", *TOP_P, *given)
     assert refused.code == 2
     assert "recorded with keep_sets: set policy.logprobs.keep_sets to true" in refused.err
 
