@@ -170,7 +170,7 @@ def test_a_rank_that_dies_ends_the_run(launcher: Launcher) -> None:
     ids=["seen by every rank", "seen by rank 0"],
 )
 def test_bad_input_is_said_once(launcher: Launcher, wrong: str, says: str) -> None:
-    run = launcher.torchrun("bad-input", *TWO_RANKS, wrong)
+    run = launcher.torchrun("torchrun-bad-input", *TWO_RANKS, wrong)
     assert run.wait() == [1], "torchrun's own exit code; the rank's is 2"
     said = [line for line in run.said.splitlines() if line.startswith("rlcore: ")]
     assert len(said) == 1
