@@ -1,4 +1,4 @@
-"""Every family under every kind of parallelism: log-probs, entropy and full gradients as transformers computes them in float64."""
+"""Every family under every kind of parallelism: log-probs, entropy and full gradients as of transformers in float64."""
 
 from __future__ import annotations
 
