@@ -64,8 +64,8 @@ def results_of(processes: list[subprocess.Popen[str]]) -> list[Any]:
 
 def test_every_estimator_runs_where_megatron_cannot_be_imported() -> None:
     ((names, imported),) = results_of([start("mpu_stub_offline.py")])
-    assert names == estimator_names()
-    assert {"ppo", "grpo"} <= set(names)
+    assert set(names) <= set(estimator_names()), "this process may hold plugins of other tests besides"
+    assert {"ppo", "grpo", "reinforce++"} <= set(names)
     assert imported == []
 
 
