@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -70,6 +70,14 @@ def cut_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket,
     if pending:
         buckets.append(Bucket(len(buckets), tuple(pending)))
     return tuple(buckets)
+
+
+def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a model's folder holds beside its parameters: the bias of a sigmoid router, for one."""
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def fingerprint(tensor: Tensor) -> str:

@@ -113,13 +113,13 @@ def replaying(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
 def check_records(batch: RolloutBatch, arch: Architecture) -> None:
     """Raises RunFailed for a batch without the engine's records, or with those of a model of another shape."""
     wanted = (sum(arch.moe_layers), arch.transformer["moe_router_topk"])
-    got = None if batch.routed_experts is None else tuple(batch.routed_experts.shape[1:])
-    if batch.routed_experts is None or got != wanted:
+    records, experts = batch.routed_experts, arch.transformer["num_moe_experts"]
+    if records is None or tuple(records.shape[1:]) != wanted:
+        got = "missing" if records is None else tuple(records.shape[1:])
         raise RunFailed(
-            f"policy.routing_replay is engine, but the samples' routed_experts are {got or 'missing'}, expected [tokens, "
+            f"policy.routing_replay is engine, but the samples' routed_experts are {got}, expected [tokens, "
             f"{wanted[0]} layers with experts, {wanted[1]} experts a token]: set it to logprobs, or use another engine"
         )
-    records, experts = batch.routed_experts, arch.transformer["num_moe_experts"]
     if records.numel() and int(records.max()) >= experts:
         raise RunFailed(
             f"policy.routing_replay is engine, but the samples' routed_experts name expert {int(records.max())} of a model of "

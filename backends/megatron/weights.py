@@ -8,14 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from rlcore.weights import saved_buffers
+
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then what else a model's folder holds: buffers like the bias of a sigmoid router."""
+    """Parameters, then what else a model's folder holds."""
     yield from model.named_parameters()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, buffer
+    yield from saved_buffers(model)
 
 
 class HostWeights:

@@ -146,6 +146,12 @@ def optimizer_steps(config: Config, num_prompts: int) -> int:
     return total_steps(config, num_prompts) * updates_per_step(config)
 
 
+def other_folders(config: Config) -> dict[str, str]:
+    """The key of each model that has a folder of its own -> that folder."""
+    paths = {"reference.path": config.reference.path, "teacher.path": config.teacher.path, "critic.path": config.critic.path}
+    return {key: path for key, path in paths.items() if path}
+
+
 def world_size(config: Config) -> int:
     """Ranks of the run, where the configuration says how many; else the fewest that the layout fits."""
     cluster = config.cluster

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rlcore.algorithms import AlgorithmError
 from rlcore.config import Config
-from rlcore.config.derived import recorded_fields, total_steps, updates_per_step
+from rlcore.config.derived import other_folders, recorded_fields, total_steps, updates_per_step
 from rlcore.config.load import Loaded
 from rlcore.control import in_one_line
 from rlcore.credit import Credit
@@ -131,8 +131,6 @@ def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
     Args:
         here: the run will be on this machine; else what depends on its device is left out where it has no GPU.
     """
-    import torch
-
     from backends.megatron.convert.architecture import read_architecture
     from backends.megatron.preflight import check_policy
     from backends.megatron.refusals import check_layout, check_others
@@ -141,8 +139,7 @@ def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
     policy = read_architecture(Path(config.model.path), bridge=bridge)
     check_layout(policy, config.policy.parallel, world_size)
     check_policy(config, policy, "cuda" if torch.cuda.is_available() else "cpu" if here else None)
-    paths = {"reference.path": config.reference.path, "teacher.path": config.teacher.path, "critic.path": config.critic.path}
-    others = {key: read_architecture(Path(folder), bridge=bridge) for key, folder in paths.items() if folder}
+    others = {key: read_architecture(Path(folder), bridge=bridge) for key, folder in other_folders(config).items()}
     for key, other in others.items():
         if other.vocab_size != policy.vocab_size:
             raise ModelError(

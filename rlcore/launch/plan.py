@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import cast
 
-from backends.megatron.convert.architecture import Architecture, BridgeKind, read_architecture
+from backends.megatron.convert.architecture import Architecture, read_architecture
 from backends.megatron.refusals import check_layout, check_others
 from backends.megatron.stages import layers_of_stages
 from rlcore.config import Config
-from rlcore.config.derived import samples_per_step
+from rlcore.config.derived import other_folders, samples_per_step
 from rlcore.config.passes import Passes, built_in_passes
 from rlcore.config.policy import ParallelConfig, default_chunk_elements
 from rlcore.errors import ConfigError
@@ -18,7 +18,6 @@ from rlcore.planning.fit import Frozen, Trained
 from rlcore.planning.memory import Layout, Recompute
 from rlcore.planning.report import report
 from rlcore.planning.search import Job, judge, options
-from rlcore.planning.shape import ModelShape
 
 _PROMPT = 1024      # tokens, where data.max_prompt_tokens does not say
 _SHARED = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "sequence")   # of ParallelConfig and Layout
@@ -30,11 +29,10 @@ def plan(config: Config, *, gpus: int, gpu_memory: int, gpu: str) -> Iterator[st
     Raises ModelError for a `config.json` that is missing or not converted.
     """
     arch = read_architecture(config.model.path, weights=False, bridge=config.model.bridge)
-    paths = {"reference.path": config.reference.path, "teacher.path": config.teacher.path, "critic.path": config.critic.path}
     others = {
-        key: read_architecture(path, weights=False, bridge=config.model.bridge) for key, path in paths.items() if path
+        key: read_architecture(path, weights=False, bridge=config.model.bridge) for key, path in other_folders(config).items()
     }
-    job, device = make_job(config, arch), GPUS[gpu]
+    job, device = make_job(config, arch, others), GPUS[gpu]
 
     def why_not(parallel: ParallelConfig) -> str | None:
         try:
@@ -66,20 +64,24 @@ def configured_layout(config: Config, arch: Architecture, gpus: int) -> Layout:
     )
 
 
-def make_job(config: Config, arch: Architecture) -> Job:
-    """The models that the run builds, and the work of one optimizer step with every sample at its longest."""
+def make_job(config: Config, arch: Architecture, others: Mapping[str, Architecture]) -> Job:
+    """The models that the run builds, and the work of one optimizer step with every sample at its longest.
+
+    Args:
+        others: the models with a folder of their own, by its key; one without has the policy's sizes.
+    """
     policy, shape, made = config.policy, arch.shape, _passes(config)
-    bridge = config.model.bridge
     trained = [Trained("policy", shape, offload_optimizer=policy.optimizer.offload)]
     if made.critic:
         given = config.critic
-        trained.append(Trained("critic", _shape(given.path, shape, bridge), True, given.offload, given.optimizer.offload))
+        other = others.get("critic.path", arch).shape
+        trained.append(Trained("critic", other, True, given.offload, given.optimizer.offload))
     frozen: list[Frozen] = []
     if made.reference:
-        other = _shape(config.reference.path, shape, bridge)
+        other = others.get("reference.path", arch).shape
         frozen.append(Frozen("reference", other, config.reference.offload, guest=other == shape))
     if made.teacher:
-        other = _shape(config.teacher.path, shape, bridge)
+        other = others.get("teacher.path", arch).shape
         frozen.append(Frozen("teacher", other, config.teacher.offload, guest=other == shape))
     prompt = config.data.max_prompt_tokens or min(_PROMPT, policy.max_tokens_per_microbatch // 2)
     response = policy.max_tokens_per_microbatch - prompt if config.is_sft else config.rollout.sampling.max_new_tokens
@@ -105,11 +107,6 @@ def _passes(config: Config) -> Passes:
 
         found = Credit(config, Objective(config.algorithm)).passes
     return found
-
-
-def _shape(path: str | None, policy: ModelShape, bridge: BridgeKind) -> ModelShape:
-    """Of the model in a folder; without one it is the policy's."""
-    return policy if path is None else read_architecture(path, weights=False, bridge=bridge).shape
 
 
 def _parallel(layout: Layout) -> ParallelConfig:

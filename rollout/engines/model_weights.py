@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.errors import ModelError, RunFailed
-from rlcore.weights import Bucket, TensorSpec, digest
+from rlcore.weights import Bucket, TensorSpec, digest, saved_buffers
 
 SHOWN = 5       # names listed in an error
 
@@ -119,11 +119,7 @@ def as_published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{experts}.{expert}.{down}.weight", view
         else:
             yield published, parameter
-    # A folder has these too: the bias of a sigmoid router.
-    for name, owner in module.named_modules():
-        for buffer, tensor in owner.named_buffers(name, recurse=False):
-            if buffer.rpartition(".")[2] not in owner._non_persistent_buffers_set:
-                yield buffer, tensor
+    yield from saved_buffers(module)
 
 
 def aliases(module: nn.Module) -> dict[str, str]:

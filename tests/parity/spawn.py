@@ -7,10 +7,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).parents[2]
+PARITY_RANKS = Path(__file__).with_name("parity_ranks.py")
 
 
 def run_ranks(script: Path, size: int, folder: Path, payload: Any, *, deadline_s: float) -> None:
@@ -41,3 +46,28 @@ def run_ranks(script: Path, size: int, folder: Path, payload: Any, *, deadline_s
         tails = "\n".join(f"--- rank {i}\n{(folder / f'rank{i}.log').read_text()[-3000:]}" for i in failed)
         what = f"{script.name}: ranks {failed} failed (still running then: {late}; limit {deadline_s} s)"
         raise AssertionError(f"{what}\n{tails}")
+
+
+@dataclass
+class Results:
+    """Results of `parity_ranks.py` by the names of cases; a world runs when the first of its cases is asked for.
+
+    Those cases of a world that every tier needs are launched together, and the rest of it apart.
+    """
+
+    folder: Path
+    cases: Mapping[int, Sequence[dict[str, Any]]]       # world size -> its cases
+    every_run: Collection[str]                          # names
+    deadline_s: float = 240.0
+    _launched: dict[str, Path] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        if name not in self._launched:
+            size = next(size for size, cases in self.cases.items() for one in cases if one["name"] == name)
+            every_run = name in self.every_run
+            cases = [one for one in self.cases[size] if (one["name"] in self.every_run) == every_run]
+            folder = self.folder / f"world{size}{'' if every_run else '_full'}"
+            run_ranks(PARITY_RANKS, size, folder, cases, deadline_s=self.deadline_s)
+            self._launched.update((one["name"], folder / f"{one['name']}.pt") for one in cases)
+        result: dict[str, Any] = torch.load(self._launched[name], weights_only=False)
+        return result

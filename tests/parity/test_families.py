@@ -8,11 +8,10 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from spawn import run_ranks
+from spawn import PARITY_RANKS, run_ranks
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
-RANKS = Path(__file__).with_name("parity_ranks.py")
 DENSE = ("llama", "qwen2_tied", "qwen3", "qwen3_tied")
 EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3")
 SP2 = {"tensor": 2, "sequence": True}
@@ -33,7 +32,7 @@ CASES = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("parity_families")
     oracle.write_models(path / "models", only=(*DENSE, *EXPERTS))
-    run_ranks(RANKS, 2, path / "world", CASES, deadline_s=400)
+    run_ranks(PARITY_RANKS, 2, path / "world", CASES, deadline_s=400)
     return path
 
 

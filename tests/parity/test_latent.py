@@ -9,10 +9,9 @@ import oracle
 import pytest
 import torch
 from safetensors.torch import load_file
-from spawn import run_ranks
+from spawn import Results
 from torch import Tensor
 
-RANKS = Path(__file__).with_name("parity_ranks.py")
 TIGHT = 1e-5        # relative, over each whole tensor
 MODELS = ("deepseek_v3", "deepseek_v3_plain")
 BIAS = "e_score_correction_bias"
@@ -61,25 +60,6 @@ CASES: dict[int, list[dict[str, Any]]] = {
 EVERY_RUN = (*MODELS, "other_reference", "selected", "ep2", "tp2_sp", "cp2", "pp2")
 
 
-class Results:
-    """Results by name; what every tier needs of a world is launched together, the rest of it when first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.launched: dict[str, Path] = {}
-
-    def __getitem__(self, name: str) -> dict[str, Any]:
-        if name not in self.launched:
-            size = next(size for size, cases in CASES.items() for one in cases if one["name"] == name)
-            tier = name in EVERY_RUN
-            cases = [one for one in CASES[size] if (one["name"] in EVERY_RUN) == tier]
-            folder = self.folder / f"latent{size}{'' if tier else '_full'}"
-            run_ranks(RANKS, size, folder, cases, deadline_s=240)
-            self.launched.update((one["name"], folder / f"{one['name']}.pt") for one in cases)
-        result: dict[str, Any] = torch.load(self.launched[name], weights_only=False)
-        return result
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("parity_latent") / "models"
@@ -89,7 +69,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(models: Path) -> Results:
-    return Results(models.parent)
+    return Results(models.parent, CASES, EVERY_RUN)
 
 
 def of_name(name: str) -> dict[str, Any]:

@@ -9,10 +9,9 @@ import oracle
 import pytest
 import torch
 from cases import TRAINED
-from spawn import run_ranks
+from spawn import Results
 from torch import Tensor
 
-RANKS = Path(__file__).with_name("parity_ranks.py")
 TIGHT = 1e-5        # relative, over each whole tensor
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral")
 AUX, Z = 0.3, 0.05
@@ -29,7 +28,7 @@ def with_losses(name: str, plan: str, parallel: dict[str, Any], **keys: Any) -> 
     return case(name, plan=plan, parallel=parallel, megatron=LOSSES, **keys)
 
 
-# The first world runs whole in every tier; of the others only what `EVERY_RUN` names, the rest with --full.
+# What `EVERY_RUN` names runs in every tier, the rest with --full.
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         *(case(name, name, "one", critic=name == "qwen3_moe") for name in FAMILIES),
@@ -76,26 +75,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("qwen2_moe_ep2_pp2", "qwen2_moe", "starved", parallel={**EP2, **PP2}),
     ],
 }  # fmt: skip
-EVERY_RUN = ("ep2", "pp2", "tp2_sp", "tp2_sp_etp1_ep2", "losses_ep2", "losses_tp2_sp", "losses_pp2")
-
-
-class Results:
-    """Results by name. What every tier needs of a world is launched together, the rest of it when first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.launched: dict[str, Path] = {}
-
-    def __getitem__(self, name: str) -> dict[str, Any]:
-        if name not in self.launched:
-            size = next(size for size, cases in CASES.items() for one in cases if one["name"] == name)
-            every_run = size == 1 or name in EVERY_RUN
-            cases = [one for one in CASES[size] if (size == 1 or one["name"] in EVERY_RUN) == every_run]
-            folder = self.folder / f"moe{size}{'' if every_run else '_full'}"
-            run_ranks(RANKS, size, folder, cases, deadline_s=240)
-            self.launched.update((one["name"], folder / f"{one['name']}.pt") for one in cases)
-        result: dict[str, Any] = torch.load(self.launched[name], weights_only=False)
-        return result
+EVERY_RUN = (
+    *(one["name"] for one in CASES[1]), "ep2", "pp2", "tp2_sp", "tp2_sp_etp1_ep2", "losses_ep2", "losses_tp2_sp", "losses_pp2",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -107,16 +89,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Results:
-    return Results(folder)
+    return Results(folder, CASES, EVERY_RUN)
 
 
 def names(*, losses: bool) -> list[Any]:
     """Cases of several ranks, and of one that are not references themselves."""
     found = []
-    for size, cases in CASES.items():
+    for cases in CASES.values():
         for one in cases:
             if one["name"].startswith("losses") == losses and one["name"] not in FAMILIES and "steps" not in one:
-                marks = [] if size == 1 or one["name"] in EVERY_RUN else [pytest.mark.full]
+                marks = [] if one["name"] in EVERY_RUN else [pytest.mark.full]
                 found.append(pytest.param(one["name"], id=one["name"], marks=marks))
     return found
 

@@ -13,10 +13,9 @@ import oracle
 import pytest
 import torch
 from cases import CLIP_COV, CORRECTED, KL_COV, TRAINED
-from spawn import run_ranks
+from spawn import Results
 from torch import Tensor
 
-RANKS = Path(__file__).with_name("parity_ranks.py")
 TIGHT = 1e-5        # relative, over each whole tensor
 TP2, PP2, SP2, CP2 = {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "sequence": True}, {"context": 2}
 
@@ -133,27 +132,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Results:
-    """Results of all cases of a world size, by name; the world runs when its first case is asked for, the full ones apart."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.worlds: dict[tuple[int, bool], Path] = {}
-
-    def __getitem__(self, name: str) -> dict[str, Any]:
-        full = is_full(name)
-        size = next(size for size, cases in CASES.items() for case in cases if case["name"] == name)
-        if (size, full) not in self.worlds:
-            self.worlds[size, full] = self.folder / f"world{size}{'_full' * full}"
-            cases = [case for case in CASES[size] if is_full(case["name"]) == full]
-            run_ranks(RANKS, size, self.worlds[size, full], cases, deadline_s=150)
-        result: dict[str, Any] = torch.load(self.worlds[size, full] / f"{name}.pt", weights_only=False)
-        return result
-
-
 @pytest.fixture(scope="session")
 def results(folder: Path) -> Results:
-    return Results(folder)
+    return Results(folder, CASES, [case["name"] for cases in CASES.values() for case in cases if not case.get("full")])
 
 
 def distance(got: Tensor, expected: Tensor) -> float:

@@ -125,7 +125,7 @@ def whitened(inputs: EstimatorInputs) -> Advantages:
     return Advantages(whiten(right(inputs).advantages))
 
 
-def one_pass_variance(inputs: EstimatorInputs) -> Advantages:
+def one_pass_variance(inputs: EstimatorInputs, *, floor: float | None = None) -> Advantages:
     member = segment_lengths(inputs.cu_seqlens) > 0
     rewards, ids = inputs.rewards[member], inputs.group_ids[member]
     _, group = torch.unique(ids, return_inverse=True)
@@ -134,21 +134,13 @@ def one_pass_variance(inputs: EstimatorInputs) -> Advantages:
     def mean(x: Tensor) -> Tensor:
         return (x.new_zeros(count.numel()).index_add(0, group, x) / count)[group]
 
-    std = (mean(rewards**2) - mean(rewards) ** 2).sqrt()
+    variance = mean(rewards**2) - mean(rewards) ** 2
+    std = (variance if floor is None else variance.clamp(min=floor)).sqrt()
     return Advantages(((rewards - mean(rewards)) / (std + 1e-6)).repeat_interleave(segment_lengths(inputs.cu_seqlens)[member]))
 
 
 def one_pass_clamped(inputs: EstimatorInputs) -> Advantages:
-    member = segment_lengths(inputs.cu_seqlens) > 0
-    rewards, ids = inputs.rewards[member], inputs.group_ids[member]
-    _, group = torch.unique(ids, return_inverse=True)
-    count = torch.bincount(group)
-
-    def mean(x: Tensor) -> Tensor:
-        return (x.new_zeros(count.numel()).index_add(0, group, x) / count)[group]
-
-    std = (mean(rewards**2) - mean(rewards) ** 2).clamp(min=0).sqrt()
-    return Advantages(((rewards - mean(rewards)) / (std + 1e-6)).repeat_interleave(segment_lengths(inputs.cu_seqlens)[member]))
+    return one_pass_variance(inputs, floor=0.0)
 
 
 def nan_when_alone(inputs: EstimatorInputs) -> Advantages:
