@@ -8,6 +8,7 @@
     +-- RunFailed            the run cannot go on: exit code 1
     |   +-- DeadlineExceeded
     |   +-- FailedElsewhere  another rank failed, and knows why
+    |   +-- EngineFailed     one engine died, hangs or talks nonsense: another can take its requests
     |   +-- EmptyBatch       prompts, rewards and filters leave nothing to train on: exit code 2
     +-- PublicationFailed    an engine did not take a publication whole: the caller runs it again with the rest
 """
@@ -45,6 +46,10 @@ class DeadlineExceeded(RunFailed, TimeoutError):
 
 class FailedElsewhere(RunFailed):
     """Another rank failed; that one tells the reason, and this one gives it time to."""
+
+
+class EngineFailed(RunFailed):
+    """One engine died, hangs, or answers what it must not; its requests may go to another. Names the engine."""
 
 
 class EmptyBatch(RunFailed):

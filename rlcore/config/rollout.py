@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -18,19 +18,46 @@ class SamplingConfig(Section):
     stop_token_ids: list[int] = Field(default_factory=list)    # the tokenizer's eos is always one
 
 
+class RestartConfig(Section):
+    """What becomes of an engine that died: it is started again after a pause that doubles each time."""
+
+    limit: NonNegativeInt = 10                  # restarts of one engine in a run
+    backoff_s: PositiveFloat = 1.0              # before the first
+    max_backoff_s: PositiveFloat = 60.0
+
+
 class EngineConfig(Section):
     kind: Literal["embedded", "sglang"] = "embedded"
+    count: PositiveInt = 1                      # engines that the run starts
     in_process: bool | None = None              # embedded: default true under the local launcher, else false
     device: str | None = None                   # default: cuda when there is one, else cpu
     dtype: Literal["fp32", "bf16"] | None = None    # default: `model.dtype`
     threads: PositiveInt | None = None          # torch threads of an engine process
-    max_batch: PositiveInt = 256                # sequences generated together
-    python: str | None = None                   # interpreter of the engine's own environment (sglang)
-    urls: list[str] = Field(default_factory=list)   # engines that somebody else runs
+    max_batch: PositiveInt = 256                # embedded: sequences generated together
     bucket_bytes: PositiveInt = 256 << 20       # weights are published in flat buckets of at most this size
     start_timeout_s: PositiveFloat = 300.0
     request_timeout_s: PositiveFloat = 600.0
     update_timeout_s: PositiveFloat = 300.0     # one bucket
+
+    # sglang: which servers, and what they are told
+    python: str | None = None                   # interpreter of the engine's own environment; default: .venv-sglang's
+    urls: list[str] = Field(default_factory=list)   # engines that somebody else runs
+    tensor_parallel: PositiveInt = 1            # ranks of one engine
+    gpus: list[NonNegativeInt] = Field(default_factory=list)    # of this machine, shared out in order; default: chosen by us
+    host: str = "127.0.0.1"                     # the address that engines listen on, and are reached at
+    server: dict[str, Any] = Field(default_factory=dict)        # any argument of `python -m sglang.launch_server`
+    router_url: str | None = None               # an sglang-router in front of the engines, for generation
+    max_in_flight: PositiveInt = 256            # requests that one engine is given at a time
+    retries: NonNegativeInt = 3                 # times that a request is sent again when its engine fails
+
+    # publication, health
+    transport: Literal["auto", "distributed", "tensor", "disk", "delta"] = "auto"
+    weights_dir: str | None = None              # disk and delta: a folder that trainer and engines share; default: the run's
+    verify_every: NonNegativeInt = 0            # publications from one checksum of all weights to the next; 0: never
+    health_every_s: PositiveFloat = 5.0
+    health_timeout_s: PositiveFloat = 10.0
+    restart: RestartConfig = Field(default_factory=RestartConfig)
+    colocated: bool = False                     # trainer and engines take turns on the same GPUs
 
 
 class RolloutConfig(Section):
