@@ -13,6 +13,7 @@ from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import split_minibatches
 from rlcore.data.sample import Sample
 from rlcore.early_stopping import EarlyStopping
+from rlcore.engine_check import EngineCheck
 from rlcore.errors import RunFailed
 from rlcore.mfu import Utilization
 from rlcore.protocols import RolloutSource, StepRollouts, Tracker, UpdateResult
@@ -73,6 +74,7 @@ class Desk:
         self.minibatches: list[list[int]] = []
         self.metrics: dict[str, float] = {}     # of the step at hand
         self.reason: dict[str, Any] = {}        # why an early stop happened, for result.json
+        self._compared: dict[str, float] = {}   # engine and trainer, where this step was checked
         self._resume_from, self._replay_from, self._origins = resume_from, replay_from, origins
         self._rollouts: StepRollouts | None = None
         self._batch: RolloutBatch | None = None
@@ -99,6 +101,22 @@ class Desk:
         )
         return batch
 
+    def compare_logprobs(self, step: int, batch: RolloutBatch, check: EngineCheck | None) -> None:
+        """The engine's with the trainer's, where that is due.
+
+        Raises:
+            RunFailed: they differ by more than `rollout.engine.max_logprob_diff` at the first step; later it is a warning.
+        """
+        assert self._rollouts is not None
+        self._compared = {}
+        if check is None or not check.is_due(step):
+            return
+        self._compared, trouble = check.compare(batch, self._rollouts.samples)
+        if trouble and check.is_first(step):
+            raise RunFailed(f"step {step}: {trouble}")
+        if trouble:
+            self.tracker.note(f"WARNING step {step}: {trouble}")
+
     def evaluate(self) -> None:
         """Score the held-out prompts; the row that is logged next holds the result."""
         self._evaluation, self._evaluated = self.source.evaluate()
@@ -115,7 +133,8 @@ class Desk:
         """
         assert self._rollouts is not None
         self.step, self.episodes, self._batch = step, self.episodes + batch.num_sequences, batch
-        self.metrics = step_metrics(self.config, self._rollouts, batch, updates, seconds, episodes=self.episodes)
+        measured = step_metrics(self.config, self._rollouts, batch, updates, seconds, episodes=self.episodes)
+        self.metrics = self._compared | measured
         if self.utilization is not None:
             used = self.utilization.mfu(batch, self.minibatches, updates, seconds=seconds["step"])
             self.metrics["perf/mfu"] = used

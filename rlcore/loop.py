@@ -17,6 +17,7 @@ from rlcore.control import Control
 from rlcore.credit import Credit
 from rlcore.data.batch import RolloutBatch
 from rlcore.desk import CONTINUE, FINISHED, Desk, Outcome
+from rlcore.engine_check import PASS, EngineCheck
 from rlcore.protocols import PolicyBackend, UpdateResult
 from rlcore.publish import Publisher
 from rlcore.runs.directory import Status
@@ -38,8 +39,10 @@ class Trainer:
     desk: Desk | None               # rank 0 only
     seconds: dict[str, float] = field(default_factory=dict)     # since the last row of the log, by phase
     saver: Saver = field(init=False)
+    engine_check: EngineCheck | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self.engine_check = EngineCheck.of(self.config)
         self.saver = Saver(self.control, self.backend, self.desk, timeout_s=self.patience)
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -56,8 +59,8 @@ class Trainer:
             step += 1
             with self.clock("step"):
                 batch = self.load_rollouts(step)
-                self.score(batch)
-                self.assign_credit(batch)
+                self.score(step, batch)
+                self.assign_credit(step, batch)
                 updates = self.update(step)
                 self.publish(step)
             status = self.end_step(step, batch, updates)
@@ -86,11 +89,13 @@ class Trainer:
             self.backend.load_batch(batch, plans)
         return batch
 
-    def score(self, batch: RolloutBatch | None) -> None:
+    def score(self, step: int, batch: RolloutBatch | None) -> None:
         """The passes that must come before the update, and only those."""
         with self.clock("logprobs"):
             if self.credit.needs_logprobs:
                 put(batch, self.backend.score("policy", entropy=True))
+            elif self.engine_check is not None and self.engine_check.is_due(step):
+                put(batch, self.backend.score("policy"), prefix=PASS)
             if self.credit.needs_reference:
                 put(batch, self.backend.score("reference"), prefix="ref_")
             if self.credit.needs_teacher:
@@ -98,12 +103,13 @@ class Trainer:
             if self.credit.needs_critic:
                 put(batch, self.backend.score("critic"))
 
-    def assign_credit(self, batch: RolloutBatch | None) -> None:
+    def assign_credit(self, step: int, batch: RolloutBatch | None) -> None:
+        def assign() -> dict[str, Tensor]:
+            self.main.compare_logprobs(step, present(batch), self.engine_check)
+            return self.credit.assign(present(batch), self.main.minibatches)
+
         with self.clock("advantages"):
-            vectors = self.control.main(
-                "the advantages", lambda: self.credit.assign(present(batch), self.main.minibatches), timeout_s=self.patience
-            )
-            self.backend.assign(vectors)
+            self.backend.assign(self.control.main("the advantages", assign, timeout_s=self.patience))
 
     def update(self, step: int) -> list[UpdateResult]:
         """Epochs x mini-batches of optimizer steps; `training.max_update_kl` ends them early, on all ranks alike."""

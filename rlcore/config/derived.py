@@ -23,6 +23,11 @@ FP8_MULTIPLE = 16       # an FP8 matmul takes tokens by the sixteen
 REFERENCE_FIELDS = frozenset({"kl", "ref_logprobs"})
 
 
+def generates(config: Config) -> bool:
+    """Whether an engine makes what is trained on: not people (supervised fine-tuning), nor a recording."""
+    return not config.is_sft and config.training.replay is None
+
+
 def truncates(config: Config) -> bool:
     """Whether responses are drawn from a part of the vocabulary; greedy ones are not drawn at all."""
     sampling = config.rollout.sampling

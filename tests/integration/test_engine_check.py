@@ -1,0 +1,78 @@
+"""A run whose engine does not sample from the policy that is trained: refused at its first step, warned about later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from lab import LEARNING, Lab
+
+from rlcore.protocols import Completion, GenerateRequest
+from rollout.engines.embedded import EmbeddedEngine
+
+GAP = "rollout/train_rollout_logprob_diff"
+SEVERAL = ("algorithm.minibatches=2", "algorithm.old_logprobs=rollout", "checkpoint.export_hf=false")
+
+
+def falsify(monkeypatch: pytest.MonkeyPatch, *, from_call: int) -> None:
+    """Log-probs as of another temperature, from that call on."""
+    generate, calls = EmbeddedEngine.generate, [0]
+
+    async def falsified(self: EmbeddedEngine, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        calls[0] += 1
+        groups = await generate(self, requests)
+        if calls[0] < from_call:
+            return groups
+        return [[replace(one, logprobs=one.logprobs * 0.7) for one in group] for group in groups]
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", falsified)
+
+
+def test_log_probs_of_another_temperature_end_the_run_before_anything_is_trained(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    falsify(monkeypatch, from_call=1)
+    run = lab.train("falsified", *LEARNING)
+    assert run.code == 1
+    assert run.result["status"] == "failed"
+    (said,) = [line for line in run.err.splitlines() if line.startswith("rlcore: ")]
+    assert said.startswith("rlcore: step 1: the log-probs of engine embedded differ from the trainer's by 1")
+    assert "rollout.sampling.temperature" in said
+    assert not run.metrics
+    monkeypatch.undo()
+    assert lab.train("falsified", *LEARNING, "--overwrite").code == 0
+
+
+def test_what_goes_wrong_later_is_a_warning_in_the_steps_that_are_compared(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    falsify(monkeypatch, from_call=2)
+    run = lab.train("falsified later", *LEARNING, *SEVERAL, "training.steps=4", "rollout.engine.logprobs_every=2")
+    assert run.code == 0, run.err
+    assert [line.partition(": ")[0] for line in run.lines("the log-probs of engine")] == ["WARNING step 2", "WARNING step 4"]
+    # Where a batch gets several updates and no pass, only steps that are compared measure the difference.
+    assert {step for step, row in run.rows.items() if GAP in row} == {1, 2, 4}
+    assert run.rows[1][GAP] < 1e-5 < 0.5 < run.rows[2][GAP]
+    assert {f"{GAP}_max", f"{GAP}_kl"} < set(run.rows[2])
+
+
+def test_a_resumed_run_compares_its_first_step(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (*LEARNING, *SEVERAL, "checkpoint.every=2")
+    assert lab.train("falsified on resume", *given, "training.steps=2").code == 0
+    falsify(monkeypatch, from_call=1)
+    again = lab.train("falsified on resume", *given, "training.steps=4", "--resume")
+    assert again.code == 1
+    assert "step 3: the log-probs of engine embedded differ" in again.err
+
+
+def test_the_comparison_changes_no_bit(lab: Lab) -> None:
+    """It may cost a pass, which no step of the optimizer sees."""
+    often, never = (
+        lab.train(f"compared {value}", *LEARNING, f"rollout.engine.max_logprob_diff={value}", "rollout.engine.logprobs_every=1")
+        for value in ("auto", "null")
+    )
+    for step in (1, 2, 3):
+        rows = [
+            {name: value for name, value in run.rows[step].items() if not name.startswith(("time/", "perf/"))}
+            for run in (often, never)
+        ]
+        assert rows[0] == rows[1]
