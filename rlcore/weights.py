@@ -80,10 +80,15 @@ def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in row-major order, on the host: a view where they lie there like that."""
+    return tensor.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy().data
+
+
 def fingerprint(tensor: Tensor) -> str:
     """SHA-256 of a tensor's type, shape and bytes."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    digest.update(tensor.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy().data)
+    digest.update(raw_bytes(tensor))
     return digest.hexdigest()
 
 

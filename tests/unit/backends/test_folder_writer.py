@@ -1,4 +1,4 @@
-"""Hugging Face folders are written shard by shard: how much memory that takes, and a disk that refuses."""
+"""Hugging Face folders are written as their tensors come: how much memory that takes, and a disk that refuses."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def write(folder: Path, source: Path) -> None:
     writer.finish({}, "Model")
 
 
-def test_one_shard_is_held_at_a_time(tmp_path: Path, source: Path) -> None:
+def test_no_tensor_is_held(tmp_path: Path, source: Path) -> None:
     with LiveBytes() as live:
         write(tmp_path / "hf", source)
-    assert SHARD_BYTES <= live.peak <= SHARD_BYTES + TENSOR_BYTES       # and the buffer
+    assert live.peak == TENSOR_BYTES        # the buffer that they arrive in
     assert live.now == 0
 
 
@@ -111,7 +111,7 @@ def test_an_earlier_export_outlives_a_full_disk(tmp_path: Path, source: Path, mo
     def full(*args: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("backends.megatron.convert.folder.save_file", full)
+    monkeypatch.setattr("rlcore.hf_folder._write", full)
     with pytest.raises(RunFailed, match="No space left on device"):
         write(tmp_path / "hf", source)
     assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
