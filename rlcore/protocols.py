@@ -78,6 +78,17 @@ class PolicyBackend(Protocol):
         """Each bucket in order, gathered from the ranks that hold its parts: uint8 [num_bytes] on rank 0, else None."""
         ...
 
+    def park(self) -> None:
+        """Move everything into host memory and give the device's memory back; the loaded batch is given up.
+
+        Everything but a batch's passes still works, and brings what it needs for as long as it takes.
+        """
+        ...
+
+    def unpark(self) -> None:
+        """The inverse of `park`: on the device for good. No effect without it."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Model, optimizer and schedule as a distributed checkpoint in `folder`."""
         ...

@@ -14,6 +14,8 @@ from torch import Tensor
 from backends.megatron.cpu import expected_warnings_off, importing_megatron, megatron_device
 
 with importing_megatron():
+    from megatron.core.parallel_state import get_global_memory_buffer
+
     from backends.megatron.attention import uses_varlen
     from backends.megatron.build import BuildContext, build_critic, build_policy
     from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint, saved_layout, start_checkpoint
@@ -21,7 +23,7 @@ with importing_megatron():
     from backends.megatron.checkpoint_pending import PendingCheckpoint
     from backends.megatron.convert.architecture import read_architecture
     from backends.megatron.export import WeightExporter, export_hf
-    from backends.megatron.frozen import Frozen, build_reference, build_teacher
+    from backends.megatron.frozen import Frozen, Resident, build_reference, build_teacher
     from backends.megatron.held import HeldBatch
     from backends.megatron.layers import layers_of
     from backends.megatron.losses import critic_loss, policy_loss
@@ -29,6 +31,7 @@ with importing_megatron():
     from backends.megatron.moe import mean_losses
     from backends.megatron.optimizer import StepReport
     from backends.megatron.parallel import destroy_parallel, init_parallel, init_process_group
+    from backends.megatron.parking import Parking
     from backends.megatron.refusals import check_layout
     from backends.megatron.routing import Routing, changed_share, check_records
     from backends.megatron.train import HeadOptions, Model, score_pass, training_pass
@@ -90,6 +93,7 @@ class MegatronBackend:
                 if with_teacher:
                     self.frozen["teacher"] = build_teacher(context, self.policy)
                 context.start_training(self.policy, policy.optimizer)
+                self.policy.make_parkable(self.device, offload=False)
                 self.critic = build_critic(context, self.policy) if with_critic else None
         except BaseException:
             self.close()        # a folder that does not fit must not keep Megatron's groups: they are process-wide
@@ -158,7 +162,8 @@ class MegatronBackend:
         with megatron_device(self.device), expected_warnings_off():
             if train_policy:
                 loss = policy_loss(self.objective, self._batch, minibatch, moments)
-                reports["policy"] = self._train(self.policy, minibatch, loss)
+                with self.policy.present(training=True) as policy:
+                    reports["policy"] = self._train(policy, minibatch, loss)
             if self.critic is not None:
                 loss = critic_loss(self.config.critic, self._batch, moments)
                 with self.critic.present(training=True) as critic:
@@ -194,14 +199,16 @@ class MegatronBackend:
 
     def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
         """Each bucket in order: uint8 [num_bytes] on rank 0, None elsewhere; overwritten by the next one."""
-        return self._weights.export_buckets()
+        with self.policy.present():
+            yield from self._weights.export_buckets()
 
     def export_hf(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
         exporter, model = self._weights, self.config.model
         if exporter.specs[0].torch_dtype != DTYPES[model.dtype]:    # the engine's weights may be coarser
             exporter = self._new_exporter(model.dtype)
-        export_hf(exporter, folder, Path(model.tokenizer or model.path))
+        with self.policy.present():
+            export_hf(exporter, folder, Path(model.tokenizer or model.path))
 
     def save(self, folder: Path) -> None:
         """Policy and critic with optimizers and schedules as a distributed checkpoint in `folder`."""
@@ -246,6 +253,40 @@ class MegatronBackend:
     def _saved(self) -> list[Saved]:
         models = [("policy", self.policy)] + ([("critic", self.critic)] if self.critic is not None else [])
         return [Saved(name, model.arch, model.chunks, model.optimizer) for name, model in models]
+
+    # --- the device, lent to others ---------------------------------------------------------------------------------------
+
+    def park(self) -> None:
+        """Move what the models hold into host memory and give this device's memory back; a loaded batch is given up.
+
+        Until `unpark` each pass brings what it needs and takes it away again. No communication.
+        """
+        self._held = None
+        if self._exporter is not None:
+            self._exporter.free_buffers()
+        with megatron_device(self.device):
+            get_global_memory_buffer().buffer.clear()       # Megatron's, for gathers under sequence parallelism
+        for parking in self._parkings:
+            parking.leave()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)             # copies into host memory are whole, nothing uses what is freed
+            torch.cuda.empty_cache()                        # ... by this process: what it keeps for itself, no other gets
+
+    def unpark(self) -> None:
+        """The inverse of `park`."""
+        for parking in self._parkings:
+            parking.stay()
+
+    @property
+    def parked_bytes(self) -> int:
+        """Of this rank's models, off the device now."""
+        return sum(parking.num_bytes for parking in self._parkings)
+
+    @property
+    def _parkings(self) -> list[Parking]:
+        residents = [frozen.model for frozen in self.frozen.values() if isinstance(frozen, Resident)]
+        models = [self.policy, *residents, *([] if self.critic is None else [self.critic])]
+        return [parking for model in models for parking in model.parkings]
 
     # --- the rest -------------------------------------------------------------------------------------------------------
 

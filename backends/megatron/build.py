@@ -98,6 +98,5 @@ def build_critic(context: BuildContext, policy: Model) -> Model:
     else:
         load_hf(model.chunks, arch, Path(critic.path), context.parallel)
     context.start_training(model, critic.optimizer.model_copy(update={"offload": critic.optimizer.offload or critic.offload}))
-    if critic.offload:
-        model.park(context.device)
+    model.make_parkable(context.device, offload=critic.offload)
     return model

@@ -156,6 +156,10 @@ class WeightExporter:
         for works in on_wire:
             _wait(works)
 
+    def free_buffers(self) -> None:
+        """Give the memory of the buffers back until the next export."""
+        self._buffers = {}
+
     # --- one bucket ---------------------------------------------------------------------------------------------------
 
     def _gather(self, bucket: Bucket) -> Tensor:

@@ -41,7 +41,7 @@ class Guest:
 
     @contextmanager
     def present(self) -> Iterator[Model]:
-        with self.weights.lent_to(self.policy.chunks):
+        with self.policy.present(), self.weights.lent_to(self.policy.chunks):
             yield self.policy
 
 
@@ -77,8 +77,7 @@ def _build(context: BuildContext, policy: Model, path: str | None, key: str, *, 
     # it might else expand the weight to [T, H, H']; and so the reference computes what the policy does, bit for bit.
     for module in model.modules:
         module.eval()
-    if offload:
-        model.park(context.device)
+    model.make_parkable(context.device, offload=offload)
     return Resident(model)
 
 

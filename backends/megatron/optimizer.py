@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ class ScheduledOptimizer:
         )
         # What the optimizer holds of the model itself (all weights in fp32, or views of a buffer) is not its to park.
         self._of_the_model = {p.untyped_storage()._cdata for module in modules for p in module.parameters()}
-        self._parking = Parking(self._own_tensors, next(modules[0].parameters()).device) if config.offload else None
+        self.parking = Parking(self._own_tensors, next(modules[0].parameters()).device, stays=not config.offload)
 
     @property
     def parts(self) -> list[MegatronOptimizer]:
@@ -79,7 +79,7 @@ class ScheduledOptimizer:
 
     def state_present(self) -> AbstractContextManager[None]:
         """Inside, moments and fp32 weights are where they are used: outside they may be parked in host memory."""
-        return nullcontext() if self._parking is None else self._parking.present()
+        return self.parking.present()
 
     @torch.no_grad()
     def step(self) -> StepReport:

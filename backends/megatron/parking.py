@@ -1,4 +1,5 @@
-"""Device memory that is given back between its uses: its contents wait in (on CUDA pinned) host memory.
+"""Device memory that is given back between its uses, or while others use the device: its contents wait in host memory,
+pinned on CUDA.
 
 What is parked is a storage, never a tensor: it shrinks to nothing and grows again in place, so that every view of it (a
 parameter in a distributed optimizer's buffer, a `main_grad`) stays a view and no `param.data` is ever reassigned. CUDA's
@@ -23,22 +24,25 @@ class Contents(Enum):
 
 
 class Parking:
-    """Storages that are on their device only inside `present()`, which may be nested.
+    """Storages that are on their device inside `present()`, which may be nested, and as long as they stay there.
 
     Args:
         tensors: asked each time that they leave, since an optimizer has no state before its first step and gets other
             tensors from a checkpoint. Storages may be shared; scalars stay, and so does what lives on another device.
         device: where the contents are used.
+        stays: whether they are on the device outside `present()` too, until `leave` and again from `stay` on.
     """
 
     def __init__(
-        self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, contents: Contents = Contents.CHANGING
-    ) -> None:
+        self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, contents: Contents = Contents.CHANGING,
+        *, stays: bool = False,
+    ) -> None:  # fmt: skip
         self._tensors, self._device, self._contents = tensors, device, contents
         self._hosts: dict[int, Tensor] = {}     # by storage: uint8 [bytes]
         self._away: dict[int, tuple[UntypedStorage, int]] = {}      # ... and what has left, with its size
-        self._users = 1
-        self._leave()
+        self._users, self._is_resident, self._stays = 1, stays, stays
+        if not stays:
+            self._leave()
 
     @property
     def num_bytes(self) -> int:
@@ -47,16 +51,27 @@ class Parking:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Inside, the contents are on the device; afterwards their memory there is free."""
-        if not self._users:
-            self._enter()
-        self._users += 1
+        """Inside, the contents are on the device; afterwards their memory there is free, unless they stay."""
+        self._enter()
         try:
             yield
         finally:
             self._leave()
 
+    def stay(self) -> None:
+        """Contents that stay are on the device from now on; no effect on others."""
+        if self._stays and not self._is_resident:
+            self._enter()
+            self._is_resident = True
+
+    def leave(self) -> None:
+        """Contents that stay are on the device only inside `present()` from now on; no effect on others."""
+        if self._is_resident:
+            self._is_resident = False
+            self._leave()
+
     def _enter(self) -> None:
+        self._users += 1
         for key, (storage, size) in self._away.items():
             storage.resize_(size)
             if key in self._hosts:

@@ -33,19 +33,24 @@ class Model:
     chunks: list[GPTModel]                      # bare: parameters, conversion, checkpoints
     modules: list[nn.Module]                    # as they are called: behind Float16Module and DDP
     optimizer: ScheduledOptimizer | None = None     # None: frozen
-    _parked: list[Parking] = field(default_factory=list)        # weights; then gradients, where there are any
+    _parked: list[Parking] = field(default_factory=list)        # weights; then gradients, where there are any; none while built
 
     def attach_optimizer(self, optimizer: ScheduledOptimizer) -> None:
         self.optimizer = optimizer
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = None      # no loss scale: fp32 gradients
 
-    def park(self, device: torch.device) -> None:
-        """From now on weights and gradient buffers are on `device` only while the model is `present`."""
-        contents = Contents.FROZEN if self.optimizer is None else Contents.CHANGING
-        self._parked.append(Parking(lambda: [p for chunk in self.chunks for p in chunk.parameters()], device, contents))
+    def make_parkable(self, device: torch.device, *, offload: bool) -> None:
+        """From now on weights and gradient buffers can leave `device`, and with `offload` they do between their uses."""
+        contents, stays = Contents.FROZEN if self.optimizer is None else Contents.CHANGING, not offload
+        self._parked.append(Parking(self._weights, device, contents, stays=stays))
         if self.optimizer is not None:
-            self._parked.append(Parking(self._gradients, device, Contents.SCRATCH))
+            self._parked.append(Parking(self._gradients, device, Contents.SCRATCH, stays=stays))
+
+    @property
+    def parkings(self) -> list[Parking]:
+        """Everything of the model that can leave the device."""
+        return [*self._parked, *([] if self.optimizer is None else [self.optimizer.parking])]
 
     @contextmanager
     def present(self, *, training: bool = False) -> Iterator[Model]:
@@ -60,6 +65,9 @@ class Model:
         """Inside, weights and optimizer state are on the device."""
         with self.present(), nullcontext() if self.optimizer is None else self.optimizer.state_present():
             yield
+
+    def _weights(self) -> list[Tensor]:
+        return [p for chunk in self.chunks for p in chunk.parameters()]
 
     def _gradients(self) -> list[Tensor]:
         wrapped: list[Any] = self.modules
