@@ -1,243 +1,217 @@
 """`rlcore.protocols.WeightSink` over engines: the trainer's side of a publication.
 
-The trainer's main thread calls it and blocks; the engines live on an asyncio loop in another thread. Engines in this
-process take each bucket by copy, engines in other processes over one process group (rollout/engines/weight_group.py) that
-lasts as long as its members do.
+The trainer's main thread calls it and blocks; everything happens on the engines' asyncio loop, in another thread. The bytes go
+by one transport (rollout/transports); this page is the order of things around them, and what a failure means:
 
-An engine that fails a step is dropped and closed. What that means for the others depends on when it happens:
+    prepare     pause, begin      the others go on without an engine that fails here
+    send        the buckets       PublicationFailed: the caller runs the whole transaction again with the engines left
+    finish      end, verify, set the version, resume      the others have a whole version and go on
 
-    prepare     they go on without it
-    send        PublicationFailed: the broadcast may have broken for all, the caller runs the whole transaction again
-    finish      they have a whole version and go on without it
-
-and when nobody is left: RunFailed, with every engine's reason.
+Whoever fails is out until it took a whole publication, and is never resumed on part of one. The others stay paused meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, wait
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlcore.config import Config
-from rlcore.errors import DeadlineExceeded, PublicationFailed, RlcoreError, RunFailed
+from rlcore.errors import DeadlineExceeded, PublicationFailed, RunFailed
 from rlcore.protocols import RolloutEngine
 from rlcore.weights import DTYPES, Bucket, combine_fingerprints, fingerprint
-from rollout.deadlines import within
-from rollout.engines.weight_group import Backend, GroupAddress, WeightGroup, gpu_identity, open_store
+from rollout.transports.base import GRACE_S, Failures, Transport, ask
+from rollout.transports.choose import choose_transport
 
 PROBE_S = 10.0          # an engine that does not answer /health for so long is given up
-JOIN_S = 60.0           # for all members to meet, at most
-GRACE_S = 10.0          # an engine keeps its own deadlines, ours come a little later
+LAST_RESORT = 6         # of the longest limit: then the loop itself is stuck
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
-Call = Callable[[Any], Awaitable[Any]]
 
 
-@runtime_checkable
-class GroupMember(Protocol):
-    """An engine in another process: weights reach it over a process group."""
+class Members(Protocol):
+    """Who takes part in publications. Called on the engines' loop."""
 
-    name: str
+    async def candidates(self) -> Sequence[RolloutEngine]:
+        """Those alive, with whole weights or without. Raises RunFailed when there are none and none will come back."""
+        ...
 
-    async def join_group(self, address: GroupAddress, rank: int) -> None: ...
+    async def stale(self) -> Sequence[RolloutEngine]:
+        """Those alive that wait for weights."""
+        ...
 
-    async def health(self) -> dict[str, Any]: ...
+    def draining(self, engine: RolloutEngine) -> None:
+        """It is about to be paused."""
+        ...
 
-    async def kill(self) -> None: ...
+    def published(self, engine: RolloutEngine, version: int) -> None:
+        """It has a whole version and is resumed."""
+        ...
+
+    async def failed(self, engine: RolloutEngine, why: str) -> None:
+        """It missed a part. Returns when it holds up nobody any more. Raises RunFailed when none is left for good."""
+        ...
 
 
 class EngineSink:
     """All engines, as the trainer's rank 0 publishes to them.
 
     Args:
-        engines: on `loop`, which runs in another thread; `self.engines` holds those that are left.
+        members: on `loop`, which runs in another thread.
         device: where the trainer's buckets are.
         host: the address under which the engines reach this process.
         verify: compare a checksum of every engine's weights with what was sent, each time.
-        on_drop: told of each engine that is given up, and why.
     """
 
     def __init__(
-        self, config: Config, engines: Sequence[RolloutEngine], loop: asyncio.AbstractEventLoop, *,
+        self, config: Config, members: Members, loop: asyncio.AbstractEventLoop, *,
         device: torch.device | str = "cpu", host: str = "127.0.0.1", verify: bool = False,
-        on_drop: Callable[[RolloutEngine, str], None] | None = None,
     ) -> None:
-        self.engines = list(engines)
-        self.dropped: dict[str, str] = {}       # engine: why
-        self._config, self._loop, self._device, self._host = config, loop, torch.device(device), host
+        self._config, self._members, self._loop = config, members, loop
+        self._device, self._host = torch.device(device), host
         self._mode = config.rollout.on_update
         self._limit = config.rollout.engine.update_timeout_s
-        self._last_resort = max(self._limit, config.rollout.engine.request_timeout_s) + 3 * GRACE_S
-        self._verify, self._on_drop = verify, on_drop
+        self._patience = config.rollout.engine.request_timeout_s       # to pause, requests in flight may have to end
+        self._verify = verify
         self._fingerprints: dict[str, str] = {}
-        self._group: WeightGroup | None = None
-        self._members: list[GroupMember] = []   # of the group, by rank - 1
+        self._transport: Transport | None = None
+        self._taking: list[RolloutEngine] = []      # part in the transaction at hand
 
-    # --- the transaction ------------------------------------------------------------------------------------------
+    # --- the transaction, for the trainer's thread -----------------------------------------------------------------
 
-    def prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Raises PublicationFailed when the process group does not come together, RunFailed when no engine is left."""
-        self._fingerprints = {}
-        self._probe(self._remote())
-        self._on_all("pause", lambda e: e.pause(self._mode), self._config.rollout.engine.request_timeout_s)
-        self._on_all("begin_update", lambda e: e.begin_update(buckets), self._limit)
-        self._connect()
+    def prepare(self, buckets: Sequence[Bucket], *, only_stale: bool = False) -> None:
+        """Pause, agree on the members and the layout, open the update.
+
+        Args:
+            only_stale: those alone that wait for weights; the others go on serving.
+
+        Raises PublicationFailed when nobody can be reached, RunFailed when no engine is left.
+        """
+        self._call(self._prepare(buckets, only_stale))
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
         """Raises PublicationFailed when an engine did not take the bucket."""
-        if self._verify:
-            dtype = DTYPES[self._config.rollout.engine.dtype or self._config.model.dtype]
-            self._fingerprints |= {name: fingerprint(tensor.to(dtype)) for name, tensor in bucket.views(flat)}
-        members, before = self._members, len(self.dropped)
-        answers = self._begin(
-            "receive_bucket",
-            lambda e: e.receive_bucket(bucket.index, None if e in members else flat),
-            self._limit,
-        )
-        broken = self._broadcast(flat)
-        failed = self._collect(answers)
-        if broken is not None:      # then every member's bucket failed; who is to blame does not answer any more
-            self._probe(members)
-            failed = {engine: why for engine, why in failed.items() if engine not in members}
-        self._drop(failed)
-        if broken is not None or len(self.dropped) > before:
-            lost = "; ".join(list(self.dropped.values())[before:]) or str(broken)
-            raise PublicationFailed(f"bucket {bucket.index} was not taken by all engines: {lost}")
+        self._call(self._send(bucket, flat))
 
     def finish(self, version: int) -> None:
-        """Raises RunFailed when no engine is left."""
-        self._on_all("end_update", lambda e: e.end_update(), self._limit)
-        if self._verify:
-            self._compare()
-        self._on_all("set_version", lambda e: e.set_version(version), self._limit)
-        self._on_all("resume", lambda e: e.resume(), self._limit)
+        """Raises PublicationFailed or RunFailed when no engine is left."""
+        self._call(self._finish(version))
 
     def cancel(self) -> None:
         """The engines stay paused, and refuse to generate until a whole update came."""
-        self._disconnect()
+        self.close()
 
     def close(self) -> None:
-        self._disconnect()
+        if self._transport is not None:
+            self._call(self._transport.close())
 
-    # --- steps ----------------------------------------------------------------------------------------------------
+    # --- its steps, on the engines' loop ---------------------------------------------------------------------------
 
-    def _compare(self) -> None:
+    async def _prepare(self, buckets: Sequence[Bucket], only_stale: bool) -> None:
+        self._fingerprints = {}
+        members = self._members
+        self._taking = list(await members.stale() if only_stale else await members.candidates())
+        for engine in self._taking:
+            members.draining(engine)
+        await self._step("health", lambda e: e.health(), PROBE_S)
+        await self._step("pause", lambda e: e.pause(self._mode), self._patience)
+        await self._step("begin_update", lambda e: e.begin_update(buckets), self._limit)
+        if self._transport is None:
+            self._transport = choose_transport(self._config.rollout.engine, self._taking, device=self._device, host=self._host)
+        await self._all_or_again(self._transport.open(self._taking, buckets), "the way of the weights was not opened")
+
+    async def _send(self, bucket: Bucket, flat: Tensor) -> None:
+        assert self._transport is not None
+        if self._verify:
+            dtype = DTYPES[self._config.rollout.engine.dtype or self._config.model.dtype]
+            self._fingerprints |= {name: fingerprint(tensor.to(dtype)) for name, tensor in bucket.views(flat)}
+        await self._all_or_again(
+            self._transport.send(bucket, flat), f"bucket {bucket.index} was not taken by all engines"
+        )
+
+    async def _finish(self, version: int) -> None:
+        assert self._transport is not None
+        await self._all_or_again(self._transport.complete(), "the weights were not taken by all engines")
+        await self._step("end_update", lambda e: e.end_update(), self._limit)
+        if self._verify:
+            await self._compare()
+        await self._step("set_version", lambda e: e.set_version(version), self._limit)
+        await self._step("resume", lambda e: e.resume(), self._limit)
+        for engine in self._taking:
+            self._members.published(engine, version)
+
+    async def _compare(self) -> None:
         expected = combine_fingerprints(self._fingerprints)
-        sums = self._on_all("checksum", lambda e: e.checksum(), self._limit)
-        self._drop({
+        sums = await self._step("checksum", lambda e: e.checksum(), self._limit)
+        await self._out({
             engine: f"its weights differ from what was sent: checksum {got[:12]}, expected {expected[:12]}"
-            for engine, got in zip(self.engines, sums) if got != expected
+            for engine, got in sums.items() if got != expected
         })
 
-    def _broadcast(self, flat: Tensor) -> RlcoreError | None:
-        """The error that broke the group, if one did."""
-        if self._group is None:
-            return None
-        try:
-            self._group.send(flat)
-        except RunFailed as error:      # recovery: without the group, then by the caller
-            self._disconnect()
-            return error
-        return None
+    async def _step(self, what: str, call: Callable[[Any], Awaitable[Any]], seconds: float) -> dict[Any, Any]:
+        """Results of the engines that are left; those that fail are out."""
+        answers = await ask(self._taking, what, call, seconds)
+        await self._out(answers.failed)
+        return answers.results
 
-    def _connect(self) -> None:
-        """Make the group anew unless its members are still the same."""
-        members = self._remote()
-        if self._group is not None and members == self._members:
-            return
-        self._disconnect()
-        if not members:
-            return
-        limit = min(self._limit, JOIN_S)
-        store, port = open_store(self._host, limit)
-        address = GroupAddress(self._host, port, 1 + len(members), self._backend(members), limit)
-        ranks = {id(member): 1 + i for i, member in enumerate(members)}
-        answers = self._begin("join_group", lambda e: e.join_group(address, ranks[id(e)]), limit, members)
-        broken: RlcoreError | None = None
-        try:
-            self._group = WeightGroup(address, 0, device=self._device, store=store)
-        except RunFailed as error:      # recovery: see below
-            broken = error
-        failed = self._collect(answers)
-        if broken is not None or failed:
-            self._disconnect()
-            before = len(self.dropped)
-            self._probe(members)
-            why = "; ".join([*list(self.dropped.values())[before:], *failed.values(), str(broken or "")])
-            raise PublicationFailed(f"the process group for weights did not come together: {why}")
-        self._members = members
+    async def _all_or_again(self, work: Awaitable[Failures], what: str) -> None:
+        """Raises PublicationFailed unless every engine did its part."""
+        failed = await work
+        if failed:
+            await self._out(failed)
+            raise PublicationFailed(f"{what}: {'; '.join(failed.values())}")
 
-    def _disconnect(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        self._group, self._members = None, []
-
-    def _backend(self, members: Sequence[GroupMember]) -> Backend:
-        """NCCL needs a GPU for each member; where one is shared, or there is none, gloo."""
-        answers = self._begin("health", lambda e: e.health(), PROBE_S, members)
-        if self._collect(answers):
-            return "gloo"       # whoever is ill will not join either
-        gpus = [gpu_identity(self._device), *(answer.result()["gpu"] for answer in answers.values())]
-        return "nccl" if None not in gpus and len(set(gpus)) == len(gpus) else "gloo"
-
-    def _probe(self, members: Sequence[GroupMember]) -> None:
-        """Drop those that do not answer."""
-        self._drop(self._collect(self._begin("health", lambda e: e.health(), PROBE_S, members)))
-
-    def _remote(self) -> list[GroupMember]:
-        return [engine for engine in self.engines if isinstance(engine, GroupMember)]
-
-    # --- calls on the engines' loop -------------------------------------------------------------------------------
-
-    def _begin(self, what: str, call: Call, seconds: float, engines: Sequence[Any] | None = None) -> dict[Any, Future[Any]]:
-        """Start `call(engine)` for every engine at once."""
-
-        async def limited(engine: RolloutEngine) -> Any:
-            return await within(
-                seconds + GRACE_S, call(engine), lambda: f"engine {engine.name} did not answer {what} within {seconds:g} s"
-            )
-
-        chosen = self.engines if engines is None else engines
-        return {engine: asyncio.run_coroutine_threadsafe(limited(engine), self._loop) for engine in chosen}
-
-    def _collect(self, answers: dict[Any, Future[Any]]) -> dict[Any, str]:
-        """Wait for all; {engine: what went wrong}."""
-        _, waiting = wait(answers.values(), timeout=self._last_resort)      # `within` kept the limit of each call
-        if waiting:
-            raise DeadlineExceeded(f"the engines' event loop did nothing for {self._last_resort:g} s: something blocks it")
-        errors = {engine: future.exception() for engine, future in answers.items()}
-        return {engine: describe(error) for engine, error in errors.items() if error is not None}
-
-    def _on_all(self, what: str, call: Call, seconds: float) -> list[Any]:
-        """Results of the engines that are left; those that fail are dropped."""
-        answers = self._begin(what, call, seconds)
-        self._drop(self._collect(answers))
-        return [answers[engine].result() for engine in self.engines]
-
-    def _drop(self, failed: dict[Any, str]) -> None:
-        """Raises RunFailed when nobody is left."""
+    async def _out(self, failed: Failures) -> None:
         for engine, why in failed.items():
-            if engine not in self.engines:
-                continue
-            logger.warning("engine %s is given up: %s", engine.name, why)
-            self.engines.remove(engine)
-            self.dropped[engine.name] = why
-            end = engine.kill if isinstance(engine, GroupMember) else engine.close
-            trouble = self._collect(self._begin("close", lambda _, end=end: end(), PROBE_S, [engine]))  # type: ignore[misc]
-            if trouble:
-                logger.warning("engine %s did not end: %s", engine.name, trouble[engine])
-            if self._on_drop is not None:
-                self._on_drop(engine, why)
+            logger.warning("engine %s is out: %s", engine.name, why)
+            self._taking.remove(engine)
+        await asyncio.gather(*(self._members.failed(engine, why) for engine, why in failed.items()))
+        if not self._taking:
+            raise PublicationFailed(f"no engine takes the new weights: {'; '.join(failed.values())}")
+
+    # --- between the threads ---------------------------------------------------------------------------------------
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Every step keeps its own limits; this one is for a loop that does not run."""
+        limit = LAST_RESORT * (max(self._limit, self._patience) + GRACE_S)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(limit)
+        except FutureTimeout as error:
+            if future.done():
+                raise
+            raise DeadlineExceeded(f"the engines' event loop did nothing for {limit:g} s: something blocks it") from error
+
+
+class Roster:
+    """`Members` that are never started again: who fails is ended and forgotten."""
+
+    def __init__(self, engines: Sequence[RolloutEngine]) -> None:
+        self.engines = list(engines)            # those left
+        self.dropped: dict[str, str] = {}       # engine: why
+
+    async def candidates(self) -> Sequence[RolloutEngine]:
+        return self.engines
+
+    async def stale(self) -> Sequence[RolloutEngine]:
+        return []
+
+    def draining(self, engine: RolloutEngine) -> None: ...
+
+    def published(self, engine: RolloutEngine, version: int) -> None: ...
+
+    async def failed(self, engine: RolloutEngine, why: str) -> None:
+        self.engines.remove(engine)
+        self.dropped[engine.name] = why
+        answers = await ask([engine], "kill", lambda e: e.kill(), PROBE_S)
+        for trouble in answers.failed.values():
+            logger.warning("engine %s did not end: %s", engine.name, trouble)
         if not self.engines:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.dropped.items())
             raise RunFailed(f"no engine is left to take the new weights: {reasons}")
-
-
-def describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, RlcoreError) else f"{type(error).__name__}: {error}"

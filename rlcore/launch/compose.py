@@ -203,11 +203,11 @@ def open_service(
     config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, *, greedy_baseline: bool
 ) -> Office:
     from rollout.service import RolloutService
-    from rollout.wire import EngineSink
+    from rollout.wire import EngineSink, Roster
 
     service = RolloutService(config, tokenizer, build_engines(config, process), greedy_baseline=greedy_baseline)
     stack.callback(service.close)
-    sink = EngineSink(config, service.engines, service.loop, device=process.device)
+    sink = EngineSink(config, Roster(service.engines), service.loop, device=process.device)
     stack.callback(sink.close)
     return Office(service, sink, len(service.prompts), service.prompts.lengths)
 

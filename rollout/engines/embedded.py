@@ -75,6 +75,13 @@ class EmbeddedEngine:
         stopping = asyncio.to_thread(self._worker.shutdown)
         await within(CLOSE_S, stopping, lambda: f"{self.name}: one token took longer than {CLOSE_S:g} s while closing")
 
+    async def kill(self) -> None:
+        await self.close()
+
+    async def health(self) -> dict[str, Any]:
+        """name and version (None without whole weights)."""
+        return {"name": self.name, "version": self.version}
+
     # --- generation -----------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:

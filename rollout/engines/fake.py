@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -85,6 +86,12 @@ class FakeEngine:
 
     async def checksum(self) -> str:
         return f"fake-{self.version}"
+
+    async def health(self) -> dict[str, Any]:
+        return {"name": self.name, "version": self.version}
+
+    async def kill(self) -> None:
+        self.closed = True
 
     async def close(self) -> None:
         self.closed = True

@@ -37,6 +37,8 @@ class RemoteEngine:
         log: file for the process's output.
     """
 
+    group_ranks = 1
+
     def __init__(
         self, model_path: str, *, config: EngineConfig, dtype: str = "bf16", tokenizer: str | None = None,
         name: str = "engine-0", log: Path,

@@ -34,6 +34,7 @@ class GroupAddress:
     world_size: int
     backend: Backend
     timeout_s: float        # for the meeting, and for each broadcast
+    name: str = "weights"   # SGLang keeps its groups by name
 
 
 class WeightGroup:
@@ -46,6 +47,7 @@ class WeightGroup:
         self.address, self.rank, self.device = address, rank, device
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._group: Any = None
+        self._store: dist.Store | None = None
         limit = timedelta(seconds=address.timeout_s)
         try:
             if store is None:
@@ -67,22 +69,27 @@ class WeightGroup:
         self._broadcast(flat)
         return flat
 
+    @property
+    def is_open(self) -> bool:
+        return self._group is not None
+
     def close(self) -> None:
-        """Break the connections: who still waits on the other side gets an error."""
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
+        """Break the connections, from any thread: who still waits, on this side or the other, gets an error."""
+        group, self._group, self._store = self._group, None, None
+        if group is not None:
+            group.abort()
 
     @property
     def _group_device(self) -> torch.device:
         return self.device if self.address.backend == "nccl" else torch.device("cpu")
 
     def _broadcast(self, flat: Tensor) -> None:
-        if self._group is None:
+        group = self._group         # `close` may come from another thread meanwhile
+        if group is None:
             raise RunFailed("the weight group is closed")
         deadline = time.monotonic() + self.address.timeout_s
         try:
-            work = self._group.broadcast(flat, 0)
+            work = group.broadcast(flat, 0)
             if self.address.backend == "gloo":
                 work.wait(timedelta(seconds=self.address.timeout_s))
                 return
@@ -108,10 +115,15 @@ def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
 
 
 def make_group(address: GroupAddress, rank: int, store: dist.Store) -> Any:
-    """A bare backend, registered nowhere. NCCL needs engine and trainer on different GPUs (not run on any GPU yet)."""
+    """A bare backend, registered nowhere. NCCL needs engine and trainer on different GPUs (not run on any GPU yet).
+
+    The prefixes are those under which SGLang's `init_custom_process_group` and torch below it look for the other members.
+    """
     limit = timedelta(seconds=address.timeout_s)
-    store = dist.PrefixStore("weights", store)
+    device = "cuda" if address.backend == "nccl" else "cpu"
     store.set_timeout(limit)
+    for prefix in (address.name, f"{address.name}/", f"{device}/"):
+        store = dist.PrefixStore(prefix, store)
     if address.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit * WATCHDOG_FACTOR

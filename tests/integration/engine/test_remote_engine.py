@@ -23,7 +23,7 @@ from rlcore.errors import DeadlineExceeded, ModelError, PublicationFailed, RunFa
 from rlcore.weights import digest
 from rollout.engines.embedded import EmbeddedEngine
 from rollout.engines.remote import RemoteEngine
-from rollout.wire import EngineSink
+from rollout.wire import EngineSink, Roster
 
 LIMITS = {"device": "cpu", "threads": 1, "start_timeout_s": 60.0, "request_timeout_s": 20.0, "update_timeout_s": 5.0}
 
@@ -110,9 +110,11 @@ def requests():
 def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, config, loop, pair):
     local = EmbeddedEngine(config.model.path, config=config.rollout.engine, dtype="fp32", name="local")
     run(loop, local.start())
-    sink = EngineSink(config, [*pair, local], loop, verify=True)
+    beside = EngineSink(config, Roster([local]), loop, verify=True)
+    publish(beside, model, 3)
+    sink = EngineSink(config, Roster(pair), loop, verify=True)
     publish(sink, model, 3)
-    first_group = sink._group
+    first = [link._group for link in sink._transport._links]
     answers = [run(loop, engine.generate(requests())) for engine in (*pair, local)]
     assert [run(loop, engine.checksum()) for engine in pair] == [digest(model.named_parameters())] * 2
     for answer in answers[:2]:
@@ -123,14 +125,14 @@ def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, confi
             assert (a.finish_reason, a.versions) == (b.finish_reason, b.versions)
             assert a.versions == (VersionSpan(3, 0, len(a.tokens)),)
     publish(sink, tiny_qwen3(seed=1), 4)
-    assert sink._group is first_group       # the same members: the group is kept
+    assert [link._group for link in sink._transport._links] == first        # the same members: the groups are kept
     assert run(loop, pair[0].health())["version"] == 4
     sink.close()
     run(loop, local.close())
 
 
 def test_an_update_in_the_middle_of_a_generation(model, config, loop, pair):
-    sink = EngineSink(config, pair[:1], loop)
+    sink = EngineSink(config, Roster(pair[:1]), loop)
     publish(sink, model, 5)
     long = [request([1, 2], max_new_tokens=500)]
     running = asyncio.run_coroutine_threadsafe(pair[0].generate(long), loop)
@@ -144,7 +146,7 @@ def test_an_update_in_the_middle_of_a_generation(model, config, loop, pair):
 
 
 def test_abort_over_the_wire(model, config, loop, pair):
-    sink = EngineSink(config, pair[:1], loop)
+    sink = EngineSink(config, Roster(pair[:1]), loop)
     publish(sink, model, 7)
     running = asyncio.run_coroutine_threadsafe(pair[0].generate([request([1], max_new_tokens=500)]), loop)
     time.sleep(0.2)
@@ -184,7 +186,8 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
     doomed = remote(config, "doomed", tmp_path)
     frozen = remote(config, "frozen", tmp_path, request_timeout_s=2.0)
     run(loop, start_all([doomed, frozen]))
-    sink = EngineSink(config, [doomed, frozen, pair[0]], loop, verify=True)
+    roster = Roster([doomed, frozen, pair[0]])
+    sink = EngineSink(config, roster, loop, verify=True)
     publish(sink, model, 11)
 
     running = asyncio.run_coroutine_threadsafe(doomed.generate([request([1], max_new_tokens=500)]), loop)
@@ -202,7 +205,7 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
 
     buckets = layout(model)
     sink.prepare(buckets)       # goes on without the dead one
-    assert [engine.name for engine in sink.engines] == ["frozen", "engine-0"]
+    assert [engine.name for engine in roster.engines] == ["frozen", "engine-0"]
     sink.send(buckets[0], flatten(buckets[0], model))
     os.kill(frozen.pid, signal.SIGSTOP)
     began = time.monotonic()
@@ -213,7 +216,7 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
     assert not alive(frozen.pid)
 
     publish(sink, model, 12)
-    assert [engine.name for engine in sink.engines] == ["engine-0"]
+    assert [engine.name for engine in roster.engines] == ["engine-0"]
     assert run(loop, pair[0].health())["version"] == 12
     sink.close()
     run(loop, close_all([doomed, frozen]))

@@ -13,7 +13,7 @@ from rlcore.data.sample import VersionSpan
 from rlcore.errors import PublicationFailed, RunFailed
 from rlcore.weights import digest
 from rollout.engines.embedded import EmbeddedEngine
-from rollout.wire import EngineSink
+from rollout.wire import EngineSink, Roster
 
 
 def make_config(folder, **engine):
@@ -60,7 +60,8 @@ def publish_once(sink, model, version):
 
 
 def test_every_engine_gets_the_weights_and_the_version(model, folder, loop, engines):
-    sink = EngineSink(make_config(folder), engines, loop, verify=True)
+    roster = Roster(engines)
+    sink = EngineSink(make_config(folder), roster, loop, verify=True)
     publish_once(sink, model, 7)
     for engine in engines:
         assert run(loop, engine.checksum()) == digest(model.named_parameters())
@@ -77,12 +78,11 @@ def test_an_engine_that_fails_a_step_is_dropped_and_the_others_go_on(model, fold
         raise RuntimeError("no such luck")
 
     monkeypatch.setattr(engines[1], step, fail)
-    told = []
-    sink = EngineSink(make_config(folder), engines, loop, verify=True, on_drop=lambda e, why: told.append((e.name, why)))
+    roster = Roster(engines)
+    sink = EngineSink(make_config(folder), roster, loop, verify=True)
     publish_once(sink, model, 1)
-    assert [engine.name for engine in sink.engines] == ["engine-0", "engine-2"]
-    assert told == [("engine-1", "RuntimeError: no such luck")]
-    assert sink.dropped == dict(told)
+    assert [engine.name for engine in roster.engines] == ["engine-0", "engine-2"]
+    assert roster.dropped == {"engine-1": "RuntimeError: no such luck"}
     assert engines[0].version == engines[2].version == 1
     with pytest.raises(RunFailed, match="engine-1: the engine is closed"):      # it takes no traffic
         run(loop, engines[1].generate([request([1])]))
@@ -97,13 +97,14 @@ def test_an_engine_that_misses_a_bucket_means_a_second_run_with_the_others(model
         await whole(index, flat)
 
     monkeypatch.setattr(engines[2], "receive_bucket", fail)
-    sink = EngineSink(make_config(folder), engines, loop)
+    roster = Roster(engines)
+    sink = EngineSink(make_config(folder), roster, loop)
     with pytest.raises(PublicationFailed, match=r"bucket 1 .* out of memory"):
         publish_once(sink, model, 1)
     sink.cancel()
     assert engines[0].version is None       # paused, and stale until the whole update
     publish_once(sink, model, 2)
-    assert [engine.version for engine in sink.engines] == [2, 2]
+    assert [engine.version for engine in roster.engines] == [2, 2]
 
 
 def test_weights_that_arrive_damaged_are_noticed(model, folder, loop, engines, monkeypatch):
@@ -115,14 +116,15 @@ def test_weights_that_arrive_damaged_are_noticed(model, folder, loop, engines, m
         await whole(index, flat)
 
     monkeypatch.setattr(engines[0], "receive_bucket", damage)
-    sink = EngineSink(make_config(folder), engines, loop, verify=True)
+    roster = Roster(engines)
+    sink = EngineSink(make_config(folder), roster, loop, verify=True)
     publish_once(sink, model, 1)
-    assert sink.dropped["engine-0"].startswith("its weights differ from what was sent")
-    assert len(sink.engines) == 2
+    assert roster.dropped["engine-0"].startswith("its weights differ from what was sent")
+    assert len(roster.engines) == 2
 
 
 def test_no_engine_left_ends_the_run_with_every_reason(model, folder, loop, engines):
-    sink = EngineSink(make_config(folder), engines[:2], loop)
+    sink = EngineSink(make_config(folder), Roster(engines[:2]), loop)
     with pytest.raises(RunFailed, match=r"no engine is left.*engine-0: .*missing model.*engine-1: ") as caught:
         sink.prepare(layout(model)[1:])
     assert "model.embed_tokens.weight" in str(caught.value)
@@ -133,7 +135,8 @@ def test_an_engine_that_hangs_is_dropped_at_its_deadline(model, folder, loop, en
         await asyncio.sleep(60)
 
     monkeypatch.setattr(engines[0], "begin_update", hang)
-    monkeypatch.setattr("rollout.wire.GRACE_S", 0.1)
-    sink = EngineSink(make_config(folder, update_timeout_s=0.5), engines, loop)
+    monkeypatch.setattr("rollout.transports.base.GRACE_S", 0.1)
+    roster = Roster(engines)
+    sink = EngineSink(make_config(folder, update_timeout_s=0.5), roster, loop)
     publish_once(sink, model, 1)
-    assert sink.dropped == {"engine-0": "engine engine-0 did not answer begin_update within 0.5 s"}
+    assert roster.dropped == {"engine-0": "engine engine-0 did not answer begin_update within 0.5 s"}
