@@ -174,6 +174,7 @@ class Completion:
 
 
 PauseMode = Literal["drain", "retract", "in_place", "abort"]
+MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]        # what an engine keeps on its device
 
 
 class RolloutEngine(Protocol):
@@ -211,6 +212,14 @@ class RolloutEngine(Protocol):
 
     async def checksum(self) -> str:
         """A digest of every weight by name, to compare with the trainer's."""
+        ...
+
+    async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Give the device's memory back; the engine is paused. Caches are empty afterwards, weights gone."""
+        ...
+
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Take it again. Released weights take a whole publication before the engine generates."""
         ...
 
     async def close(self) -> None: ...
@@ -305,6 +314,28 @@ class WeightSink(Protocol):
 
     def cancel(self) -> None:
         """Give up this publication; the engines that took part are stale."""
+        ...
+
+
+class EngineMemory(Protocol):
+    """Device memory of all engines, seen by the rank 0 of a trainer that takes turns with them; each call with a deadline.
+
+    An engine that fails is out, as in a publication.
+    """
+
+    def release(self, tags: Sequence[MemoryTag]) -> None:
+        """Every engine is idle and has given back what `tags` name; none starts or generates until it is restored."""
+        ...
+
+    def restore(self, tags: Sequence[MemoryTag]) -> None:
+        """Every engine has its memory again, and generates if nothing else is missing.
+
+        When nothing is released any more, engines that died start again. Raises RunFailed when none can.
+        """
+        ...
+
+    def anyone(self) -> bool:
+        """Whether an engine runs."""
         ...
 
 

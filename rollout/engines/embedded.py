@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlcore.config.rollout import EngineConfig
 from rlcore.errors import RunFailed, UserError
-from rlcore.protocols import Completion, GenerateRequest, PauseMode
+from rlcore.protocols import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import Bucket
 from rollout.deadlines import within
 from rollout.engines.causal_lm import CausalLM
@@ -50,18 +50,24 @@ class EmbeddedEngine:
         name: str = "engine-0",
     ) -> None:
         self.name, self.config = name, config
+        self.managed, self.ended = True, None
         self.model_path, self.tokenizer_path = model_path, tokenizer or model_path
         self.dtype = config.dtype or dtype
         self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._gate = Gate(name, park_timeout_s=config.request_timeout_s)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._open()
         self._model: CausalLM | None = None
         self._weights: ModelWeights | None = None
         self._tokenizer: Any = None
 
     # --- life -----------------------------------------------------------------------------------------------------
 
+    def _open(self) -> None:
+        self._gate = Gate(self.name, park_timeout_s=self.config.request_timeout_s)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix=self.name)
+
     async def start(self) -> None:
+        if self._gate.closed:
+            self._open()
         if self._model is None:
             await asyncio.get_running_loop().run_in_executor(self._worker, self._build)
 
@@ -76,7 +82,10 @@ class EmbeddedEngine:
         await within(CLOSE_S, stopping, lambda: f"{self.name}: one token took longer than {CLOSE_S:g} s while closing")
 
     async def kill(self) -> None:
-        await self.close()
+        """Leave the worker behind with whatever it does; its model is freed when it is done."""
+        self._gate.close()
+        self._worker.shutdown(wait=False)
+        self._model = self._weights = None
 
     async def health(self) -> dict[str, Any]:
         """name and version (None without whole weights)."""
@@ -171,6 +180,19 @@ class EmbeddedEngine:
 
     async def checksum(self) -> str:
         return await asyncio.to_thread(self._started()[1].checksum)
+
+    async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Keys and values live no longer than a call anyway. Raises RunFailed unless the engine is paused."""
+        if self._gate.mode is None:
+            raise RunFailed(f"{self.name}: memory can be released only while the engine is paused; call pause first")
+        if "weights" in tags:
+            self._started()[1].release()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        if "weights" in tags:
+            self._started()[1].restore()
 
     @property
     def version(self) -> int | None:

@@ -11,7 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from rlcore.data.sample import VersionSpan
-from rlcore.protocols import Completion, GenerateRequest, PauseMode
+from rlcore.errors import RunFailed
+from rlcore.protocols import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import Bucket
 
 Reply = Callable[[GenerateRequest, int], Sequence[int]]
@@ -40,6 +41,7 @@ class FakeEngine:
     failure: Exception | None = None
     abort_next: int = 0                         # so many calls end with finish reason "abort"
     version: int = 0
+    released: set[MemoryTag] = field(default_factory=set)
     calls: list[list[GenerateRequest]] = field(default_factory=list)
     started: bool = False
     closed: bool = False
@@ -49,6 +51,8 @@ class FakeEngine:
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         self.calls.append(list(requests))
+        if self.released:
+            raise RunFailed(f"{self.name}: was asked to generate while {sorted(self.released)} are released")
         await asyncio.sleep(self.delay_s)
         if self.failure is not None:
             raise self.failure
@@ -83,6 +87,18 @@ class FakeEngine:
 
     async def set_version(self, version: int) -> None:
         self.version = version
+
+    async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Raises RunFailed for what is released already: whoever does that has lost count."""
+        if self.released & set(tags):
+            raise RunFailed(f"{self.name}: {sorted(self.released & set(tags))} are released already")
+        self.released |= set(tags)
+
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Raises RunFailed for what is not released."""
+        if set(tags) - self.released:
+            raise RunFailed(f"{self.name}: {sorted(set(tags) - self.released)} are not released")
+        self.released -= set(tags)
 
     async def checksum(self) -> str:
         return f"fake-{self.version}"

@@ -3,6 +3,8 @@
     empty -> updating -> unversioned -> ready
                ^  ^ ______________________/
                |   (a failure on the way leaves it `updating`: stale until a whole update came)
+
+From each of them its memory can be released: the weights are gone then, and once it is restored it is `empty` again.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from rlcore.errors import ModelError, RunFailed
 from rlcore.weights import Bucket, TensorSpec, digest, saved_buffers
 
 SHOWN = 5       # names listed in an error
 
-State = Literal["empty", "updating", "unversioned", "ready"]
+State = Literal["empty", "updating", "unversioned", "ready", "released"]
 
 
 class ModelWeights:
@@ -32,12 +34,15 @@ class ModelWeights:
         self.version: int | None = None
         self._buckets: tuple[Bucket, ...] = ()
         self._received: set[int] = set()
+        self._sizes: dict[UntypedStorage, int] = {}     # bytes of what is released
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """Open an update. From here on the weights are nobody's version.
 
         Raises ModelError when the names or shapes are not exactly the model's.
         """
+        if self.state == "released":
+            raise RunFailed(f"{self.name}: the memory of its weights is released; restore it before an update")
         self.state = "updating"
         self._buckets, self._received = (), set()
         self._check_layout([spec for bucket in buckets for spec in bucket.tensors])
@@ -80,7 +85,24 @@ class ModelWeights:
             return self.version
         if self.state == "empty":
             raise RunFailed(f"{self.name}: no weights were published to this engine yet, it cannot generate")
+        if self.state == "released":
+            raise RunFailed(f"{self.name}: the memory of its weights is released, it cannot generate")
         raise RunFailed(f"{self.name}: its weights are stale ({self.state}): publish a whole update before generating")
+
+    def release(self) -> None:
+        """Give the memory back, the weights with it; storages shrink in place, so that every view of them stays one."""
+        if self.state != "released":
+            self._sizes = {t.untyped_storage(): t.untyped_storage().nbytes() for t in self.tensors.values()}
+            for storage in self._sizes:
+                storage.resize_(0)
+            self.state = "released"
+
+    def restore(self) -> None:
+        """Take the memory again, for a whole update to fill."""
+        if self.state == "released":
+            for storage, size in self._sizes.items():
+                storage.resize_(size)
+            self.state, self._sizes = "empty", {}
 
     def checksum(self) -> str:
         return digest(self.tensors.items())

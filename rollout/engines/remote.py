@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from rlcore.config.rollout import EngineConfig
 from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
-from rlcore.protocols import Completion, GenerateRequest, PauseMode
+from rlcore.protocols import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import Bucket
 from rollout.engines.child import Child
 from rollout.engines.codec import decode_completion, encode_buckets, encode_request
@@ -43,7 +44,7 @@ class RemoteEngine:
         self, model_path: str, *, config: EngineConfig, dtype: str = "bf16", tokenizer: str | None = None,
         name: str = "engine-0", log: Path,
     ) -> None:
-        self.name, self.config = name, config
+        self.name, self.config, self.managed = name, config, True
         self._server = ServerConfig(
             name, model_path, tokenizer, dtype, config.model_dump(mode="json"), key=secrets.token_urlsafe(32),
             parent_pid=os.getpid(),
@@ -62,7 +63,7 @@ class RemoteEngine:
         def config(ready_fd: int) -> bytes:
             return config_json(ServerConfig(**asdict(self._server) | {"ready_fd": ready_fd}))
 
-        port = await self._child.start(MODULE, config, timeout_s=self.config.start_timeout_s)
+        port = await self._child.start([sys.executable, "-m", MODULE], config, timeout_s=self.config.start_timeout_s)
         self._url = f"http://{self._server.host}:{port}"
         self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._server.key}"})
         await self.health()
@@ -120,6 +121,12 @@ class RemoteEngine:
 
     async def checksum(self) -> str:
         return str(await self._update("checksum"))
+
+    async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        await self._update("release_memory", {"tags": list(tags)})
+
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        await self._update("resume_memory", {"tags": list(tags)})
 
     async def health(self) -> dict[str, Any]:
         """name, pid, device, gpu (its identity, or None) and version (None without whole weights)."""

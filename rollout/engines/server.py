@@ -73,6 +73,8 @@ class EngineServer:
             "end_update": lambda _: engine.end_update(),
             "set_version": lambda body: engine.set_version(body["version"]),
             "checksum": lambda _: engine.checksum(),
+            "release_memory": lambda body: engine.release_memory(body["tags"]),
+            "resume_memory": lambda body: engine.resume_memory(body["tags"]),
             "join_group": self._join_group,
             "health": self._health,
         }
