@@ -1,0 +1,107 @@
+"""An answer of /generate as completions. Whatever does not fit the request is refused: nothing of it may be trained on."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlcore.data.routed_experts import Experts
+from rlcore.data.sample import FinishReason, VersionSpan
+from rlcore.data.token_sets import TokenSets
+from rlcore.errors import EngineFailed
+from rlcore.protocols import Completion, GenerateRequest
+from rollout.engines.sglang.limits import Limits, asks_keep_sets
+
+ROUNDING = 1e-3                 # a log-prob may lie so much above 0 in an engine's arithmetic
+
+
+def decode(answer: Any, request: GenerateRequest, limits: Limits, *, engine: str) -> list[Completion]:
+    """The `request.n` completions in order. Raises EngineFailed, naming engine and request, for anything else."""
+    try:
+        if not isinstance(answer, list) or len(answer) != request.n:
+            got = f"{len(answer)} completions" if isinstance(answer, list) else type(answer).__name__
+            raise ValueError(f"{got}, expected a list of {request.n} completions")
+        return [_completion(part, request, limits) for part in answer]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        why = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise EngineFailed(f"engine {engine} answered request {request.rid} with what is no completion: {why}") from error
+
+
+def _completion(part: dict[str, Any], request: GenerateRequest, limits: Limits) -> Completion:
+    meta, sampling = part["meta_info"], request.sampling
+    tokens = _tokens(part["output_ids"], limits.vocab_size)
+    made, reason = len(tokens), meta["finish_reason"]["type"]
+    if reason not in ("stop", "length", "abort"):
+        raise ValueError(f"finish reason {reason!r}, expected stop, length or abort")
+    if made > sampling.max_new_tokens or (made == 0 and reason != "abort"):
+        raise ValueError(f"{made} tokens, expected 1 to {sampling.max_new_tokens}")
+    matched = meta["finish_reason"].get("matched")
+    if reason == "stop" and isinstance(matched, int) and tokens[-1] != matched:
+        raise ValueError(f"it says to have stopped at token {matched}, but the last one is {tokens[-1]}")
+    logprobs = _logprobs(meta.get("output_token_logprobs") or [], tokens)
+    sets = None
+    if sampling.keep_sets:
+        sets = TokenSets.whole(made)
+        if made and asks_keep_sets(sampling):
+            sets = _keep_sets(meta["output_token_sampling_mask"], tokens, limits.vocab_size)
+            logprobs = _finite(meta["output_token_sampling_logprobs"], made)
+    experts = _experts(meta, request, limits, made) if sampling.routed_experts else None
+    return Completion(tokens, logprobs, cast(FinishReason, reason), _spans(meta["weight_versions"], made), sets, experts)
+
+
+def _tokens(ids: Any, vocab_size: int) -> NDArray[np.int32]:
+    if not isinstance(ids, list):
+        raise ValueError(f"output_ids are {type(ids).__name__}, expected a list")
+    tokens = np.array(ids) if ids else np.zeros(0, dtype=np.int64)
+    if tokens.ndim != 1 or tokens.dtype.kind != "i":
+        raise ValueError(f"output_ids are {tokens.dtype} {tokens.shape}, expected whole numbers")
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise ValueError(f"tokens from {tokens.min()} to {tokens.max()} of a vocabulary of {vocab_size}")
+    return tokens.astype(np.int32)
+
+
+def _logprobs(rows: list[Any], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Of `[[logprob, token, text], ...]`, one for each of `tokens`."""
+    if [row[1] for row in rows] != tokens.tolist():
+        raise ValueError(f"log-probs of {len(rows)} tokens that are not the {len(tokens)} of the response")
+    return _finite([row[0] for row in rows], len(tokens))
+
+
+def _finite(values: Any, count: int) -> NDArray[np.float32]:
+    logprobs = np.array(values, dtype=np.float32)
+    if logprobs.shape != (count,):
+        raise ValueError(f"log-probs of shape {logprobs.shape}, expected ({count},)")
+    bad = ~(np.isfinite(logprobs) & (logprobs <= ROUNDING))
+    if bad.any():
+        raise ValueError(f"log-prob {logprobs[bad][0]} at token {bad.argmax()}")
+    return logprobs
+
+
+def _keep_sets(rows: list[list[int]], tokens: NDArray[np.int32], vocab_size: int) -> TokenSets:
+    """A set that came to be the whole vocabulary is not written out."""
+    ordered = [[] if len(row) == vocab_size else sorted(row) for row in rows]
+    counts = np.array([len(row) for row in ordered], dtype=np.int32)
+    sets = TokenSets(_tokens([token for row in ordered for token in row], vocab_size), counts)
+    if len(counts) != len(tokens) or len(sets.missing(tokens)):
+        raise ValueError(f"{len(counts)} keep-sets for {len(tokens)} tokens, or one that does not hold its own token")
+    return sets
+
+
+def _experts(meta: dict[str, Any], request: GenerateRequest, limits: Limits, made: int) -> Experts:
+    """Of the prompt, and of the response but its last token; empty when the request never ran."""
+    if limits.experts is None:
+        raise ValueError("routed experts of a model without any")
+    if made == 0:
+        return np.zeros((0, 0, 0), dtype=np.int16)
+    return limits.experts.decode(meta["routed_experts"], len(request.prompt) + made - 1)
+
+
+def _spans(values: list[dict[str, Any]], made: int) -> tuple[VersionSpan, ...]:
+    """The versions are our own publication numbers: an engine that was given none says `default`."""
+    spans = tuple(VersionSpan(int(v["version"]), v["start"], v["end"]) for v in values if v["end"] > v["start"])
+    ends = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != ends[:-1] or ends[-1] != made:
+        raise ValueError(f"weight_versions {values} do not cover {made} tokens in order")
+    return spans

@@ -1,0 +1,146 @@
+"""Requests to one SGLang server: token ids in, token ids out.
+
+The `n` samples of a prompt are requests of their own, in one call: each with its own id, by which it can be aborted, and its
+own random numbers (which SGLang uses under `enable_deterministic_inference` alone). A prompt that is long enough is computed
+before them by a request without an answer, whose keys and values they then find in the server's cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import secrets
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlcore.data.token_sets import TokenSets
+from rlcore.errors import EngineFailed
+from rlcore.protocols import Completion, GenerateRequest, SamplingParams
+from rollout.engines.sglang.answers import decode
+from rollout.engines.sglang.http import ServerClient
+from rollout.engines.sglang.limits import Limits, asks_keep_sets, check_request, stop_pattern
+
+ROUTE = "/generate"
+LIMIT_KEY = "rollout.engine.request_timeout_s"
+PROBE_KEY = "rollout.engine.health_timeout_s"
+SHARED_PROMPT_TOKENS = 64       # a prompt of so many is computed once for all its samples
+
+# A server may have defaults of its own for these.
+NEUTRAL = {
+    "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0,
+    "no_stop_trim": True,
+}  # fmt: skip
+
+
+class Generation:
+    """Generates at one server, over a client that the caller opens and closes.
+
+    Every attempt has ids of its own, so the same request may be sent again, here or to another engine, at any time: what an
+    earlier attempt still brings about is answered to nobody.
+    """
+
+    def __init__(self, client: ServerClient, limits: Limits) -> None:
+        self.client, self.limits = client, limits
+        self._timeout_s = client.config.request_timeout_s
+        self._attempts = (f"{secrets.token_hex(4)}{number:x}" for number in itertools.count())
+
+    @classmethod
+    async def connect(cls, client: ServerClient, model_path: str) -> Generation:
+        """To a server that is up and serves the model in `model_path`. Raises EngineFailed when it is no sglang 0.5.23."""
+        info = await client.get("/server_info", timeout_s=client.config.health_timeout_s, key=PROBE_KEY)
+        return cls(client, await asyncio.to_thread(Limits.of, info, model_path, client.name))
+
+    async def one(self, request: GenerateRequest, *, cache_key: str | None = None) -> list[Completion]:
+        """The `n` completions of a request, in order.
+
+        Args:
+            cache_key: keys and values are shared only among requests that have the same.
+
+        Raises:
+            UserError: the server cannot serve it; nothing was sent then, or it says so in its own words.
+            EngineFailed: the server died, hangs, or answered what is no completion.
+        """
+        check_request(request, self.limits)
+        if request.n > 1 and len(request.prompt) >= SHARED_PROMPT_TOKENS and await self._prefill(request, cache_key):
+            return [aborted(request)] * request.n
+        answer = await self._post(encode(request, next(self._attempts), cache_key))
+        return decode(answer, request, self.limits, engine=self.client.name)
+
+    async def _prefill(self, request: GenerateRequest, cache_key: str | None) -> bool:
+        """Bring the prompt into the server's cache. Whether it was aborted."""
+        answer = await self._post({
+            "rid": rid(request, next(self._attempts)), "input_ids": tokens(request), "extra_key": cache_key,
+            "sampling_params": {"max_new_tokens": 0},
+        })
+        try:
+            return bool(answer["meta_info"]["finish_reason"]["type"] == "abort")
+        except (KeyError, TypeError) as error:
+            raise EngineFailed(f"engine {self.client.name} answered request {request.rid} with what is no prefill") from error
+
+    async def _post(self, body: dict[str, Any]) -> Any:
+        return await self.client.post(ROUTE, body, timeout_s=self._timeout_s, key=LIMIT_KEY)
+
+
+def encode(request: GenerateRequest, attempt: str, cache_key: str | None = None) -> dict[str, Any]:
+    """The body of /generate for one attempt at the `n` samples of a request."""
+    sampling = request.sampling
+    common = encode_sampling(sampling)
+    samples = range(request.first_sample, request.first_sample + request.n)
+    body: dict[str, Any] = {
+        "rid": [rid(request, f"{attempt}.{sample}") for sample in samples],
+        "input_ids": [tokens(request)] * request.n,
+        "sampling_params": [common | {"sampling_seed": seed(request, sample)} for sample in samples],
+        "extra_key": cache_key,
+        "return_logprob": True,
+    }
+    if sampling.routed_experts:
+        body["return_routed_experts"] = True
+    if asks_keep_sets(sampling):
+        body["return_sampling_mask"] = True
+    return body
+
+
+def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """SGLang's `sampling_params`. Without stop tokens of ours the server's own (its model's eos) must not end a response."""
+    greedy = sampling.temperature == 0
+    return NEUTRAL | {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": 1.0 if greedy else sampling.top_p,
+        "top_k": sampling.top_k if sampling.top_k > 0 and not greedy else -1,
+        "stop_token_ids": sampling.stop_token_ids,
+        "stop_regex": [stop_pattern(text) for text in sampling.stop],
+        "ignore_eos": not sampling.stop_token_ids,
+    }
+
+
+def tokens(request: GenerateRequest) -> NDArray[np.int32]:
+    """[P], as orjson writes them."""
+    return np.ascontiguousarray(request.prompt, dtype=np.int32)
+
+
+def rid(request: GenerateRequest, attempt: str) -> str:
+    """An id that is no other's beginning: SGLang aborts all whose ids begin with the one that it is told."""
+    return f"{request.rid}.{attempt}."
+
+
+def seed(request: GenerateRequest, sample: int) -> int:
+    """63 bits that are a function of the address alone."""
+    address = f"{request.seed}-{request.draw}-{sample}-{request.turn}".encode()
+    return int.from_bytes(hashlib.blake2b(address, digest_size=8).digest(), "little") >> 1
+
+
+def aborted(request: GenerateRequest) -> Completion:
+    """Of a request that was ended before its first token."""
+    sampling = request.sampling
+    return Completion(
+        tokens=np.zeros(0, dtype=np.int32),
+        logprobs=np.zeros(0, dtype=np.float32),
+        finish_reason="abort",
+        versions=(),
+        keep_sets=TokenSets.whole(0) if sampling.keep_sets else None,
+        routed_experts=np.zeros((0, 0, 0), dtype=np.int16) if sampling.routed_experts else None,
+    )

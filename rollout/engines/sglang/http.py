@@ -1,0 +1,119 @@
+"""The wire to one SGLang server: kept-alive connections, a deadline for every call, errors that say who is to blame."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import orjson
+
+from rlcore.config.rollout import EngineConfig
+from rlcore.errors import EngineFailed, UserError
+from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
+
+# Below the 5 s after which SGLang closes an idle connection: a request must never be written into one that just closes.
+KEEP_ALIVE_S = 3.0
+QUOTED = 500                    # characters of a server's own words
+ANOTHER_MAY_SERVE = {408, 429}  # of the 4xx: the server's trouble, not the request's
+
+
+class ServerClient:
+    """Talks to the server at `url`. Use it from one event loop; what it may carry at a time is for its caller to limit.
+
+    Cancelling a call closes its connection, by which the server learns that nobody waits for its requests any more.
+    """
+
+    def __init__(self, name: str, url: str, keys: Keys, *, config: EngineConfig) -> None:
+        self.name, self.url, self.config = name, url.rstrip("/"), config
+        self._headers = {
+            admin: {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+            for admin, key in ((False, keys.api), (True, keys.admin))
+        }
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    async def post(self, route: str, body: dict[str, Any], *, timeout_s: float, key: str, admin: bool = False) -> Any:
+        """The JSON value that the server answers, its text where it does not answer JSON, None where it says nothing.
+
+        Args:
+            body: JSON-able; numpy arrays are written as lists.
+            key: of the configuration, which sets `timeout_s`.
+            admin: whether the route controls the server, rather than asking it for something.
+
+        Raises:
+            UserError: the request itself is bad: in the server's own words.
+            EngineFailed: the server is dead, hangs, is in trouble, or answers what is no JSON.
+        """
+        return await self._call("POST", route, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), timeout_s, key, admin)
+
+    async def get(self, route: str, *, timeout_s: float, key: str, admin: bool = False) -> Any:
+        """As `post`."""
+        return await self._call("GET", route, None, timeout_s, key, admin)
+
+    async def close(self) -> None:
+        """Calls in flight fail. May be called twice."""
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
+
+    async def _call(self, method: str, route: str, body: bytes | None, timeout_s: float, key: str, admin: bool) -> Any:
+        limit = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._open().request(
+                method, self.url + route, data=body, headers=self._headers[admin], timeout=limit, allow_redirects=False
+            ) as response:
+                content = await response.read()
+        except asyncio.TimeoutError:
+            raise EngineFailed(f"engine {self.name} did not answer {route} within {timeout_s:g} s ({key})") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineFailed(f"engine {self.name} at {self.url} broke off {route}: {described(error)}") from error
+        if not 200 <= response.status < 300:
+            raise self._refusal(route, response.status, content)
+        if response.content_type != "application/json":
+            return content.decode(errors="replace") or None
+        try:
+            return orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise EngineFailed(f"engine {self.name} answered {route} with no JSON ({error}): {quoted(content)}") from error
+
+    def _open(self) -> aiohttp.ClientSession:
+        """The session, made in the event loop that uses it."""
+        if self._closed:
+            raise EngineFailed(f"engine {self.name}: its client is closed")
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S), cookie_jar=aiohttp.DummyCookieJar()
+            )
+        return self._session
+
+    def _refusal(self, route: str, status: int, content: bytes) -> UserError | EngineFailed:
+        where = f"engine {self.name} at {self.url}"
+        if status in (401, 403):
+            return UserError(
+                f"{where} refused our key for {route} (HTTP {status}): "
+                f"set {API_KEY} and {ADMIN_KEY} to those of the server"
+            )
+        kind = UserError if 400 <= status < 500 and status not in ANOTHER_MAY_SERVE else EngineFailed
+        return kind(f"{where} refused {route} (HTTP {status}): {server_words(content)}")
+
+
+def server_words(content: bytes) -> str:
+    """What the server gives as the reason, out of the forms that it has for that."""
+    try:
+        value = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return quoted(content)
+    for name in ("error", "message", "detail"):
+        while isinstance(value, dict) and name in value:
+            value = value[name]
+    return value[:QUOTED] if isinstance(value, str) else quoted(content)
+
+
+def quoted(content: bytes) -> str:
+    text = content[:QUOTED].decode(errors="replace").strip()
+    return text or "(nothing said)"
+
+
+def described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
