@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from rlcore.weights import Bucket, raw_bytes
+from rlcore.weights import Bucket, TensorSpec, raw_bytes
 
 INDEX = "model.safetensors.index.json"
 
@@ -84,6 +85,35 @@ def header(shard: Bucket) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in a folder."""
+
+    path: Path
+    offset: int             # of its first byte in the file
+    spec: TensorSpec
+
+
+def find_tensors(folder: Path) -> dict[str, Place]:
+    """Every tensor of a folder's safetensors files, by name.
+
+    Raises OSError or ValueError where a file is not readable.
+    """
+    types = {short: name for name, short in DTYPE_NAMES.items()}
+    places = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size:
+                raise ValueError(f"{path} is no safetensors file: it begins with a length of {length:,} bytes")
+            entries = json.loads(file.read(length))
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            spec = TensorSpec(name, tuple(entry["shape"]), types[entry["dtype"]])
+            places[name] = Place(path, 8 + length + entry["data_offsets"][0], spec)
+    return places
 
 
 def copy_companions(target: Path, model: Path, tokenizer: Path) -> None:

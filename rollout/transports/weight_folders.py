@@ -7,11 +7,12 @@ import re
 import shutil
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from rlcore.errors import RunFailed
-from rlcore.hf_folder import ShardWriter, copy_companions, header
+from rlcore.hf_folder import ShardWriter, copy_companions, header, write_json
 from rlcore.runs.files import remove_tree
 from rlcore.weights import Bucket
 
@@ -105,13 +106,15 @@ class FullWriter:
             self.cancel()
             self._failure = error
 
-    def finish(self) -> Path:
-        """The folder under its name."""
+    def finish(self, **files: dict[str, Any]) -> Path:
+        """The folder under its name, with `<key>.json` beside the weights for each of `files`."""
         if self._failure is not None:
             raise self._folders.refused(self._failure)
         try:
             self._shards.finish()
             check_sizes(self.aside, self._buckets)
+            for name, content in files.items():
+                write_json(self.aside / f"{name}.json", content)
         except OSError as error:
             raise self._folders.refused(error) from error
         self._folders.add_companions(self.aside)

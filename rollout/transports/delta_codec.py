@@ -1,0 +1,89 @@
+"""What changed between two versions of a tensor, as bytes.
+
+After a small step most weights in bf16 are what they were, and the others differ in their low bits. So: the distances from
+one changed element to the next, and the exclusive or of old and new there; bytes of equal significance side by side, so that
+zstandard finds the zeros. At a learning rate of 1e-6 that takes about 2 % of the tensor. Applied twice it undoes itself: who
+applies it must know what it is applied to, and check the result.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+BLOCK = 1 << 22                     # elements: bounds the memory, and a distance fits into 4 bytes
+_FRAME = struct.Struct("<II")       # of a block: changed elements, bytes that follow
+_LEVEL = 1                          # higher ones take longer and find no more
+
+
+class DeltaError(ValueError):
+    """The bytes are not what `encode` makes for a tensor of this size."""
+
+
+def encode(old: Bytes, new: Bytes, itemsize: int) -> bytes:
+    """The difference of two tensors of elements of `itemsize` bytes, uint8 [n] each; b"" where there is none."""
+    if old.shape != new.shape:
+        raise ValueError(f"got {old.shape} and {new.shape} bytes, expected the same number")
+    before, after = _elements(old, itemsize), _elements(new, itemsize)
+    frames = [_encode_block(before[at : at + BLOCK], after[at : at + BLOCK]) for at in range(0, len(before), BLOCK)]
+    return b"".join(frames) if any(len(frame) > _FRAME.size for frame in frames) else b""
+
+
+def apply(delta: bytes, tensor: Bytes, itemsize: int) -> None:
+    """Change `tensor`, uint8 [n], in place. Raises DeltaError; the tensor is of no version then."""
+    elements, at = _elements(tensor, itemsize), 0
+    for start in range(0, len(elements) if delta else 0, BLOCK):
+        if at + _FRAME.size > len(delta):
+            raise DeltaError(f"{len(delta)} bytes of changes end before element {start} of {len(elements)}")
+        count, size = _FRAME.unpack_from(delta, at)
+        at += _FRAME.size
+        _apply_block(delta[at : at + size], count, elements[start : start + BLOCK])
+        at += size
+    if at != len(delta):
+        raise DeltaError(f"{len(delta)} bytes of changes, expected {at}")
+
+
+def _encode_block(before: NDArray[np.integer], after: NDArray[np.integer]) -> bytes:
+    where = np.flatnonzero(before != after)
+    if not len(where):
+        return _FRAME.pack(0, 0)
+    distances = np.diff(where, prepend=0).astype("<u4")
+    changes = before[where] ^ after[where]
+    body = zstandard.ZstdCompressor(level=_LEVEL).compress(_planes(distances) + _planes(changes))
+    return _FRAME.pack(len(where), len(body)) + body
+
+
+def _apply_block(body: bytes, count: int, elements: NDArray[np.integer]) -> None:
+    if count == 0:
+        return
+    width = elements.itemsize
+    try:
+        raw = zstandard.ZstdDecompressor().decompress(body, max_output_size=count * (4 + width))
+    except zstandard.ZstdError as error:
+        raise DeltaError(f"the changes cannot be unpacked: {error}") from error
+    if len(raw) != count * (4 + width):
+        raise DeltaError(f"{len(raw)} bytes of changes, expected {count * (4 + width)} for {count} elements")
+    where = np.cumsum(_from_planes(raw[: 4 * count], "<u4"), dtype=np.int64)
+    if where[-1] >= len(elements):
+        raise DeltaError(f"a change at element {where[-1]} of {len(elements)}")
+    elements[where] ^= _from_planes(raw[4 * count :], elements.dtype.str)
+
+
+def _elements(tensor: Bytes, itemsize: int) -> NDArray[np.integer]:
+    return tensor.view(f"<u{itemsize}")
+
+
+def _planes(values: NDArray[np.integer]) -> bytes:
+    """All lowest bytes, then all next ones, ..."""
+    return np.ascontiguousarray(values.view(np.uint8).reshape(-1, values.itemsize).T).tobytes()
+
+
+def _from_planes(raw: bytes, dtype: str) -> NDArray[np.integer]:
+    planes = np.frombuffer(raw, np.uint8).reshape(np.dtype(dtype).itemsize, -1)
+    values: NDArray[np.integer] = np.ascontiguousarray(planes.T).view(dtype).reshape(-1)
+    return values
