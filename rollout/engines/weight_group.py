@@ -34,7 +34,7 @@ class GroupAddress:
     world_size: int
     backend: Backend
     timeout_s: float        # for the meeting, and for each broadcast
-    name: str = "weights"   # SGLang keeps its groups by name
+    name: str = "weights"   # SGLang makes no second group of a name, not even of a dead trainer's
 
 
 class WeightGroup:

@@ -8,8 +8,8 @@ When a member fails, our side aborts at once: the others get an error instead of
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any, Protocol, cast
 
 import torch
@@ -102,8 +102,6 @@ def choose_backend(gpus: Sequence[str | None]) -> Backend:
 class Link:
     """One process group: the trainer as rank 0, then the ranks of its members."""
 
-    _numbers = count()      # SGLang keeps groups by name: no two may have the same
-
     def __init__(
         self, members: Sequence[Engine], backend: Backend, *, device: torch.device, host: str, timeout_s: float
     ) -> None:
@@ -125,7 +123,7 @@ class Link:
         for engine in self.members:
             ranks[id(engine)] = size
             size += engine.group_ranks
-        address = GroupAddress(self._host, port, size, self.backend, limit, f"weights-{next(self._numbers)}")
+        address = GroupAddress(self._host, port, size, self.backend, limit, f"weights-{secrets.token_hex(8)}")
         meeting = asyncio.ensure_future(asyncio.to_thread(WeightGroup, address, 0, device=self._device, store=store))
         answers = await ask(self.members, "join_group", lambda e: e.join_group(address, ranks[id(e)]), limit)
         try:

@@ -1,0 +1,240 @@
+"""One SGLang server as a `RolloutEngine`: the verbs of a publication on its real routes.
+
+What the server does on its own account is kept in mind here. Weights take effect bucket by bucket, and no route notices that
+one is missing: `WeightState` does. A flush of the cache is refused while requests run, so it comes last, and not in `in_place`:
+there the cache is keyed by the version under which a request began, so that old keys and values serve nobody who comes later.
+The version is set when all is done, since tokens are stamped with it from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from rlcore.config.rollout import EngineConfig
+from rlcore.errors import EngineFailed, EngineHangs, UserError
+from rlcore.protocols import Completion, GenerateRequest, MemoryTag, PauseMode
+from rlcore.weights import Bucket
+from rollout.deadlines import together
+from rollout.engines.sglang.generation import Generation
+from rollout.engines.sglang.http import ServerClient
+from rollout.engines.sglang.keys import Keys
+from rollout.engines.sglang.turnstile import Turnstile
+from rollout.engines.weight_group import GroupAddress
+from rollout.engines.weight_state import WeightState
+
+if TYPE_CHECKING:
+    from rollout.engines.sglang.external import ExternalServer
+    from rollout.engines.sglang.process import ManagedServer
+
+UPDATE_KEY = "rollout.engine.update_timeout_s"
+HEALTH_KEY = "rollout.engine.health_timeout_s"
+ABORT_AGAIN_S = 0.2     # a request that was on its way when all were aborted is caught by the next time
+
+
+class SGLangEngine:
+    """`rlcore.protocols.RolloutEngine`. Use it from one event loop.
+
+    Args:
+        server: what starts and ends the process, or knows somebody else's.
+        model_path: the Hugging Face folder that the trainer started from.
+    """
+
+    def __init__(
+        self, server: ManagedServer | ExternalServer, *, config: EngineConfig, keys: Keys, model_path: str
+    ) -> None:
+        self.server, self.config, self.model_path = server, config, model_path
+        self.name, self.managed = server.name, server.managed
+        self.group_ranks = config.tensor_parallel
+        self.weights = WeightState(self.name)
+        self._keys = keys
+        self._turnstile = Turnstile(self.name, timeout_s=config.request_timeout_s)
+        self._client: ServerClient | None = None
+        self._generation: Generation | None = None
+        self._device = ""
+        self._mode: PauseMode | None = None         # the pause in force
+        self._group: str | None = None              # the process group for weights that the server is in
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> asyncio.Future[Any] | None:
+        return self.server.ended
+
+    async def start(self) -> None:
+        """Raises RunFailed or DeadlineExceeded with the last lines of the server's log."""
+        if self._client is not None:
+            return
+        url = await self.server.start()
+        client = ServerClient(self.name, url, self._keys, config=self.config)
+        self.weights, self._mode, self._group = WeightState(self.name), None, None
+        self._turnstile.open()
+        self._client = client
+        self._generation = await Generation.connect(client, self.model_path)
+        self._device = str((await self._get("/server_info"))["device"])
+
+    async def kill(self) -> None:
+        await self._leave()
+        await self.server.kill()
+
+    async def close(self) -> None:
+        await self._leave()
+        await self.server.stop()
+
+    async def _leave(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    async def health(self) -> dict[str, Any]:
+        """name, version (None without whole weights), device, gpu (None on the CPU, and where it is the trainer's too).
+
+        Asks what the scheduler itself must answer, paused or not: SGLang's /health would generate a token.
+        """
+        await self._get("/server_info")
+        own_gpu = self._device == "cuda" and not self.config.colocated
+        version = self.weights.version if self.weights.state == "ready" else None
+        gpu = f"of engine {self.name}" if own_gpu else None
+        return {"name": self.name, "version": version, "device": self._device, "gpu": gpu}
+
+    # --- generation ------------------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        """Raises UserError for a request that cannot be served, EngineFailed when the engine is at fault."""
+        async with self._turnstile.passage():
+            version = self.weights.require_ready()
+            if self._generation is None:
+                raise EngineFailed(f"engine {self.name} does not run; start it first")
+            one = self._generation.one
+            return await together(*(one(request, cache_key=str(version)) for request in requests))
+
+    async def abort(self) -> None:
+        await self._control("/abort_request", {"rid": "", "abort_all": True})
+
+    # --- pause -----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns when no token is being made; requests that come wait until `resume`. A second pause is a no-op.
+
+        `drain` lets the requests in flight finish, `abort` ends them; `retract` has the server compute their keys and values
+        again after `resume`, `in_place` go on with the old ones.
+        """
+        self._turnstile.close()
+        if mode == "drain":
+            await self._turnstile.emptied()
+        elif mode == "abort":
+            await self._abort_all()
+        # Where nothing of ours is left in flight, somebody else's requests may be.
+        await self._control("/pause_generation", {"mode": "in_place" if mode == "in_place" else "retract"})
+        self._mode = mode
+
+    async def _abort_all(self) -> None:
+        """Raises EngineHangs when requests do not end."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.config.update_timeout_s
+        while self._turnstile.inside:
+            if loop.time() > deadline:
+                raise EngineHangs(
+                    f"engine {self.name} did not end its requests within {self.config.update_timeout_s:g} s ({UPDATE_KEY})"
+                )
+            await self.abort()
+            await self._turnstile.empties_within(ABORT_AGAIN_S)
+
+    async def resume(self) -> None:
+        self.weights.require_ready()
+        await self._control("/continue_generation", {})
+        self._mode = None
+        self._turnstile.open()
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    async def begin_update(self, buckets: Sequence[Bucket]) -> None:
+        """Raises EngineFailed unless the engine is paused."""
+        if self._mode is None:
+            raise EngineFailed(f"engine {self.name}: weights can be updated only while it is paused; call pause first")
+        self.weights.begin(buckets)
+        try:
+            await self._control("/begin_weight_update", {"selector": "all"})
+        except EngineFailed:        # recovery: a trainer that died has left its session open
+            await self._control("/end_weight_update", {})
+            await self._control("/begin_weight_update", {"selector": "all"})
+
+    async def join_group(self, address: GroupAddress, rank: int) -> None:
+        """See `rollout.transports.distributed.GroupEngine`."""
+        if self._group is not None:
+            await self._control("/destroy_weights_update_group", {"group_name": self._group})
+        self._group = address.name
+        await self._control("/init_weights_update_group", {
+            "master_address": address.host, "master_port": address.port, "rank_offset": rank,
+            "world_size": address.world_size, "group_name": address.name, "backend": address.backend,
+        })
+
+    async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
+        """Returns when the bucket came over the process group and is in the model; `flat` must be None."""
+        if flat is not None:
+            raise EngineFailed(f"engine {self.name} is another process: it takes buckets over the process group")
+        specs = self.weights.bucket(index).tensors
+        await self._control("/update_weights_from_distributed", {
+            "names": [spec.name for spec in specs], "dtypes": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs], "group_name": self._group,
+            "load_format": "flattened_bucket", "flush_cache": False, "abort_all_requests": False,
+        })
+        self.weights.received(index)
+
+    async def receive_serialized(self, index: int, payload: str, load_format: str | None) -> None:
+        """Take bucket `index` out of the body: the same `payload` for every tensor-parallel rank."""
+        self.weights.bucket(index)
+        await self._control("/update_weights_from_tensor", {
+            "serialized_named_tensors": [payload] * self.config.tensor_parallel, "load_format": load_format,
+            "flush_cache": False, "abort_all_requests": False,
+        })
+        self.weights.received(index)
+
+    async def end_update(self) -> None:
+        """Raises EngineFailed where a bucket is missing: the engine is stale then."""
+        self.weights.check_whole()
+        await self._control("/end_weight_update", {})
+        self.weights.end()
+
+    async def set_version(self, version: int) -> None:
+        self.weights.check_version(version)
+        if self._mode != "in_place":
+            await self._control("/flush_cache", {})
+        await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self.weights.set_version(version)
+
+    async def checksum(self) -> str:
+        answer = await self._control("/weights_checker", {"action": "checksum", "selector": "target"})
+        return str(answer["per_engine_checksum"])
+
+    # --- memory ----------------------------------------------------------------------------------------------------
+
+    async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        await self._control("/release_memory_occupation", {"tags": list(tags)})
+
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        await self._control("/resume_memory_occupation", {"tags": list(tags)})
+
+    # --- the wire --------------------------------------------------------------------------------------------------
+
+    @property
+    def _running(self) -> ServerClient:
+        if self._client is None:
+            raise EngineFailed(f"engine {self.name} does not run; start it first")
+        return self._client
+
+    async def _get(self, route: str) -> Any:
+        return await self._running.get(route, timeout_s=self.config.health_timeout_s, key=HEALTH_KEY)
+
+    async def _control(self, route: str, body: dict[str, Any]) -> Any:
+        """The answer of a control route. Raises EngineFailed with the server's own words when it refuses."""
+        try:
+            answer = await self._running.post(route, body, timeout_s=self.config.update_timeout_s, key=UPDATE_KEY, admin=True)
+        except UserError as error:      # a 4xx: here it is the engine's state that is wrong, and nobody's input
+            raise EngineFailed(str(error)) from error
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineFailed(f"engine {self.name} refused {route}: {answer.get('message')}")
+        return answer
