@@ -5,33 +5,51 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import orjson
+import psutil
 
-from rlcore.errors import DeadlineExceeded, RunFailed
+from rlcore.errors import DeadlineExceeded, RunFailed, UserError
 
-LOG_LINES = 15              # shown when it fails
-TERMINATE_S = 5.0           # from SIGTERM to SIGKILL
+TERMINATE_S = 5.0           # from the signal to stop to SIGKILL
 KILL_S = 10.0               # for the kernel to take it away
+POLL_S = 0.02               # from one look at who is left to the next
 
 
 class Child:
-    """One process, from its start to its end. Its standard output and error go to `log`."""
+    """One process, from its start to its end, in a process group of its own. Its output and errors go to `log`.
 
-    def __init__(self, name: str, log: Path) -> None:
+    Whatever ends the process, what it has started in its group ends with it.
+
+    Args:
+        stop_signal: asks it to end.
+        log_lines: are shown when it fails.
+    """
+
+    def __init__(self, name: str, log: Path, *, stop_signal: signal.Signals = signal.SIGTERM, log_lines: int = 15) -> None:
         self.name, self.log = name, log
         self.process: asyncio.subprocess.Process | None = None
+        self._stop_signal, self._log_lines = stop_signal, log_lines
         self._exit: asyncio.Task[int] | None = None
 
-    async def start(self, module: str, config: Callable[[int], bytes], *, timeout_s: float) -> int:
-        """Start `python -m module`, give it `config(ready_fd)` on its input; the port that it reports.
+    async def start(
+        self, command: Sequence[str], config: Callable[[int], bytes], *, timeout_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> int:
+        """Run `command`, give it `config(ready_fd)` on its input; the port that it reports as {"port": ...}.
 
         Call it from a thread that lives as long as the process shall: Linux ends the process with the *thread* that made it.
+        May be called again after the process has ended.
+
+        Args:
+            environment: its variables; default: `own_environment()`.
 
         Raises:
+            UserError: it reported {"error": ...} instead: what it was told is wrong.
             RunFailed: it ended before it was ready; the message holds the last lines of its log.
             DeadlineExceeded: it was not ready within `timeout_s` and was killed.
         """
@@ -41,15 +59,16 @@ class Child:
         try:
             with self.log.open("ab") as log:
                 self.process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", module, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log,
-                    pass_fds=(write_fd,), env=environment(), start_new_session=True,    # Ctrl-C is for us to pass on
+                    *command, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, pass_fds=(write_fd,),
+                    env=own_environment() if environment is None else environment,
+                    start_new_session=True,     # Ctrl-C is for us to pass on
                 )
         except BaseException:
             reader.close()
             raise
         finally:
             os.close(write_fd)
-        self._exit = asyncio.ensure_future(self.process.wait())
+        self._exit = asyncio.ensure_future(_until_ended(self.process))
         try:
             return await self._wait_ready(reader, config(write_fd), timeout_s)
         except BaseException:
@@ -69,7 +88,10 @@ class Child:
             line = asyncio.ensure_future(stream.readline())     # b"" when the process ends
             done, _ = await asyncio.wait({line, self._exit}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if line in done and line.result():
-                return int(orjson.loads(line.result())["port"])
+                report = orjson.loads(line.result())
+                if "error" in report:
+                    raise UserError(f"{self.name}: {report['error']}")
+                return int(report["port"])
             line.cancel()
             if done:
                 await asyncio.wait({self._exit}, timeout=TERMINATE_S)
@@ -100,28 +122,60 @@ class Child:
         return f"{how}; {self.last_words()}"
 
     def last_words(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:] if self.log.exists() else []
+        lines = self.log.read_text(errors="replace").splitlines()[-self._log_lines :] if self.log.exists() else []
         if not lines:
             return f"its log {self.log} is empty"
         return f"the end of its log {self.log}:\n  " + "\n  ".join(lines)
 
     async def terminate(self) -> None:
-        """SIGTERM, then SIGKILL."""
+        """Ask it to end, then end it."""
         if self.process is not None and self._exit is not None and self.alive:
-            self.process.terminate()
+            self.process.send_signal(self._stop_signal)
             await asyncio.wait({self._exit}, timeout=TERMINATE_S)
         await self.kill()
 
     async def kill(self) -> None:
-        if self.process is not None and self._exit is not None and self.alive:
-            self.process.kill()
+        """End it at once with all of its group, stopped ones too; returns when none of them runs."""
+        if self.process is None or self._exit is None:
+            return
+        if self.alive:
+            _kill_group(self.process.pid)
             await asyncio.wait({self._exit}, timeout=KILL_S)
+        deadline = time.monotonic() + KILL_S
+        while members(self.process.pid) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
 
 
-def environment() -> dict[str, str]:
-    """Ours, with this checkout importable, and without the trainer's rank, which is none of an engine's business."""
-    rank = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"}
+async def _until_ended(process: asyncio.subprocess.Process) -> int:
+    code = await process.wait()
+    _kill_group(process.pid)        # at once, before its number can be another's
+    return code
+
+
+def _kill_group(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):     # nobody is left (macOS: but zombies)
+        os.killpg(group, signal.SIGKILL)
+
+
+def members(group: int) -> list[int]:
+    """The processes of a process group that run, or are stopped; not those that only wait to be reaped."""
+    found = []
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(pid) == group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found
+
+
+RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def without_rank() -> dict[str, str]:
+    """Our environment without the trainer's rank, which is none of an engine's business."""
+    return {name: value for name, value in os.environ.items() if name not in RANK and not name.startswith("TORCHELASTIC_")}
+
+
+def own_environment() -> dict[str, str]:
+    """As `without_rank`, with this checkout importable."""
     root = str(Path(__file__).resolve().parents[2])
-    kept = {name: value for name, value in os.environ.items() if name not in rank and not name.startswith("TORCHELASTIC_")}
-    kept["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return kept
+    return without_rank() | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import sys
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path

@@ -1,0 +1,166 @@
+"""Stock SGLang, started by us: `PYTHON entry.py <arguments of sglang.launch_server>`, with JSON on its standard input.
+
+Run by path in the engine's environment, which knows nothing of rlcore: imports nothing of ours but the stand-ins beside it.
+On the input: `api_key`, `admin_key`, `ready_fd`, `parent_pid`, each of which may be missing. When the server answers, one
+line of JSON goes to `ready_fd`: {"port": ...}, or {"error": ...} where an argument is wrong.
+
+Processes that SGLang spawns import this file again, as `__mp_main__`: what stands at its top level happens there too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+# This folder is on the path as the script's own; its http.py and the like would pass for modules of the standard library.
+sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
+
+import argparse  # noqa: E402
+import ctypes  # noqa: E402
+import difflib  # noqa: E402
+import importlib  # noqa: E402
+import json  # noqa: E402
+import multiprocessing  # noqa: E402
+import signal  # noqa: E402
+import time  # noqa: E402
+import urllib.error  # noqa: E402
+import urllib.request  # noqa: E402
+from typing import Any, NoReturn  # noqa: E402
+
+VERSION = "0.5.23"
+PR_SET_PDEATHSIG = 1
+EXIT_BAD_ARGUMENT = 2
+POLL_S = 0.1
+
+
+def die_with(parent: int | None) -> None:
+    """The kernel ends this process with its parent; at once, where the parent has gone before it was told."""
+    if parent is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        print("the process that started this one is gone", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def stand_in() -> None:
+    """Put in place what the CPU lacks, in this process."""
+    folder = os.path.join(HERE, "cpu")
+    if folder not in sys.path:
+        sys.path.append(folder)     # last: a real package comes first
+    importlib.import_module("stand_ins").install()
+
+
+class BadArgument(Exception):
+    """An argument that SGLang does not know or take."""
+
+
+class Parser(argparse.ArgumentParser):
+    """SGLang's arguments, with their errors as exceptions, and no abbreviations."""
+
+    def __init__(self) -> None:
+        from sglang.srt.server_args import ServerArgs
+
+        super().__init__(prog="sglang", allow_abbrev=False, add_help=False)
+        ServerArgs.add_cli_args(self)
+
+    def error(self, message: str) -> NoReturn:
+        raise BadArgument(message)
+
+    def check(self, arguments: list[str]) -> None:
+        """Raises BadArgument, for an unknown one with the nearest there is."""
+        _, unknown = self.parse_known_args(arguments)
+        for name in (argument.partition("=")[0] for argument in unknown if argument.startswith("--")):
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            hint = f"; did you mean {near[0][2:].replace('-', '_')}?" if near else ""
+            raise BadArgument(f"sglang {VERSION} has no argument {name[2:].replace('-', '_')}{hint}")
+        if unknown:
+            raise BadArgument(f"sglang {VERSION} does not understand {' '.join(unknown)}")
+
+
+def serve(arguments: list[str], told: dict[str, Any]) -> None:
+    """Until SIGINT or SIGTERM."""
+    from sglang.srt.entrypoints.engine import init_tokenizer_manager
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.runtime_context import get_context
+    from sglang.srt.server_args import prepare_server_args
+
+    args = prepare_server_args(arguments)
+
+    def init_with_keys(*of: Any) -> Any:
+        # Not on the arguments, which SGLang writes into its log and shows to everyone who has the API key.
+        get_context().override("rlcore", api_key=told.get("api_key"), admin_api_key=told.get("admin_key"))
+        return init_tokenizer_manager(*of)
+
+    args.resolve_once()
+    launch_server(
+        args,
+        init_tokenizer_manager_func=init_with_keys,
+        execute_warmup_func=lambda args: warm_up(args.url(), told.get("api_key")),
+        launch_callback=lambda: report(told, {"port": args.port}),
+    )
+
+
+def warm_up(url: str, key: str | None) -> bool:
+    """Ask for two tokens, by token ids: SGLang's own asks for a sentence in English, which not every tokenizer can read."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 2, "temperature": 0.0}}
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)
+    while True:     # whoever started us has a deadline
+        try:
+            with urllib.request.urlopen(request) as answer:
+                answer.read()
+            break
+        except urllib.error.HTTPError as error:
+            print(f"the first request failed: {error}: {error.read().decode(errors='replace')}", file=sys.stderr, flush=True)
+            os._exit(1)     # children end with us
+        except urllib.error.URLError:       # it does not listen yet
+            time.sleep(POLL_S)
+    get_global_state().tokenizer_manager.server_status = ServerStatus.Up
+    return True
+
+
+def report(told: dict[str, Any], line: dict[str, Any]) -> None:
+    if (fd := told.pop("ready_fd", None)) is not None:
+        with os.fdopen(fd, "w") as ready:
+            ready.write(json.dumps(line) + "\n")
+
+
+def main() -> int:
+    told = json.loads(sys.stdin.buffer.read() or b"{}")
+    die_with(told.get("parent_pid"))
+    from sglang.srt.utils import kill_process_tree
+    from sglang.version import __version__
+
+    if sys.argv[1:] == ["--version"]:
+        print(__version__)
+        return 0
+    try:
+        if __version__ != VERSION:
+            raise BadArgument(f"this is sglang {__version__}; rlcore drives {VERSION}: run scripts/install_sglang.sh")
+        Parser().check(sys.argv[1:])
+    except BadArgument as error:
+        report(told, {"error": str(error)})
+        print(error, file=sys.stderr)
+        return EXIT_BAD_ARGUMENT
+    try:
+        serve(sys.argv[1:], told)
+    except KeyboardInterrupt:       # how uvicorn passes SIGINT on, when it has ended what it had
+        pass
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    spawner = multiprocessing.parent_process()
+    die_with(None if spawner is None else spawner.pid)
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        stand_in()
+if __name__ == "__main__":
+    sys.exit(main())

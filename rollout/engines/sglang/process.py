@@ -1,0 +1,160 @@
+"""An SGLang server that we start, watch and end, in the engines' own Python environment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+
+from rlcore.config.rollout import EngineConfig
+from rlcore.errors import ConfigError
+from rollout.engines.child import Child, without_rank
+from rollout.engines.sglang.arguments import check_server_arguments, command_line
+from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
+
+ENTRY = Path(__file__).with_name("entry.py")
+CHECKOUT = Path(__file__).resolve().parents[3]
+LOG_LINES = 30              # a traceback of the scheduler, and what its parent says to it
+ANY_ADDRESS = ("", "0.0.0.0", "::")
+# The trainer's Python path and secrets are none of the engine's.
+NOT_FOR_ENGINES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", API_KEY, ADMIN_KEY}
+
+
+class ManagedServer:
+    """One server process with its schedulers, from each start to its end. Use it from one event loop.
+
+    The server listens on a port of `config.host` that the kernel chose. It ends with this process, whatever ends that, and
+    with it ends everything it has started.
+
+    Args:
+        name: for messages, as "engine-0".
+        model_path: a Hugging Face folder; its weights are served until the first publication.
+        dtype: fp32 | bf16, where `config.dtype` is not set.
+        log: takes what the server prints; a restart appends.
+        gpus: indices on this machine, one for each tensor-parallel rank; empty: whatever is visible.
+        arguments: more of sglang's own arguments, by name, which `config.server` cannot override.
+
+    Raises:
+        ConfigError: no engine environment; an argument in `config.server` that is not the user's to set.
+    """
+
+    managed = True
+
+    def __init__(
+        self, name: str, model_path: str, *, config: EngineConfig, dtype: str, tokenizer: str | None, log: Path, keys: Keys,
+        gpus: Sequence[int] = (), arguments: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        check_server_arguments(config.server)
+        if config.host in ANY_ADDRESS:
+            raise ConfigError(
+                f"rollout.engine.host: {config.host!r} is every address of this machine; give one that others can reach it at"
+            )
+        self.name, self.model_path, self.config, self.keys = name, os.path.abspath(model_path), config, keys
+        self.device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.python = engine_python(config)
+        self._dtype, self._gpus, self._arguments = dtype, tuple(gpus), dict(arguments or {})
+        self._tokenizer = None if tokenizer is None else os.path.abspath(tokenizer)
+        # SIGINT is uvicorn's own word to stop; to SIGTERM SGLang waits for every request, and looks up every 5 s.
+        self._child = Child(f"engine {name}", log, stop_signal=signal.SIGINT, log_lines=LOG_LINES)
+
+    async def start(self) -> str:
+        """The server's URL, once it has answered a request of its own. Call it again after its end for a new process.
+
+        Call it from a thread that lives as long as the server shall.
+
+        Raises:
+            UserError: an argument in `rollout.engine.server` that sglang does not know or take.
+            RunFailed, DeadlineExceeded: it ended, or was not ready within `rollout.engine.start_timeout_s`; with the last
+                lines of its log.
+        """
+        with held_ports(self.config.host, 2) as (port, nccl_port):
+            words = command_line(
+                self.config, model_path=self.model_path, tokenizer=self._tokenizer, dtype=self._dtype, device=self.device,
+                port=port, nccl_port=nccl_port, arguments=self._arguments,
+            )
+            await self._child.start(
+                [self.python, str(ENTRY), *words], self._told, timeout_s=self.config.start_timeout_s,
+                environment=self._environment(),
+            )
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"http://{host}:{port}"
+
+    def _told(self, ready_fd: int) -> bytes:
+        """What entry.py reads: the keys go this way, where no other user of the machine sees them."""
+        return orjson.dumps(
+            {"api_key": self.keys.api, "admin_key": self.keys.admin, "ready_fd": ready_fd, "parent_pid": os.getpid()}
+        )
+
+    def _environment(self) -> dict[str, str]:
+        variables = {name: value for name, value in without_rank().items() if name not in NOT_FOR_ENGINES}
+        if self.device == "cpu":
+            variables["SGLANG_USE_CPU_ENGINE"] = "1"
+        elif self._gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._gpus))
+        if self.config.threads is not None:
+            variables["OMP_NUM_THREADS"] = str(self.config.threads)
+        return variables
+
+    @property
+    def ended(self) -> asyncio.Future[int] | None:
+        """Done once the process has ended; None before the first start."""
+        return self._child.ended
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child.process is None else self._child.process.pid
+
+    def describe_end(self) -> str:
+        """How it ended, and the last lines of its log."""
+        return self._child.describe_end()
+
+    async def stop(self) -> None:
+        """Ask it to end, then end it; none of its processes is left."""
+        await self._child.terminate()
+
+    async def kill(self) -> None:
+        """End it at once with all that it started, stopped processes too."""
+        await self._child.kill()
+
+
+def engine_python(config: EngineConfig) -> str:
+    """`rollout.engine.python`, or that of the checkout's engine environment.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    python = Path(config.python) if config.python else CHECKOUT / ".venv-sglang" / "bin" / "python"
+    if not python.is_file():
+        raise ConfigError(
+            f"rollout.engine.python: there is no {python}; run scripts/install_sglang.sh, or give the interpreter of an "
+            "environment with sglang"
+        )
+    return os.path.abspath(python)      # not resolved: a link into an environment is what makes it that environment's
+
+
+@contextmanager
+def held_ports(host: str, count: int) -> Iterator[list[int]]:
+    """Free ports, which nobody else is given while the context lasts, but who names one may listen on it.
+
+    They are bound with SO_REUSEADDR and never listen: the kernel hands them out to no one, and lets a server bind them too.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    held: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            one = socket.socket(family, kind, protocol)
+            held.append(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(address)
+        yield [one.getsockname()[1] for one in held]
+    finally:
+        for one in held:
+            one.close()
