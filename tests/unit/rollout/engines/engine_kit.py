@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from aiohttp import web
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlcore.config.rollout import EngineConfig
@@ -16,6 +17,8 @@ from rlcore.protocols import GenerateRequest, SamplingParams
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.engines.embedded import EmbeddedEngine
 from rollout.engines.model_weights import as_published
+from rollout.engines.sglang.http import ServerClient
+from rollout.engines.sglang.keys import Keys
 
 VOCAB = 31
 
@@ -80,3 +83,27 @@ def with_engine(
             await engine.close()
 
     return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def with_client(handler: Callable[[web.Request], Any], use: Callable[[ServerClient], Coroutine[Any, Any, Any]]) -> Any:
+    """Run `use(client)` against a server in this process that answers everything with `handler`; its result."""
+
+    async def serve(asked: web.Request) -> web.StreamResponse:
+        return await handler(asked)
+
+    async def main() -> Any:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", serve)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        client = ServerClient("engine-3", url, Keys("the-api-key", "the-admin-key"), config=EngineConfig())
+        try:
+            return await use(client)
+        finally:
+            await client.close()
+            await runner.cleanup()
+
+    return asyncio.run(asyncio.wait_for(main(), 30))
