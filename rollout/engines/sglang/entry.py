@@ -13,8 +13,9 @@ import os
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# This folder is on the path as the script's own; its http.py and the like would pass for modules of the standard library.
-sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
+if __name__ == "__main__":
+    # The script's own folder is on the path: its http.py and the like would pass for modules of the standard library.
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
 
 import argparse  # noqa: E402
 import ctypes  # noqa: E402
