@@ -181,6 +181,7 @@ class RolloutEngine(Protocol):
     """An engine: generates, and takes new weights by the steps of a publication."""
 
     name: str
+    transports: tuple[str, ...]     # by which weights can reach it, the preferred one first
 
     async def start(self) -> None:
         """Ready to answer, within `rollout.engine.start_timeout_s`."""

@@ -45,6 +45,8 @@ class EmbeddedEngine:
         tokenizer: folder of the tokenizer, read when a request has stop strings; default `model_path`.
     """
 
+    transports = ("copy",)
+
     def __init__(
         self, model_path: str, *, config: EngineConfig, dtype: str = "bf16", tokenizer: str | None = None,
         name: str = "engine-0",

@@ -41,6 +41,7 @@ class FakeEngine:
     failure: Exception | None = None
     abort_next: int = 0                         # so many calls end with finish reason "abort"
     version: int = 0
+    transports: tuple[str, ...] = ("copy",)
     released: set[MemoryTag] = field(default_factory=set)
     calls: list[list[GenerateRequest]] = field(default_factory=list)
     started: bool = False

@@ -40,6 +40,7 @@ class RemoteEngine:
     """
 
     group_ranks = 1
+    transports = ("distributed",)
 
     def __init__(
         self, model_path: str, *, config: EngineConfig, dtype: str = "bf16", tokenizer: str | None = None,

@@ -43,6 +43,8 @@ class SGLangEngine:
         model_path: the Hugging Face folder that the trainer started from.
     """
 
+    transports = ("distributed", "tensor")
+
     def __init__(
         self, server: ManagedServer | ExternalServer, *, config: EngineConfig, keys: Keys, model_path: str
     ) -> None:
@@ -184,11 +186,11 @@ class SGLangEngine:
         })
         self.weights.received(index)
 
-    async def receive_serialized(self, index: int, payload: str, load_format: str | None) -> None:
-        """Take bucket `index` out of the body: the same `payload` for every tensor-parallel rank."""
+    async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None:
+        """Take bucket `index` out of the request's body: one payload for each tensor-parallel rank."""
         self.weights.bucket(index)
         await self._control("/update_weights_from_tensor", {
-            "serialized_named_tensors": [payload] * self.config.tensor_parallel, "load_format": load_format,
+            "serialized_named_tensors": list(payloads), "load_format": "flattened_bucket",
             "flush_cache": False, "abort_all_requests": False,
         })
         self.weights.received(index)
