@@ -1,0 +1,60 @@
+"""Which GPUs engines get, for every mode; too few are refused with the numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlcore.config.rollout import EngineConfig
+from rlcore.errors import ConfigError
+from rlcore.launch.gpus import assign_gpus, names_of
+
+
+def assign(visible: int, ranks: int, **engine: Any) -> list[tuple[int, ...]]:
+    return assign_gpus(EngineConfig(kind="sglang", **engine), visible=visible, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "engine", "expected"),
+    [
+        (0, 1, {"count": 2}, [(), ()]),                                             # a CPU
+        (8, 4, {"count": 2, "device": "cpu"}, [(), ()]),
+        (2, 1, {}, [(1,)]),                                                         # the next free one
+        (8, 4, {"count": 2, "tensor_parallel": 2}, [(4, 5), (6, 7)]),
+        (8, 5, {"count": 2}, [(5,), (6,)]),                                         # one is left over
+        (8, 4, {"count": 2, "tensor_parallel": 2, "gpus": [7, 6, 5, 4]}, [(7, 6), (5, 4)]),
+        (2, 1, {"gpus": [0]}, [(0,)]),                                              # shared in space, if the user says so
+        (1, 1, {"colocated": True}, [(0,)]),
+        (8, 8, {"colocated": True, "count": 4, "tensor_parallel": 2}, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        (8, 4, {"colocated": True, "count": 2}, [(0,), (1,)]),
+        (4, 4, {"colocated": True, "count": 2, "gpus": [3, 1]}, [(3,), (1,)]),
+    ],
+)
+def test_each_engine_gets_its_own(visible: int, ranks: int, engine: dict[str, Any], expected: list[tuple[int, ...]]) -> None:
+    assert assign(visible, ranks, **engine) == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "engine", "message"),
+    [
+        (1, 1, {}, r"rollout.engine.count: 1 x rollout.engine.tensor_parallel 1 need 1 GPUs, but of the 1 of this machine the "
+                   r"trainer has 1: .*colocated"),
+        (8, 6, {"count": 2, "tensor_parallel": 2}, r"need 4 GPUs, but of the 8 of this machine the trainer has 6"),
+        (8, 2, {"colocated": True, "count": 2, "tensor_parallel": 2}, r"need 4 GPUs, but the trainer, .* has 2 on"),
+        (8, 4, {"count": 2, "gpus": [5]}, r"rollout.engine.gpus: got 1, but rollout.engine.count 2 x .* 1 need 2"),
+        (4, 2, {"gpus": [4]}, r"rollout.engine.gpus: got 4, but this machine has GPUs 0 to 3"),
+        (8, 4, {"colocated": True, "gpus": [4]}, r"rollout.engine.gpus: got 4, which no trainer process is on \(.* 0 to 3"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_is_refused_with_the_numbers(
+    visible: int, ranks: int, engine: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        assign(visible, ranks, **engine)
+
+
+def test_a_child_is_told_the_names_that_this_process_was_told() -> None:
+    assert names_of((1, 0), {}) == ["1", "0"]
+    assert names_of((1, 0), {"CUDA_VISIBLE_DEVICES": "4, 6"}) == ["6", "4"]
+    assert names_of((1,), {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}) == ["GPU-b"]
