@@ -36,18 +36,17 @@ class EngineCheck:
 
     @classmethod
     def of(cls, config: Config) -> EngineCheck | None:
-        """None where nothing generates, or `rollout.engine.max_logprob_diff` is null."""
+        """None where nothing generates, or `rollout.engine.logprobs_every` is 0."""
         engine = config.rollout.engine
-        if not generates(config) or engine.max_logprob_diff is None:
+        if not generates(config) or not engine.logprobs_every:
             return None
-        limit = LIMITS[_coarser(config)] if engine.max_logprob_diff == "auto" else engine.max_logprob_diff
-        return cls(limit, engine.logprobs_every, engine.kind)
+        return cls(engine.max_logprob_diff or LIMITS[_coarser(config)], engine.logprobs_every, engine.kind)
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is compared; the first step that is asked for always is."""
         if self._first is None:
             self._first = step
-        return self.is_first(step) or (self.every > 0 and step % self.every == 0)
+        return self.is_first(step) or step % self.every == 0
 
     def is_first(self, step: int) -> bool:
         """Whether it is the first step after a start or a resume."""

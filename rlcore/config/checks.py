@@ -11,14 +11,17 @@ from typing import Any
 
 from rlcore.config.algorithm import EstimatorConfig
 from rlcore.config.algorithm_checks import correction, loss_terms, reward_terms
+from rlcore.config.colocated_checks import colocated, colocated_notes, engine_gpus
 from rlcore.config.derived import (
     GROUP_ESTIMATORS,
+    generates,
     model_parallel_size,
     pack_multiple,
     truncates,
     updates_per_step,
     value_at,
 )
+from rlcore.config.engine_checks import engine_kind, engine_notes, engine_servers, engine_transport
 from rlcore.config.policy import CriticConfig, ReferenceConfig, TeacherConfig
 from rlcore.config.problems import Problem
 from rlcore.config.reward import RewardConfig
@@ -30,11 +33,7 @@ Check = Callable[[Config], Problems]
 
 # What the configuration can say and this version cannot do: (key, values that are not available).
 NOT_AVAILABLE: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-    ("rollout.engine.kind", lambda kind: kind == "sglang"),
-    ("rollout.engine.urls", bool),
-    ("rollout.engine.python", bool),
     ("rollout.max_staleness", lambda versions: versions > 0),
-    ("rollout.on_update", lambda mode: mode != "drain"),
     ("cluster.launcher", lambda launcher: launcher == "ray"),
 )
 
@@ -157,9 +156,6 @@ def routing(config: Config) -> Problems:
     replay = config.policy.routing_replay
     if replay == "engine" and config.is_sft:
         yield Problem("policy.routing_replay", "supervised fine-tuning has no engine to replay: use 'none'")
-    elif replay == "engine" and config.rollout.engine.kind != "embedded" and config.training.debug != "train_only":
-        message = f"engine kind {config.rollout.engine.kind!r} does not send the experts that it routed to: "
-        yield Problem("policy.routing_replay", message + "use 'logprobs', or 'none'")
     elif replay == "logprobs" and config.is_sft:
         yield Problem("policy.routing_replay", "supervised fine-tuning has no log-prob pass to replay: use 'none'")
 
@@ -168,12 +164,13 @@ def keep_sets(config: Config) -> Problems:
     """Keep-sets are recorded by the engine that draws the tokens."""
     if not config.policy.logprobs.keep_sets:
         return
-    path, engine = "policy.logprobs.keep_sets", config.rollout.engine
+    path, top_k = "policy.logprobs.keep_sets", config.rollout.sampling.top_k
+    sglang = config.rollout.engine.kind == "sglang" and generates(config)
     if config.is_sft:
         yield Problem(path, "supervised fine-tuning draws no tokens, its labels have no sets: turn it off")
-    elif engine.kind != "embedded" and config.training.debug != "train_only":
-        message = f"engine kind {engine.kind!r} does not send the tokens that top-p and top-k left: use 'embedded', or turn "
-        yield Problem(path, message + "it off and sample with top_p 1 and no top_k")
+    elif sglang and truncates(config) and top_k < 2:
+        message = f"SGLang reports only sets that rollout.sampling.top_k bounds, got {top_k}: set it to 2 or more, "
+        yield Problem(path, message + "or turn keep-sets off")
 
 
 def optimizers(config: Config) -> Problems:
@@ -229,6 +226,11 @@ CHECKS: tuple[Check, ...] = (
     lengths,
     routing,
     keep_sets,
+    engine_kind,
+    engine_servers,
+    engine_transport,
+    engine_gpus,
+    colocated,
     optimizers,
     debugging,
     data,
@@ -252,6 +254,8 @@ def notes_on(config: Config) -> Problems:
     if limit is not None and limit >= oldest and training.debug != "train_only":
         message = f"masks nothing: rollout.max_staleness is {oldest}, so no token is older than that"
         yield Problem("algorithm.correction.max_staleness", message)
+    yield from engine_notes(config)
+    yield from colocated_notes(config)
     for path, optimizer in (
         ("policy.optimizer", config.policy.optimizer),
         ("critic.optimizer", config.critic.optimizer),

@@ -53,7 +53,7 @@ def colocated_notes(config: Config) -> Iterator[Problem]:
     engine = config.rollout.engine
     share = server_argument(engine, "mem_fraction_static")
     if engine.colocated and isinstance(share, int | float) and share > MOST_OF_A_GPU:
-        message = f"{share:g} may be too much: a parked trainer keeps its CUDA context and NCCL's buffers, a GiB or two a process"
+        message = f"{share:g} may be too much: a parked trainer keeps CUDA's context and NCCL's buffers, a GiB or two a process"
         yield Problem(f"{SERVER}.mem_fraction_static", message)
 
 

@@ -50,9 +50,9 @@ class EngineConfig(Section):
     max_in_flight: PositiveInt = 256            # requests that one engine is given at a time
     retries: NonNegativeInt = 3                 # times that a request is sent again when its engine fails
 
-    # mean difference of its log-probs from the trainer's, in nats: more ends the run at its first step, later it is a warning
-    max_logprob_diff: PositiveFloat | Literal["auto"] | None = "auto"   # auto: 0.001 in fp32, 0.1 in bf16; null: never compared
-    logprobs_every: NonNegativeInt = 20         # steps from one comparison to the next; 0: the first step alone
+    # log-probs against the trainer's: on the first step, where a difference ends the run; then it is a warning
+    logprobs_every: NonNegativeInt = 20         # steps from one comparison to the next; 0: never compared
+    max_logprob_diff: PositiveFloat | None = None   # mean over tokens, in nats; default: 0.001 in fp32, 0.1 in bf16
 
     # publication, health
     transport: Literal["auto", "distributed", "tensor", "disk", "delta"] = "auto"

@@ -25,6 +25,7 @@ from rlcore.credit import Credit
 from rlcore.data.rows import check_file
 from rlcore.desk import FINISHED, Desk, Outcome
 from rlcore.errors import ConfigError, ModelError, RunFailed, UserError
+from rlcore.launch.engines import build_engines
 from rlcore.launch.initial import find_checkpoint, pin_initial_policy
 from rlcore.launch.logs import folder_of
 from rlcore.launch.process import Process
@@ -33,7 +34,7 @@ from rlcore.loop import Trainer
 from rlcore.mfu import Utilization
 from rlcore.objective import Objective
 from rlcore.planning.devices import peak_flops
-from rlcore.protocols import PolicyBackend, RolloutEngine, RolloutSource, WeightSink
+from rlcore.protocols import PolicyBackend, RolloutSource, WeightSink
 from rlcore.publish import Publisher, VersionJournal
 from rlcore.runs.directory import Status, check_run_name
 from rlcore.tracking import build_trackers
@@ -183,20 +184,6 @@ def open_office(config: Config, process: Process, stack: ExitStack, *, greedy_ba
         )
         return Office(replay, None, 1)
     return open_service(config, process, tokenizer, stack, greedy_baseline=greedy_baseline)
-
-
-def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
-    """One embedded engine: in this process where the run has no other, so that a debugger reaches it."""
-    engine, model, tokenizer = config.rollout.engine, config.model.path, config.model.tokenizer
-    in_process = process.world_size == 1 if engine.in_process is None else engine.in_process
-    if in_process:
-        from rollout.engines.embedded import EmbeddedEngine
-
-        return [EmbeddedEngine(model, config=engine, dtype=config.model.dtype, tokenizer=tokenizer)]
-    from rollout.engines.remote import RemoteEngine
-
-    log = Path(config.run.dir) / config.run.name / "logs" / "engine_0.log"
-    return [RemoteEngine(model, config=engine, dtype=config.model.dtype, tokenizer=tokenizer, log=log)]
 
 
 def open_service(

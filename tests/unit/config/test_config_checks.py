@@ -7,6 +7,8 @@ from rlcore.config.checks import CHECKS, NOT_AVAILABLE, describe_checks
 SFT = "algorithm.loss.name=sft"
 PPO = "algorithm.estimator.name=ppo"
 TIS = "algorithm.correction.name=tis"
+SGLANG = "rollout.engine.kind=sglang"
+BY_URL = (SGLANG, "rollout.engine.urls=[http://x:1]")
 TWO = ("cluster.launcher=torchrun", "cluster.processes_per_node=2")
 
 
@@ -87,12 +89,26 @@ def paths(lines: list[str]) -> list[str]:
          ["policy.max_tokens_per_microbatch"]),
         # routing
         ([SFT, "policy.routing_replay=engine"], ["policy.routing_replay"]),
-        (["rollout.engine.kind=sglang", "policy.routing_replay=engine"], ["rollout.engine.kind", "policy.routing_replay"]),
         ([SFT, "policy.routing_replay=logprobs"], ["policy.routing_replay"]),
         # keep-sets
         ([SFT, "policy.logprobs.keep_sets=true"], ["policy.logprobs.keep_sets"]),
-        (["rollout.engine.kind=sglang", "policy.logprobs.keep_sets=true", "rollout.sampling.top_p=0.9"],
-         ["rollout.engine.kind", "policy.logprobs.keep_sets"]),
+        ([SGLANG, "policy.logprobs.keep_sets=true", "rollout.sampling.top_p=0.9"], ["policy.logprobs.keep_sets"]),
+        # the engine
+        (["rollout.engine.python=/x/python", "rollout.engine.tensor_parallel=2", "rollout.engine.transport=disk"],
+         [f"rollout.engine.{key}" for key in ("python", "tensor_parallel", "transport")]),
+        (["rollout.engine.urls=[http://x:1]"], ["rollout.engine.urls"]),
+        (["rollout.engine.server={context_length: 9}"], ["rollout.engine.server"]),
+        (["rollout.engine.in_process=true", "rollout.engine.count=2"], ["rollout.engine.count"]),
+        ([SGLANG, "rollout.engine.in_process=false", "rollout.engine.max_batch=8"],
+         ["rollout.engine.in_process", "rollout.engine.max_batch"]),
+        ([*BY_URL, "rollout.engine.count=2", "rollout.engine.threads=1", "rollout.engine.restart.limit=1"],
+         [f"rollout.engine.{key}" for key in ("count", "threads", "restart")]),
+        ([SGLANG, "rollout.engine.urls=[x:1]"], ["rollout.engine.urls"]),
+        ([SGLANG, "rollout.engine.urls=[http://x:1,http://x:1]"], ["rollout.engine.urls"]),
+        ([SGLANG, "rollout.engine.router_url=http://x:1"], ["rollout.engine.router_url"]),
+        ([*BY_URL, "rollout.engine.router_url=x"], ["rollout.engine.router_url"]),
+        ([SGLANG, "rollout.engine.weights_dir=/x"], ["rollout.engine.weights_dir"]),
+        (["rollout.engine.max_logprob_diff=0"], ["rollout.engine.max_logprob_diff"]),
         # optimizers
         (["policy.optimizer.min_lr=1"], ["policy.optimizer.min_lr"]),
         (["critic.optimizer.decay_steps=5", "critic.optimizer.warmup_steps=5", "critic.optimizer.schedule=linear"],
@@ -134,6 +150,11 @@ def test_refused(refusal, overrides, refused):
         ["policy.max_tokens_per_microbatch=1100", "data.max_prompt_tokens=76"],
         ["policy.max_tokens_per_microbatch=1025"],
         ["training.debug=train_only", "training.replay=x"],
+        [SGLANG, "rollout.engine.count=2", "rollout.engine.gpus=[0,1]", "rollout.engine.server={context_length: 4096}"],
+        [*BY_URL, "rollout.engine.tensor_parallel=2", "rollout.engine.router_url=http://y:1"],
+        [SGLANG, "rollout.engine.transport=delta", "rollout.engine.weights_dir=/x"],
+        [SGLANG, "policy.routing_replay=engine"],
+        [SGLANG, "policy.logprobs.keep_sets=true", "rollout.sampling={top_p: 0.9, top_k: 50}"],
     ],
 )
 def test_accepted(load, overrides):
@@ -181,11 +202,7 @@ def test_all_problems_are_reported_together(refusal):
 
 
 UNBUILT = {
-    "rollout.engine.kind": "sglang",
-    "rollout.engine.urls": "['http://x']",
-    "rollout.engine.python": "/x/python",
     "rollout.max_staleness": "1",
-    "rollout.on_update": "abort",
     "cluster.launcher": "ray",
 }
 
@@ -203,6 +220,8 @@ def test_what_is_not_built_yet_says_so(refusal, path):
     ("overrides", "noted"),
     [
         (["training.target_kl=0.1"], ["training.target_kl"]),
+        (["rollout.on_update=in_place"], ["rollout.on_update"]),
+        ([SGLANG, "run.deterministic=true"], ["run.deterministic"]),
         (["training.target_kl=0"], []),
         (["training.max_update_kl=0.1"], ["training.max_update_kl"]),
         (["training.max_update_kl=0.1", "algorithm.epochs=2"], []),
