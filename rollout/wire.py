@@ -123,7 +123,7 @@ class EngineSink:
         await self._step("pause", lambda e: e.pause(self._mode), self._patience)
         await self._step("begin_update", lambda e: e.begin_update(buckets), self._limit)
         if self._transport is None:
-            self._transport = choose_transport(self._config.rollout.engine, self._taking, device=self._device, host=self._host)
+            self._transport = choose_transport(self._config, self._taking, device=self._device, host=self._host)
         await self._all_or_again(self._transport.open(self._taking, buckets), "the way of the weights was not opened")
 
     async def _send(self, bucket: Bucket, flat: Tensor) -> None:

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+from rlcore.config import Config
 from rlcore.config.rollout import EngineConfig
 from rlcore.errors import ConfigError
 from rlcore.protocols import RolloutEngine
 from rollout.transports.base import Transport
 from rollout.transports.copy import CopyTransport
+from rollout.transports.delta import DeltaTransport
+from rollout.transports.disk import DiskTransport
 from rollout.transports.distributed import DistributedTransport
 from rollout.transports.tensor import TensorTransport
+from rollout.transports.weight_folders import WeightFolders
 
 
-def choose_transport(
-    config: EngineConfig, engines: Sequence[RolloutEngine], *, device: torch.device, host: str
-) -> Transport:
+def choose_transport(config: Config, engines: Sequence[RolloutEngine], *, device: torch.device, host: str) -> Transport:
     """Raises ConfigError where the engines have no common way, or not the one that is configured."""
-    name = choose_name(config, [engine.transports for engine in engines])
+    limit = config.rollout.engine.update_timeout_s
+    name = choose_name(config.rollout.engine, [engine.transports for engine in engines])
     if name == "copy":
-        return CopyTransport(timeout_s=config.update_timeout_s)
+        return CopyTransport(timeout_s=limit)
     if name == "distributed":
-        return DistributedTransport(device=device, host=host, timeout_s=config.update_timeout_s)
-    return TensorTransport(timeout_s=config.update_timeout_s)
+        return DistributedTransport(device=device, host=host, timeout_s=limit)
+    if name == "tensor":
+        return TensorTransport(timeout_s=limit)
+    tokenizer = config.model.tokenizer
+    folders = WeightFolders(
+        shared_folder(config), model=Path(config.model.path), tokenizer=None if tokenizer is None else Path(tokenizer)
+    )
+    return DeltaTransport(folders, timeout_s=limit) if name == "delta" else DiskTransport(folders, timeout_s=limit)
+
+
+def shared_folder(config: Config) -> Path:
+    """Where weights lie that trainer and engines share."""
+    given = config.rollout.engine.weights_dir
+    return Path(given) if given is not None else Path(config.run.dir) / config.run.name / "weights"
 
 
 def choose_name(config: EngineConfig, offered: Sequence[Sequence[str]]) -> str:
@@ -40,6 +56,6 @@ def choose_name(config: EngineConfig, offered: Sequence[Sequence[str]]) -> str:
         return "tensor" if config.colocated and "tensor" in common else common[0]
     if config.transport not in common:
         raise ConfigError(
-            f"rollout.engine.transport: {config.transport} does not reach the engines of this run; they take {', '.join(common)}"
+            f"rollout.engine.transport: {config.transport} does not reach this run's engines; they take {', '.join(common)}"
         )
     return config.transport

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from rlcore.errors import EngineFailed, EngineHangs, UserError
 from rlcore.protocols import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import Bucket
 from rollout.deadlines import together
+from rollout.engines.sglang.checksums import FusedChecksums
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient
 from rollout.engines.sglang.keys import Keys
@@ -43,7 +45,7 @@ class SGLangEngine:
         model_path: the Hugging Face folder that the trainer started from.
     """
 
-    transports = ("distributed", "tensor")
+    transports = ("distributed", "tensor", "disk", "delta")
 
     def __init__(
         self, server: ManagedServer | ExternalServer, *, config: EngineConfig, keys: Keys, model_path: str
@@ -56,7 +58,7 @@ class SGLangEngine:
         self._turnstile = Turnstile(self.name, timeout_s=config.request_timeout_s)
         self._client: ServerClient | None = None
         self._generation: Generation | None = None
-        self._device = ""
+        self._device, self._dtype = "", ""      # "cpu" | "cuda"; "auto" | "float32" | "bfloat16" | ...
         self._mode: PauseMode | None = None         # the pause in force
         self._group: str | None = None              # the process group for weights that the server is in
 
@@ -76,7 +78,8 @@ class SGLangEngine:
         self._turnstile.open()
         self._client = client
         self._generation = await Generation.connect(client, self.model_path)
-        self._device = str((await self._get("/server_info"))["device"])
+        info = await self._get("/server_info")
+        self._device, self._dtype = str(info["device"]), str(info["dtype"])
 
     async def kill(self) -> None:
         await self._leave()
@@ -195,6 +198,13 @@ class SGLangEngine:
         })
         self.weights.received(index)
 
+    async def load_folder(self, folder: Path) -> None:
+        """Take all weights out of a Hugging Face folder, which the server's machine has under the same path."""
+        await self._control("/update_weights_from_disk", {
+            "model_path": str(folder), "load_format": "safetensors", "flush_cache": False, "abort_all_requests": False,
+        })
+        self.weights.received_all()
+
     async def end_update(self) -> None:
         """Raises EngineFailed where a bucket is missing: the engine is stale then."""
         self.weights.check_whole()
@@ -208,9 +218,17 @@ class SGLangEngine:
         await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self.weights.set_version(version)
 
-    async def checksum(self) -> str:
-        answer = await self._control("/weights_checker", {"action": "checksum", "selector": "target"})
-        return str(answer["per_engine_checksum"])
+    def expectation(self) -> FusedChecksums:
+        return FusedChecksums.of(self.model_path, ranks=self.group_ranks, dtype=self._dtype)
+
+    async def checksum(self) -> Any:
+        """A hash of every tensor of every rank, as the server keeps them."""
+        return (await self._control("/weights_checker", {"action": "checksum", "selector": "target"}))["ranks"]
+
+    @property
+    def url(self) -> str:
+        """Where the server is reached. Raises EngineFailed where it does not run."""
+        return self._running.url
 
     # --- memory ----------------------------------------------------------------------------------------------------
 
