@@ -2,7 +2,8 @@
 
 Every rank of the first model replica (for experts: of the first that hold them) copies its part of a bucket into one flat
 buffer and sends it straight to rank 0, which puts the parts together. So each weight crosses the wire once, a bucket costs one
-message a rank however many tensors it holds, and the pipeline stages convert and send ahead of one another.
+message a rank however many tensors it holds, and the pipeline stages convert and send ahead of one another. Rank 0 is one
+bucket ahead too: it gathers the next while the last is on its way to the engines.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from backends.megatron.ahead import one_ahead
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.folder import FolderWriter
 from backends.megatron.convert.layout import Slice, hf_shapes, model_entries, tp_slice, unpack
@@ -28,7 +30,7 @@ from rlcore.weights import Bucket, TensorSpec, cut_buckets
 
 Head = Literal["lm", "value"]
 
-_IN_FLIGHT = 2                              # buffers of a sending rank: one on the wire while the next is filled
+_IN_FLIGHT = 2      # buffers: one on the wire, or (rank 0) in the consumer's hands, while the next is filled
 
 
 def weight_specs(arch: Architecture, dtype: torch.dtype, head: Head = "lm") -> list[TensorSpec]:
@@ -141,11 +143,10 @@ class WeightExporter:
     def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
         """Each bucket in order: uint8 [num_bytes] on rank 0, None elsewhere. Collective; iterate to the end on every rank.
 
-        The tensor is overwritten when the next bucket is asked for.
+        The tensor is overwritten when the next bucket is asked for. Nothing else may use the ranks' group until the end.
         """
         if self.parallel.rank == 0:
-            for bucket in self.buckets:
-                yield bucket, self._gather(bucket)
+            yield from one_ahead(lambda bucket: (bucket, self._gather(bucket)), self.buckets, self._device)
             return
         on_wire: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
         for bucket in self.buckets:
@@ -164,7 +165,7 @@ class WeightExporter:
 
     def _gather(self, bucket: Bucket) -> Tensor:
         """Rank 0: receive every other rank's part, convert the own meanwhile, put all in place."""
-        flat = self._buffer("bucket", 0, bucket.num_bytes)
+        flat = self._buffer("bucket", bucket.index % _IN_FLIGHT, bucket.num_bytes)
         out = dict(bucket.views(flat))
         arrivals: list[tuple[list[_Part], Tensor]] = []
         receives: list[dist.P2POp] = []
