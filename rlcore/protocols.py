@@ -177,6 +177,18 @@ PauseMode = Literal["drain", "retract", "in_place", "abort"]
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]        # what an engine keeps on its device
 
 
+class WeightExpectation(Protocol):
+    """What an engine should say of its weights when it took every bucket."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A tensor that is sent. It is read now, and may be overwritten afterwards."""
+        ...
+
+    def problem(self, said: Any) -> str | None:
+        """What is wrong with an engine whose `checksum` said this; None where its weights are what was sent."""
+        ...
+
+
 class RolloutEngine(Protocol):
     """An engine: generates, and takes new weights by the steps of a publication."""
 
@@ -211,8 +223,12 @@ class RolloutEngine(Protocol):
 
     async def set_version(self, version: int) -> None: ...
 
-    async def checksum(self) -> str:
-        """A digest of every weight by name, to compare with the trainer's."""
+    def expectation(self) -> WeightExpectation:
+        """A fresh one, to be told what is sent. Raises ConfigError where this engine's weights cannot be verified."""
+        ...
+
+    async def checksum(self) -> Any:
+        """A digest of its weights, for `WeightExpectation.problem`."""
         ...
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from rlcore.config import Config
 from rlcore.errors import DeadlineExceeded, PublicationFailed, RunFailed
-from rlcore.protocols import RolloutEngine
-from rlcore.weights import DTYPES, Bucket, combine_fingerprints, fingerprint
+from rlcore.protocols import RolloutEngine, WeightExpectation
+from rlcore.weights import Bucket
 from rollout.transports.base import GRACE_S, Failures, Transport, ask
 from rollout.transports.choose import choose_transport
 
@@ -54,6 +54,10 @@ class Members(Protocol):
         """It has a whole version and is resumed."""
         ...
 
+    def missed(self, engine: RolloutEngine) -> None:
+        """The publication was given up while it took part: it waits for the next."""
+        ...
+
     async def failed(self, engine: RolloutEngine, why: str) -> None:
         """It missed a part. Returns when it holds up nobody any more. Raises RunFailed when none is left for good."""
         ...
@@ -66,20 +70,20 @@ class EngineSink:
         members: on `loop`, which runs in another thread.
         device: where the trainer's buckets are.
         host: the address under which the engines reach this process.
-        verify: compare a checksum of every engine's weights with what was sent, each time.
     """
 
     def __init__(
         self, config: Config, members: Members, loop: asyncio.AbstractEventLoop, *,
-        device: torch.device | str = "cpu", host: str = "127.0.0.1", verify: bool = False,
+        device: torch.device | str = "cpu", host: str = "127.0.0.1",
     ) -> None:
         self._config, self._members, self._loop = config, members, loop
         self._device, self._host = torch.device(device), host
         self._mode = config.rollout.on_update
         self._limit = config.rollout.engine.update_timeout_s
         self._patience = config.rollout.engine.request_timeout_s       # to pause, requests in flight may have to end
-        self._verify = verify
-        self._fingerprints: dict[str, str] = {}
+        self._verify_every = config.rollout.engine.verify_every
+        self._unverified = 0                                    # publications since the last comparison of checksums
+        self._expectation: WeightExpectation | None = None      # of the publication at hand, where it is to be verified
         self._transport: Transport | None = None
         self._taking: list[RolloutEngine] = []      # part in the transaction at hand
 
@@ -105,7 +109,12 @@ class EngineSink:
 
     def cancel(self) -> None:
         """The engines stay paused, and refuse to generate until a whole update came."""
+        self._call(self._give_up())
         self.close()
+
+    async def _give_up(self) -> None:
+        for engine in self._taking:
+            self._members.missed(engine)
 
     def close(self) -> None:
         if self._transport is not None:
@@ -114,9 +123,12 @@ class EngineSink:
     # --- its steps, on the engines' loop ---------------------------------------------------------------------------
 
     async def _prepare(self, buckets: Sequence[Bucket], only_stale: bool) -> None:
-        self._fingerprints = {}
         members = self._members
         self._taking = list(await members.stale() if only_stale else await members.candidates())
+        if not self._taking:
+            raise PublicationFailed("no engine waits for weights")
+        due = self._verify_every and self._unverified % self._verify_every == 0
+        self._expectation = self._taking[0].expectation() if due else None      # all engines of a run keep weights alike
         for engine in self._taking:
             members.draining(engine)
         await self._step("health", lambda e: e.health(), PROBE_S)
@@ -128,9 +140,8 @@ class EngineSink:
 
     async def _send(self, bucket: Bucket, flat: Tensor) -> None:
         assert self._transport is not None
-        if self._verify:
-            dtype = DTYPES[self._config.rollout.engine.dtype or self._config.model.dtype]
-            self._fingerprints |= {name: fingerprint(tensor.to(dtype)) for name, tensor in bucket.views(flat)}
+        if self._expectation is not None:
+            await asyncio.to_thread(expect, self._expectation, bucket, flat)
         await self._all_or_again(
             self._transport.send(bucket, flat), f"bucket {bucket.index} was not taken by all engines"
         )
@@ -139,19 +150,19 @@ class EngineSink:
         assert self._transport is not None
         await self._all_or_again(self._transport.complete(), "the weights were not taken by all engines")
         await self._step("end_update", lambda e: e.end_update(), self._limit)
-        if self._verify:
-            await self._compare()
+        if self._expectation is not None:
+            await self._compare(self._expectation)
+        self._unverified += 1
         await self._step("set_version", lambda e: e.set_version(version), self._limit)
         await self._step("resume", lambda e: e.resume(), self._limit)
         for engine in self._taking:
             self._members.published(engine, version)
 
-    async def _compare(self) -> None:
-        expected = combine_fingerprints(self._fingerprints)
-        sums = await self._step("checksum", lambda e: e.checksum(), self._limit)
+    async def _compare(self, expectation: WeightExpectation) -> None:
+        said = await self._step("checksum", lambda e: e.checksum(), self._limit)
+        problems = {engine: expectation.problem(one) for engine, one in said.items()}
         await self._out({
-            engine: f"its weights differ from what was sent: checksum {got[:12]}, expected {expected[:12]}"
-            for engine, got in sums.items() if got != expected
+            engine: f"its weights differ from what was sent: {problem}" for engine, problem in problems.items() if problem
         })
 
     async def _step(self, what: str, call: Callable[[Any], Awaitable[Any]], seconds: float) -> dict[Any, Any]:
@@ -189,6 +200,11 @@ class EngineSink:
             raise DeadlineExceeded(f"the engines' event loop did nothing for {limit:g} s: something blocks it") from error
 
 
+def expect(expectation: WeightExpectation, bucket: Bucket, flat: Tensor) -> None:
+    for name, tensor in bucket.views(flat):
+        expectation.add(name, tensor)
+
+
 class Roster:
     """`Members` that are never started again: who fails is ended and forgotten."""
 
@@ -205,6 +221,8 @@ class Roster:
     def draining(self, engine: RolloutEngine) -> None: ...
 
     def published(self, engine: RolloutEngine, version: int) -> None: ...
+
+    def missed(self, engine: RolloutEngine) -> None: ...
 
     async def failed(self, engine: RolloutEngine, why: str) -> None:
         self.engines.remove(engine)

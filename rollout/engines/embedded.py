@@ -23,10 +23,11 @@ from torch import Tensor
 from rlcore.config.rollout import EngineConfig
 from rlcore.errors import RunFailed, UserError
 from rlcore.protocols import Completion, GenerateRequest, MemoryTag, PauseMode
-from rlcore.weights import Bucket
+from rlcore.weights import DTYPES, Bucket
 from rollout.deadlines import within
 from rollout.engines.causal_lm import CausalLM
 from rollout.engines.decoding import Decoding, Slot
+from rollout.engines.expectation import Fingerprints
 from rollout.engines.gate import Gate
 from rollout.engines.model_weights import ModelWeights
 from rollout.engines.stopping import StopStrings
@@ -45,7 +46,7 @@ class EmbeddedEngine:
         tokenizer: folder of the tokenizer, read when a request has stop strings; default `model_path`.
     """
 
-    transports = ("copy",)
+    transports: tuple[str, ...] = ("copy",)
 
     def __init__(
         self, model_path: str, *, config: EngineConfig, dtype: str = "bf16", tokenizer: str | None = None,
@@ -179,6 +180,9 @@ class EmbeddedEngine:
 
     async def set_version(self, version: int) -> None:
         self._started()[1].set_version(version)
+
+    def expectation(self) -> Fingerprints:
+        return Fingerprints(DTYPES[self.dtype])
 
     async def checksum(self) -> str:
         return await asyncio.to_thread(self._started()[1].checksum)

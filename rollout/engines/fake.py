@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import RunFailed
 from rlcore.protocols import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import Bucket
+from rollout.engines.expectation import Fingerprints
 
 Reply = Callable[[GenerateRequest, int], Sequence[int]]
 """(request, sample index) -> the tokens of that response."""
@@ -100,6 +102,9 @@ class FakeEngine:
         if set(tags) - self.released:
             raise RunFailed(f"{self.name}: {sorted(set(tags) - self.released)} are not released")
         self.released -= set(tags)
+
+    def expectation(self) -> Fingerprints:
+        return Fingerprints(torch.float32)
 
     async def checksum(self) -> str:
         return f"fake-{self.version}"

@@ -19,9 +19,10 @@ from torch import Tensor
 from rlcore.config.rollout import EngineConfig
 from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
 from rlcore.protocols import Completion, GenerateRequest, MemoryTag, PauseMode
-from rlcore.weights import Bucket
+from rlcore.weights import DTYPES, Bucket
 from rollout.engines.child import Child
 from rollout.engines.codec import decode_completion, encode_buckets, encode_request
+from rollout.engines.expectation import Fingerprints
 from rollout.engines.server import ServerConfig, config_json
 from rollout.engines.weight_group import GroupAddress
 
@@ -40,7 +41,7 @@ class RemoteEngine:
     """
 
     group_ranks = 1
-    transports = ("distributed",)
+    transports: tuple[str, ...] = ("distributed",)
 
     def __init__(
         self, model_path: str, *, config: EngineConfig, dtype: str = "bf16", tokenizer: str | None = None,
@@ -120,6 +121,9 @@ class RemoteEngine:
 
     async def set_version(self, version: int) -> None:
         await self._update("set_version", {"version": version})
+
+    def expectation(self) -> Fingerprints:
+        return Fingerprints(DTYPES[self.config.dtype or self._server.dtype])
 
     async def checksum(self) -> str:
         return str(await self._update("checksum"))

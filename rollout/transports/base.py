@@ -66,9 +66,8 @@ async def ask(
 
     async def one(engine: Engine) -> None:
         late = f"engine {engine.name} did not answer {what} within {seconds:g} s"
-        outcomes: list[Any] = await asyncio.gather(
-            within(seconds + GRACE_S, call(engine), lambda: late), return_exceptions=True
-        )
+        work = within(seconds + GRACE_S, call(engine), lambda: late)
+        outcomes: Any = await asyncio.gather(work, return_exceptions=True)
         [outcome] = outcomes
         if isinstance(outcome, BaseException):
             answers.failed[engine] = describe(outcome)

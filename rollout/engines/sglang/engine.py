@@ -45,7 +45,7 @@ class SGLangEngine:
         model_path: the Hugging Face folder that the trainer started from.
     """
 
-    transports = ("distributed", "tensor", "disk", "delta")
+    transports: tuple[str, ...] = ("distributed", "tensor", "disk", "delta")
 
     def __init__(
         self, server: ManagedServer | ExternalServer, *, config: EngineConfig, keys: Keys, model_path: str

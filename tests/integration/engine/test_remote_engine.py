@@ -25,7 +25,10 @@ from rollout.engines.embedded import EmbeddedEngine
 from rollout.engines.remote import RemoteEngine
 from rollout.wire import EngineSink, Roster
 
-LIMITS = {"device": "cpu", "threads": 1, "start_timeout_s": 60.0, "request_timeout_s": 20.0, "update_timeout_s": 5.0}
+LIMITS = {
+    "verify_every": 1, "device": "cpu", "threads": 1,
+    "start_timeout_s": 60.0, "request_timeout_s": 20.0, "update_timeout_s": 5.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +113,9 @@ def requests():
 def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, config, loop, pair):
     local = EmbeddedEngine(config.model.path, config=config.rollout.engine, dtype="fp32", name="local")
     run(loop, local.start())
-    beside = EngineSink(config, Roster([local]), loop, verify=True)
+    beside = EngineSink(config, Roster([local]), loop)
     publish(beside, model, 3)
-    sink = EngineSink(config, Roster(pair), loop, verify=True)
+    sink = EngineSink(config, Roster(pair), loop)
     publish(sink, model, 3)
     first = [link._group for link in sink._transport._links]
     answers = [run(loop, engine.generate(requests())) for engine in (*pair, local)]
@@ -187,7 +190,7 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
     frozen = remote(config, "frozen", tmp_path, request_timeout_s=2.0)
     run(loop, start_all([doomed, frozen]))
     roster = Roster([doomed, frozen, pair[0]])
-    sink = EngineSink(config, roster, loop, verify=True)
+    sink = EngineSink(config, roster, loop)
     publish(sink, model, 11)
 
     running = asyncio.run_coroutine_threadsafe(doomed.generate([request([1], max_new_tokens=500)]), loop)

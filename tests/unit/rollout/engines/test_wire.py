@@ -61,7 +61,7 @@ def publish_once(sink, model, version):
 
 def test_every_engine_gets_the_weights_and_the_version(model, folder, loop, engines):
     roster = Roster(engines)
-    sink = EngineSink(make_config(folder), roster, loop, verify=True)
+    sink = EngineSink(make_config(folder, verify_every=1), roster, loop)
     publish_once(sink, model, 7)
     for engine in engines:
         assert run(loop, engine.checksum()) == digest(model.named_parameters())
@@ -79,7 +79,7 @@ def test_an_engine_that_fails_a_step_is_dropped_and_the_others_go_on(model, fold
 
     monkeypatch.setattr(engines[1], step, fail)
     roster = Roster(engines)
-    sink = EngineSink(make_config(folder), roster, loop, verify=True)
+    sink = EngineSink(make_config(folder, verify_every=1), roster, loop)
     publish_once(sink, model, 1)
     assert [engine.name for engine in roster.engines] == ["engine-0", "engine-2"]
     assert roster.dropped == {"engine-1": "RuntimeError: no such luck"}
@@ -117,7 +117,7 @@ def test_weights_that_arrive_damaged_are_noticed(model, folder, loop, engines, m
 
     monkeypatch.setattr(engines[0], "receive_bucket", damage)
     roster = Roster(engines)
-    sink = EngineSink(make_config(folder), roster, loop, verify=True)
+    sink = EngineSink(make_config(folder, verify_every=1), roster, loop)
     publish_once(sink, model, 1)
     assert roster.dropped["engine-0"].startswith("its weights differ from what was sent")
     assert len(roster.engines) == 2

@@ -1,0 +1,147 @@
+"""What SGLang makes of published tensors, so that the trainer can tell the checksums of a server's weights beforehand.
+
+A server stacks q on k on v, gate on up and the experts on one another, gives each tensor-parallel rank its part, pads the
+vocabulary, and reports one hash for each tensor of each rank. The same is done here with what was sent. So a tensor that came
+damaged, in the wrong place, or not at all has another hash, and its name is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.errors import ConfigError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")      # whose layers SGLang stacks as below
+VOCAB_PADDING = 64              # rows; times the ranks where these do not divide it
+SHOWN = 3                       # names in a message
+
+STACKED = {
+    "q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1),
+}  # fmt: skip
+SIZES = {"qkv_proj": 3, "gate_up_proj": 2}
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+@dataclass
+class Stack:
+    """A tensor of the server while its parts come in."""
+
+    size: int
+    parts: dict[int, Tensor] = field(default_factory=dict)
+
+
+class FusedChecksums:
+    """`rlcore.protocols.WeightExpectation` for one SGLang server on the CPU.
+
+    Args:
+        model: config.json of the model.
+        ranks: of tensor parallelism.
+        dtype: of the server's weights; None: that of what is sent.
+
+    Raises:
+        ConfigError: it is not known how SGLang lays out the model's weights.
+    """
+
+    def __init__(self, model: Mapping[str, Any], *, ranks: int, dtype: torch.dtype | None) -> None:
+        family = model.get("model_type")
+        if family not in FAMILIES:
+            raise ConfigError(
+                f"rollout.engine.verify_every: it is not known how SGLang lays out a model of type {family} (known: "
+                f"{', '.join(FAMILIES)}): set it to 0"
+            )
+        self._kv_heads = int(model.get("num_key_value_heads") or model["num_attention_heads"])
+        self._experts = int(model.get("num_experts") or 0)
+        self._ranks, self._dtype = ranks, dtype
+        self._stacks: dict[str, Stack] = {}
+        self._hashes: list[dict[str, str]] = [{} for _ in range(ranks)]
+
+    @classmethod
+    def of(cls, folder: str, *, ranks: int, dtype: str) -> FusedChecksums:
+        """For the Hugging Face model in `folder`, in the dtype that /server_info tells."""
+        model = json.loads((Path(folder) / "config.json").read_text())
+        return cls(model, ranks=ranks, dtype=None if dtype == "auto" else getattr(torch, dtype))
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        target, place, size = self._target(name)
+        stack = self._stacks.setdefault(target, Stack(size))
+        # A copy on the host: the bucket's buffer is used again before a stack that straddles two is whole.
+        stack.parts[place] = tensor.detach().to("cpu", self._dtype or tensor.dtype, copy=True)
+        if len(stack.parts) == size:
+            del self._stacks[target]
+            parts = [stack.parts[i] for i in range(size)]
+            for rank, hashes in enumerate(self._hashes):
+                hashes[target] = tensor_hash([self._shard(target, i, part, rank) for i, part in enumerate(parts)])
+
+    def problem(self, said: Any) -> str | None:
+        """`said`: `ranks` of the answer of /weights_checker."""
+        if not isinstance(said, list) or len(said) != self._ranks:
+            return f"checksums of {len(said) if isinstance(said, list) else 'no'} ranks, expected {self._ranks}"
+        if self._stacks:
+            return f"parts were never sent of {shorten(sorted(self._stacks))}"
+        wrong = set()
+        for answer in said:
+            expected, got = self._hashes[answer["parallelism_info"][0]["tp_rank"]], answer["checksums"]
+            wrong |= {name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name)}
+        return f"{len(wrong)} tensors differ: {shorten(sorted(wrong))}" if wrong else None
+
+    def _target(self, name: str) -> tuple[str, int, int]:
+        """The server's tensor that a published one belongs to, its place in it, and how many there are."""
+        if match := EXPERT.fullmatch(name):
+            experts, expert, kind = match[1], int(match[2]), match[3]
+            if kind == "down":
+                return f"{experts}.w2_weight", expert, self._experts
+            return f"{experts}.w13_weight", 2 * expert + (kind == "up"), 2 * self._experts
+        owner, _, kind = name.rpartition(".")
+        module = owner.rpartition(".")[2]
+        if module in STACKED:
+            stacked, place = STACKED[module]
+            return f"{owner.removesuffix(module)}{stacked}.{kind}", place, SIZES[stacked]
+        return name, 0, 1
+
+    def _shard(self, target: str, place: int, tensor: Tensor, rank: int) -> Tensor:
+        """The part of `tensor` that a rank holds."""
+        module = target.rpartition(".")[0].rpartition(".")[2]
+        if module == "qkv_proj" and place > 0:      # few heads: several ranks have the same
+            parts = min(self._ranks, self._kv_heads)
+            return tensor.chunk(parts)[rank * parts // self._ranks]
+        if module in ("qkv_proj", "gate_up_proj") or target.endswith("w13_weight"):
+            return tensor.chunk(self._ranks)[rank]
+        if (module in ("o_proj", "down_proj") and tensor.dim() == 2) or target.endswith("w2_weight"):
+            return tensor.chunk(self._ranks, dim=1)[rank]
+        if module in ("embed_tokens", "lm_head"):
+            return self._vocabulary(tensor, rank)
+        return tensor
+
+    def _vocabulary(self, tensor: Tensor, rank: int) -> Tensor:
+        padded = round_up(len(tensor), VOCAB_PADDING)
+        if padded % self._ranks:
+            padded = round_up(len(tensor), VOCAB_PADDING * self._ranks)
+        rows = padded // self._ranks
+        held = tensor[rank * rows : (rank + 1) * rows]
+        return torch.cat([held, held.new_zeros(rows - len(held), *held.shape[1:])])
+
+
+def tensor_hash(parts: list[Tensor]) -> str:
+    """SGLang's hash on the CPU, of the bytes of the parts one after the other."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()[:8].hex()
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def shorten(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
