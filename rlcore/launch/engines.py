@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rlcore.config import Config
+from rlcore.launch.gpus import assign_gpus, names_of
 from rlcore.launch.process import Process
+from rlcore.launch.ranks import under_torchrun
 from rlcore.protocols import RolloutEngine
 
 if TYPE_CHECKING:
@@ -17,11 +22,12 @@ def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
     """Made, not started. One embedded engine is in this process where the run has no other, so that a debugger reaches it.
 
     Raises:
-        ConfigError: no environment for SGLang; a server argument that is not the user's to set.
+        ConfigError: no environment for SGLang, too few GPUs, or a server argument that is not the user's to set.
     """
     engine, model, tokenizer = config.rollout.engine, config.model.path, config.model.tokenizer
     if engine.kind == "sglang":
-        return [*external_engines(config)] if engine.urls else [*managed_engines(config)]
+        ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else 1
+        return [*external_engines(config)] if engine.urls else [*managed_engines(config, ranks=ranks)]
     in_process = process.world_size == 1 and engine.count == 1 if engine.in_process is None else engine.in_process
     if in_process:
         from rollout.engines.embedded import EmbeddedEngine
@@ -35,19 +41,24 @@ def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
     ]
 
 
-def managed_engines(config: Config) -> list[SGLangEngine]:
-    """`rollout.engine.count` SGLang servers, with one pair of keys."""
+def managed_engines(config: Config, *, ranks: int) -> list[SGLangEngine]:
+    """`rollout.engine.count` SGLang servers, with one pair of keys.
+
+    Args:
+        ranks: trainer processes on this machine, which have its first GPUs.
+    """
     from rollout.engines.sglang.engine import SGLangEngine
     from rollout.engines.sglang.keys import Keys
     from rollout.engines.sglang.process import ManagedServer
 
     engine, model, keys = config.rollout.engine, config.model.path, Keys.from_environment()
+    gpus = assign_gpus(engine, visible=torch.cuda.device_count(), ranks=ranks)
     servers = [
         ManagedServer(
             name, model, config=engine, dtype=config.model.dtype, tokenizer=config.model.tokenizer, log=log, keys=keys,
-            arguments=_recording(config),
+            gpus=names_of(chosen, os.environ), arguments=_arguments(config, on_gpu=bool(chosen)),
         )
-        for name, log in _names(config)
+        for (name, log), chosen in zip(_names(config), gpus, strict=True)
     ]
     return [SGLangEngine(server, config=engine, keys=keys, model_path=model) for server in servers]
 
@@ -65,9 +76,13 @@ def external_engines(config: Config) -> list[SGLangEngine]:
     return [SGLangEngine(server, config=engine, keys=keys, model_path=model) for server in servers]
 
 
-def _recording(config: Config) -> dict[str, Any]:
-    """SGLang's arguments without which it does not record what the trainer asks for."""
-    return {"enable_return_routed_experts": True} if config.policy.routing_replay == "engine" else {}
+def _arguments(config: Config, *, on_gpu: bool) -> dict[str, Any]:
+    """Those of SGLang without which it does not do what the rest of the configuration asks for."""
+    needed = {
+        "enable_return_routed_experts": config.policy.routing_replay == "engine",
+        "enable_memory_saver": config.rollout.engine.colocated and on_gpu,      # on a CPU there is nothing to release
+    }
+    return {name: True for name, is_needed in needed.items() if is_needed}
 
 
 def _names(config: Config) -> list[tuple[str, Path]]:

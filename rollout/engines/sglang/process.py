@@ -39,7 +39,7 @@ class ManagedServer:
         model_path: a Hugging Face folder; its weights are served until the first publication.
         dtype: fp32 | bf16, where `config.dtype` is not set.
         log: takes what the server prints; a restart appends.
-        gpus: indices on this machine, one for each tensor-parallel rank; empty: whatever is visible.
+        gpus: names as in CUDA_VISIBLE_DEVICES, one for each tensor-parallel rank; empty: whatever is visible.
         arguments: more of sglang's own arguments, by name, which `config.server` cannot override.
 
     Raises:
@@ -50,7 +50,7 @@ class ManagedServer:
 
     def __init__(
         self, name: str, model_path: str, *, config: EngineConfig, dtype: str, tokenizer: str | None, log: Path, keys: Keys,
-        gpus: Sequence[int] = (), arguments: Mapping[str, Any] | None = None,
+        gpus: Sequence[str] = (), arguments: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         check_server_arguments(config.server)
         if config.host in ANY_ADDRESS:
@@ -98,7 +98,7 @@ class ManagedServer:
         if self.device == "cpu":
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
         elif self._gpus:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._gpus))
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
         if self.config.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.config.threads)
         return variables

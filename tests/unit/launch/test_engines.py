@@ -1,0 +1,110 @@
+"""Which engines follow from a configuration; nothing is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlcore.config import Config
+from rlcore.config.load import load_config
+from rlcore.errors import ConfigError
+from rlcore.launch import engines
+from rlcore.launch.engines import build_engines
+from rollout.engines.embedded import EmbeddedEngine
+from rollout.engines.remote import RemoteEngine
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.external import ExternalServer
+from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY
+from rollout.engines.sglang.process import ManagedServer
+
+SGLANG = "rollout.engine.kind=sglang"
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    """Stands for the interpreter of the engines' environment."""
+    (tmp_path / "python").touch()
+    return f"rollout.engine.python={tmp_path / 'python'}"
+
+
+def config_of(*overrides: str) -> Config:
+    given = ("run.name=x", "run.dir=runs", "model.path=m", "model.dtype=fp32", "data.paths=d.jsonl", "training.steps=1",
+             "reward.parts.a.function=exact_match")  # fmt: skip
+    return load_config([], [*given, *overrides]).config
+
+
+def built(*overrides: str, world_size: int = 1) -> list[Any]:
+    process: Any = SimpleNamespace(world_size=world_size)
+    return list(build_engines(config_of(*overrides), process))
+
+
+def managed(*overrides: str) -> list[ManagedServer]:
+    made = built(SGLANG, *overrides)
+    assert all(isinstance(one, SGLangEngine) and isinstance(one.server, ManagedServer) for one in made)
+    return [one.server for one in made]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "kinds"),
+    [
+        ([], 1, [EmbeddedEngine]),
+        ([], 2, [RemoteEngine]),
+        (["rollout.engine.count=2"], 1, [RemoteEngine, RemoteEngine]),
+        (["rollout.engine.in_process=false"], 1, [RemoteEngine]),
+        (["rollout.engine.in_process=true"], 2, [EmbeddedEngine]),
+    ],
+)
+def test_embedded_engines_are_in_this_process_where_it_is_alone_and_so_are_they(
+    overrides: list[str], world_size: int, kinds: list[type]
+) -> None:
+    made = built(*overrides, world_size=world_size)
+    assert [type(one) for one in made] == kinds
+    assert [one.name for one in made] == [f"engine-{index}" for index in range(len(kinds))]
+
+
+def test_servers_have_names_and_logs_of_their_own_and_one_pair_of_keys(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY, "given")
+    monkeypatch.delenv(ADMIN_KEY, raising=False)
+    first, second = managed(python, "rollout.engine.count=2")
+    assert [first.name, second.name] == ["engine-0", "engine-1"]
+    assert [str(one._child.log) for one in (first, second)] == [f"runs/x/logs/engine_{index}.log" for index in (0, 1)]
+    assert first.keys is second.keys
+    assert first.keys.api == "given"
+    assert len(first.keys.admin) > 30
+    assert "given" not in repr(first.keys)
+
+
+def test_servers_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = built(SGLANG, "rollout.engine.urls=[http://a:1, http://b:2/]")
+    assert all(isinstance(one.server, ExternalServer) and not one.managed for one in made)
+    assert [one.server.url for one in made] == ["http://a:1", "http://b:2"]
+
+
+def test_a_server_is_told_what_the_trainer_needs_of_it(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[dict[str, Any]] = []
+    make = ManagedServer.__init__
+
+    def spy(self: ManagedServer, *args: Any, **given: Any) -> None:
+        recorded.append(given)
+        make(self, *args, **given)
+
+    monkeypatch.setattr(ManagedServer, "__init__", spy)
+    colocated, replay = "rollout.engine.colocated=true", "policy.routing_replay=engine"
+    managed(python)
+    managed(python, replay, colocated)
+    monkeypatch.setattr(engines.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    managed(python, colocated)
+    managed(python, "rollout.engine.count=2", "rollout.engine.gpus=[3,1]")
+    assert [given["arguments"] for given in recorded] == [
+        {}, {"enable_return_routed_experts": True}, {"enable_memory_saver": True}, {}, {},
+    ]  # fmt: skip
+    assert [given["gpus"] for given in recorded] == [[], [], ["4"], ["7"], ["5"]]
+
+
+def test_without_an_environment_the_script_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.engine.python: there is no /no/python; run scripts/install_sglang.sh"):
+        built(SGLANG, "rollout.engine.python=/no/python")
