@@ -71,6 +71,10 @@ class WeightState:
         self.check_version(version)
         self.version, self.state = version, "ready"
 
+    def lose(self) -> None:
+        """Their memory is given back."""
+        self.state = "empty"
+
     def require_ready(self) -> int:
         """The version in force. Raises EngineFailed when there is none."""
         if self.state == "ready" and self.version is not None:

@@ -233,7 +233,12 @@ class SGLangEngine:
     # --- memory ----------------------------------------------------------------------------------------------------
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Raises EngineFailed unless the engine is paused without requests: the server's scheduler would end at one."""
+        if self._mode in (None, "in_place"):
+            raise EngineFailed(f"engine {self.name}: memory can be released only while it is paused, and not in_place")
         await self._control("/release_memory_occupation", {"tags": list(tags)})
+        if "weights" in tags:
+            self.weights.lose()
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         await self._control("/resume_memory_occupation", {"tags": list(tags)})
