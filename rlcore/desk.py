@@ -14,7 +14,7 @@ from rlcore.data.packing import split_minibatches
 from rlcore.data.sample import Sample
 from rlcore.early_stopping import EarlyStopping
 from rlcore.engine_check import EngineCheck
-from rlcore.errors import RunFailed
+from rlcore.errors import EngineFailed, RunFailed
 from rlcore.mfu import Utilization
 from rlcore.protocols import RolloutSource, StepRollouts, Tracker, UpdateResult
 from rlcore.runs.checkpoints import Checkpoint, CheckpointStore, write_failure
@@ -27,6 +27,7 @@ from rlcore.tracking.report import format_report, summarize
 from rlcore.tracking.samples import pick_samples
 
 CONTINUE = "continue"
+READY, CATCH_UP = "ready", "catch up"           # what was waited for is there; first, an engine waits for the weights
 FINISHED = ("completed", "early_stopped")       # the ends that count as a success
 CARD_METRICS = ("step", "eval/accuracy", "eval/score", "rollout/reward", "objective/kl", "loss/policy_avg")
 ENGINE_VECTORS = ("rollout_logprobs", "versions")   # placeholders where labels were written by people
@@ -85,9 +86,31 @@ class Desk:
 
     # --- batches --------------------------------------------------------------------------------------------------
 
+    def generated(self, step: int) -> str:
+        """Wait for the samples of `step`: `READY`, `CATCH_UP`, or why no engine will make them."""
+        try:
+            found = self.source.next_step(step)
+        except EngineFailed as error:               # recovery: the trainer saves what it has, then stops
+            return str(error)
+        if found is None:
+            return CATCH_UP
+        self._rollouts = found
+        return READY
+
+    def evaluated(self) -> str:
+        """Score the held-out prompts; the row that is logged next holds the result. As `generated`."""
+        try:
+            found = self.source.evaluate()
+        except EngineFailed as error:               # recovery: as above
+            return str(error)
+        if found is None:
+            return CATCH_UP
+        self._evaluation, self._evaluated = found
+        return READY
+
     def rollouts(self, step: int, version: int | None) -> RolloutBatch:
-        """Wait for the samples of `step`, which policy `version` is to be trained on, and cut them into optimizer steps."""
-        self._rollouts = self.source.next_step(step)
+        """The samples of `step`, which policy `version` is to be trained on, cut into optimizer steps."""
+        assert self._rollouts is not None
         batch = RolloutBatch.from_samples(self._rollouts.samples)
         batch.version = self._rollouts.recorded_version if version is None else version
         if self.config.is_sft:
@@ -116,10 +139,6 @@ class Desk:
             raise RunFailed(f"step {step}: {trouble}")
         if trouble:
             self.tracker.note(f"WARNING step {step}: {trouble}")
-
-    def evaluate(self) -> None:
-        """Score the held-out prompts; the row that is logged next holds the result."""
-        self._evaluation, self._evaluated = self.source.evaluate()
 
     # --- the decision and the log ---------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@
     |   +-- DeadlineExceeded
     |   +-- FailedElsewhere  another rank failed, and knows why
     |   +-- EngineFailed     one engine died, hangs or talks nonsense: another can take its requests
+    |   |   +-- EngineHangs  ... it did not answer in time; a DeadlineExceeded too
+    |   |   +-- NoEngineLeft ... none runs and none can be started again: the run saves, then stops
     |   +-- EmptyBatch       prompts, rewards and filters leave nothing to train on: exit code 2
     +-- PublicationFailed    an engine did not take a publication whole: the caller runs it again with the rest
 """
@@ -50,6 +52,14 @@ class FailedElsewhere(RunFailed):
 
 class EngineFailed(RunFailed):
     """One engine died, hangs, or answers what it must not; its requests may go to another. Names the engine."""
+
+
+class EngineHangs(EngineFailed, DeadlineExceeded):
+    """An engine did not answer in time; the message names the engine and which key sets the limit."""
+
+
+class NoEngineLeft(EngineFailed):
+    """No engine runs and none can be started again; the message says how each one ended."""
 
 
 class EmptyBatch(RunFailed):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,9 @@ from rlcore.config import Config
 from rlcore.control import Control
 from rlcore.credit import Credit
 from rlcore.data.batch import RolloutBatch
-from rlcore.desk import CONTINUE, FINISHED, Desk, Outcome
+from rlcore.desk import CATCH_UP, CONTINUE, FINISHED, READY, Desk, Outcome
 from rlcore.engine_check import PASS, EngineCheck
+from rlcore.errors import NoEngineLeft
 from rlcore.protocols import PolicyBackend, UpdateResult
 from rlcore.publish import Publisher
 from rlcore.runs.directory import Status
@@ -38,6 +39,7 @@ class Trainer:
     publisher: Publisher | None     # None: nothing generates (sft, replay)
     desk: Desk | None               # rank 0 only
     seconds: dict[str, float] = field(default_factory=dict)     # since the last row of the log, by phase
+    stranded: str = ""              # why no engine is left, on every rank; what was trained is saved then
     saver: Saver = field(init=False)
     engine_check: EngineCheck | None = field(init=False)
 
@@ -55,10 +57,12 @@ class Trainer:
             self.evaluate(0)
             self.log(0)
         self.seconds = {}
-        while status == CONTINUE:
-            step += 1
+        while status == CONTINUE and not self.stranded:
             with self.clock("step"):
-                batch = self.load_rollouts(step)
+                batch = self.load_rollouts(step + 1)
+                if self.stranded:
+                    break
+                step += 1
                 self.score(step, batch)
                 self.assign_credit(step, batch)
                 updates = self.update(step)
@@ -72,6 +76,8 @@ class Trainer:
             self.seconds = {}
             if status != CONTINUE or every(step, self.config.checkpoint.every):
                 self.save(step, in_background=status == CONTINUE and self.config.checkpoint.async_save)
+        if self.stranded:
+            self.give_up(step)
         return Outcome(cast(Status, status), step)
 
     # --- its parts ------------------------------------------------------------------------------------------------
@@ -79,12 +85,13 @@ class Trainer:
     def load_rollouts(self, step: int) -> RolloutBatch | None:
         """The step's samples, laid out over the ranks; the whole batch on rank 0."""
         with self.clock("generation"):
-            batch = self.control.main(
-                f"the rollouts of step {step}",
-                lambda: self.main.rollouts(step, self.version),
-                timeout_s=self.config.rollout.timeout_s,
-            )
+            self.wait_for_engines(f"the rollouts of step {step}", lambda: self.main.generated(step))
+        if self.stranded:
+            return None
         with self.clock("transfer"):
+            batch = self.control.main(
+                f"the batch of step {step}", lambda: self.main.rollouts(step, self.version), timeout_s=self.patience
+            )
             plans = None if batch is None else self.backend.plan(batch, self.main.minibatches)
             self.backend.load_batch(batch, plans)
         return batch
@@ -129,16 +136,28 @@ class Trainer:
     def publish(self, step: int) -> None:
         if self.publisher is not None:
             with self.clock("publish"):
-                self.publisher.publish(step)
+                self.stranded = self.publisher.publish(step)
 
     def evaluate(self, step: int) -> None:
-        if self.config.evaluation.paths and self.publisher is not None:
+        if self.config.evaluation.paths and self.publisher is not None and not self.stranded:
             with self.clock("evaluation"):
-                self.control.main(
-                    f"the evaluation after step {step}",
-                    lambda: self.main.evaluate(),
-                    timeout_s=self.config.rollout.timeout_s,
-                )
+                self.wait_for_engines(f"the evaluation after step {step}", lambda: self.main.evaluated())
+
+    def wait_for_engines(self, what: str, wait: Callable[[], str]) -> None:
+        """Rank 0 waits for generation; an engine that was started again gets the weights meanwhile."""
+        while (word := self.control.decide(what, wait, timeout_s=self.config.rollout.timeout_s)) == CATCH_UP:
+            assert self.publisher is not None
+            self.publisher.catch_up()
+        self.stranded = "" if word == READY else word
+
+    def give_up(self, step: int) -> None:
+        """No engine is left: keep what was trained, then fail with the reason."""
+        kept = self.saver.keep(step)
+
+        def fail() -> None:
+            raise NoEngineLeft(f"{self.stranded}; {kept}")
+
+        self.control.main("the end without engines", fail, timeout_s=self.patience)
 
     def end_step(self, step: int, batch: RolloutBatch | None, updates: list[UpdateResult]) -> str:
         """Measure the step; every rank learns whether to go on."""
@@ -172,6 +191,7 @@ class Trainer:
             self.backend.load(Path(folder))
         # Only now, when nothing can be refused any more, is what came after the checkpoint given up.
         step, status = self.control.decide("going on", lambda: self.main.go_on(), timeout_s=self.patience).split()
+        self.saver.newest = int(step)
         return int(step), status
 
     # --- small things ---------------------------------------------------------------------------------------------

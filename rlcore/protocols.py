@@ -5,6 +5,7 @@ Nothing here imports a backend or an engine, and nothing behind one seam sees wh
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,13 +191,22 @@ class WeightExpectation(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """An engine: generates, and takes new weights by the steps of a publication."""
+    """An engine: generates, and takes new weights by the steps of a publication.
+
+    What goes wrong with one engine, and might not with another, is EngineFailed.
+    """
 
     name: str
     transports: tuple[str, ...]     # by which weights can reach it, the preferred one first
+    managed: bool               # we started it; else somebody did, and to kill and start it is to leave it and connect anew
+
+    @property
+    def ended(self) -> asyncio.Future[Any] | None:
+        """Done when its process is gone; None where it has none of ours."""
+        ...
 
     async def start(self) -> None:
-        """Ready to answer, within `rollout.engine.start_timeout_s`."""
+        """Ready to answer, within `rollout.engine.start_timeout_s`. Again after `kill`, without weights then."""
         ...
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
@@ -237,6 +247,17 @@ class RolloutEngine(Protocol):
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Take it again. Released weights take a whole publication before the engine generates."""
+        ...
+
+    async def health(self) -> dict[str, Any]:
+        """At least `name`, and `version` (None without whole weights).
+
+        Raises EngineFailed: it does not run, or answers nothing within `rollout.engine.health_timeout_s`.
+        """
+        ...
+
+    async def kill(self) -> None:
+        """End it at once, whatever it is doing, hung and stopped ones too. May be called at any time."""
         ...
 
     async def close(self) -> None: ...
@@ -299,12 +320,15 @@ class RolloutSource(Protocol):
         """Start what generates, once; waits until it is ready."""
         ...
 
-    def next_step(self, step: int) -> StepRollouts:
-        """The samples of step `step` (1-based). Waits at most `rollout.timeout_s`."""
+    def next_step(self, step: int) -> StepRollouts | None:
+        """The samples of step `step` (1-based). Waits at most `rollout.timeout_s`.
+
+        None: an engine that was started again waits for the weights. The work goes on; bring them, and ask again.
+        """
         ...
 
-    def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
-        """Score the evaluation prompts with the current weights."""
+    def evaluate(self) -> tuple[dict[str, float], list[Sample]] | None:
+        """Score the evaluation prompts with the current weights. None as above."""
         ...
 
     def snapshot(self) -> dict[str, Any]:
@@ -319,8 +343,12 @@ class RolloutSource(Protocol):
 class WeightSink(Protocol):
     """All engines of a publication, seen by the trainer's rank 0; blocking, each call with a deadline."""
 
-    def prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Pause, agree on the members and the layout, open the update."""
+    def prepare(self, buckets: Sequence[Bucket], *, only_stale: bool = False) -> None:
+        """Pause, agree on the members and the layout, open the update.
+
+        Args:
+            only_stale: those engines alone that wait for weights; the others go on serving.
+        """
         ...
 
     def send(self, bucket: Bucket, flat: Tensor) -> None: ...

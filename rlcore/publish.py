@@ -4,23 +4,24 @@
 
 All trainer ranks take part, since a bucket is gathered from all of them; only rank 0 talks to engines. When an engine
 fails in the middle, rank 0 still takes part in the gathers to the end, then the whole transaction runs again with the
-engines left.
+engines left. An engine that was started again in between gets the version at hand in a transaction of its own, while the
+others go on serving.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlcore.control import Control
-from rlcore.errors import PublicationFailed, RunFailed
+from rlcore.errors import NoEngineLeft, PublicationFailed
 from rlcore.protocols import PolicyBackend, WeightSink
 from rlcore.weights import Bucket
 
 MAX_ATTEMPTS = 5
+DONE, AGAIN, OPEN = "done", "again", "open"      # what rank 0 says of an attempt; anything else is why no engine is left
 
 
 @dataclass(frozen=True)
@@ -69,47 +70,54 @@ class Publisher:
         self.timeout_s = timeout_s
         self.version = 0        # of the newest publication: what the engines hold when `publish` has returned (rank 0)
 
-    def publish(self, step: int) -> float:
-        """Seconds it took. Raises RunFailed when no engine is left."""
-        start = time.perf_counter()
+    def publish(self, step: int) -> str:
+        """A new version, to all engines. Returns "", or why no engine could take it; the same on every rank."""
         for _ in range(MAX_ATTEMPTS):
-            if self._attempt(step):
-                return time.perf_counter() - start
-        raise RunFailed(f"the weights of step {step} could not be published in {MAX_ATTEMPTS} attempts")
+            outcome = self._attempt(step)
+            if outcome != AGAIN:
+                return "" if outcome == DONE else outcome
+        return f"the weights of step {step} could not be published in {MAX_ATTEMPTS} attempts"
 
-    def _attempt(self, step: int) -> bool:
+    def catch_up(self) -> None:
+        """The version at hand once more, to the engines alone that wait for it. One attempt: who fails is started again."""
+        self._attempt(None)
+
+    def _attempt(self, step: int | None) -> str:
+        """`DONE`, `AGAIN`, or why no engine is left. A `step` gets a new version, None is a catch-up."""
         failure: PublicationFailed | None = None
         buckets = self.backend.buckets()
         opened = self.control.decide("opening a publication", lambda: self._open(step, buckets), timeout_s=self.timeout_s)
-        if opened != "open":
-            return False
+        if opened != OPEN:
+            return opened
         for bucket, flat in self.backend.export_buckets():
             if self.sink is not None and flat is not None and failure is None:
                 try:
                     self.sink.send(bucket, flat)
                 except PublicationFailed as error:  # recovery: gather to the end, then all again
                     failure = error
-        closed = self.control.decide("closing a publication", lambda: self._close(failure), timeout_s=self.timeout_s)
-        return closed == "done"
+        return self.control.decide("closing a publication", lambda: self._close(failure), timeout_s=self.timeout_s)
 
-    def _open(self, step: int, buckets: Sequence[Bucket]) -> str:
+    def _open(self, step: int | None, buckets: Sequence[Bucket]) -> str:
         assert self.sink is not None
         assert self.journal is not None
-        self.version = self.journal.next(step).version
+        if step is not None:
+            self.version = self.journal.next(step).version
         try:
-            self.sink.prepare(buckets)
+            self.sink.prepare(buckets, only_stale=step is None)
         except PublicationFailed:                       # recovery: the next attempt, with the engines left
             self.sink.cancel()
-            return "failed"
-        return "open"
+            return AGAIN
+        except NoEngineLeft as error:                   # recovery: the trainer saves, then stops
+            return str(error)
+        return OPEN
 
     def _close(self, failure: PublicationFailed | None) -> str:
         assert self.sink is not None
         if failure is None:
             try:
                 self.sink.finish(self.version)
-                return "done"
+                return DONE
             except PublicationFailed as error:          # recovery: as above
                 failure = error
         self.sink.cancel()
-        return "failed"
+        return AGAIN

@@ -32,6 +32,7 @@ class Saver:
 
     def __init__(self, control: Control, backend: PolicyBackend, desk: Desk | None, *, timeout_s: float) -> None:
         self._control, self._backend, self._desk, self._timeout_s = control, backend, desk, timeout_s
+        self.newest = 0                     # step of the newest checkpoint, whole or being written; 0: there is none
         self._step: int | None = None       # of the checkpoint that is being written
         self._folder = Path()               # of the newest shards, inside that of all checkpoints
         self._slowest = 0.0                 # seconds that its last rank wrote for (rank 0)
@@ -58,7 +59,16 @@ class Saver:
             self._step = step
         else:
             self._commit(step)
+        self.newest = step
         return seconds
+
+    def keep(self, step: int) -> str:
+        """See that a checkpoint holds `step`, the last that was trained, before the run fails. Says what is kept."""
+        if step == self.newest:
+            self._wait()
+        else:
+            self.save(step, in_background=False)
+        return f"the run is saved after step {step}: continue with --resume" if step else "no step was trained yet"
 
     def poll(self) -> float | None:
         """Commit the checkpoint on its way if every rank has written it. Returns the slowest rank's seconds (on rank 0).

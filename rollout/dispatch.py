@@ -1,88 +1,133 @@
-"""Which engine answers which request, under `rollout.engine.request_timeout_s`."""
+"""Which engine answers which request, under `rollout.engine.request_timeout_s`; who answers when an engine fails.
+
+A request has one future, that of the caller. When its engine fails, whatever that engine may still say is dropped and the
+request goes to another (or the same, started again), at most `rollout.engine.retries` times: it is answered exactly once.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rlcore.errors import RlcoreError, RunFailed
-from rlcore.protocols import Completion, GenerateRequest, RolloutEngine
-from rollout.deadlines import together, within
+from rlcore.config.rollout import EngineConfig
+from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, RunFailed
+from rlcore.protocols import Completion, GenerateRequest
+from rollout.deadlines import together
+from rollout.fleet import Fleet
+from rollout.routing import Lease
 
 
 class Dispatcher:
-    """Spreads requests over the engines and watches each call."""
+    """Spreads requests over the engines of a fleet and watches each call."""
 
-    def __init__(self, engines: Sequence[RolloutEngine], *, timeout_s: float, max_batch: int) -> None:
-        self.engines, self.timeout_s, self.max_batch = list(engines), timeout_s, max_batch
-        self._outstanding = [0] * len(self.engines)     # requests
+    def __init__(self, fleet: Fleet, config: EngineConfig) -> None:
+        self.fleet, self.config = fleet, config
+        self.retried = 0                        # requests that were sent again, so far
+        self._calls = 0                         # running
         self._busy_since = 0.0
-        self.busy_s = 0.0                               # seconds in which any engine had work
+        self.busy_s = 0.0                       # seconds in which any engine had work
 
     async def one(self, request: GenerateRequest) -> list[Completion]:
-        """To the engine with the fewest requests: for engines that batch continuously."""
-        engine = min(range(len(self.engines)), key=lambda e: (self._outstanding[e], e))
-        return (await self._call(engine, [request]))[0]
+        """To the least loaded engine, or where the conversation was before: for engines that batch continuously."""
+        return (await self._answer([request], (request.seed, request.draw), room=self.config.max_in_flight))[0]
 
     async def batch(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        """Request i to engine i mod n, in calls of at most `max_batch` sequences: the same batches for the same requests."""
-        shares = [list(range(e, len(requests), len(self.engines))) for e in range(len(self.engines))]
+        """In calls of at most `max_batch` sequences, request i in share i mod n of n engines.
+
+        The calls are the same for the same requests, whoever is alive: so are the results of an engine that goes by them.
+        """
+        n = len(self.fleet.members)
         results: list[list[Completion]] = [[] for _ in requests]
 
-        async def serve(engine: int) -> None:
-            for part in self._cut(shares[engine], requests):
-                answers = await self._call(engine, [requests[i] for i in part])
+        async def serve(share: int) -> None:
+            for part in self._cut(range(share, len(requests), n), requests):
+                answers = await self._answer([requests[i] for i in part], ("share", share), room=1)
                 for i, completions in zip(part, answers):
                     results[i] = completions
 
-        await together(*(serve(e) for e in range(len(self.engines)) if shares[e]))
+        await together(*(serve(share) for share in range(min(n, len(requests)))))
         return results
 
     def _cut(self, share: Sequence[int], requests: Sequence[GenerateRequest]) -> Iterator[list[int]]:
         part: list[int] = []
         size = 0
         for i in share:
-            if part and size + requests[i].n > self.max_batch:
+            if part and size + requests[i].n > self.config.max_batch:
                 yield part
                 part, size = [], 0
             part.append(i)
             size += requests[i].n
         yield part
 
-    async def _call(self, engine: int, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        client = self.engines[engine]
-        with self._counted(engine, len(requests)):
+    async def _answer(self, requests: Sequence[GenerateRequest], key: Hashable, *, room: int) -> list[list[Completion]]:
+        """From the first engine that gives it.
+
+        Raises:
+            UserError: a request is bad; no other engine is asked.
+            EngineFailed: the last of `retries` + 1 engines failed. NoEngineLeft: there is none to ask.
+        """
+        for attempts_left in range(self.config.retries, -1, -1):
+            lease = await self.fleet.lease(key, room=room)
             try:
-                answers = await within(
-                    self.timeout_s,
-                    client.generate(requests),
-                    lambda: f"engine {client.name} did not answer {len(requests)} requests (the first: {requests[0].rid}) "
-                    f"within {self.timeout_s:g} s (rollout.engine.request_timeout_s)",
-                )
-            except RlcoreError:
-                raise
-            except Exception as error:
-                raise RunFailed(f"engine {client.name} failed: {type(error).__name__}: {error}") from error
+                with self._counted(lease, len(requests)):
+                    return await self._call(lease, requests)
+            except EngineFailed as error:
+                self.fleet.lost(lease, str(error))
+                if not attempts_left:
+                    raise
+                self.retried += len(requests)
+            finally:
+                self.fleet.release(lease)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _call(self, lease: Lease, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        if lease.lost is not None:              # between the grant and here
+            raise EngineFailed(lease.lost)
+        engine, limit = lease.member.engine, self.config.request_timeout_s
+        call = lease.call = asyncio.ensure_future(engine.generate(requests))
+        try:
+            done, _ = await asyncio.wait({call}, timeout=limit)
+        finally:
+            call.cancel()                       # no effect when done; else nobody hears its answer any more
+        if lease.lost is not None:
+            raise EngineFailed(lease.lost)
+        if not done:
+            raise EngineHangs(
+                f"engine {engine.name} did not answer {len(requests)} requests (the first: {requests[0].rid}) "
+                f"within {limit:g} s (rollout.engine.request_timeout_s)"
+            )
+        return self._checked(call, lease, requests)
+
+    def _checked(
+        self, call: asyncio.Future[list[list[Completion]]], lease: Lease, requests: Sequence[GenerateRequest]
+    ) -> list[list[Completion]]:
+        name, error = lease.member.name, call.exception()
+        if isinstance(error, RlcoreError):
+            raise error
+        if error is not None:
+            raise RunFailed(f"engine {name} failed: {type(error).__name__}: {error}") from error
+        answers = call.result()
         if [len(a) for a in answers] != [r.n for r in requests]:
-            raise RunFailed(
-                f"engine {client.name} gave {[len(a) for a in answers]} completions, asked were {[r.n for r in requests]}"
+            raise EngineFailed(
+                f"engine {name} gave {[len(a) for a in answers]} completions, asked were {[r.n for r in requests]}"
             )
         return answers
 
     @contextmanager
-    def _counted(self, engine: int, requests: int) -> Iterator[None]:
-        if not any(self._outstanding):
+    def _counted(self, lease: Lease, requests: int) -> Iterator[None]:
+        lease.requests = requests
+        if not self._calls:
             self._busy_since = time.perf_counter()
-        self._outstanding[engine] += requests
+        self._calls += 1
         try:
             yield
         finally:
-            self._outstanding[engine] -= requests
-            if not any(self._outstanding):
+            self._calls -= 1
+            if not self._calls:
                 self.busy_s += time.perf_counter() - self._busy_since
 
     def waiting_for(self) -> str:
-        """"engine a (3 requests), engine b (1 request)", or "" when none has work."""
-        busy = ((client.name, n) for client, n in zip(self.engines, self._outstanding) if n)
-        return ", ".join(f"engine {name} ({n} request{'s' * (n != 1)})" for name, n in busy)
+        """See `Fleet.waiting_for`."""
+        return self.fleet.waiting_for()

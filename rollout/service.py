@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,10 +23,11 @@ from rlcore.protocols import RolloutEngine, StepRollouts
 from rollout.deadlines import LoopThread, together, within
 from rollout.dispatch import Dispatcher
 from rollout.filters import FilterChain
+from rollout.fleet import Fleet
 from rollout.ledger import Ledger
 from rollout.rewards.build import build_scorer
 from rollout.rewards.pool import START_TIMEOUT_S as REWARD_START_TIMEOUT_S
-from rollout.rewards.scorer import VERIFIERS
+from rollout.rewards.scorer import VERIFIERS, FailureCounts
 from rollout.runners import Runners
 from rollout.vocabulary import check_vocabulary
 from rollout.waves import Group
@@ -39,6 +40,15 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
 DRAWS_PER_GROUP = 16                            # a step gives up after so many draws for each group it needs
+
+
+@dataclass
+class _Work:
+    """What goes on in the loop while the trainer is away, bringing weights to an engine that was started again."""
+
+    task: asyncio.Task[Any]
+    before: dict[str, float]                    # the counters when it began
+    began: float = field(default_factory=time.perf_counter)
 
 
 @dataclass
@@ -75,7 +85,7 @@ class RolloutService:
         if not engines:
             raise ConfigError("the rollout service needs at least one engine")
         self._config, self._tokenizer = config, tokenizer
-        self.engines = list(engines)
+        self.fleet = Fleet(engines, config.rollout.engine)
         vocab_size = check_vocabulary(config.model.path, tokenizer)
         self.prompts = self._load(config.data.paths, None)
         paths = config.evaluation.paths
@@ -86,12 +96,12 @@ class RolloutService:
             len(self.prompts), seed=config.run.seed, shuffle=config.data.shuffle, fingerprint=self.prompts.fingerprint()
         )
         self.ledger = Ledger()
-        self._dispatcher = Dispatcher(
-            self.engines, timeout_s=config.rollout.engine.request_timeout_s, max_batch=config.rollout.engine.max_batch
-        )
+        self._dispatcher = Dispatcher(self.fleet, config.rollout.engine)
         runners = Runners(config, tokenizer, self._dispatcher, self._scorer)
         self._training = runners.training(lambda draw: self.prompts[self._stream.row(draw)], greedy_baseline=greedy_baseline)
         self._evaluation = runners.evaluation((self._evaluation_prompts or self.prompts).__getitem__)
+        self._work: _Work | None = None
+        self._seen = {"rollout/engine_restarts": 0.0, "rollout/retried_requests": 0.0}     # at the last hand-over
         self._thread = LoopThread("rollout")
         self.loop = self._thread.loop
 
@@ -135,52 +145,46 @@ class RolloutService:
                 )
 
     async def _start(self) -> None:
-        await together(self._scorer.start(), *(self._start_engine(engine) for engine in self.engines))
-
-    async def _start_engine(self, engine: RolloutEngine) -> None:
-        seconds = self._config.rollout.engine.start_timeout_s
-        await within(
-            seconds,
-            engine.start(),
-            lambda: f"engine {engine.name} was not ready after {seconds:g} s (rollout.engine.start_timeout_s)",
-        )
+        await together(self._scorer.start(), self.fleet.start())
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
         return self._thread.call(work, seconds=seconds, what=what)
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def next_step(self, step: int) -> StepRollouts:
+    def next_step(self, step: int) -> StepRollouts | None:
         """The samples of `step`: `prompts_per_step` groups that passed the filters, in the order of their draws.
+
+        None when an engine waits for the weights; the groups are collected on, and the next call waits for the same ones.
 
         Raises:
             DeadlineExceeded: `rollout.timeout_s` or `rollout.engine.request_timeout_s`; names who was waited for.
             EmptyBatch: the filters leave too little.
+            NoEngineLeft: none serves, and none can be started again.
             RunFailed: an engine or workflow failed.
 
         The draws of a step that failed are requeued.
         """
-        limit = self._config.rollout.timeout_s
-        failures = self._training.failures
-        errors, timeouts, busy, began = failures.errors, failures.timeouts, self._dispatcher.busy_s, time.perf_counter()
-        done = _Step()
 
         def stuck() -> str:
+            limit = self._config.rollout.timeout_s
             return f"step {step} has no rollouts after {limit:g} s (rollout.timeout_s): {self._training.stuck()}"
 
         try:
-            self._call(within(limit, self._collect(step, done), stuck), limit, f"the rollouts of step {step}")
+            found = self._visit(lambda: self._collect(step), stuck, self._training.failures, f"the rollouts of step {step}")
         except BaseException:
             for draw in self.ledger.unsettled():
                 self._requeue(draw)
             raise
+        if found is None:
+            return None
+        done, counts, seconds = found
         for group in done.kept:
             self.ledger.consume(group.draw, step)
         metrics = {
-            "time/generation": time.perf_counter() - began,
-            "time/engine": self._dispatcher.busy_s - busy,
-            "rollout/reward_errors": float(failures.errors - errors),
-            "rollout/reward_timeouts": float(failures.timeouts - timeouts),
+            "time/generation": seconds,
+            **counts,
+            **self._faults(),
             "rollout/requeued_prompts": float(done.requeued),
             "rollout/excluded_prompts": float(len(self.prompts.excluded)),
             **{f"rollout/dropped_{name}": float(done.dropped[name]) for name in self._filters.names},
@@ -188,9 +192,64 @@ class RolloutService:
         samples = [sample for group in done.kept for sample in group.samples]
         return StepRollouts(samples, metrics, self._stream.epoch, self.snapshot())
 
-    async def _collect(self, step: int, done: _Step) -> None:
+    def _visit(
+        self, work: Callable[[], Coroutine[Any, Any, T]], stuck: Callable[[], str], failures: FailureCounts, what: str
+    ) -> tuple[T, dict[str, float], float] | None:
+        """The result of `work`, what was counted meanwhile, and its seconds; None when an engine waits for weights before.
+
+        Begun by the first visit, and only awaited by those after it.
+        """
+        limit = self._config.rollout.timeout_s
+        try:
+            if self._work is None:
+                self._work = self._call(self._begin(within(limit, work(), stuck), failures), limit, what)
+            if not self._call(self._done_first(self._work.task), limit, what):
+                return None
+            ended, self._work = self._work, None
+            now = self._counters(failures)
+            counts = {name: now[name] - before for name, before in ended.before.items()}
+            return ended.task.result(), counts, time.perf_counter() - ended.began
+        except BaseException:
+            self._drop_work()
+            raise
+
+    async def _begin(self, work: Coroutine[Any, Any, Any], failures: FailureCounts) -> _Work:
+        return _Work(asyncio.ensure_future(work), self._counters(failures))
+
+    async def _done_first(self, task: asyncio.Task[Any]) -> bool:
+        """True once `task` is done, False when an engine waits for weights before that."""
+        waits = asyncio.ensure_future(self.fleet.someone_waits())
+        try:
+            await asyncio.wait({task, waits}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waits.cancel()
+        return task.done()
+
+    def _drop_work(self) -> None:
+        work, self._work = self._work, None
+        if work is not None and not work.task.done():
+            self._call(cancelled(work.task), CLOSE_S, "giving up the rollouts")
+
+    def _counters(self, failures: FailureCounts) -> dict[str, float]:
+        return {
+            "time/engine": self._dispatcher.busy_s,
+            "rollout/reward_errors": float(failures.errors),
+            "rollout/reward_timeouts": float(failures.timeouts),
+        }
+
+    def _faults(self) -> dict[str, float]:
+        """What engines did since the last hand-over, and how many there are."""
+        before, self._seen = self._seen, {
+            "rollout/engine_restarts": float(self.fleet.restarts), "rollout/retried_requests": float(self._dispatcher.retried),
+        }
+        return {
+            **{name: now - before[name] for name, now in self._seen.items()},
+            "rollout/engines_serving": float(self.fleet.serving),
+        }
+
+    async def _collect(self, step: int) -> _Step:
         """Draw waves of prompts until enough groups are kept; groups that are over go back to the stream."""
-        wanted = self._config.rollout.prompts_per_step
+        done, wanted = _Step(), self._config.rollout.prompts_per_step
         while len(done.kept) < wanted:
             room = DRAWS_PER_GROUP * wanted - done.draws
             if room <= 0:
@@ -201,6 +260,7 @@ class RolloutService:
             done.draws += count
             for group in await self._training.run(draws):
                 self._sort_out(group, done, wanted)
+        return done
 
     def _sort_out(self, group: Group, done: _Step, wanted: int) -> None:
         self.ledger.finish(group.draw)
@@ -229,25 +289,27 @@ class RolloutService:
 
     # --- evaluation -----------------------------------------------------------------------------------------------
 
-    def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
-        """Score every evaluation prompt; ({}, []) when there are none.
+    def evaluate(self) -> tuple[dict[str, float], list[Sample]] | None:
+        """Score every evaluation prompt; ({}, []) when there are none. None when an engine waits for the weights.
 
         The random numbers (for a temperature above 0) depend on the prompt alone: the same in each evaluation.
         """
         if self._evaluation_prompts is None:
             return {}, []
-        limit, failures = self._config.rollout.timeout_s, self._evaluation.failures
-        errors, timeouts = failures.errors, failures.timeouts
+        draws = range(len(self._evaluation_prompts))
 
         def stuck() -> str:
+            limit = self._config.rollout.timeout_s
             return f"the evaluation has not ended after {limit:g} s (rollout.timeout_s): {self._evaluation.stuck()}"
 
-        wave = self._evaluation.run(range(len(self._evaluation_prompts)))
-        groups = self._call(within(limit, wave, stuck), limit, "the evaluation")
+        found = self._visit(lambda: self._evaluation.run(draws), stuck, self._evaluation.failures, "the evaluation")
+        if found is None:
+            return None
+        groups, counts, _ = found
         samples = [sample for group in groups for sample in group.samples]
         metrics = evaluation_metrics(samples)
-        metrics["eval/reward_errors"] = float(failures.errors - errors)
-        metrics["eval/reward_timeouts"] = float(failures.timeouts - timeouts)
+        metrics["eval/reward_errors"] = counts["rollout/reward_errors"]
+        metrics["eval/reward_timeouts"] = counts["rollout/reward_timeouts"]
         return metrics, samples
 
     # --- state ----------------------------------------------------------------------------------------------------
@@ -278,7 +340,8 @@ class RolloutService:
             self._thread.close()
 
     async def _stop(self) -> None:
-        closing = {asyncio.ensure_future(engine.close()): f"engine {engine.name}" for engine in self.engines}
+        await self.fleet.close()
+        closing = {asyncio.ensure_future(engine.close()): f"engine {engine.name}" for engine in self.fleet.engines}
         closing[asyncio.ensure_future(self._scorer.close())] = "the reward"
         done, _ = await asyncio.wait(closing, timeout=CLOSE_S)
         for task, party in closing.items():
@@ -286,6 +349,11 @@ class RolloutService:
                 logger.warning("%s did not close within %g s", party, CLOSE_S)
             elif task.exception() is not None:
                 logger.warning("%s failed to close: %s", party, task.exception())
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait({task}, timeout=CLOSE_S)
 
 
 def evaluation_metrics(samples: Sequence[Sample]) -> dict[str, float]:

@@ -190,11 +190,11 @@ def open_service(
     config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, *, greedy_baseline: bool
 ) -> Office:
     from rollout.service import RolloutService
-    from rollout.wire import EngineSink, Roster
+    from rollout.wire import EngineSink
 
     service = RolloutService(config, tokenizer, build_engines(config, process), greedy_baseline=greedy_baseline)
     stack.callback(service.close)
-    sink = EngineSink(config, Roster(service.engines), service.loop, device=process.device)
+    sink = EngineSink(config, service.fleet, service.loop, device=process.device)
     stack.callback(sink.close)
     return Office(service, sink, len(service.prompts), service.prompts.lengths)
 
@@ -205,7 +205,8 @@ def build_publisher(
     if config.is_sft or config.training.replay is not None:
         return None
     sink = None if office is None else office.sink
-    timeout = config.rollout.engine.update_timeout_s * 2
+    engine = config.rollout.engine      # one may have to come back first, and requests in flight to end
+    timeout = engine.start_timeout_s + engine.restart.max_backoff_s + engine.request_timeout_s + engine.update_timeout_s * 2
     return Publisher(backend, process.control, sink=sink, journal=journal, timeout_s=timeout)
 
 

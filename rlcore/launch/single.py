@@ -11,7 +11,7 @@ from rlcore.config import Config
 from rlcore.config.algorithm import LossConfig
 from rlcore.config.load import Loaded, load_config
 from rlcore.config.policy import ParallelConfig
-from rlcore.errors import UserError
+from rlcore.errors import NoEngineLeft, UserError
 from rlcore.launch.compose import build_algorithm, build_backend, build_publisher, check_model, open_office
 from rlcore.launch.initial import find_checkpoint, pin_initial_policy
 from rlcore.launch.process import Process, join
@@ -35,8 +35,11 @@ def evaluate_model(loaded: Loaded, output: Path | None) -> int:
         office.source.start()
         publisher = build_publisher(config, process, backend, office, VersionJournal(scratch / "versions.jsonl"))
         assert publisher is not None
-        publisher.publish(0)
-        metrics, samples = office.source.evaluate()
+        if lost := publisher.publish(0):
+            raise NoEngineLeft(lost)
+        while (scored := office.source.evaluate()) is None:
+            publisher.catch_up()
+    metrics, samples = scored
     for sample in pick_samples(samples, config.tracking.show_samples):
         print("\n".join(sample_lines(sample)))
     for name, value in metrics.items():

@@ -104,39 +104,42 @@ class EmbeddedEngine:
         model = self._started()[0]
         for request in requests:
             check_request(request, model)
-        ticket = self._gate.enter()
+        gate = self._gate       # a restart makes a new one
+        ticket = gate.enter()
         try:
-            future = self._worker.submit(self._generate, ticket, list(requests))
+            future = self._worker.submit(self._generate, gate, ticket, list(requests))
         except RuntimeError:    # the worker takes nothing after close
-            self._gate.leave(ticket)
+            gate.leave(ticket)
             raise RunFailed(f"{self.name}: the engine is closed") from None
-        future.add_done_callback(lambda _: self._gate.leave(ticket))
+        future.add_done_callback(lambda _: gate.leave(ticket))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            self._gate.abandon(ticket)
+            gate.abandon(ticket)
             raise
 
-    def _generate(self, ticket: int, requests: list[GenerateRequest]) -> list[list[Completion]]:
+    def _generate(self, gate: Gate, ticket: int, requests: list[GenerateRequest]) -> list[list[Completion]]:
         result: list[list[Completion]] = [[] for _ in requests]
         slots = plan_slots(requests)
         with torch.inference_mode():
             for start in range(0, len(slots), self.config.max_batch):
                 chunk = slots[start : start + self.config.max_batch]
-                for slot, completion in zip(chunk, self._decode(ticket, requests, chunk)):
+                for slot, completion in zip(chunk, self._decode(gate, ticket, requests, chunk)):
                     result[slot.request].append(completion)
         return result
 
-    def _decode(self, ticket: int, requests: Sequence[GenerateRequest], slots: Sequence[Slot]) -> list[Completion]:
+    def _decode(
+        self, gate: Gate, ticket: int, requests: Sequence[GenerateRequest], slots: Sequence[Slot]
+    ) -> list[Completion]:
         model, weights = self._started()
         decoding = Decoding(model, requests, slots, self._stop_strings)
         while not decoding.finished:
-            self._gate.pass_through(ticket, decoding.drop_cache)
-            if self._gate.aborted(ticket):
+            gate.pass_through(ticket, decoding.drop_cache)
+            if gate.aborted(ticket):
                 decoding.abort()
             else:
                 decoding.step(weights.require_ready())
-        if self._gate.closed:
+        if gate.closed:
             raise RunFailed(f"{self.name}: the engine was closed during a request")
         return decoding.completions()
 
@@ -210,7 +213,7 @@ class EmbeddedEngine:
 
     def _started(self) -> tuple[CausalLM, ModelWeights]:
         if self._model is None or self._weights is None:
-            raise RunFailed(f"{self.name}: the engine was not started")
+            raise RunFailed(f"{self.name}: the engine {'is closed' if self._gate.closed else 'was not started'}")
         return self._model, self._weights
 
 

@@ -33,7 +33,7 @@ def random_reply(vocab_size: int) -> Reply:
     return reply
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeEngine:
     """Answers each call with `reply` after `delay_s`; raises `failure` instead when there is one. Keeps every call."""
 
@@ -44,6 +44,10 @@ class FakeEngine:
     abort_next: int = 0                         # so many calls end with finish reason "abort"
     version: int = 0
     transports: tuple[str, ...] = ("copy",)
+    managed: bool = True
+    ended: asyncio.Future[Any] | None = None
+    illness: Exception | None = None            # what a probe meets
+    lives: int = 0
     released: set[MemoryTag] = field(default_factory=set)
     calls: list[list[GenerateRequest]] = field(default_factory=list)
     started: bool = False
@@ -51,6 +55,7 @@ class FakeEngine:
 
     async def start(self) -> None:
         self.started = True
+        self.lives += 1
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         self.calls.append(list(requests))
@@ -110,6 +115,8 @@ class FakeEngine:
         return f"fake-{self.version}"
 
     async def health(self) -> dict[str, Any]:
+        if self.illness is not None:
+            raise self.illness
         return {"name": self.name, "version": self.version}
 
     async def kill(self) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import secrets
 import sys
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ import orjson
 from torch import Tensor
 
 from rlcore.config.rollout import EngineConfig
-from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
+from rlcore.errors import DeadlineExceeded, EngineFailed, EngineHangs, ModelError, RlcoreError, RunFailed, UserError
 from rlcore.protocols import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import DTYPES, Bucket
 from rollout.engines.child import Child
@@ -27,9 +26,10 @@ from rollout.engines.server import ServerConfig, config_json
 from rollout.engines.weight_group import GroupAddress
 
 MODULE = "rollout.engines.server"
-ERRORS: dict[str, type[RlcoreError]] = {kind.__name__: kind for kind in (UserError, ModelError, RunFailed, DeadlineExceeded)}
+ERRORS: dict[str, type[RlcoreError]] = {
+    UserError.__name__: UserError, ModelError.__name__: ModelError, DeadlineExceeded.__name__: EngineHangs,
+}  # what else goes wrong there is EngineFailed
 GRACE_S = 5.0       # the server keeps its own deadlines; ours comes a little later, for a server that hangs
-PROBE_S = 10.0      # for an answer to /health, unless requests get less
 
 
 class RemoteEngine:
@@ -73,15 +73,23 @@ class RemoteEngine:
 
     async def close(self) -> None:
         """Ask the process to end, then end it."""
-        if self._session is not None:
-            await self._session.close()
+        await self._hang_up()
         await self._child.terminate()
 
     async def kill(self) -> None:
         """End the process at once: for one that does not answer."""
-        if self._session is not None:
-            await self._session.close()
+        await self._hang_up()
         await self._child.kill()
+
+    async def _hang_up(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    @property
+    def ended(self) -> asyncio.Task[int] | None:
+        """Done once the process has ended; None before the first start."""
+        return self._child.ended
 
     @property
     def pid(self) -> int | None:
@@ -92,7 +100,10 @@ class RemoteEngine:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         body = {"requests": [encode_request(request) for request in requests]}
         results = await self._call("generate", body, self.config.request_timeout_s, "rollout.engine.request_timeout_s")
-        return [[decode_completion(value) for value in completions] for completions in results]
+        try:
+            return [[decode_completion(value) for value in completions] for completions in results]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineFailed(f"engine {self.name}: /generate was answered with nonsense: {error!r}") from error
 
     async def pause(self, mode: PauseMode) -> None:
         await self._call("pause", {"mode": mode}, self.config.request_timeout_s, "rollout.engine.request_timeout_s")
@@ -136,8 +147,8 @@ class RemoteEngine:
 
     async def health(self) -> dict[str, Any]:
         """name, pid, device, gpu (its identity, or None) and version (None without whole weights)."""
-        limit_s = min(PROBE_S, self.config.request_timeout_s)
-        health: dict[str, Any] = await self._call("health", {}, limit_s, "rollout.engine.request_timeout_s")
+        limit_s = self.config.health_timeout_s
+        health: dict[str, Any] = await self._call("health", {}, limit_s, "rollout.engine.health_timeout_s", grace_s=0.0)
         return health
 
     # --- the wire -------------------------------------------------------------------------------------------------
@@ -145,16 +156,17 @@ class RemoteEngine:
     async def _update(self, verb: str, body: dict[str, Any] | None = None) -> Any:
         return await self._call(verb, body or {}, self.config.update_timeout_s, "rollout.engine.update_timeout_s")
 
-    async def _call(self, verb: str, body: dict[str, Any], timeout_s: float, key: str) -> Any:
-        """The verb's result. Raises what the server raised, RunFailed when it died, DeadlineExceeded when it hangs."""
+    async def _call(self, verb: str, body: dict[str, Any], timeout_s: float, key: str, *, grace_s: float | None = None) -> Any:
+        """The verb's result. Raises what the server raised, EngineFailed when it died or talks nonsense, EngineHangs."""
         session, ended = self._session, self._child.ended
         if session is None or session.closed or ended is None:
-            raise RunFailed(f"engine {self.name} does not run (asked to {verb}); start it first")
+            raise EngineFailed(f"engine {self.name} does not run (asked to {verb}); start it first")
         request = asyncio.ensure_future(self._post(session, verb, body))
         try:
-            await asyncio.wait({request, ended}, timeout=timeout_s + GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+            grace_s = GRACE_S if grace_s is None else grace_s
+            await asyncio.wait({request, ended}, timeout=timeout_s + grace_s, return_when=asyncio.FIRST_COMPLETED)
             if not request.done() and not ended.done():
-                raise DeadlineExceeded(
+                raise EngineHangs(
                     f"engine {self.name} (pid {self.pid}) did not answer /{verb} within {timeout_s:g} s ({key})"
                 )
             if ended.done():
@@ -165,22 +177,24 @@ class RemoteEngine:
             await asyncio.wait({ended}, timeout=1.0)
             if ended.done():
                 raise self._death(verb) from None
-            raise RunFailed(f"engine {self.name}: /{verb} failed: {type(error).__name__}: {error}") from error
+            raise EngineFailed(f"engine {self.name}: /{verb} failed: {type(error).__name__}: {error}") from error
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            raise EngineFailed(f"engine {self.name}: /{verb} was answered with nonsense: {error!r}") from error
         finally:
             if not request.done():
                 request.cancel()
             elif not request.cancelled():
                 request.exception()     # seen: where the process died, that is the error to report
 
-    def _death(self, verb: str) -> RunFailed:
-        return RunFailed(f"engine {self.name} (pid {self.pid}) died during /{verb}: {self._child.describe_end()}")
+    def _death(self, verb: str) -> EngineFailed:
+        return EngineFailed(f"engine {self.name} (pid {self.pid}) died during /{verb}: {self._child.describe_end()}")
 
     async def _post(self, session: aiohttp.ClientSession, verb: str, body: dict[str, Any]) -> Any:
         unlimited = aiohttp.ClientTimeout(total=None)       # `_call` keeps the deadline
         async with session.post(f"{self._url}/{verb}", data=orjson.dumps(body), timeout=unlimited) as response:
             answer = orjson.loads(await response.read())
         if "error" in answer:
-            kind = ERRORS.get(answer["type"], RunFailed)
+            kind = ERRORS.get(answer["type"], EngineFailed)
             text = answer["error"]
             raise kind(text if self.name in text else f"engine {self.name}: {text}")
         return answer["result"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -60,6 +61,17 @@ def make_config(tmp_path: Path) -> Callable[..., Config]:
     return make
 
 
+def published(service: RolloutService, version: int = 0) -> None:
+    """As a publication would leave the engines that run."""
+
+    async def publish() -> None:
+        for engine in await service.fleet.candidates():
+            service.fleet.draining(engine)
+            service.fleet.published(engine, version)
+
+    asyncio.run_coroutine_threadsafe(publish(), service.loop).result(10)
+
+
 @pytest.fixture
 def make_service(make_config: Callable[..., Config], engine: FakeEngine) -> Iterator[Callable[..., RolloutService]]:
     """Services that are closed after the test. `engines` replaces the fixture's engine, `options` are the service's own."""
@@ -70,6 +82,7 @@ def make_service(make_config: Callable[..., Config], engine: FakeEngine) -> Iter
     ) -> RolloutService:
         made.append(RolloutService(make_config(**sections), TOKENIZER, engines or [engine], **(options or {})))
         made[-1].start()
+        published(made[-1])
         return made[-1]
 
     yield make

@@ -228,7 +228,7 @@ def test_an_unknown_workflow_is_refused(make_service):
 
 def test_an_engine_that_hangs_is_named_at_its_deadline(make_service):
     engine = FakeEngine(random_reply(31), name="engine-7", delay_s=600)
-    service = make_service(engines=[engine], rollout={"engine": {"request_timeout_s": 0.2}})
+    service = make_service(engines=[engine], rollout={"engine": {"request_timeout_s": 0.2, "retries": 0}})
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"engine engine-7 .*within 0\.2 s \(rollout\.engine\.request_timeout_s\)"):
         service.next_step(1)

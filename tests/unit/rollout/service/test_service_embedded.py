@@ -14,6 +14,7 @@ from rlcore.config.rollout import EngineConfig
 from rlcore.data.tokenizer import load_tokenizer
 from rlcore.weights import TensorSpec, cut_buckets
 from rollout.engines.embedded import EmbeddedEngine
+from rollout.fleet import Fleet
 from rollout.service import RolloutService
 
 
@@ -25,12 +26,14 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-async def publish(engine: EmbeddedEngine, folder: Path) -> None:
+async def publish(fleet: Fleet, folder: Path) -> None:
     """The folder's own weights, as version 1."""
     weights = load_file(folder / "model.safetensors")
     buckets = cut_buckets(
         [TensorSpec(name, tuple(w.shape), str(w.dtype).removeprefix("torch.")) for name, w in weights.items()], 1 << 20
     )
+    [engine] = await fleet.candidates()
+    fleet.draining(engine)
     await engine.pause("drain")
     await engine.begin_update(buckets)
     for bucket in buckets:
@@ -39,6 +42,7 @@ async def publish(engine: EmbeddedEngine, folder: Path) -> None:
     await engine.end_update()
     await engine.set_version(1)
     await engine.resume()
+    fleet.published(engine, 1)
 
 
 def test_a_resumed_service_draws_the_same_tokens_and_logprobs(make_config, tiny_model: Path):
@@ -53,7 +57,7 @@ def test_a_resumed_service_draws_the_same_tokens_and_logprobs(make_config, tiny_
         service = RolloutService(config, load_tokenizer(tiny_model), [engine])
         try:
             service.start()
-            asyncio.run_coroutine_threadsafe(publish(engine, tiny_model), service.loop).result(30)
+            asyncio.run_coroutine_threadsafe(publish(service.fleet, tiny_model), service.loop).result(30)
             if state is not None:
                 service.restore(state)
             return [service.next_step(step) for step in steps]

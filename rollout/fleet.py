@@ -1,0 +1,282 @@
+"""The engines of a run and what becomes of them: watched, declared failed once, started again, served again.
+
+`rollout/health.py` says which state follows from what. A failed engine is ended and, after a pause, started again; then it is
+stale until a publication brings it a whole version. What calls do on an engine is bounded by their own deadlines; here
+each engine is asked from time to time whether it is well, and the end of its process is seen at once.
+
+Everything happens on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Hashable, Sequence
+from typing import Any
+
+from rlcore.config.rollout import EngineConfig
+from rlcore.errors import NoEngineLeft, RlcoreError
+from rlcore.protocols import RolloutEngine
+from rollout.deadlines import together, within
+from rollout.health import Event, Health, State
+from rollout.routing import Lease, Member, Router
+
+GRACE_S = 10.0          # an engine keeps its own deadlines, and words them better; ours come a little later
+KILL_S = 30.0
+RUNNING = (State.STALE, State.DRAINING, State.SERVING)
+
+logger = logging.getLogger(__name__)
+
+
+class Fleet:
+    """All engines of a run, which it starts."""
+
+    def __init__(self, engines: Sequence[RolloutEngine], config: EngineConfig) -> None:
+        self.members = [Member(engine, Health(config.restart)) for engine in engines]
+        self._config = config
+        self._router = Router(self.members, self._hopeless)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()         # renewed at each change of a state
+        self._may_start = asyncio.Event()       # restarts wait for it
+        self._may_start.set()
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Every engine answers, and is stale. Raises what the first one that does not start raised."""
+        await together(*(self._bring_up(member) for member in self.members))
+
+    async def close(self) -> None:
+        """Stop watching and restarting; the engines are closed by whoever made them."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=KILL_S)
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    async def lease(self, key: Hashable, *, room: int) -> Lease:
+        """See `Router.lease`."""
+        return await self._router.lease(key, room=room)
+
+    def release(self, lease: Lease) -> None:
+        """The call has ended, however it did."""
+        self._router.release(lease)
+
+    def lost(self, lease: Lease, why: str) -> None:
+        """The engine failed the call that the lease was for."""
+        if lease.life == lease.member.health.lives:
+            self._fail(lease.member, why)
+
+    # --- publication ----------------------------------------------------------------------------------------------
+
+    async def candidates(self) -> list[RolloutEngine]:
+        """All engines that run, to take a whole publication. Where none does, waits for one that comes back.
+
+        Raises NoEngineLeft when none can, or does within `rollout.engine.start_timeout_s`.
+        """
+        limit = self._config.start_timeout_s + self._config.restart.max_backoff_s
+        deadline = time.monotonic() + limit
+        while not (running := self._in(*RUNNING)):
+            if (error := self._hopeless()) is not None:
+                raise error
+            if not self._may_start.is_set():
+                raise NoEngineLeft(f"no engine runs, and none is started beside the trainer, whose GPUs it shares: {self._ends()}")
+            if not await self._change(deadline - time.monotonic()):
+                raise NoEngineLeft(f"no engine came back within {limit:g} s (rollout.engine.start_timeout_s): {self._ends()}")
+        return running
+
+    async def stale(self) -> list[RolloutEngine]:
+        """Those that run and wait for weights."""
+        return self._in(State.STALE)
+
+    async def someone_waits(self) -> None:
+        """Returns once an engine waits for weights; on a shared device, where no other serves: its requests would be lost."""
+        while not self._in(State.STALE) or (self._config.colocated and self._in(State.SERVING)):
+            await self._change(None)
+
+    def draining(self, engine: RolloutEngine) -> None:
+        """It takes part in a publication: no more requests from now on. Say it before it is paused."""
+        self._on(engine, Event.DRAIN)
+
+    def published(self, engine: RolloutEngine, version: int) -> None:
+        """It has the whole `version` and was resumed. One that failed in the meantime stays dead."""
+        self._member(engine).version = version
+        self._on(engine, Event.PUBLISHED)
+
+    def missed(self, engine: RolloutEngine) -> None:
+        """The publication was given up while it took part."""
+        self._on(engine, Event.MISSED)
+
+    async def failed(self, engine: RolloutEngine, why: str) -> None:
+        """It failed a step of a publication; once is enough. Returns when it is ended, and holds up nobody any more."""
+        member = self._member(engine)
+        self._fail(member, why)
+        if member.ending is not None:
+            await asyncio.wait({member.ending})
+
+    # --- a shared device ------------------------------------------------------------------------------------------
+
+    async def hold(self) -> None:
+        """Start nobody any more until `let_go`, for want of memory; returns when nobody is starting."""
+        self._may_start.clear()
+        while self._in(State.STARTING):
+            await self._change(None)
+
+    def let_go(self) -> None:
+        """Engines that died are started again."""
+        self._may_start.set()
+
+    @property
+    def running(self) -> list[RolloutEngine]:
+        return self._in(*RUNNING)
+
+    @property
+    def in_service(self) -> list[RolloutEngine]:
+        return self._in(State.SERVING)
+
+    # --- what there is --------------------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> list[RolloutEngine]:
+        return [member.engine for member in self.members]
+
+    @property
+    def serving(self) -> int:
+        return len(self._in(State.SERVING))
+
+    @property
+    def restarts(self) -> int:
+        """Of all engines, so far."""
+        return sum(member.health.restarts for member in self.members)
+
+    def waiting_for(self) -> str:
+        """"engine a (3 requests), engine b (1 request)", then what is missing, or "" when nothing is asked of anybody."""
+        counts = [(member.name, sum(lease.requests for lease in member.leases)) for member in self.members]
+        parts = [f"engine {name} ({n} request{'s' * (n != 1)})" for name, n in counts if n]
+        if self._router.waiting:
+            states = ", ".join(f"{member.name} is {member.health.state}" for member in self.members)
+            parts.append(f"an engine with room ({states})")
+        return ", ".join(parts)
+
+    def _in(self, *states: State) -> list[RolloutEngine]:
+        return [member.engine for member in self.members if member.health.state in states]
+
+    def _member(self, engine: RolloutEngine) -> Member:
+        return next(member for member in self.members if member.engine is engine)
+
+    def _hopeless(self) -> NoEngineLeft | None:
+        if any(member.health.can_come_back for member in self.members):
+            return None
+        return NoEngineLeft(f"no engine is left, and none can be started again (rollout.engine.restart): {self._ends()}")
+
+    def _ends(self) -> str:
+        return "; ".join(f"engine {m.name}: {m.health.why}" for m in self.members if m.health.state is State.DEAD)
+
+    # --- changes of state -----------------------------------------------------------------------------------------
+
+    def _on(self, engine: RolloutEngine, event: Event) -> None:
+        """An event of a publication; it may come too late, the engine having failed since."""
+        member = self._member(engine)
+        if member.health.accepts(event):
+            member.health.on(event)
+            self._tell()
+
+    def _fail(self, member: Member, why: str) -> None:
+        if member.health.state in RUNNING:      # else it is said already
+            self._bury(member, why)
+
+    def _bury(self, member: Member, why: str) -> None:
+        health = member.health
+        health.on(Event.FAIL, why)
+        member.version = None
+        left = health.restart.limit - health.restarts
+        next_ = f"it is started again in {health.pause_s:g} s" if left > 0 else "it is given up (rollout.engine.restart.limit)"
+        logger.warning("engine %s failed: %s; %s", member.name, why, next_)
+        for lease in list(member.leases):
+            lease.lose(f"engine {member.name} failed: {why}")
+        if member.down is not None and not member.down.done():
+            member.down.set_result(why)
+        member.ending = self._spawn(self._end(member))
+        self._spawn(self._revive(member, member.ending))
+        self._tell()
+
+    def _tell(self) -> None:
+        self._router.grant()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _change(self, seconds: float | None) -> bool:
+        """Wait for the next change of a state; False when none came in time."""
+        waiting = asyncio.ensure_future(self._changed.wait())
+        try:
+            done, _ = await asyncio.wait({waiting}, timeout=None if seconds is None else max(0.0, seconds))
+        finally:
+            waiting.cancel()
+        return bool(done)
+
+    # --- restarts, health -----------------------------------------------------------------------------------------
+
+    async def _bring_up(self, member: Member) -> None:
+        limit, engine = self._config.start_timeout_s, member.engine
+        member.health.on(Event.START)
+        await within(
+            limit + GRACE_S, engine.start(),
+            lambda: f"engine {engine.name} was not ready after {limit:g} s (rollout.engine.start_timeout_s)",
+        )
+        member.health.on(Event.UP)
+        member.down = asyncio.get_running_loop().create_future()
+        self._spawn(self._watch(member, member.down))
+        self._tell()
+
+    async def _end(self, member: Member) -> None:
+        try:
+            await within(KILL_S, member.engine.kill(), lambda: f"engine {member.name} could not be ended within {KILL_S:g} s")
+        except (RlcoreError, OSError) as error:     # recovery: a new life does not need the end of the old one
+            logger.warning("%s", error)
+
+    async def _revive(self, member: Member, ending: asyncio.Task[None]) -> None:
+        """Once its last life has ended: wait, and start it again."""
+        await asyncio.wait({ending})
+        if not member.health.can_come_back:
+            return
+        await asyncio.sleep(member.health.pause_s)
+        await self._may_start.wait()
+        try:
+            await self._bring_up(member)
+        except (RlcoreError, OSError) as error:     # recovery: another restart, or it is given up
+            self._bury(member, f"it did not start again: {error}")
+            return
+        logger.info("engine %s runs again (restart %d)", member.name, member.health.restarts)
+
+    async def _watch(self, member: Member, down: asyncio.Future[str]) -> None:
+        """Ask how it is, until this life of it has ended."""
+        ended = member.engine.ended
+        signs: set[asyncio.Future[Any]] = {down} if ended is None else {down, ended}
+        while not down.done():
+            await asyncio.wait(signs, timeout=self._config.health_every_s, return_when=asyncio.FIRST_COMPLETED)
+            gone = ended is not None and ended.done()
+            if down.done() or (member.health.state is State.DRAINING and not gone):
+                continue                # a publication keeps an engine busy, and its own deadlines
+            why = await self._illness(member)
+            if not down.done() and (gone or (why and member.health.state is not State.DRAINING)):
+                self._fail(member, why or "its process ended")
+
+    async def _illness(self, member: Member) -> str | None:
+        limit = self._config.health_timeout_s
+        try:
+            await within(
+                limit, member.engine.health(),
+                lambda: f"engine {member.name} did not answer a probe within {limit:g} s (rollout.engine.health_timeout_s)",
+            )
+        except RlcoreError as error:
+            return str(error)
+        return None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
