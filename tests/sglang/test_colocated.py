@@ -1,0 +1,125 @@
+"""Trainer and server taking turns: the real release and resume routes around a parked trainer (on the CPU the server frees nothing)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from server_kit import Served
+from transformers import AutoModelForCausalLM
+
+from backends.megatron import MegatronBackend
+from rlcore.config import Config
+from rlcore.control import Control, LocalStore
+from rlcore.errors import EngineFailed
+from rlcore.objective import Objective
+from rlcore.protocols import Completion, GenerateRequest, SamplingParams
+from rlcore.publish import Publisher, VersionJournal
+from rlcore.turns import Turn, Turns
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.fleet import Fleet
+from rollout.memory import FleetMemory
+from rollout.wire import EngineSink
+
+PROMPT = np.array([5, 6, 7, 8, 9], dtype=np.int32)
+
+
+@dataclass
+class Shared:
+    served: Served
+    engine: SGLangEngine
+    fleet: Fleet
+    backend: MegatronBackend
+    publisher: Publisher
+    turns: Turns
+
+    def generate(self, draw: int) -> Completion:
+        request = GenerateRequest(PROMPT, SamplingParams(max_new_tokens=8), draw)
+        [[completion]] = self.served.call(self.engine.generate([request]))
+        return completion
+
+    def expected_logprobs(self, completion: Completion) -> torch.Tensor:
+        """By transformers, with the weights that the trainer publishes."""
+        model = AutoModelForCausalLM.from_pretrained(self.served.model, dtype=torch.float32).eval()
+        weights = {n: t for bucket, flat in self.backend.export_buckets() if flat is not None for n, t in bucket.views(flat)}
+        model.load_state_dict(weights, strict=False)
+        tokens = torch.from_numpy(np.concatenate([PROMPT, completion.tokens])).long()
+        with torch.no_grad():
+            logprobs = model(tokens[None]).logits[0].log_softmax(-1)
+        return logprobs[len(PROMPT) - 1 : -1].gather(1, tokens[len(PROMPT) :, None])[:, 0]
+
+    def move_the_policy(self) -> None:
+        with torch.no_grad():
+            for parameter in self.backend.policy.chunks[0].parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.05)
+
+
+@pytest.fixture
+def shared(served: Served, tmp_path: Path) -> Iterator[Shared]:
+    engine_config = served.config.model_copy(update={"colocated": True})
+    config = Config.model_validate({
+        "run": {"name": "colocated"}, "data": {"paths": ["unused"]}, "training": {"steps": 1},
+        "model": {"path": str(served.model), "dtype": "fp32"},
+    })  # fmt: skip
+    config.rollout.engine = engine_config
+    backend = MegatronBackend(
+        config, Objective(config.algorithm), with_reference=False, with_critic=False, total_steps=1, device="cpu"
+    )
+    engine = SGLangEngine(served.external(), config=engine_config, keys=served.keys, model_path=str(served.model))
+    fleet = Fleet([engine], engine_config)
+    control = Control(LocalStore(), 0, 1)
+    sink = EngineSink(config, fleet, served.loop.loop)
+    publisher = Publisher(backend, control, sink=sink, journal=VersionJournal(tmp_path / "versions.jsonl"), timeout_s=60)
+    backend.park()
+    served.call(fleet.start())
+    turns = Turns(control, backend, FleetMemory(fleet, engine_config, served.loop), timeout_s=60)
+    yield Shared(served, engine, fleet, backend, publisher, turns)
+    turns.take(Turn.HANDOVER)
+    publisher.publish(1)
+    turns.take(Turn.GENERATING)
+    sink.close()
+    backend.close()
+    served.call(fleet.close())
+    served.call(engine.close())
+
+
+def test_turns_with_a_real_server(shared: Shared) -> None:
+    """Two steps: nothing is generated in between, and afterwards every log-prob is that of the weights just published."""
+    turns = shared.turns
+    turns.take(Turn.TRAINING)
+    seen = []
+    for step in range(2):
+        with pytest.raises(EngineFailed, match="its weights are empty"):
+            shared.served.call(shared.engine.generate([GenerateRequest(PROMPT, SamplingParams(max_new_tokens=1), 0)]))
+        shared.move_the_policy()
+        turns.take(Turn.HANDOVER)
+        assert shared.publisher.publish(step) == ""
+        turns.take(Turn.GENERATING)
+        assert shared.backend.parked_bytes > 0
+        completion = shared.generate(step)
+        assert [span.version for span in completion.versions] == [step + 1]
+        np.testing.assert_allclose(completion.logprobs, shared.expected_logprobs(completion).numpy(), atol=1e-4)
+        seen.append(completion.logprobs[0])
+        turns.take(Turn.TRAINING)
+        assert shared.backend.parked_bytes == 0
+    assert seen[0] != seen[1]
+    assert [str(member.health.state) for member in shared.fleet.members] == ["serving"]
+    turns.take(Turn.HANDOVER)
+
+
+def test_a_checkpoint_in_between_costs_no_publication(shared: Shared) -> None:
+    """The server keeps its weights while its cache is away: it generates on as before."""
+    turns = shared.turns
+    turns.take(Turn.HANDOVER)
+    assert shared.publisher.publish(0) == ""
+    turns.take(Turn.GENERATING)
+    before = shared.generate(0)
+    turns.take(Turn.HANDOVER)
+    turns.take(Turn.GENERATING)
+    after = shared.generate(1)
+    assert [span.version for span in after.versions] == [span.version for span in before.versions] == [1]
+    np.testing.assert_allclose(after.logprobs, shared.expected_logprobs(after).numpy(), atol=1e-4)
