@@ -1,0 +1,56 @@
+"""Real servers. They take long to start: one for the whole session, whatever the number of tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))     # server_kit
+
+import server_kit
+from server_kit import Served
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The servers need the other core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of `tiny_model`, in fp32, that every test leaves running, unpaused and without requests.
+
+    Tests that publish may leave any weights in it. Without an engine environment the error says how to make one.
+    """
+    served = server_kit.launch(server_kit.managed(tiny_model, tmp_path_factory.mktemp("served") / "session.log"))
+    yield served
+    server_kit.close(served)
+
+
+@pytest.fixture(scope="session")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder: Qwen3-MoE, untied, 31 symbols, 2 layers of 32, 4 experts of which 2 are chosen."""
+    from rlcore.init_model import ModelSpec, init_model
+
+    folder = tmp_path_factory.mktemp("tiny_moe") / "model"
+    init_model(folder, ModelSpec(
+        family="qwen3_moe", hidden=32, layers=2, heads=4, kv_heads=2, intermediate=64, experts=4, experts_per_token=2, tied=False
+    ))  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="session")
+def served_moe(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """As `served`, with `moe_model`; reports routed experts. Another half minute: only for what needs experts."""
+    log = tmp_path_factory.mktemp("served_moe") / "session_moe.log"
+    served = server_kit.launch(server_kit.managed(moe_model, log, server={"enable_return_routed_experts": True}))
+    yield served
+    server_kit.close(served)

@@ -1,0 +1,68 @@
+"""One real SGLang server, and what tests ask it for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlcore.config.rollout import EngineConfig
+from rollout.deadlines import LoopThread
+from rollout.engines.sglang.external import ExternalServer
+from rollout.engines.sglang.keys import Keys
+from rollout.engines.sglang.process import ManagedServer
+
+T = TypeVar("T")
+START_S = 300.0     # 22 s on a quiet machine with two cores, minutes on a busy one
+SETTINGS: dict[str, Any] = {
+    "kind": "sglang", "device": "cpu", "dtype": "fp32", "threads": 1, "start_timeout_s": START_S, "request_timeout_s": 120.0,
+    "update_timeout_s": 60.0,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A managed server that runs, in a loop of its own."""
+
+    server: ManagedServer
+    url: str
+    loop: LoopThread
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.server.config
+
+    @property
+    def keys(self) -> Keys:
+        return self.server.keys
+
+    @property
+    def model(self) -> Path:
+        return Path(self.server.model_path)
+
+    def external(self, **changes: Any) -> ExternalServer:
+        """The same server as one that somebody else runs: its `start` connects, its `stop` and `kill` leave it alone."""
+        config = self.config.model_copy(update={"urls": [self.url], **changes})
+        return ExternalServer("engine-0", self.url, str(self.model), config=config, keys=self.keys)
+
+    def call(self, work: Coroutine[Any, Any, T], seconds: float = 120.0) -> T:
+        return self.loop.call(work, seconds=seconds, what="a test")
+
+
+def managed(model: Path, log: Path, *, server: dict[str, Any] | None = None, **changes: Any) -> ManagedServer:
+    config = EngineConfig(**SETTINGS | {"server": server or {}} | changes)
+    return ManagedServer(
+        log.stem, str(model), config=config, dtype="fp32", tokenizer=None, log=log, keys=Keys.from_environment()
+    )
+
+
+def launch(server: ManagedServer) -> Served:
+    """Start it. Close with `close`."""
+    loop = LoopThread(f"loop of {server.name}")
+    return Served(server, loop.call(server.start(), seconds=START_S, what="starting SGLang"), loop)
+
+
+def close(served: Served) -> None:
+    served.call(served.server.stop(), 30)
+    served.loop.close()
