@@ -17,6 +17,7 @@ from rlcore.errors import DeadlineExceeded, RunFailed, UserError
 
 TERMINATE_S = 5.0           # from the signal to stop to SIGKILL
 KILL_S = 10.0               # for the kernel to take it away
+LINE_LENGTH = 500           # of the log, shown: SGLang prints its whole configuration as one
 POLL_S = 0.02               # from one look at who is left to the next
 
 
@@ -123,6 +124,7 @@ class Child:
 
     def last_words(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-self._log_lines :] if self.log.exists() else []
+        lines = [line if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]} ..." for line in lines]
         if not lines:
             return f"its log {self.log} is empty"
         return f"the end of its log {self.log}:\n  " + "\n  ".join(lines)
