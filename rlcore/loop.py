@@ -23,6 +23,7 @@ from rlcore.protocols import PolicyBackend, UpdateResult
 from rlcore.publish import Publisher
 from rlcore.runs.directory import Status
 from rlcore.saver import Saver
+from rlcore.turns import Turn, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Trainer:
     total_steps: int
     publisher: Publisher | None     # None: nothing generates (sft, replay)
     desk: Desk | None               # rank 0 only
+    turns: Turns | None = None      # None: the engines, if there are any, have GPUs of their own
     seconds: dict[str, float] = field(default_factory=dict)     # since the last row of the log, by phase
     stranded: str = ""              # why no engine is left, on every rank; what was trained is saved then
     saver: Saver = field(init=False)
@@ -50,6 +52,7 @@ class Trainer:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
+        self.take(Turn.TRAINING)
         step, status = self.resume()
         if status == CONTINUE:
             self.publish(step)
@@ -84,10 +87,12 @@ class Trainer:
 
     def load_rollouts(self, step: int) -> RolloutBatch | None:
         """The step's samples, laid out over the ranks; the whole batch on rank 0."""
+        self.take(Turn.GENERATING)
         with self.clock("generation"):
             self.wait_for_engines(f"the rollouts of step {step}", lambda: self.main.generated(step))
         if self.stranded:
             return None
+        self.take(Turn.TRAINING)
         with self.clock("transfer"):
             batch = self.control.main(
                 f"the batch of step {step}", lambda: self.main.rollouts(step, self.version), timeout_s=self.patience
@@ -135,11 +140,13 @@ class Trainer:
 
     def publish(self, step: int) -> None:
         if self.publisher is not None:
+            self.take(Turn.HANDOVER)
             with self.clock("publish"):
                 self.stranded = self.publisher.publish(step)
 
     def evaluate(self, step: int) -> None:
         if self.config.evaluation.paths and self.publisher is not None and not self.stranded:
+            self.take(Turn.GENERATING)
             with self.clock("evaluation"):
                 self.wait_for_engines(f"the evaluation after step {step}", lambda: self.main.evaluated())
 
@@ -147,11 +154,14 @@ class Trainer:
         """Rank 0 waits for generation; an engine that was started again gets the weights meanwhile."""
         while (word := self.control.decide(what, wait, timeout_s=self.config.rollout.timeout_s)) == CATCH_UP:
             assert self.publisher is not None
+            self.take(Turn.HANDOVER)
             self.publisher.catch_up()
+            self.take(Turn.GENERATING)
         self.stranded = "" if word == READY else word
 
     def give_up(self, step: int) -> None:
         """No engine is left: keep what was trained, then fail with the reason."""
+        self.take(Turn.HANDOVER)
         kept = self.saver.keep(step)
 
         def fail() -> None:
@@ -172,6 +182,7 @@ class Trainer:
         self.control.main(f"the log of step {step}", lambda: self.main.log(step, self.seconds), timeout_s=self.patience)
 
     def save(self, step: int, *, in_background: bool) -> None:
+        self.take(Turn.HANDOVER)
         with self.clock("checkpoint"):
             self.count_write(self.saver.save(step, in_background=in_background))
 
@@ -211,6 +222,12 @@ class Trainer:
     def patience(self) -> float:
         """Seconds that other ranks wait for rank 0 where it only computes or writes."""
         return self.config.cluster.collective_timeout_s
+
+    def take(self, turn: Turn) -> None:
+        """Make it `turn` on GPUs that trainer and engines share."""
+        if self.turns is not None:
+            with self.clock("handover"):
+                self.turns.take(turn)
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:

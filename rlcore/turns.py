@@ -56,7 +56,9 @@ MOVES: Mapping[tuple[Turn, Turn], tuple[Move, ...]] = {
 
 
 class Turns:
-    """One object a rank; `take` is called by all ranks in the same order. It begins with the engines' turn.
+    """One object a rank; `take` is called by all ranks in the same order.
+
+    It begins with the engines' turn: the trainer is parked at once, and they may start when every rank has come so far.
 
     Args:
         memory: on rank 0.
@@ -68,6 +70,7 @@ class Turns:
     ) -> None:
         self._control, self._backend, self._memory, self._timeout_s = control, backend, memory, timeout_s
         self.turn = Turn.GENERATING
+        backend.park()
 
     def take(self, turn: Turn) -> None:
         """Make it `turn`; nothing moves where it is already.

@@ -83,7 +83,7 @@ class Fleet:
             if (error := self._hopeless()) is not None:
                 raise error
             if not self._may_start.is_set():
-                raise NoEngineLeft(f"no engine runs, and none is started beside the trainer, whose GPUs it shares: {self._ends()}")
+                raise NoEngineLeft(f"no engine runs, and none is started while the trainer is on its GPUs: {self._ends()}")
             if not await self._change(deadline - time.monotonic()):
                 raise NoEngineLeft(f"no engine came back within {limit:g} s (rollout.engine.start_timeout_s): {self._ends()}")
         return running

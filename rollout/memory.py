@@ -1,4 +1,4 @@
-"""`rlcore.protocols.EngineMemory`: the engines of a run give the device that they share with the trainer back, and take it again.
+"""`rlcore.protocols.EngineMemory`: engines give the device that they share with the trainer back, and take it again.
 
     release     nobody is started any more; requests that are left end; the memory is given back
     restore     it is taken again; once nothing is released, engines generate, and those that died are started again

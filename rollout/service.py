@@ -102,8 +102,8 @@ class RolloutService:
         self._evaluation = runners.evaluation((self._evaluation_prompts or self.prompts).__getitem__)
         self._work: _Work | None = None
         self._seen = {"rollout/engine_restarts": 0.0, "rollout/retried_requests": 0.0}     # at the last hand-over
-        self._thread = LoopThread("rollout")
-        self.loop = self._thread.loop
+        self.thread = LoopThread("rollout")
+        self.loop = self.thread.loop
 
     def start(self) -> None:
         """Engines and reward workers answer when this returns.
@@ -148,7 +148,7 @@ class RolloutService:
         await together(self._scorer.start(), self.fleet.start())
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
-        return self._thread.call(work, seconds=seconds, what=what)
+        return self.thread.call(work, seconds=seconds, what=what)
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class RolloutService:
         except DeadlineExceeded as error:
             logger.warning("%s", error)         # the daemon thread ends with the process
         finally:
-            self._thread.close()
+            self.thread.close()
 
     async def _stop(self) -> None:
         await self.fleet.close()

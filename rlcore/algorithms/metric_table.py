@@ -60,6 +60,7 @@ _ROWS = (
     ("time/advantages", "estimator, loss weights, and sending them to the ranks", "-", "s"),
     ("time/training", "forward, backward and optimizer of one step", "-", "s"),
     ("time/publish", "publication of one version of the weights", "-", "s"),
+    ("time/handover", "shared GPUs changed hands between trainer and engines (`rollout.engine.colocated`)", "-", "s"),
     ("time/evaluation", "generating and scoring the held-out prompts", "-", "s"),
     ("time/checkpoint", "training stood still for checkpoints since the row before", "-", "s"),
     ("time/checkpoint_write", "the slowest rank wrote in the background what was committed since the row before", "-",

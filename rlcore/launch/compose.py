@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rlcore.algorithms import AlgorithmError
 from rlcore.config import Config
-from rlcore.config.derived import other_folders, recorded_fields, total_steps, updates_per_step
+from rlcore.config.derived import generates, other_folders, recorded_fields, total_steps, updates_per_step
 from rlcore.config.load import Loaded
 from rlcore.control import in_one_line
 from rlcore.credit import Credit
@@ -34,11 +34,12 @@ from rlcore.loop import Trainer
 from rlcore.mfu import Utilization
 from rlcore.objective import Objective
 from rlcore.planning.devices import peak_flops
-from rlcore.protocols import PolicyBackend, RolloutSource, WeightSink
+from rlcore.protocols import EngineMemory, PolicyBackend, RolloutSource, WeightSink
 from rlcore.publish import Publisher, VersionJournal
 from rlcore.runs.directory import Status, check_run_name
 from rlcore.tracking import build_trackers
 from rlcore.tracking.hub import reach_hub
+from rlcore.turns import Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,6 +55,7 @@ class Office:
     sink: WeightSink | None
     num_prompts: int
     prompt_lengths: NDArray[np.int64] | None = None
+    memory: EngineMemory | None = None
 
 
 def run_rank(process: Process, loaded: Loaded, *, resume: bool, overwrite: bool) -> Outcome:
@@ -75,6 +77,7 @@ def run_rank(process: Process, loaded: Loaded, *, resume: bool, overwrite: bool)
         steps = total_steps(config, int(prompts))
         backend = build_backend(config, process, objective, credit, optimizer_steps=steps * updates_per_step(config))
         stack.callback(backend.close)
+        turns = build_turns(config, process, backend, office)
         control.assemble("building the models", timeout_s=patience)
         run = control.main(
             "opening the run", lambda: open_run(loaded, steps, stack, resume=resume, overwrite=overwrite), timeout_s=patience
@@ -90,7 +93,7 @@ def run_rank(process: Process, loaded: Loaded, *, resume: bool, overwrite: bool)
             utilization = build_utilization(config, process, credit)
             desk = build_desk(loaded, process, present(office), run, backend, steps, utilization)
         publisher = build_publisher(config, process, backend, office, journal)
-        return finish(Trainer(config, control, backend, credit, steps, publisher, desk), process)
+        return finish(Trainer(config, control, backend, credit, steps, publisher, desk, turns), process)
 
 
 def present(office: Office | None) -> Office:
@@ -189,6 +192,7 @@ def open_office(config: Config, process: Process, stack: ExitStack, *, greedy_ba
 def open_service(
     config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, *, greedy_baseline: bool
 ) -> Office:
+    from rollout.memory import FleetMemory
     from rollout.service import RolloutService
     from rollout.wire import EngineSink
 
@@ -196,18 +200,31 @@ def open_service(
     stack.callback(service.close)
     sink = EngineSink(config, service.fleet, service.loop, device=process.device)
     stack.callback(sink.close)
-    return Office(service, sink, len(service.prompts), service.prompts.lengths)
+    memory = FleetMemory(service.fleet, config.rollout.engine, service.thread)
+    return Office(service, sink, len(service.prompts), service.prompts.lengths, memory)
 
 
 def build_publisher(
     config: Config, process: Process, backend: PolicyBackend, office: Office | None, journal: VersionJournal | None
 ) -> Publisher | None:
-    if config.is_sft or config.training.replay is not None:
+    if not generates(config):
         return None
     sink = None if office is None else office.sink
-    engine = config.rollout.engine      # one may have to come back first, and requests in flight to end
-    timeout = engine.start_timeout_s + engine.restart.max_backoff_s + engine.request_timeout_s + engine.update_timeout_s * 2
-    return Publisher(backend, process.control, sink=sink, journal=journal, timeout_s=timeout)
+    return Publisher(backend, process.control, sink=sink, journal=journal, timeout_s=patience_with_engines(config))
+
+
+def build_turns(config: Config, process: Process, backend: PolicyBackend, office: Office | None) -> Turns | None:
+    """None where the engines have GPUs of their own. Else the trainer is parked: call it before they start."""
+    if not (config.rollout.engine.colocated and generates(config)):
+        return None
+    memory = None if office is None else office.memory
+    return Turns(process.control, backend, memory, timeout_s=patience_with_engines(config))
+
+
+def patience_with_engines(config: Config) -> float:
+    """Seconds for a step that needs every engine: one may have to come back first, and requests in flight to end."""
+    engine = config.rollout.engine
+    return engine.start_timeout_s + engine.restart.max_backoff_s + engine.request_timeout_s + engine.update_timeout_s * 2
 
 
 def build_utilization(config: Config, process: Process, credit: Credit) -> Utilization | None:

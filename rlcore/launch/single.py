@@ -12,7 +12,7 @@ from rlcore.config.algorithm import LossConfig
 from rlcore.config.load import Loaded, load_config
 from rlcore.config.policy import ParallelConfig
 from rlcore.errors import NoEngineLeft, UserError
-from rlcore.launch.compose import build_algorithm, build_backend, build_publisher, check_model, open_office
+from rlcore.launch.compose import build_algorithm, build_backend, build_publisher, build_turns, check_model, open_office
 from rlcore.launch.initial import find_checkpoint, pin_initial_policy
 from rlcore.launch.process import Process, join
 from rlcore.protocols import PolicyBackend
@@ -20,6 +20,7 @@ from rlcore.publish import VersionJournal
 from rlcore.runs.directory import RunDirectory
 from rlcore.tracking.format import sample_lines
 from rlcore.tracking.samples import pick_samples
+from rlcore.turns import Turn
 
 
 def evaluate_model(loaded: Loaded, output: Path | None) -> int:
@@ -32,13 +33,23 @@ def evaluate_model(loaded: Loaded, output: Path | None) -> int:
         check_model(config, 1)
         office = open_office(config, process, stack)
         backend = _policy_only(config, process, stack)
+        turns = build_turns(config, process, backend, office)
+
+        def take(turn: Turn) -> None:
+            if turns is not None:
+                turns.take(turn)
+
         office.source.start()
         publisher = build_publisher(config, process, backend, office, VersionJournal(scratch / "versions.jsonl"))
         assert publisher is not None
+        take(Turn.HANDOVER)
         if lost := publisher.publish(0):
             raise NoEngineLeft(lost)
+        take(Turn.GENERATING)
         while (scored := office.source.evaluate()) is None:
+            take(Turn.HANDOVER)
             publisher.catch_up()
+            take(Turn.GENERATING)
     metrics, samples = scored
     for sample in pick_samples(samples, config.tracking.show_samples):
         print("\n".join(sample_lines(sample)))

@@ -279,7 +279,7 @@ def test_every_metric_is_defined_and_every_definition_is_written(lab: Lab, train
     assert verified.code == 0, verified.err
     experts = lab.train(
         "experts", f"model.path={model_with_experts(lab)}", "policy.routing_replay=logprobs", "training.steps=1",
-        "policy.megatron={moe_aux_loss_coeff: 0.01, moe_z_loss_coeff: 0.001}",
+        "policy.megatron={moe_aux_loss_coeff: 0.01, moe_z_loss_coeff: 0.001}", "rollout.engine.colocated=true",
     )  # fmt: skip
     assert experts.code == 0, experts.err
     written = {name for run in (trained, with_critic, verified, experts) for row in run.metrics for name in row}

@@ -79,7 +79,9 @@ class Backend:
 def make(device: Device, rank: int = 0, ranks: int = 1, store: Any = None) -> Turns:
     control = Control(store or LocalStore(), rank, ranks)
     memory = Memory(device) if rank == 0 else None
-    return Turns(control, cast(PolicyBackend, Backend(device, rank)), memory, timeout_s=5)
+    turns = Turns(control, cast(PolicyBackend, Backend(device, rank)), memory, timeout_s=5)
+    assert device.moves.pop() == "park"
+    return turns
 
 
 def test_a_step_and_its_checkpoint() -> None:
