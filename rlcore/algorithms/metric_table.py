@@ -41,6 +41,9 @@ _ROWS = (
     ("rollout/requeued_prompts", "prompts given back to the data set: aborted, or more than the step needed", "-",
      "prompts"),
     ("rollout/excluded_prompts", "rows of the data left out as longer than data.max_prompt_tokens", "-", "prompts"),
+    ("rollout/engine_restarts", "engines started again after they failed, since the row before", "-", "engines"),
+    ("rollout/retried_requests", "requests sent again because their engine failed, since the row before", "-", "requests"),
+    ("rollout/engines_serving", "engines with the policy's weights when the samples were complete", "-", "engines"),
     ("rollout/dropped_<filter>", "groups that this filter of rollout.filters dropped", "-", "groups"),
     # evaluation, in the row of its step
     ("eval/score", "reward of the held-out prompts", "samples", "reward"),
