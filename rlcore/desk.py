@@ -134,7 +134,7 @@ class Desk:
         self._compared = {}
         if check is None or not check.is_due(step):
             return
-        self._compared, trouble = check.compare(batch, self._rollouts.samples)
+        self._compared, trouble = check.compare(batch, self._rollouts.samples, self._rollouts.engines)
         if trouble and check.is_first(step):
             raise RunFailed(f"step {step}: {trouble}")
         if trouble:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from rlcore.algorithms import Moments, mismatch_vectors
+from rlcore.algorithms import Moments, mismatch_vectors, segment_sum
 from rlcore.config import Config
 from rlcore.config.derived import generates
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.sample import Sample
 
 PASS = "checked_"                       # before the names of what a pass made for this check alone
-GAP = "rollout/train_rollout_logprob_diff"
 LIMITS = {"fp32": 1e-3, "bf16": 0.1}    # nats, mean over tokens: well above rounding, well below what the causes make
 
 CAUSES = (
@@ -52,11 +52,16 @@ class EngineCheck:
         """Whether it is the first step after a start or a resume."""
         return step == self._first
 
-    def compare(self, batch: RolloutBatch, samples: Sequence[Sample]) -> tuple[dict[str, float], str]:
+    def compare(
+        self, batch: RolloutBatch, samples: Sequence[Sample], engines: Mapping[int, str]
+    ) -> tuple[dict[str, float], str]:
         """The metrics of the difference, {} without a token of the batch's version; and what is wrong, "" for nothing.
+
+        Every engine's own mean is held against the limit.
 
         Args:
             samples: those of the batch, in its order.
+            engines: draw -> the engine that made its samples; {} where they are not told apart.
         """
         vectors = batch.vectors
         trainer = vectors["logprobs" if "logprobs" in vectors else f"{PASS}logprobs"]
@@ -65,23 +70,30 @@ class EngineCheck:
         moments = Moments()
         moments.update(mismatch_vectors(trainer[current], engine[current]))
         metrics = moments.reduce()
-        if not metrics or metrics[GAP] <= self.limit:       # NaN is neither
+        gaps = torch.where(current, (trainer - engine).abs().double(), 0.0)
+        means = self._means(gaps, current, batch.cu_seqlens, [engines.get(sample.draw, self.kind) for sample in samples])
+        wrong = {name: mean for name, mean in means.items() if not mean <= self.limit}      # NaN is
+        if not wrong:
             return metrics, ""
-        distance = (trainer - engine).abs() * current
-        where = samples[_worst(distance, batch.cu_seqlens)]
+        worst = samples[int(torch.searchsorted(batch.cu_seqlens, gaps.argmax(), right=True)) - 1]
+        by = ", ".join(f"those of engine {name} by {mean:.3g}" for name, mean in wrong.items())
         return metrics, (
-            f"the log-probs of engine {self.kind} differ from the trainer's by {metrics[GAP]:.3g} nats on average over "
-            f"{int(current.sum())} tokens of version {batch.version}, at most {self.limit:g} is expected "
-            f"(rollout.engine.max_logprob_diff); the largest difference, {metrics[f'{GAP}_max']:.3g}, is in "
-            f"{where.response_text[:40]!r}, a response to {where.prompt_id}. Likely causes: {CAUSES}"
+            f"log-probs differ from the trainer's: {by} nats on average over its tokens of version {batch.version}, at most "
+            f"{self.limit:g} is expected (rollout.engine.max_logprob_diff); the largest difference, {float(gaps.max()):.3g}, "
+            f"is in {worst.response_text[:40]!r}, a response to {worst.prompt_id}. Likely causes: {CAUSES}"
         )
+
+    def _means(self, gaps: Tensor, current: Tensor, cu_seqlens: Tensor, names: Sequence[str]) -> dict[str, float]:
+        """Mean gap of each engine's current tokens; those that made none are left out."""
+        totals: dict[str, float] = {}
+        counts: Counter[str] = Counter()
+        per_sequence = zip(names, segment_sum(gaps, cu_seqlens).tolist(), segment_sum(current.double(), cu_seqlens).tolist())
+        for name, total, count in per_sequence:
+            totals[name] = totals.get(name, 0.0) + total
+            counts[name] += int(count)
+        return {name: totals[name] / counts[name] for name in sorted(totals) if counts[name]}
 
 
 def _coarser(config: Config) -> str:
     dtypes = {config.model.dtype, config.rollout.engine.dtype or config.model.dtype}
     return "bf16" if "bf16" in dtypes else "fp32"
-
-
-def _worst(distance: Tensor, cu_seqlens: Tensor) -> int:
-    """The sequence that holds the largest entry; a NaN counts as that."""
-    return int(torch.searchsorted(cu_seqlens, distance.argmax(), right=True)) - 1

@@ -309,6 +309,7 @@ class StepRollouts:
     metrics: dict[str, float]               # rollout/*, time/generation: what only the source knows
     epoch: float                            # passes over the prompts so far
     snapshot: dict[str, Any]                # the consistent cut after this step's hand-over, JSON-able
+    engines: Mapping[int, str] = field(default_factory=dict)   # draw -> the engine that answered it, where that is known
     recorded_step: int | None = None        # of a replay: the step that these samples were made for
     recorded_version: int | None = None     # ... and the policy version that was trained on them
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rlcore.config.rollout import EngineConfig
@@ -127,6 +127,13 @@ class Dispatcher:
             self._calls -= 1
             if not self._calls:
                 self.busy_s += time.perf_counter() - self._busy_since
+
+    def engines_of(self, seed: int, draws: Iterable[int]) -> dict[int, str]:
+        """Who answered each draw last, as far as that is known: whole batches and routers do not tell."""
+        if self.config.router_url is not None:
+            return {}
+        found = {draw: self.fleet.home((seed, draw)) for draw in draws}
+        return {draw: name for draw, name in found.items() if name is not None}
 
     def waiting_for(self) -> str:
         """See `Fleet.waiting_for`."""

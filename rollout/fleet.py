@@ -65,6 +65,10 @@ class Fleet:
         """The call has ended, however it did."""
         self._router.release(lease)
 
+    def home(self, key: Hashable) -> str | None:
+        """See `Router.home`."""
+        return self._router.home(key)
+
     def lost(self, lease: Lease, why: str) -> None:
         """The engine failed the call that the lease was for."""
         if lease.life == lease.member.health.lives:

@@ -113,6 +113,11 @@ class Router:
     def waiting(self) -> int:
         return sum(not waiting.granted.done() for waiting in self._waiting)
 
+    def home(self, key: Hashable) -> str | None:
+        """The engine that the newest call of `key` went to."""
+        member = self._homes.get(key)
+        return None if member is None else member.name
+
     def _give(self, member: Member, key: Hashable) -> Lease:
         lease = Lease(member, member.health.lives)
         member.leases.add(lease)

@@ -190,7 +190,8 @@ class RolloutService:
             **{f"rollout/dropped_{name}": float(done.dropped[name]) for name in self._filters.names},
         }
         samples = [sample for group in done.kept for sample in group.samples]
-        return StepRollouts(samples, metrics, self._stream.epoch, self.snapshot())
+        engines = self._dispatcher.engines_of(self._config.run.seed, [group.draw for group in done.kept])
+        return StepRollouts(samples, metrics, self._stream.epoch, self.snapshot(), engines)
 
     def _visit(
         self, work: Callable[[], Coroutine[Any, Any, T]], stuck: Callable[[], str], failures: FailureCounts, what: str

@@ -18,6 +18,7 @@ step() {    # step NAME COMMAND...
 }
 
 step install ./scripts/install.sh dev tensorboard wandb plot
+step engine ./scripts/install_sglang.sh
 PATH="$PWD/.venv/bin:$PATH"
 step lint ruff check .
 step types mypy

@@ -37,7 +37,7 @@ def test_log_probs_of_another_temperature_end_the_run_before_anything_is_trained
     assert run.code == 1
     assert run.result["status"] == "failed"
     (said,) = [line for line in run.err.splitlines() if line.startswith("rlcore: ")]
-    assert said.startswith("rlcore: step 1: the log-probs of engine embedded differ from the trainer's by 1")
+    assert said.startswith("rlcore: step 1: log-probs differ from the trainer's: those of engine embedded by ")
     assert "rollout.sampling.temperature" in said
     assert not run.metrics
     monkeypatch.undo()
@@ -48,7 +48,7 @@ def test_what_goes_wrong_later_is_a_warning_in_the_steps_that_are_compared(lab: 
     falsify(monkeypatch, from_call=2)
     run = lab.train("falsified later", *LEARNING, *SEVERAL, "training.steps=4", "rollout.engine.logprobs_every=2")
     assert run.code == 0, run.err
-    assert [line.partition(": ")[0] for line in run.lines("the log-probs of engine")] == ["WARNING step 2", "WARNING step 4"]
+    assert [line.partition(": ")[0] for line in run.lines("log-probs differ from")] == ["WARNING step 2", "WARNING step 4"]
     # Where a batch gets several updates and no pass, only steps that are compared measure the difference.
     assert {step for step, row in run.rows.items() if GAP in row} == {1, 2, 4}
     assert run.rows[1][GAP] < 1e-5 < 0.5 < run.rows[2][GAP]
@@ -61,7 +61,7 @@ def test_a_resumed_run_compares_its_first_step(lab: Lab, monkeypatch: pytest.Mon
     falsify(monkeypatch, from_call=1)
     again = lab.train("falsified on resume", *given, "training.steps=4", "--resume")
     assert again.code == 1
-    assert "step 3: the log-probs of engine embedded differ" in again.err
+    assert "step 3: log-probs differ from the trainer's: those of engine embedded" in again.err
 
 
 def test_the_comparison_changes_no_bit(lab: Lab) -> None:
