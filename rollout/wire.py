@@ -28,7 +28,7 @@ from rlcore.weights import Bucket
 from rollout.transports.base import GRACE_S, Failures, Transport, ask
 from rollout.transports.choose import choose_transport
 
-PROBE_S = 10.0          # an engine that does not answer /health for so long is given up
+KILL_S = 30.0
 LAST_RESORT = 6         # of the longest limit: then the loop itself is stuck
 
 T = TypeVar("T")
@@ -80,6 +80,7 @@ class EngineSink:
         self._device, self._host = torch.device(device), host
         self._mode = config.rollout.on_update
         self._limit = config.rollout.engine.update_timeout_s
+        self._probe = config.rollout.engine.health_timeout_s
         self._patience = config.rollout.engine.request_timeout_s       # to pause, requests in flight may have to end
         self._verify_every = config.rollout.engine.verify_every
         self._unverified = 0                                    # publications since the last comparison of checksums
@@ -131,7 +132,7 @@ class EngineSink:
         self._expectation = self._taking[0].expectation() if due else None      # all engines of a run keep weights alike
         for engine in self._taking:
             members.draining(engine)
-        await self._step("health", lambda e: e.health(), PROBE_S)
+        await self._step("health", lambda e: e.health(), self._probe)
         await self._step("pause", lambda e: e.pause(self._mode), self._patience)
         await self._step("begin_update", lambda e: e.begin_update(buckets), self._limit)
         if self._transport is None:
@@ -227,7 +228,7 @@ class Roster:
     async def failed(self, engine: RolloutEngine, why: str) -> None:
         self.engines.remove(engine)
         self.dropped[engine.name] = why
-        answers = await ask([engine], "kill", lambda e: e.kill(), PROBE_S)
+        answers = await ask([engine], "kill", lambda e: e.kill(), KILL_S)
         for trouble in answers.failed.values():
             logger.warning("engine %s did not end: %s", engine.name, trouble)
         if not self.engines:

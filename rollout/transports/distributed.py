@@ -20,7 +20,6 @@ from rlcore.weights import Bucket
 from rollout.engines.weight_group import Backend, GroupAddress, WeightGroup, gpu_identity, open_store
 from rollout.transports.base import Answers, Engine, Failures, ask
 
-PROBE_S = 10.0          # an engine that does not answer /health for so long is given up
 JOIN_S = 60.0           # for all members to meet, at most
 
 
@@ -29,6 +28,11 @@ class GroupEngine(Protocol):
 
     name: str
     group_ranks: int        # how many of the group's ranks are its own: one each of its tensor-parallel ranks
+
+    @property
+    def ended(self) -> asyncio.Future[Any] | None:
+        """Of its present life; another one in each."""
+        ...
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
         """Enter the group with the ranks from `rank` on, leaving the group before; returns when all members are there."""
@@ -48,12 +52,13 @@ class DistributedTransport:
         device: where the trainer's buckets are.
         host: the address under which the engines reach this process.
         timeout_s: for one bucket (`rollout.engine.update_timeout_s`).
+        probe_s: for an answer to /health (`rollout.engine.health_timeout_s`).
     """
 
     name = "distributed"
 
-    def __init__(self, *, device: torch.device, host: str, timeout_s: float) -> None:
-        self._device, self._host, self._timeout_s = device, host, timeout_s
+    def __init__(self, *, device: torch.device, host: str, timeout_s: float, probe_s: float) -> None:
+        self._device, self._host, self._timeout_s, self._probe_s = device, host, timeout_s, probe_s
         self._links: list[Link] = []
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
@@ -64,7 +69,7 @@ class DistributedTransport:
         kept = [link for link in self._links if link.members in wanted and link.is_open and link.backend == backend]
         await asyncio.gather(*(link.close() for link in self._links if link not in kept))
         self._links = kept + [
-            Link(members, backend, device=self._device, host=self._host, timeout_s=self._timeout_s)
+            Link(members, backend, self._device, self._host, timeout_s=self._timeout_s, probe_s=self._probe_s)
             for members in wanted if members not in [link.members for link in kept]
         ]
         return await self._on_links(lambda link: link.join())
@@ -89,7 +94,7 @@ class DistributedTransport:
 
     async def _backend(self, engines: Sequence[Engine]) -> tuple[Backend, Failures]:
         """NCCL needs a GPU for each member; where one is shared, or there is none, gloo."""
-        answers = await ask(engines, "health", lambda e: e.health(), PROBE_S)
+        answers = await ask(engines, "health", lambda e: e.health(), self._probe_s)
         gpus = [gpu_identity(self._device), *(health["gpu"] for health in answers.results.values())]
         return choose_backend(gpus), answers.failed
 
@@ -103,15 +108,18 @@ class Link:
     """One process group: the trainer as rank 0, then the ranks of its members."""
 
     def __init__(
-        self, members: Sequence[Engine], backend: Backend, *, device: torch.device, host: str, timeout_s: float
-    ) -> None:
+        self, members: Sequence[Engine], backend: Backend, device: torch.device, host: str, *, timeout_s: float,
+        probe_s: float,
+    ) -> None:  # fmt: skip
         self.members, self.backend = list(members), backend
-        self._device, self._host, self._timeout_s = device, host, timeout_s
+        self._device, self._host, self._timeout_s, self._probe_s = device, host, timeout_s, probe_s
         self._group: WeightGroup | None = None
+        self._lives: list[Any] = []             # in which its members entered it
 
     @property
     def is_open(self) -> bool:
-        return self._group is not None and self._group.is_open
+        """Not where a member was started again since: that one knows of no group."""
+        return self._group is not None and self._group.is_open and self._lives == [engine.ended for engine in self.members]
 
     async def join(self) -> Failures:
         """Make the group unless it is there."""
@@ -132,6 +140,7 @@ class Link:
             return await self._blame(answers, error)
         if answers.failed:
             await self.close()
+        self._lives = [engine.ended for engine in self.members]
         return answers.failed
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
@@ -158,7 +167,7 @@ class Link:
         """The group broke, so every member failed; of several, those are to blame that do not answer any more."""
         if len(self.members) == 1:
             return answers.failed or {self.members[0]: str(error)}
-        probes = await ask(self.members, "health", lambda e: e.health(), PROBE_S)
+        probes = await ask(self.members, "health", lambda e: e.health(), self._probe_s)
         if not probes.failed:
             raise PublicationFailed(f"{error}; {'; '.join(answers.failed.values())}")
         return {engine: answers.failed.get(engine, why) for engine, why in probes.failed.items()}

@@ -21,7 +21,6 @@ from torch.multiprocessing import reductions
 from rlcore.weights import Bucket
 from rollout.transports.base import Engine, Failures, ask
 
-PROBE_S = 10.0
 DEVICE = 6              # where the device stands among the arguments of torch's `rebuild_cuda_tensor`
 
 
@@ -39,17 +38,22 @@ class BodyEngine(Protocol):
 
 
 class TensorTransport:
-    """`rollout.transports.base.Transport` for every `BodyEngine`."""
+    """`rollout.transports.base.Transport` for every `BodyEngine`.
+
+    Args:
+        timeout_s: for one bucket (`rollout.engine.update_timeout_s`).
+        probe_s: for an answer to /health (`rollout.engine.health_timeout_s`).
+    """
 
     name = "tensor"
 
-    def __init__(self, *, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, *, timeout_s: float, probe_s: float) -> None:
+        self._timeout_s, self._probe_s = timeout_s, probe_s
         self._engines: list[Engine] = []
         self._by_handle = False
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
-        answers = await ask(engines, "health", lambda e: e.health(), PROBE_S)
+        answers = await ask(engines, "health", lambda e: e.health(), self._probe_s)
         self._by_handle = all(health["device"] == "cuda" for health in answers.results.values())
         self._engines = list(engines)
         return answers.failed

@@ -48,8 +48,9 @@ class ExternalServer:
         try:
             self._check_server(await self._reach(client))
             self._check_model(await client.get("/model_info", timeout_s=self.config.health_timeout_s, key=PROBE_KEY))
-            await self._check_vocabulary(client)
             await self._check_admin_key(client)
+            await self._wake(client)
+            await self._check_vocabulary(client)
         finally:
             await client.close()
         return self.url
@@ -86,6 +87,10 @@ class ExternalServer:
                     f"serves a model of {name} {info.get(name)!r} ({info.get('model_path')})",
                     f"{ours.get(name)!r}, as {self.model_path} has (model.path)",
                 )
+
+    async def _wake(self, client: ServerClient) -> None:
+        """A trainer that died in a publication has left the server paused: it would not even refuse a request."""
+        await client.post("/continue_generation", {}, timeout_s=self.config.health_timeout_s, key=PROBE_KEY, admin=True)
 
     async def _check_vocabulary(self, client: ServerClient) -> None:
         """No route tells the vocabulary but the refusal of a token that is not in it, which generates nothing."""

@@ -184,7 +184,6 @@ def test_the_server_wants_its_key(loop, pair):
 
 def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypatch):
     """Three engines; one dies while it generates, one hangs in the middle of a publication, the third goes on."""
-    monkeypatch.setattr("rollout.wire.PROBE_S", 2.0)
     monkeypatch.setattr("rollout.engines.remote.GRACE_S", 1.0)
     doomed = remote(config, "doomed", tmp_path)
     frozen = remote(config, "frozen", tmp_path, request_timeout_s=2.0)
