@@ -63,6 +63,7 @@ class EngineServer:
         self.engine, self._key = engine, f"Bearer {key}"
         self._group: WeightGroup | None = None
         self._sizes: dict[int, int] = {}        # bucket index -> bytes
+        self._applying: asyncio.Future[None] | None = None      # the bucket that came last goes into the model
         self.verbs: dict[str, Verb] = {
             "generate": self._generate,
             "pause": lambda body: engine.pause(body["mode"]),
@@ -70,7 +71,7 @@ class EngineServer:
             "abort": lambda _: engine.abort(),
             "begin_update": self._begin_update,
             "receive_bucket": self._receive_bucket,
-            "end_update": lambda _: engine.end_update(),
+            "end_update": self._end_update,
             "set_version": lambda body: engine.set_version(body["version"]),
             "checksum": lambda _: engine.checksum(),
             "release_memory": lambda body: engine.release_memory(body["tags"]),
@@ -110,6 +111,7 @@ class EngineServer:
 
     async def _begin_update(self, body: dict[str, Any]) -> None:
         buckets = decode_buckets(body["buckets"])
+        await asyncio.gather(self._applied(), return_exceptions=True)      # of an update that was given up
         await self.engine.begin_update(buckets)
         self._sizes = {bucket.index: bucket.num_bytes for bucket in buckets}
 
@@ -121,12 +123,23 @@ class EngineServer:
         self._group = await asyncio.to_thread(WeightGroup, address, body["rank"], device=self.engine.device)
 
     async def _receive_bucket(self, body: dict[str, Any]) -> None:
+        """Answers when the bucket is here. It goes into the model while the next comes, which tells of its failure."""
         if self._group is None:
             raise RunFailed(f"{self.engine.name}: is in no weight group; call join_group first")
         if body["index"] not in self._sizes:
             raise RunFailed(f"{self.engine.name}: bucket {body['index']} is not in the layout of begin_update")
         flat = await asyncio.to_thread(self._group.receive, self._sizes[body["index"]])
-        await self.engine.receive_bucket(body["index"], flat)
+        await self._applied()
+        self._applying = asyncio.ensure_future(self.engine.receive_bucket(body["index"], flat))
+
+    async def _end_update(self, _: dict[str, Any]) -> None:
+        await self._applied()
+        await self.engine.end_update()
+
+    async def _applied(self) -> None:
+        applying, self._applying = self._applying, None
+        if applying is not None:
+            await applying
 
     async def _health(self, _: dict[str, Any]) -> dict[str, Any]:
         device = self.engine.device

@@ -45,7 +45,7 @@ class WeightGroup:
 
     def __init__(self, address: GroupAddress, rank: int, *, device: torch.device, store: dist.Store | None = None) -> None:
         self.address, self.rank, self.device = address, rank, device
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2     # that received last, the one before
         self._group: Any = None
         self._store: dist.Store | None = None
         limit = timedelta(seconds=address.timeout_s)
@@ -62,10 +62,11 @@ class WeightGroup:
         self._broadcast(flat.to(self._group_device).contiguous())
 
     def receive(self, num_bytes: int) -> Tensor:
-        """The others: uint8 [num_bytes], in a buffer that the next call overwrites."""
-        if self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._group_device)
-        flat = self._buffer[:num_bytes]
+        """The others: uint8 [num_bytes], in a buffer that the next call but one overwrites."""
+        self._buffers.reverse()
+        if self._buffers[0].numel() < num_bytes:
+            self._buffers[0] = torch.empty(num_bytes, dtype=torch.uint8, device=self._group_device)
+        flat = self._buffers[0][:num_bytes]
         self._broadcast(flat)
         return flat
 
