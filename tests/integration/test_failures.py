@@ -106,13 +106,39 @@ def test_a_plugin_that_raises_on_rank_0(rank_runs: RankRuns) -> None:
     ],
     ids=["killed", "stopped"],
 )
-def test_an_engine_that_dies_or_hangs(rank_runs: RankRuns, number: signal.Signals, says: str, within_s: float) -> None:
+def test_without_an_engine_the_run_saves_and_ends(
+    rank_runs: RankRuns, number: signal.Signals, says: str, within_s: float
+) -> None:
     run = rank_runs.train(
-        f"engine-{number.name}", *FOREVER, f"rollout.engine.request_timeout_s={REQUEST_S}",
+        f"engine-{number.name}", *FOREVER, "rollout.engine.restart.limit=0",
+        f"rollout.engine.request_timeout_s={REQUEST_S}",
         "rollout.engine.update_timeout_s=10", act=to_child("rollout.engines.server", number),
     )  # fmt: skip
     assert_failed(run, says, "engine engine-0", within_s=within_s)
     assert "Traceback" not in run.said
+    steps = run.result["steps"]
+    assert steps == run.rows[-1]["step"] >= 2
+    assert f"the run is saved after step {steps}: continue with --resume" in run.said
+    assert [folder.name for folder in sorted((run.folder / "checkpoints").iterdir())] == [f"step_{steps:06d}"]
+
+    again = rank_runs.train(f"engine-{number.name}", f"training.steps={steps + 2}", "--resume")
+    assert again.code == 0, again.said
+    assert [row["step"] for row in again.rows] == list(range(1, steps + 3))
+
+
+def test_an_engine_that_is_killed_comes_back_with_the_weights(rank_runs: RankRuns) -> None:
+    """The only engine: both ranks wait for rollouts when it gets the version at hand once more."""
+    run = rank_runs.train(
+        "engine-returns", "policy.parallel.tensor=2", "training.steps=12", "rollout.engine.restart.backoff_s=0.1",
+        act=to_child("rollout.engines.server", signal.SIGKILL), after_steps=1,
+    )  # fmt: skip
+    assert run.code == 0, run.said
+    assert [row["step"] for row in run.rows] == list(range(1, 13))
+    assert sum(row["rollout/engine_restarts"] for row in run.rows) == 1
+    (warning,) = run.lines("engine engine-0 failed")
+    assert "killed by SIGKILL" in run.said
+    assert "it is started again in 0.1 s" in run.said, warning
+    assert run.orphans == []
 
 
 @pytest.mark.full

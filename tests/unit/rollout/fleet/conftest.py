@@ -1,0 +1,87 @@
+"""A fleet of fake engines on an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlcore.config.rollout import EngineConfig
+from rlcore.protocols import GenerateRequest, SamplingParams
+from rollout.dispatch import Dispatcher
+from rollout.engines.fake import FakeEngine, random_reply
+from rollout.fleet import Fleet
+
+LIMITS = {
+    "request_timeout_s": 5.0, "health_every_s": 0.05, "health_timeout_s": 0.2, "start_timeout_s": 5.0,
+    "restart": {"backoff_s": 0.02, "max_backoff_s": 0.05},
+}
+
+
+class Site:
+    """Engines a, b, ... in a fleet, and what a trainer would do for them."""
+
+    def __init__(self, names: str, **config: Any) -> None:
+        self.config = EngineConfig(**{**LIMITS, **config})
+        self.engines = [FakeEngine(random_reply(31), name=name) for name in names]
+        self.fleet = Fleet(self.engines, self.config)
+        self.dispatcher = Dispatcher(self.fleet, self.config)
+
+    async def publish(self, version: int = 1, *, only_stale: bool = False) -> None:
+        engines = await (self.fleet.stale() if only_stale else self.fleet.candidates())
+        for engine in engines:
+            self.fleet.draining(engine)
+        for engine in engines:
+            await engine.set_version(version)
+            self.fleet.published(engine, version)
+
+    async def catch_up_forever(self, version: int = 1) -> None:
+        while True:
+            await self.fleet.someone_waits()
+            await self.publish(version, only_stale=True)
+
+    def states(self) -> str:
+        return " ".join(str(member.health.state) for member in self.fleet.members)
+
+    async def until(self, states: str, seconds: float = 5.0) -> None:
+        async def reached() -> None:
+            while self.states() != states:
+                await asyncio.sleep(0.005)
+
+        await asyncio.wait_for(reached(), seconds)
+
+
+def ask(draw: int, n: int = 1, turn: int = 0) -> GenerateRequest:
+    return GenerateRequest(np.array([1, 2], dtype=np.int32), SamplingParams(max_new_tokens=4), draw, n, turn=turn)
+
+
+Use = Callable[[Site], Awaitable[None]]
+
+
+@pytest.fixture
+def on_site() -> Callable[..., None]:
+    """`on_site("ab", use, retries=2)`: start a fleet of two, publish version 1, `await use(site)`, close it."""
+
+    def run(names: str, use: Use, *, publish: bool = True, **config: Any) -> None:
+        async def main() -> None:
+            site = Site(names, **config)
+            await site.fleet.start()
+            if publish:
+                await site.publish()
+            try:
+                await use(site)
+            finally:
+                await site.fleet.close()
+
+        asyncio.run(asyncio.wait_for(main(), 20))
+
+    return run
+
+
+@pytest.fixture
+def request_of() -> Callable[..., GenerateRequest]:
+    """`request_of(draw, n=1, turn=0)`."""
+    return ask

@@ -1,0 +1,241 @@
+"""Requests over engines that fail: each is answered exactly once, where it is cheapest."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+import pytest
+
+from rlcore.errors import EngineFailed, EngineHangs, NoEngineLeft, RunFailed, UserError
+from rollout.engines.fake import FakeEngine
+
+
+def tokens(answers):
+    return [[completion.tokens.tolist() for completion in row] for row in answers]
+
+
+def test_the_least_loaded_engine_is_asked(on_site, request_of):
+    async def use(site):
+        for engine in site.engines:
+            engine.delay_s = 0.05
+        await asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(30)))
+        assert [len(engine.calls) for engine in site.engines] == [10, 10, 10]
+
+    on_site("abc", use)
+
+
+def test_a_conversation_stays_where_its_prefix_is_unless_that_engine_is_much_busier(on_site, request_of):
+    async def use(site):
+        a, b = site.engines
+        a.delay_s = b.delay_s = 0.1
+        await asyncio.gather(site.dispatcher.one(request_of(0)), site.dispatcher.one(request_of(1)))
+        assert [call[0].draw for call in b.calls] == [1]
+        await site.dispatcher.one(request_of(1, turn=1))        # both are idle, and a comes first
+        assert [call[0].turn for call in b.calls] == [0, 1]
+        a.delay_s = 0.0
+        busy = [asyncio.ensure_future(site.dispatcher.one(request_of(1, turn=2 + i))) for i in range(20)]
+        await asyncio.gather(*busy)
+        assert len(b.calls) < 12, "the others moved"
+
+    on_site("ab", use)
+
+
+def test_no_engine_gets_more_than_max_in_flight(on_site, request_of):
+    async def use(site):
+        running: Counter[str] = Counter()
+        most: Counter[str] = Counter()
+        generate = FakeEngine.generate
+
+        async def counted(self, requests):
+            running[self.name] += 1
+            most[self.name] = max(most[self.name], running[self.name])
+            try:
+                return await generate(self, requests)
+            finally:
+                running[self.name] -= 1
+
+        for engine in site.engines:
+            engine.delay_s = 0.005
+            engine.generate = counted.__get__(engine)
+        await asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(50)))
+        assert most == {"a": 3, "b": 3}
+
+    on_site("ab", use, max_in_flight=3)
+
+
+@pytest.mark.parametrize("fault", ["raises", "dies", "hangs", "too few", "sick"])
+def test_requests_of_an_engine_that_fails_are_answered_once_by_another(on_site, request_of, fault):
+    async def use(site):
+        a, b = site.engines
+        if fault == "raises":
+            a.failure = EngineFailed("engine a: 500")
+        elif fault == "too few":
+            a._complete = lambda *_: None
+            a.generate = lambda requests: asyncio.sleep(0, [[] for _ in requests])
+        else:
+            a.delay_s = 600
+        calls = [asyncio.ensure_future(site.dispatcher.one(request_of(i, n=2))) for i in range(20)]
+        await asyncio.sleep(0.02)
+        if fault == "dies":
+            await site.fleet.failed(a, "killed")
+        if fault == "sick":
+            a.illness = EngineFailed("engine a is ill")
+        answers = await asyncio.gather(*calls)
+        assert [len(answer) for answer in answers] == [2] * 20
+        assert tokens(answers) == tokens([await site.dispatcher.one(request_of(i, n=2)) for i in range(20)])
+        served = Counter(call[0].draw for call in b.calls[:20])
+        assert set(served.values()) == {1}, "b answered none twice"
+        assert site.fleet.restarts <= 1
+        assert site.dispatcher.retried == 10
+
+    on_site("ab", use, request_timeout_s=0.3 if fault == "hangs" else 10.0, restart={"backoff_s": 30.0})
+
+
+def test_an_answer_that_comes_too_late_is_nobodys(on_site, request_of):
+    """The engine is declared dead while its answer is under way: the request counts once, elsewhere."""
+
+    async def use(site):
+        a, b = site.engines
+        a.delay_s = 0.05
+        call = asyncio.ensure_future(site.dispatcher.one(request_of(7)))
+        await asyncio.sleep(0.01)
+        assert len(a.calls) == 1
+        await site.fleet.failed(a, "declared dead")
+        await call
+        assert len(b.calls) == 1
+        await asyncio.sleep(0.1)
+        assert site.dispatcher.retried == 1
+
+    on_site("ab", use, restart={"backoff_s": 30.0})
+
+
+def test_a_bad_request_is_not_sent_again(on_site, request_of):
+    async def use(site):
+        site.engines[0].failure = UserError("draw 0: too long")
+        with pytest.raises(UserError, match="too long"):
+            await site.dispatcher.one(request_of(0))
+        assert [len(engine.calls) for engine in site.engines] == [1, 0]
+        assert site.states() == "serving serving"
+        assert site.dispatcher.retried == 0
+
+    on_site("ab", use)
+
+
+def test_a_defect_of_ours_is_not_sent_again(on_site, request_of):
+    async def use(site):
+        site.engines[0].failure = ZeroDivisionError("oops")
+        with pytest.raises(RunFailed, match="engine a failed: ZeroDivisionError: oops"):
+            await site.dispatcher.one(request_of(0))
+        assert len(site.engines[1].calls) == 0
+
+    on_site("ab", use)
+
+
+def test_retries_end(on_site, request_of):
+    async def use(site):
+        for engine in site.engines:
+            engine.failure = EngineFailed(f"engine {engine.name}: garbage")
+        with pytest.raises(EngineFailed, match="engine c: garbage"):
+            await site.dispatcher.one(request_of(0))
+        assert [len(engine.calls) for engine in site.engines] == [1, 1, 1, 0]
+        assert site.dispatcher.retried == 2
+
+    on_site("abcd", use, retries=2, restart={"backoff_s": 30.0})
+
+
+def test_a_deadline_names_engine_request_and_key(on_site, request_of):
+    async def use(site):
+        site.engines[0].delay_s = 60
+        with pytest.raises(EngineHangs, match=r"engine a did not answer 1 requests \(the first: 0-5-0-0\) within 0.1 s \(roll"):
+            await site.dispatcher.one(request_of(5))
+
+    on_site("a", use, retries=0, request_timeout_s=0.1)
+
+
+def test_a_request_waits_for_an_engine_that_comes_back(on_site, request_of):
+    async def use(site):
+        catching_up = asyncio.ensure_future(site.catch_up_forever())
+        await site.fleet.failed(site.engines[0], "killed")
+        began = time.monotonic()
+        [completion] = await site.dispatcher.one(request_of(1))
+        assert completion.versions[0].version == 1
+        assert time.monotonic() - began >= 0.1
+        assert site.fleet.restarts == 1
+        catching_up.cancel()
+
+    on_site("a", use, restart={"backoff_s": 0.1})
+
+
+def test_where_none_can_come_everybody_hears_why(on_site, request_of):
+    async def use(site):
+        for engine in site.engines:
+            engine.delay_s = 600
+        calls = [asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(8)]
+        await asyncio.sleep(0.01)
+        for engine in site.engines:
+            await site.fleet.failed(engine, f"{engine.name} burnt")
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {NoEngineLeft}
+        assert "engine a: a burnt; engine b: b burnt" in str(outcomes[0])
+
+    on_site("ab", use, max_in_flight=2, restart={"limit": 0})
+
+
+def test_requests_that_nobody_wants_any_more_leave_no_lease(on_site, request_of):
+    async def use(site):
+        site.engines[0].delay_s = 0.05
+        calls = [asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(6)]
+        await asyncio.sleep(0.01)
+        for call in calls[:4]:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert [call.cancelled() for call in calls] == [True] * 4 + [False] * 2
+        assert site.fleet.members[0].leases == set()
+        assert site.dispatcher.waiting_for() == ""
+        assert await site.dispatcher.one(request_of(9))
+
+    on_site("a", use, max_in_flight=1)
+
+
+def test_batches_are_the_same_whoever_is_alive(on_site, request_of):
+    async def use(site):
+        requests = [request_of(i, n=2) for i in range(11)]
+        whole = await site.dispatcher.batch(requests)
+        calm = [[r.draw for r in call] for engine in site.engines for call in engine.calls]
+        for engine in site.engines:
+            engine.calls.clear()
+        await site.fleet.failed(site.engines[0], "killed")
+        assert tokens(await site.dispatcher.batch(requests)) == tokens(whole)
+        assert sorted([r.draw for r in call] for call in site.engines[1].calls) == sorted(calm)
+        assert calm == [[0, 2], [4, 6], [8, 10], [1, 3], [5, 7], [9]]
+
+    on_site("ab", use, max_batch=4, restart={"backoff_s": 30.0})
+
+
+def test_a_batch_that_fails_is_made_whole_again(on_site, request_of):
+    async def use(site):
+        requests = [request_of(i) for i in range(6)]
+        expected = tokens(await site.dispatcher.batch(requests))
+        site.engines[1].failure = EngineFailed("engine b: 500")
+        assert tokens(await site.dispatcher.batch(requests)) == expected
+        assert site.dispatcher.retried == 3
+
+    on_site("ab", use, restart={"backoff_s": 30.0})
+
+
+def test_who_is_waited_for(on_site, request_of):
+    async def use(site):
+        for engine in site.engines:
+            engine.delay_s = 0.1
+        calls = [asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(5)]
+        await asyncio.sleep(0.01)
+        assert site.dispatcher.waiting_for() == (
+            "engine a (2 requests), engine b (2 requests), an engine with room (a is serving, b is serving)"
+        )
+        await asyncio.gather(*calls)
+        assert site.dispatcher.waiting_for() == ""
+        assert 0.1 < site.dispatcher.busy_s < 1.0
+
+    on_site("ab", use, max_in_flight=2)

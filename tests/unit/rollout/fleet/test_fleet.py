@@ -1,0 +1,200 @@
+"""Engines that fail and come back: who notices, how often it is said, and what has to happen before they serve again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rlcore.errors import EngineFailed, NoEngineLeft, RunFailed
+from rollout.engines.fake import FakeEngine
+
+
+def test_an_engine_serves_only_after_a_publication(on_site):
+    async def use(site):
+        assert site.states() == "stale stale"
+        assert [engine.name for engine in await site.fleet.candidates()] == ["a", "b"]
+        await site.publish(3)
+        assert site.states() == "serving serving"
+        assert [member.version for member in site.fleet.members] == [3, 3]
+
+    on_site("ab", use, publish=False)
+
+
+def test_a_probe_that_fails_means_a_restart(on_site):
+    async def use(site):
+        a = site.engines[0]
+        a.illness = EngineFailed("engine a feels ill")
+        await site.until("dead serving")
+        a.illness = None
+        await site.until("stale serving")
+        assert (a.lives, site.fleet.restarts) == (2, 1)
+        assert site.fleet.members[0].health.why == "engine a feels ill"
+        assert site.fleet.members[0].version is None
+        await site.publish(1, only_stale=True)
+        assert site.states() == "serving serving"
+
+    on_site("ab", use)
+
+
+def test_a_probe_without_an_answer_means_a_restart(on_site, monkeypatch):
+    async def never(self):
+        await asyncio.sleep(60)
+
+    async def use(site):
+        monkeypatch.setattr(site.engines[1], "health", never.__get__(site.engines[1]))
+        await site.until("serving dead")
+        assert "engine b did not answer a probe within 0.2 s (rollout.engine.health_timeout_s)" in site.fleet._ends()
+
+    on_site("ab", use)
+
+
+def test_the_end_of_a_process_is_noticed_at_once(on_site, monkeypatch):
+    async def use(site):
+        engine = site.engines[0]
+        engine.ended.set_result(None)
+        await site.until("dead serving", seconds=1)
+
+    async def with_process(self):
+        self.ended = asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(FakeEngine, "start", with_process)
+    on_site("ab", use, health_every_s=600.0)
+
+
+def test_an_engine_in_a_publication_is_not_probed(on_site):
+    async def use(site):
+        site.fleet.draining(site.engines[0])
+        site.engines[0].illness = EngineFailed("busy with weights")
+        await asyncio.sleep(0.3)
+        assert site.states() == "draining serving"
+        site.fleet.missed(site.engines[0])
+        await site.until("dead serving")
+
+    on_site("ab", use)
+
+
+def test_a_failure_is_declared_once(on_site, caplog):
+    async def use(site):
+        a = site.engines[0]
+        await asyncio.gather(*(site.fleet.failed(a, f"reason {i}") for i in range(3)))
+        await site.until("stale serving")
+        assert site.fleet.restarts == 1
+        assert [r.message for r in caplog.records if "engine a failed" in r.message] == [
+            "engine a failed: reason 0; it is started again in 0.02 s"
+        ]
+
+    on_site("ab", use)
+
+
+def test_what_is_said_of_an_earlier_life_does_not_harm_the_next(on_site):
+    async def use(site):
+        lease = await site.fleet.lease("x", room=9)
+        await site.fleet.failed(lease.member.engine, "first")
+        await site.until("stale serving")
+        site.fleet.lost(lease, "late news of the first")
+        assert site.states() == "stale serving"
+        assert lease.lost == "engine a failed: first"
+
+    on_site("ab", use)
+
+
+def test_a_publication_that_ends_after_the_engine_failed_does_not_revive_it(on_site):
+    async def use(site):
+        site.fleet.draining(site.engines[0])
+        await site.fleet.failed(site.engines[0], "in the middle")
+        site.fleet.published(site.engines[0], 2)
+        assert site.states() == "dead serving"
+        await site.until("stale serving")
+        site.fleet.published(site.engines[0], 2)
+        assert site.states() == "stale serving", "its new life took no part"
+
+    on_site("ab", use)
+
+
+def test_failed_returns_when_the_engine_is_ended(on_site):
+    async def use(site):
+        await site.fleet.failed(site.engines[0], "enough")
+        assert site.engines[0].closed
+
+    on_site("ab", use, restart={"backoff_s": 5.0})
+
+
+def test_restarts_that_fail_are_tried_again_up_to_the_limit(on_site, monkeypatch):
+    async def use(site):
+        tries = []
+
+        async def broken(self):
+            tries.append(self.name)
+            raise RunFailed("no memory")
+
+        monkeypatch.setattr(FakeEngine, "start", broken)
+        await site.fleet.failed(site.engines[0], "first")
+        await asyncio.sleep(0.5)
+        assert tries == ["a"] * 3
+        assert site.states() == "dead serving"
+        assert "engine a: it did not start again: no memory" in site.fleet._ends()
+
+    on_site("ab", use, restart={"backoff_s": 0.01, "max_backoff_s": 0.02, "limit": 3})
+
+
+def test_a_restart_that_hangs_meets_its_deadline(on_site, monkeypatch):
+    monkeypatch.setattr("rollout.fleet.GRACE_S", 0.0)
+
+    async def use(site):
+        monkeypatch.setattr(FakeEngine, "start", lambda self: asyncio.sleep(60))
+        await site.fleet.failed(site.engines[0], "first")
+        await asyncio.sleep(0.6)
+        assert "engine a was not ready after 0.2 s (rollout.engine.start_timeout_s)" in site.fleet._ends()
+
+    on_site("a", use, start_timeout_s=0.2, restart={"backoff_s": 0.01, "limit": 1})
+
+
+def test_an_engine_that_does_not_end_is_started_again_all_the_same(on_site, monkeypatch, caplog):
+    monkeypatch.setattr("rollout.fleet.KILL_S", 0.1)
+
+    async def use(site):
+        monkeypatch.setattr(FakeEngine, "kill", lambda self: asyncio.sleep(60))
+        await site.fleet.failed(site.engines[0], "first")
+        await site.until("stale")
+        assert "engine a could not be ended within 0.1 s" in caplog.text
+
+    on_site("a", use)
+
+
+def test_a_publication_waits_for_an_engine_that_comes_back(on_site):
+    async def use(site):
+        await asyncio.gather(*(site.fleet.failed(engine, "gone") for engine in site.engines))
+        assert site.states() == "dead dead"
+        [first, *_] = await site.fleet.candidates()
+        assert first in site.engines
+
+    on_site("ab", use)
+
+
+def test_a_publication_does_not_wait_for_engines_that_are_gone_for_good(on_site):
+    async def use(site):
+        await asyncio.gather(*(site.fleet.failed(engine, f"{engine.name} burnt") for engine in site.engines))
+        with pytest.raises(NoEngineLeft, match=r"rollout.engine.restart.*engine a: a burnt; engine b: b burnt"):
+            await site.fleet.candidates()
+
+    on_site("ab", use, restart={"limit": 0})
+
+
+def test_a_publication_waits_no_longer_than_a_start_takes(on_site, monkeypatch):
+    async def use(site):
+        monkeypatch.setattr(FakeEngine, "start", lambda self: asyncio.sleep(60))
+        await site.fleet.failed(site.engines[0], "gone")
+        with pytest.raises(NoEngineLeft, match=r"no engine came back within 0.3 s \(rollout.engine.start_timeout_s\)"):
+            await site.fleet.candidates()
+
+    on_site("a", use, start_timeout_s=0.1, restart={"backoff_s": 0.2, "max_backoff_s": 0.2, "limit": 1})
+
+
+def test_the_first_start_is_strict(on_site, monkeypatch):
+    async def broken(self):
+        raise RunFailed("bad arguments")
+
+    monkeypatch.setattr(FakeEngine, "start", broken)
+    with pytest.raises(RunFailed, match="bad arguments"):
+        on_site("ab", None)
