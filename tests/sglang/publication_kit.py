@@ -1,0 +1,108 @@
+"""What the tests of publications share: an engine on a real server, a sink over it, weights, and what HF makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlcore.config import Config
+from rlcore.config.rollout import EngineConfig
+from rlcore.protocols import Completion, GenerateRequest, SamplingParams
+from rlcore.weights import Bucket, TensorSpec, cut_buckets
+from rollout.deadlines import LoopThread
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.external import ExternalServer
+from rollout.engines.sglang.keys import Keys
+from rollout.wire import EngineSink, Roster
+
+BUCKET_BYTES = 20_000
+TOLERANCE = 1e-4        # of log-probs
+PROMPT = [3, 14, 15, 9, 26, 5]
+
+Weights = dict[str, torch.Tensor]
+
+
+def run_config(folder: str, run_dir: Path, engine: EngineConfig, *, on_update: str = "drain", **changes: Any) -> Config:
+    settings = engine.model_dump() | {"verify_every": 1, "health_timeout_s": 60.0} | changes
+    return Config.model_validate({
+        "run": {"name": "test", "dir": str(run_dir)}, "model": {"path": folder, "dtype": "fp32"},
+        "data": {"paths": "none.jsonl"}, "training": {"steps": 1},
+        "rollout": {"engine": settings, "on_update": on_update},
+    })  # fmt: skip
+
+
+def connect(config: Config, url: str, keys: Keys, loop: LoopThread, name: str = "engine-0") -> SGLangEngine:
+    """To a server that runs already."""
+    engine, model = config.rollout.engine, config.model.path
+    connected = SGLangEngine(
+        ExternalServer(name, url, model, config=engine, keys=keys), config=engine, keys=keys, model_path=model
+    )
+    loop.call(connected.start(), seconds=60, what="connecting to the server")
+    return connected
+
+
+def sink_over(config: Config, engines: Sequence[SGLangEngine], loop: LoopThread) -> tuple[EngineSink, Roster]:
+    roster = Roster(engines)
+    return EngineSink(config, roster, loop.loop), roster
+
+
+def folder_weights(folder: Path) -> Weights:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def random_weights(folder: Path, seed: int) -> Weights:
+    """Other values for the weights of a folder, large enough that two seeds disagree by nats."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.ones_like(w) if w.dim() == 1 else torch.randn(w.shape, generator=generator) * 0.3
+        for name, w in folder_weights(folder).items()
+    }
+
+
+def layout(weights: Mapping[str, torch.Tensor]) -> tuple[Bucket, ...]:
+    specs = [TensorSpec(name, tuple(w.shape), str(w.dtype).removeprefix("torch.")) for name, w in weights.items()]
+    return cut_buckets(specs, BUCKET_BYTES)
+
+
+def flatten(bucket: Bucket, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([weights[spec.name].reshape(-1).view(torch.uint8) for spec in bucket.tensors])
+
+
+def publish(sink: EngineSink, weights: Weights, version: int) -> None:
+    buckets = layout(weights)
+    assert len(buckets) > 1
+    sink.prepare(buckets)
+    for bucket in buckets:
+        sink.send(bucket, flatten(bucket, weights))
+    sink.finish(version)
+
+
+def request(prompt: Sequence[int] = PROMPT, *, draw: int = 0, tokens: int = 12) -> GenerateRequest:
+    return GenerateRequest(np.array(prompt, dtype=np.int32), SamplingParams(max_new_tokens=tokens), draw=draw)
+
+
+class Oracle:
+    """transformers' model of a folder with given weights."""
+
+    def __init__(self, folder: Path, weights: Weights) -> None:
+        self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+        missing, unexpected = self._model.load_state_dict(weights, strict=False)
+        assert not unexpected
+        assert set(missing) <= {"lm_head.weight"}
+        self._model.tie_weights()
+
+    def errors(self, prompt: Sequence[int], completion: Completion) -> NDArray[np.float64]:
+        """|log-prob of the engine - of this model| of each token, [m]."""
+        tokens = completion.tokens.tolist()
+        with torch.no_grad():
+            logits = self._model(torch.tensor([[*prompt, *tokens]])).logits[0]
+        rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        expected = rows[torch.arange(len(tokens)), torch.tensor(tokens)].numpy()
+        return np.abs(expected - completion.logprobs)

@@ -1,0 +1,101 @@
+"""One rank of a Megatron world that publishes to a server which runs already: `publish_ranks.py FOLDER`, see test_worlds.py.
+
+FOLDER/payload.json: layout; server (config, url, keys); models (folders, published in turn); transports. Rank 0 writes what the
+server said and generated after each publication to FOLDER/told.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from publication_kit import TOLERANCE, Oracle, connect, folder_weights, request, run_config, sink_over
+
+from backends.megatron.convert.architecture import read_architecture
+from backends.megatron.convert.load import load_hf
+from backends.megatron.cpu import importing_megatron, megatron_device
+
+with importing_megatron():
+    from backends.megatron.export import WeightExporter
+    from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config
+    from backends.megatron.parallel import ParallelState, destroy_parallel, init_parallel
+from rlcore.config.policy import ParallelConfig
+from rlcore.config.rollout import EngineConfig
+from rollout.deadlines import LoopThread
+from rollout.engines.sglang.keys import Keys
+
+BUCKET_BYTES = 20_000
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    payload = json.loads((folder / "payload.json").read_text())
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    layout = ParallelConfig(**payload["layout"])
+    with megatron_device("cpu"):
+        parallel = init_parallel(layout, timeout_s=120, seed=0)
+        told = [
+            publish(payload, layout, parallel, transport, Path(model), version)
+            for version, (transport, model) in enumerate(payload["publications"], 1)
+        ]
+        destroy_parallel()
+    if rank == 0:
+        (folder / "told.json").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+def publish(
+    payload: dict[str, Any], layout: ParallelConfig, parallel: ParallelState, transport: str, model: Path, version: int
+) -> dict[str, Any]:
+    """Load `model` into this world's layout and publish it; what came of it, on rank 0."""
+    exporter = export_of(model, layout, parallel)
+    if parallel.rank != 0:
+        for _ in exporter.export_buckets():
+            pass
+        return {}
+    server = payload["server"]
+    config = run_config(str(model), Path(payload["runs"]), EngineConfig(**server["config"]), transport=transport)
+    loop = LoopThread("engines")
+    engine = connect(config, server["url"], Keys(**server["keys"]), loop)
+    engine.managed = True       # on this machine, whoever started it: what the delta transport asks
+    sink, roster = sink_over(config, [engine], loop)
+    sink.prepare(exporter.buckets)
+    for bucket, flat in exporter.export_buckets():
+        assert flat is not None
+        sink.send(bucket, flat)
+    sink.finish(version)
+    sink.close()
+
+    expectation = engine.expectation()      # of the folder itself: what was gathered may be wrong as well
+    weights = folder_weights(model)
+    for name, tensor in weights.items():
+        expectation.add(name, tensor)
+    problem = expectation.problem(loop.call(engine.checksum(), seconds=60, what="the checksums"))
+    [[completion]] = loop.call(engine.generate([request()]), seconds=60, what="a response")
+    error = Oracle(model, weights).errors(request().prompt.tolist(), completion).max()
+    loop.call(engine.close(), seconds=60, what="closing")
+    loop.close()
+    return {
+        "transport": transport, "problem": problem, "dropped": roster.dropped, "buckets": len(exporter.buckets),
+        "logprobs_agree": bool(error < TOLERANCE), "versions": [span.version for span in completion.versions],
+    }  # fmt: skip
+
+
+def export_of(model: Path, layout: ParallelConfig, parallel: ParallelState) -> WeightExporter:
+    arch = read_architecture(model)
+    config = transformer_config(arch, layout, "fp32", torch.device("cpu"), {})
+    padded = padded_vocab_size(arch.vocab_size, 1, layout.tensor)
+    chunks = in_dtype(build_chunks(arch, config, padded_vocab=padded, value_head=False), config)
+    load_hf(chunks, arch, model, parallel)
+    return WeightExporter(chunks, arch, parallel, dtype=torch.float32, bucket_bytes=BUCKET_BYTES)
+
+
+if __name__ == "__main__":
+    main()
