@@ -75,15 +75,21 @@ def breakdown(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int
     for name, size in needs.resident.items():
         yield f"{gib(size):>10}  {name}"
     yield f"{gib(needs.phases[needs.largest_phase]):>10}  {needs.largest_phase} (the largest phase)"
-    engine = shape.parameters * dtype_bytes / option.layout.tensor
-    left = usable(capacity) - sum(needs.resident.values()) - engine
-    per_token = kv_bytes_per_token(shape, option.layout, dtype_bytes=dtype_bytes)
-    if left > 0:
-        yield f"{gib(left):>10}  left for KV beside an engine of TP {option.layout.tensor}: {left / per_token:,.0f} tokens"
-    else:
-        yield f"{'none':>10}  left for KV beside an engine of TP {option.layout.tensor}, whose weights are {gib(engine)}"
+    yield from _colocated(option, shape, capacity, dtype_bytes)
     parts = ("arithmetic", "tensor", "context", "expert", "data", "pipeline")
     yield "time: " + ", ".join(f"{part} {getattr(time, part):.1f} s" for part in parts if getattr(time, part) >= 0.05)
+
+
+def _colocated(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int) -> Iterator[str]:
+    """What an engine could do on the same GPUs, taking turns: with the trainer parked, and when it takes its weights."""
+    weights = shape.parameters * dtype_bytes / option.layout.tensor
+    left, who = usable(capacity) - weights, f"a colocated engine of TP {option.layout.tensor}"
+    over = sum(option.needs.resident.values()) - left
+    if over > 0:
+        yield f"{'none':>10}  for {who}: its weights ({gib(weights)}) beside the trainer's state are {gib(over)} too much"
+    else:
+        per_token = kv_bytes_per_token(shape, option.layout, dtype_bytes=dtype_bytes)
+        yield f"{gib(left):>10}  left for KV of {who}: {left / per_token:,.0f} tokens"
 
 
 def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:

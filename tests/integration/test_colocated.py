@@ -95,8 +95,8 @@ def test_an_engine_that_dies_while_the_trainer_has_the_device_comes_back_after_i
 
 
 @pytest.mark.full
-def test_two_ranks_and_an_engine_of_its_own(rank_runs: RankRuns) -> None:
-    layout = ("policy.parallel.tensor=2", "policy.parallel.sequence=true", "rollout.engine.in_process=false")
+def test_two_ranks_and_an_engine_of_its_own(lab: Lab, rank_runs: RankRuns) -> None:
+    layout = (heldout(lab), "policy.parallel.tensor=2", "policy.parallel.sequence=true", "rollout.engine.in_process=false")
     apart = rank_runs.train("colocated-ranks-apart", *PPO, *layout)
     together = rank_runs.train("colocated-ranks", *PPO, *layout, COLOCATED)
     assert (apart.code, together.code) == (0, 0), together.said

@@ -47,7 +47,7 @@ def test_a_layout_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, err) == (0, "")
     assert out.startswith("7.62 B parameters; 8 x H100 of 80.0 GiB, 8% reserved\n")
     assert "TP 4 x DP 2, SP, distributed optimizer: fits, " in out
-    for part in ("policy weights", "policy gradients", "policy optimizer", "(the largest phase)", "left for KV beside"):
+    for part in ("policy weights", "policy gradients", "policy optimizer", "(the largest phase)", "left for KV of a colocated"):
         assert part in out
     assert first_layout(out).endswith("TP 2 x DP 4, SP, distributed optimizer")
 
@@ -104,6 +104,17 @@ def test_a_parked_reference_and_a_critic_are_counted(capsys: pytest.CaptureFixtu
     assert "critic optimizer" in critic
     parked = plan(capsys, "--gpus", "8", "algorithm.estimator.name=ppo", "critic.offload=true")[1]
     assert "GiB  critic weights" not in parked
+
+
+def test_a_colocated_engine_has_the_gpu_but_its_weights_must_fit_beside_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    """7.616e9 parameters in bf16; K and V of 28 layers and 4 heads of 128, cut over TP 4: 14336 bytes a token."""
+    roomy = plan(capsys, "--gpus", "8")[1]
+    left = 80 * 0.92 - 7.616e9 * 2 / 4 / 2**30
+    (line,) = [line for line in roomy.splitlines() if "colocated" in line]
+    assert line.split()[:2] == [f"{left:.1f}", "GiB"]
+    assert abs(int(line.split()[-2].replace(",", "")) - left * 2**30 / 14336) < 1e4
+    alone = ("policy.parallel.tensor=1", "policy.parallel.sequence=false", "policy.optimizer.distributed=false")
+    assert "none  for a colocated engine of TP 1: its weights (14.2 GiB)" in plan(capsys, "--gpus", "4", *alone)[1]
 
 
 def test_a_critic_of_another_shape_is_laid_out_as_the_policy_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
