@@ -1,0 +1,167 @@
+"""Weights through folders, whole and as changes, into a real server, which then holds and generates what was published."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from publication_kit import (
+    PROMPT,
+    TOLERANCE,
+    Oracle,
+    Weights,
+    connect,
+    flatten,
+    folder_weights,
+    layout,
+    publish,
+    random_weights,
+    request,
+    run_config,
+    sink_over,
+)
+from safetensors.torch import load_file
+from server_kit import Served
+
+from rlcore.errors import EngineFailed
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.transports.choose import shared_folder
+from rollout.transports.delta_files import Manifest
+from rollout.transports.follower import keep_following
+from rollout.transports.weight_folders import FullWriter, WeightFolders, published
+from rollout.wire import EngineSink
+
+Publication = tuple[SGLangEngine, EngineSink, Path]     # and the folder that the trainer shares with the engine
+
+
+@pytest.fixture
+def publication(served: Served, tmp_path: Path) -> Iterator[Callable[[str], Publication]]:
+    """By which transport -> a client of the session's server, a sink over it that compares every checksum, the folder."""
+    made: list[tuple[SGLangEngine, EngineSink]] = []
+
+    def make(transport: str) -> Publication:
+        config = run_config(str(served.model), tmp_path, served.config, transport=transport)
+        engine = connect(config, served.url, served.keys, served.loop)
+        sink, _ = sink_over(config, [engine], served.loop)
+        made.append((engine, sink))
+        return engine, sink, shared_folder(config)
+
+    yield make
+    publish(make("disk")[1], folder_weights(served.model), 1)
+    for engine, sink in made:
+        sink.close()
+        served.call(engine.close())
+
+
+def nudged(weights: Weights, seed: int) -> Weights:
+    """A hundredth of the elements of every other tensor differ."""
+    generator = torch.Generator().manual_seed(seed)
+    changed = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in list(changed.values())[::2]:
+        tensor.view(-1)[torch.randint(tensor.numel(), (1 + tensor.numel() // 100,), generator=generator)] *= 1.5
+    return changed
+
+
+def check_generation(served: Served, engine: SGLangEngine, weights: Weights, version: int) -> None:
+    [[completion]] = served.call(engine.generate([request(draw=version)]))
+    assert [span.version for span in completion.versions] == [version]
+    assert Oracle(served.model, weights).errors(PROMPT, completion).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("transport", ["disk", "delta"])
+def test_the_server_generates_with_what_was_published(
+    served: Served, publication: Callable[[str], Publication], transport: str
+) -> None:
+    engine, sink, folder = publication(transport)
+    engine.managed = True       # on this machine: it reads the folder of our own follower
+    weights = random_weights(served.model, 1)       # of a tied model: without `lm_head.weight`
+    assert "lm_head.weight" not in weights
+    for version in (5, 6, 7):
+        publish(sink, weights, version)
+        check_generation(served, engine, weights, version)
+        weights = nudged(weights, version)
+    if transport == "disk":
+        assert [path.name for path in published(folder)] == ["update_000003"]
+    else:
+        manifests = [Manifest.read(path) for path in published(folder)]
+        assert [manifest.base for manifest in manifests] == [None, 1, 2]
+        assert all(manifest.num_bytes < manifests[0].num_bytes / 10 for manifest in manifests[1:])
+
+
+def test_a_server_elsewhere_reads_the_folder_of_its_own_follower(
+    served: Served, publication: Callable[[str], Publication]
+) -> None:
+    engine, sink, folder = publication("delta")
+    following = asyncio.run_coroutine_threadsafe(keep_following(folder, [engine.url]), served.loop.loop)
+    weights = random_weights(served.model, 2)
+    for version in (8, 9):
+        publish(sink, weights, version)
+        check_generation(served, engine, weights, version)
+        weights = nudged(weights, version)
+    following.cancel()
+
+
+def test_bf16_from_the_trainer_into_a_server_of_fp32(served: Served, publication: Callable[[str], Publication]) -> None:
+    engine, sink, _ = publication("disk")
+    weights = {name: tensor.bfloat16() for name, tensor in random_weights(served.model, 3).items()}
+    publish(sink, weights, 10)
+    check_generation(served, engine, {name: tensor.float() for name, tensor in weights.items()}, 10)
+
+
+def load_from(served: Served, engine: SGLangEngine, folder: Path, *, version: int) -> Any:
+    """A whole update out of `folder`, whatever is in it; the checksums afterwards."""
+
+    async def run() -> Any:
+        await engine.pause("retract")
+        await engine.begin_update(())
+        await engine.load_folder(folder)
+        await engine.end_update()
+        await engine.set_version(version)
+        await engine.resume()
+        return await engine.checksum()
+
+    return served.call(run())
+
+
+def test_what_a_folder_lacks_the_server_does_not_notice_but_the_checksums_do(
+    served: Served, publication: Callable[[str], Publication], tmp_path: Path
+) -> None:
+    engine, sink, _ = publication("disk")
+    publish(sink, random_weights(served.model, 4), 11)
+    new = random_weights(served.model, 5)
+    writer = FullWriter(WeightFolders(tmp_path / "cut", model=served.model), layout(new))
+    for bucket in layout(new):
+        writer.add(bucket, flatten(bucket, new))
+    folder = writer.finish()
+    lost = sorted(folder.glob("*.safetensors"))[-1]
+    missing = set(load_file(lost))
+    lost.unlink()
+    index = folder / "model.safetensors.index.json"
+    kept = {name: file for name, file in json.loads(index.read_text())["weight_map"].items() if name not in missing}
+    index.write_text(json.dumps({"weight_map": kept}))
+
+    said = load_from(served, engine, folder, version=12)
+    expected = engine.expectation()
+    for name, tensor in new.items():
+        expected.add(name, tensor)
+    problem = expected.problem(said)
+    assert "model.layers.1.self_attn.o_proj.weight" in missing
+    assert problem is not None
+    assert "model.layers.1.self_attn.o_proj.weight" in problem
+
+
+def test_a_folder_without_weights_is_refused(
+    served: Served, publication: Callable[[str], Publication], tmp_path: Path
+) -> None:
+    engine, _, _ = publication("disk")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    shutil.copyfile(served.model / "config.json", empty / "config.json")
+    with pytest.raises(EngineFailed, match="Cannot find any model weights"):
+        load_from(served, engine, empty, version=13)
