@@ -22,11 +22,11 @@ import ctypes  # noqa: E402
 import difflib  # noqa: E402
 import importlib  # noqa: E402
 import json  # noqa: E402
-import multiprocessing  # noqa: E402
 import signal  # noqa: E402
 import time  # noqa: E402
 import urllib.error  # noqa: E402
 import urllib.request  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 VERSION = "0.5.23"
@@ -35,15 +35,18 @@ EXIT_BAD_ARGUMENT = 2
 POLL_S = 0.1
 
 
-def die_with(parent: int | None) -> None:
-    """The kernel ends this process with its parent; at once, where the parent has gone before it was told."""
-    if parent is None:
-        return
+def die_with_parent(is_there: Callable[[], bool]) -> None:
+    """The kernel ends this process with its parent. `is_there`: whether it had one, still, when the kernel was told."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if not is_there():
         print("the process that started this one is gone", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def in_our_group() -> bool:
+    """Whether the parent of a spawned process is of its process group: who inherits orphans is not."""
+    return os.getpgid(os.getppid()) == os.getpgrp()
 
 
 def stand_in() -> None:
@@ -134,7 +137,8 @@ def report(told: dict[str, Any], line: dict[str, Any]) -> None:
 
 def main() -> int:
     told = json.loads(sys.stdin.buffer.read() or b"{}")
-    die_with(told.get("parent_pid"))
+    if (parent := told.get("parent_pid")) is not None:
+        die_with_parent(lambda: os.getppid() == parent)
     from sglang.srt.utils import kill_process_tree
     from sglang.version import __version__
 
@@ -158,10 +162,9 @@ def main() -> int:
     return 0
 
 
-if __name__ in ("__main__", "__mp_main__"):
-    spawner = multiprocessing.parent_process()
-    die_with(None if spawner is None else spawner.pid)
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        stand_in()
+if __name__ == "__mp_main__":       # SGLang's own children do so too, but only when they have imported all they need
+    die_with_parent(in_our_group)
+if __name__ in ("__main__", "__mp_main__") and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    stand_in()
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,211 @@
+"""Servers that we start, and what is left of them: nothing. Keys; external servers; what goes wrong at the start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import server_kit
+from server_kit import Served
+
+from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed, UserError
+from rlcore.init_model import ModelSpec, init_model
+from rollout.deadlines import LoopThread
+from rollout.engines.child import members
+from rollout.engines.sglang.external import ExternalServer
+from rollout.engines.sglang.keys import Keys
+
+
+async def ask(url: str, route: str, key: str | None, body: dict[str, object] | None = None) -> tuple[int, str]:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        request = session.get(url + route) if body is None else session.post(url + route, json=body)
+        async with request as response:
+            return response.status, await response.text()
+
+
+def one_token(served: Served) -> int:
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+    return served.call(ask(served.url, "/generate", served.keys.api, body))[0]
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_each_key_opens_its_own_routes(served: Served) -> None:
+    api, admin = served.keys.api, served.keys.admin
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+    for key, generates, controls in ((api, 200, 401), (admin, 401, 200), (None, 401, 401), (api + "x", 401, 401)):
+        assert served.call(ask(served.url, "/generate", key, body))[0] == generates
+        assert served.call(ask(served.url, "/pause_generation", key, {"mode": "retract"}))[0] == controls
+        assert served.call(ask(served.url, "/continue_generation", key, {}))[0] == controls
+
+
+def test_no_key_can_be_read_in_the_process_table_the_log_or_the_servers_answers(served: Served) -> None:
+    seen = [served.server._child.log.read_text(), served.call(ask(served.url, "/server_info", served.keys.api))[1]]
+    for pid in members(served.server.pid):
+        process = psutil.Process(pid)
+        seen += [*process.cmdline(), *process.environ().values()]
+    assert len(seen) > 50
+    assert not any(key in text for text in seen for key in (served.keys.api, served.keys.admin))
+
+
+def test_it_listens_on_loopback_alone(served: Served) -> None:
+    port = int(served.url.rpartition(":")[2])
+    listening = [c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+    assert [address.ip for address in listening] == ["127.0.0.1"]
+
+
+# --- external servers ---------------------------------------------------------------------------------------------------
+
+
+def test_an_external_server_is_connected_and_left_running(served: Served) -> None:
+    external = served.external()
+    assert not external.managed
+    assert served.call(external.start()) == served.url
+    served.call(external.stop())
+    served.call(external.kill())
+    assert one_token(served) == 200
+
+
+SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64}
+
+
+@pytest.mark.parametrize(("other", "message"), [
+    ({"family": "qwen2"}, r"a model of model_type 'qwen3' .*, expected 'qwen2'"),
+    ({"alphabet": "0123456789+="}, r"has a vocabulary of 31, expected \d\d, as .*\(model\.path\)"),
+])
+def test_an_external_server_with_another_model_is_refused(
+    served: Served, tmp_path: Path, other: dict[str, Any], message: str
+) -> None:
+    init_model(tmp_path / "other", ModelSpec(**SIZES | other))
+    external = ExternalServer("engine-0", served.url, str(tmp_path / "other"), config=served.config, keys=served.keys)
+    with pytest.raises(ConfigError, match=message):
+        served.call(external.start())
+
+
+@pytest.mark.parametrize("wrong", ["api", "admin"])
+def test_an_external_server_that_does_not_take_our_keys_names_where_they_come_from(served: Served, wrong: str) -> None:
+    keys = Keys(**{"api": served.keys.api, "admin": served.keys.admin} | {wrong: "guessed"})
+    external = ExternalServer("engine-0", served.url, str(served.model), config=served.config, keys=keys)
+    with pytest.raises(UserError, match="RLCORE_ENGINE_API_KEY and RLCORE_ENGINE_ADMIN_KEY"):
+        served.call(external.start())
+
+
+def test_an_external_server_of_another_width_is_refused(served: Served) -> None:
+    with pytest.raises(ConfigError, match=r"has tp_size 1, expected 2; set rollout\.engine\.tensor_parallel"):
+        served.call(served.external(tensor_parallel=2).start())
+
+
+# --- what goes wrong at the start ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("server", "message"), [
+    ({"max_runing_requests": 4}, "no argument max_runing_requests; did you mean max_running_requests?"),
+    ({"max_running_requests": "many"}, "max-running-requests"),
+])
+def test_an_argument_that_sglang_does_not_take_is_named(
+    tiny_model: Path, tmp_path: Path, server: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        server_kit.launch(server_kit.managed(tiny_model, tmp_path / "wrong.log", server=server))
+
+
+def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "qwen3"}')
+    server = server_kit.managed(tmp_path / "model", tmp_path / "fails.log")
+    with pytest.raises(RunFailed, match=r"fails ended before it was ready: [^;]*; the end of its log .*fails\.log:"):
+        server_kit.launch(server)
+    assert members(server.pid) == []
+
+
+def test_a_server_that_is_late_is_ended(tiny_model: Path, tmp_path: Path) -> None:
+    server = server_kit.managed(tiny_model, tmp_path / "late.log", start_timeout_s=1.0)
+    with pytest.raises(DeadlineExceeded, match=r"not ready within 1 s \(rollout\.engine\.start_timeout_s\)"):
+        server_kit.launch(server)
+    assert members(server.pid) == []
+
+
+# --- whatever kills whom, nothing is left; a server starts again ----------------------------------------------------------
+
+
+def gone(group: int, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while members(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return members(group) == []
+
+
+def appeared(group: int, name: str, seconds: float = server_kit.START_S) -> int:
+    """The process of the group that carries the name."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for pid in members(group):
+            with suppress(psutil.NoSuchProcess, IndexError):
+                if any(name in word for word in psutil.Process(pid).cmdline()):
+                    return pid
+        time.sleep(0.05)
+    raise AssertionError(f"no {name} within {seconds:g} s")
+
+
+OWNER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+import server_kit
+server_kit.launch(server_kit.managed(Path({model!r}), Path({log!r})))
+"""
+
+
+def test_nothing_outlives_a_trainer_that_is_killed_while_its_server_starts(tiny_model: Path, tmp_path: Path) -> None:
+    script = OWNER.format(folder=str(Path(__file__).resolve().parent), model=str(tiny_model), log=str(tmp_path / "owned.log"))
+    owner = subprocess.Popen([sys.executable, "-c", script])
+    server = child_of(owner.pid)
+    appeared(server, "spawn_main")      # a child whose interpreter has only just started, and knows of nothing yet
+    owner.kill()
+    owner.wait()
+    assert gone(server)
+
+
+def test_a_server_that_dies_leaves_nothing_and_starts_again(tiny_model: Path, tmp_path: Path) -> None:
+    server, loop = server_kit.managed(tiny_model, tmp_path / "restarted.log"), LoopThread("restarted")
+    starting = asyncio.run_coroutine_threadsafe(server.start(), loop.loop)
+    while server.pid is None:
+        time.sleep(0.01)
+    first = server.pid
+    os.kill(appeared(first, "sglang::scheduler"), signal.SIGSTOP)       # it could not even hear of it
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(RunFailed, match="ended before it was ready: killed by SIGKILL"):
+        starting.result(60)
+    assert members(first) == []
+
+    served = Served(server, loop.call(server.start(), seconds=server_kit.START_S, what="starting again"), loop)
+    assert server.pid != first
+    assert one_token(served) == 200
+    os.killpg(server.pid, signal.SIGSTOP)
+    served.call(server.kill())              # stopped processes too
+    assert members(server.pid) == []
+    assert server.describe_end().startswith("killed by SIGKILL")
+    loop.close()
+
+
+def child_of(parent: int) -> int:
+    """The server that a process has started: the leader of a group of its own."""
+    deadline = time.monotonic() + server_kit.START_S
+    while time.monotonic() < deadline:
+        for child in psutil.Process(parent).children():
+            if os.getpgid(child.pid) == child.pid:
+                return child.pid
+        time.sleep(0.05)
+    raise AssertionError("the trainer started no server")
