@@ -102,6 +102,13 @@ def evaluate(arguments: argparse.Namespace) -> int:
     return launch.evaluate(loaded, output=arguments.output)
 
 
+def engine(arguments: argparse.Namespace) -> int:
+    loaded = _load(arguments.settings)
+    from rlcore import launch
+
+    return launch.engine(loaded)
+
+
 def export(arguments: argparse.Namespace) -> int:
     from rlcore import launch
 
@@ -194,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = configured("eval", evaluate, "score a model on the evaluation prompts")
     sub.add_argument("--model", type=Path, help="a Hugging Face folder or a checkpoint, instead of the configured one")
     sub.add_argument("--output", type=Path, help="also write the scores to this JSON file")
+    configured("engine", engine, "run the SGLang engines of a configuration alone, for a trainer that is given their URLs")
     sub = configured("plan", plan_layouts, "which layouts fit on so many GPUs, and about how fast; needs no weights")
     sub.add_argument("--gpus", type=_positive, required=True, metavar="N")
     sub.add_argument("--gpu-memory", type=_gibibytes, default=80 << 30, metavar="SIZE", help="of one GPU, as 80G (the default)")

@@ -61,6 +61,13 @@ def evaluate(loaded: Loaded, *, output: Path | None) -> int:
     return evaluate_model(loaded, output)
 
 
+def engine(loaded: Loaded) -> int:
+    """Run `rlcore engine`: the SGLang engines of a configuration alone, for a trainer that is given their URLs."""
+    from rlcore.launch.serve import serve_engines
+
+    return serve_engines(loaded.config)
+
+
 def export(source: Path, folder: Path) -> int:
     """Run `rlcore export`: write the weights of a checkpoint as a Hugging Face folder."""
     from rlcore.launch.single import export_checkpoint

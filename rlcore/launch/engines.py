@@ -10,12 +10,15 @@ import torch
 
 from rlcore.config import Config
 from rlcore.launch.gpus import assign_gpus, names_of
+from rlcore.launch.logs import folder_of
 from rlcore.launch.process import Process
 from rlcore.launch.ranks import under_torchrun
 from rlcore.protocols import RolloutEngine
 
 if TYPE_CHECKING:
     from rollout.engines.sglang.engine import SGLangEngine
+    from rollout.engines.sglang.keys import Keys
+    from rollout.engines.sglang.process import ManagedServer
 
 
 def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
@@ -37,7 +40,7 @@ def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
 
     return [
         RemoteEngine(model, config=engine, dtype=config.model.dtype, tokenizer=tokenizer, name=name, log=log)
-        for name, log in _names(config)
+        for name, log in _names(config, folder_of(config.run))
     ]
 
 
@@ -49,18 +52,25 @@ def managed_engines(config: Config, *, ranks: int) -> list[SGLangEngine]:
     """
     from rollout.engines.sglang.engine import SGLangEngine
     from rollout.engines.sglang.keys import Keys
+
+    keys = Keys.from_environment()
+    servers = managed_servers(config, keys, ranks=ranks, logs=folder_of(config.run))
+    return [SGLangEngine(server, config=config.rollout.engine, keys=keys, model_path=config.model.path) for server in servers]
+
+
+def managed_servers(config: Config, keys: Keys, *, ranks: int, logs: Path) -> list[ManagedServer]:
+    """Made, not started. `ranks`: trainer processes on this machine, which have its first GPUs; 0 where there are none."""
     from rollout.engines.sglang.process import ManagedServer
 
-    engine, model, keys = config.rollout.engine, config.model.path, Keys.from_environment()
+    engine = config.rollout.engine
     gpus = assign_gpus(engine, visible=torch.cuda.device_count(), ranks=ranks)
-    servers = [
+    return [
         ManagedServer(
-            name, model, config=engine, dtype=config.model.dtype, tokenizer=config.model.tokenizer, log=log, keys=keys,
-            gpus=names_of(chosen, os.environ), arguments=_arguments(config, on_gpu=bool(chosen)),
+            name, config.model.path, config=engine, dtype=config.model.dtype, tokenizer=config.model.tokenizer, log=log,
+            keys=keys, gpus=names_of(chosen, os.environ), arguments=_arguments(config, on_gpu=bool(chosen)),
         )
-        for (name, log), chosen in zip(_names(config), gpus, strict=True)
+        for (name, log), chosen in zip(_names(config, logs), gpus, strict=True)
     ]
-    return [SGLangEngine(server, config=engine, keys=keys, model_path=model) for server in servers]
 
 
 def external_engines(config: Config) -> list[SGLangEngine]:
@@ -85,7 +95,6 @@ def _arguments(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     return {name: True for name, is_needed in needed.items() if is_needed}
 
 
-def _names(config: Config) -> list[tuple[str, Path]]:
-    """The name and the log of each engine that the run starts."""
-    logs = Path(config.run.dir) / config.run.name / "logs"
+def _names(config: Config, logs: Path) -> list[tuple[str, Path]]:
+    """The name and the log of each engine that we start."""
     return [(f"engine-{index}", logs / f"engine_{index}.log") for index in range(config.rollout.engine.count)]

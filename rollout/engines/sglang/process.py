@@ -19,6 +19,7 @@ from rlcore.errors import ConfigError
 from rollout.engines.child import Child, without_rank
 from rollout.engines.sglang.arguments import check_server_arguments, command_line
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
+from rollout.vocabulary import folder_vocab_size
 
 ENTRY = Path(__file__).with_name("entry.py")
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -44,6 +45,7 @@ class ManagedServer:
 
     Raises:
         ConfigError: no engine environment; an argument in `config.server` that is not the user's to set.
+        ModelError: `model_path` is no Hugging Face folder.
     """
 
     managed = True
@@ -57,6 +59,7 @@ class ManagedServer:
             raise ConfigError(
                 f"rollout.engine.host: {config.host!r} is every address of this machine; give one that others can reach it at"
             )
+        folder_vocab_size(model_path)       # the server would say so in a long log
         self.name, self.model_path, self.config, self.keys = name, os.path.abspath(model_path), config, keys
         self.device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.python = engine_python(config)

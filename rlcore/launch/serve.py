@@ -1,0 +1,95 @@
+"""`rlcore engine`: the SGLang engines of a configuration without its trainer, which is told their URLs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+
+from rlcore.config import Config
+from rlcore.errors import ConfigError, RunFailed
+
+
+class Server(Protocol):
+    """Of `rollout.engines.sglang.process.ManagedServer`, what is needed here."""
+
+    name: str
+
+    async def start(self) -> str: ...
+
+    @property
+    def ended(self) -> asyncio.Future[Any] | None: ...
+
+    def describe_end(self) -> str: ...
+
+    async def stop(self) -> None: ...
+
+
+def serve_engines(config: Config) -> int:
+    """Run them until SIGINT or SIGTERM. The exit code, 0.
+
+    Raises:
+        ConfigError: the configuration has no SGLang engines for us to start.
+        RunFailed: an engine did not start, or died; the others have been ended. With the last lines of its log.
+    """
+    from rlcore.launch.engines import managed_servers
+    from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
+
+    engine = config.rollout.engine
+    if engine.kind != "sglang":
+        raise ConfigError(f"rollout.engine.kind: got {engine.kind!r}, expected 'sglang': other engines are the trainer's own")
+    if engine.urls:
+        raise ConfigError("rollout.engine.urls: these engines run already: leave it out to start others")
+    if engine.colocated:
+        raise ConfigError("rollout.engine.colocated: the trainer itself starts engines that share its GPUs: leave it out")
+    keys = Keys.from_environment()
+    generated = {name: key for name, key in ((API_KEY, keys.api), (ADMIN_KEY, keys.admin)) if not os.environ.get(name)}
+    # Beside the run's own folder, which the trainer will want to be the first to make.
+    logs = Path(config.run.dir) / f"{config.run.name}-engines"
+    servers = managed_servers(config, keys, ranks=0, logs=logs)
+    print(f"starting {len(servers)} engine{'s' * (len(servers) != 1)}; logs in {logs}", flush=True)
+
+    def announce(urls: Sequence[str]) -> None:
+        exports = [f"export {name}={key}" for name, key in generated.items()]
+        told = f"rollout.engine.kind=sglang rollout.engine.urls='{orjson.dumps(list(urls)).decode()}'"
+        print("ready. For the trainer:", *exports, f"rlcore train ... {told}", sep="\n  ", flush=True)
+
+    asyncio.run(run_servers(servers, announce))
+    return 0
+
+
+async def run_servers(servers: Sequence[Server], announce: Callable[[Sequence[str]], None]) -> None:
+    """Start all at once, announce their URLs, and go on until SIGINT, SIGTERM or the end of one; then none runs.
+
+    Raises:
+        RunFailed: one did not start, or ended.
+    """
+    stop = asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    stopping = asyncio.ensure_future(stop.wait())
+    starting = [asyncio.ensure_future(server.start()) for server in servers]
+    try:
+        all_started = asyncio.gather(*starting)
+        either: list[asyncio.Future[Any]] = [all_started, stopping]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            return
+        announce(all_started.result())
+        ends = {server.ended: server for server in servers if server.ended is not None}
+        watched: list[asyncio.Future[Any]] = [stopping, *ends]
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        for ended, server in ends.items():
+            if ended.done() and not stopping.done():
+                raise RunFailed(f"{server.name} ended: {server.describe_end()}")
+    finally:
+        stopping.cancel()
+        for task in starting:
+            task.cancel()
+        await asyncio.wait(starting)        # what has begun to start is ended by that
+        await asyncio.gather(*(server.stop() for server in servers))

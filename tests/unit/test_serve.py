@@ -1,0 +1,99 @@
+"""`rlcore engine`: servers that run alone, from the start to a signal or the first that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from rlcore.config import Config
+from rlcore.errors import ConfigError, RunFailed
+from rlcore.launch.serve import run_servers, serve_engines
+
+
+class FakeServer:
+    """Starts when told to; `end` is its death."""
+
+    def __init__(self, name: str, *, fails: str = "", never: bool = False) -> None:
+        self.name, self.fails, self.never = name, fails, never
+        self.ended: asyncio.Future[int] | None = None
+        self.cancelled = self.stopped = False
+
+    async def start(self) -> str:
+        if self.fails:
+            raise RunFailed(self.fails)
+        if self.never:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled = True
+                raise
+        self.ended = asyncio.get_running_loop().create_future()
+        return f"http://{self.name}"
+
+    def describe_end(self) -> str:
+        return "killed by SIGKILL; the end of its log: out of memory"
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+def run(servers: list[FakeServer], then) -> list[str]:
+    announced: list[str] = []
+
+    def announce(urls) -> None:
+        announced.extend(urls)
+        then()
+
+    asyncio.run(asyncio.wait_for(run_servers(servers, announce), 10))
+    return announced
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_of_them_cleanly(signum: signal.Signals) -> None:
+    servers = [FakeServer("a"), FakeServer("b")]
+    assert run(servers, lambda: os.kill(os.getpid(), signum)) == ["http://a", "http://b"]
+    assert all(server.stopped for server in servers)
+
+
+def test_one_that_dies_ends_the_others_and_shows_its_log() -> None:
+    servers = [FakeServer("a"), FakeServer("b")]
+    with pytest.raises(RunFailed, match="b ended: killed by SIGKILL; the end of its log: out of memory"):
+        run(servers, lambda: servers[1].ended.set_result(-9))
+    assert all(server.stopped for server in servers)
+
+
+def test_one_that_does_not_start_ends_the_start_of_the_others() -> None:
+    servers = [FakeServer("a", never=True), FakeServer("b", fails="no memory for b")]
+    with pytest.raises(RunFailed, match="no memory for b"):
+        run(servers, lambda: None)
+    assert servers[0].cancelled
+    assert all(server.stopped for server in servers)
+
+
+def test_a_signal_while_they_start_ends_the_start() -> None:
+    server = FakeServer("a", never=True)
+
+    async def interrupted() -> None:
+        asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(run_servers([server], lambda urls: pytest.fail("nothing started")), 10)
+
+    asyncio.run(interrupted())
+    assert server.cancelled
+    assert server.stopped
+
+
+@pytest.mark.parametrize(("engine", "message"), [
+    ({}, r"rollout\.engine\.kind: got 'embedded', expected 'sglang'"),
+    ({"kind": "sglang", "urls": ["http://a:1"]}, r"rollout\.engine\.urls: these engines run already"),
+    ({"kind": "sglang", "colocated": True}, r"rollout\.engine\.colocated: the trainer itself starts"),
+])
+def test_what_does_not_run_alone_is_refused(engine: dict[str, object], message: str) -> None:
+    config = Config.model_validate({
+        "run": {"name": "test"}, "model": {"path": "none"}, "data": {"paths": "none.jsonl"}, "training": {"steps": 1},
+        "rollout": {"engine": engine},
+    })
+    with pytest.raises(ConfigError, match=message):
+        serve_engines(config)
