@@ -31,6 +31,8 @@ from rlcore.weights import Bucket, TensorSpec, cut_buckets
 Head = Literal["lm", "value"]
 
 _IN_FLIGHT = 2      # buffers: one on the wire, or (rank 0) in the consumer's hands, while the next is filled
+_BUCKETS = 16       # at least so many, that gathering, sending and applying overlap ...
+_SMALL_BUCKET = 16 << 20    # ... but none is made smaller than this for it: each costs a round trip
 
 
 def weight_specs(arch: Architecture, dtype: torch.dtype, head: Head = "lm") -> list[TensorSpec]:
@@ -110,7 +112,7 @@ class _Part:
 class WeightExporter:
     """Gathers the weights of a model to rank 0 under their Hugging Face names.
 
-    Built once (collective) and used for every publication: its buffers are reused.
+    Built once (collective) and used for every publication: its buffers are reused. Buckets have at most `bucket_bytes`.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class WeightExporter:
     ) -> None:
         self.arch, self.parallel, self.head = arch, parallel, head
         self.specs = weight_specs(arch, dtype, head)
-        self.buckets = cut_buckets(self.specs, bucket_bytes)
+        self.buckets = cut_buckets(self.specs, min(bucket_bytes, _overlapping_size(self.specs)))
         held = [(entry, param) for entry, param, copy in owned_parameters(chunks, arch) if not copy]
         self._params: dict[str, Tensor] = {entry.megatron: param for entry, param in held}
         self._device = held[0][1].device
@@ -257,6 +259,10 @@ class WeightExporter:
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[kind, key] = torch.empty(size, dtype=torch.uint8, device=self._device)
         return buffer[:size]
+
+
+def _overlapping_size(specs: Sequence[TensorSpec]) -> int:
+    return max(_SMALL_BUCKET, sum(spec.num_bytes for spec in specs) // _BUCKETS)
 
 
 def _pieces(parts: Sequence[_Part], buffer: Tensor) -> Iterator[tuple[_Part, Tensor]]:
