@@ -178,8 +178,6 @@ class RemoteEngine:
             if ended.done():
                 raise self._death(verb) from None
             raise EngineFailed(f"engine {self.name}: /{verb} failed: {type(error).__name__}: {error}") from error
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-            raise EngineFailed(f"engine {self.name}: /{verb} was answered with nonsense: {error!r}") from error
         finally:
             if not request.done():
                 request.cancel()
@@ -192,9 +190,13 @@ class RemoteEngine:
     async def _post(self, session: aiohttp.ClientSession, verb: str, body: dict[str, Any]) -> Any:
         unlimited = aiohttp.ClientTimeout(total=None)       # `_call` keeps the deadline
         async with session.post(f"{self._url}/{verb}", data=orjson.dumps(body), timeout=unlimited) as response:
-            answer = orjson.loads(await response.read())
-        if "error" in answer:
-            kind = ERRORS.get(answer["type"], EngineFailed)
-            text = answer["error"]
-            raise kind(text if self.name in text else f"engine {self.name}: {text}")
-        return answer["result"]
+            raw, status = await response.read(), response.status
+        try:
+            answer = orjson.loads(raw)
+            if "result" in answer:
+                return answer["result"]
+            kind, text = ERRORS.get(answer["type"], EngineFailed), str(answer["error"])
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            said = f"/{verb} was answered with nonsense (HTTP {status}): {raw[:80]!r}"
+            raise EngineFailed(f"engine {self.name}: {said}") from None
+        raise kind(text if self.name in text else f"engine {self.name}: {text}")

@@ -1,0 +1,117 @@
+"""Engines that fail on purpose, in the middle of a run: processes killed and stopped, and a proxy before each that lies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+import psutil
+import pytest
+from aiohttp import web
+
+from rollout.health import State
+from rollout.service import RolloutService
+
+Fault = Literal["SIGKILL", "SIGSTOP", "500", "garbage", "slow"]
+HIT_S = 0.02            # into a step's generation, for signals
+UP_S = 240.0            # for all engines to run again before the next fault
+
+
+class Proxy:
+    """Passes every call on to `target`; answers /generate itself while `fault` is set."""
+
+    def __init__(self, target: str) -> None:
+        self.target, self.fault = target, ""
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+
+    async def start(self) -> str:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        if self.fault and request.path == "/generate":
+            if self.fault == "500":
+                return web.Response(status=500, text="Internal Server Error")
+            if self.fault == "garbage":
+                return web.Response(text='{"result": [{"tokens": "!!", "meta_info": 7')
+            await asyncio.sleep(3600)
+        headers = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
+        try:
+            async with self._session.request(
+                request.method, self.target + request.path_qs, data=body, headers=headers
+            ) as answer:
+                return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
+        except aiohttp.ClientError:
+            assert request.transport is not None
+            request.transport.abort()       # as the server behind would have
+            raise
+
+
+@dataclass
+class Sabotage:
+    """Faults by the step in whose generation they happen, each on one engine; all engines serve when one happens."""
+
+    plan: dict[int, tuple[int, Fault]]
+    done: list[Fault] = field(default_factory=list)
+    proxies: dict[str, Proxy] = field(default_factory=dict)     # by engine, of its present life
+
+    def install(self, patch: pytest.MonkeyPatch, start: str, put_before: Callable[[Any, str], None]) -> None:
+        """Patch the service, and `start` ("module.Class.start"): put_before(engine, URL of a proxy before it)."""
+        original_next, (owner, name) = RolloutService.next_step, start.rsplit(".", 1)
+        module, kind = owner.rsplit(".", 1)
+        engine_class = getattr(__import__(module, fromlist=[kind]), kind)
+        original_start: Callable[[Any], Awaitable[None]] = getattr(engine_class, name)
+
+        async def started(engine: Any) -> None:
+            await original_start(engine)
+            proxy = self.proxies[engine.name] = Proxy(url_of(engine))
+            put_before(engine, await proxy.start())
+
+        def next_step(service: RolloutService, step: int) -> Any:
+            if step in self.plan:
+                if not self._all_serve(service):
+                    return None             # bring them the weights first
+                self._strike(service, *self.plan.pop(step))
+            return original_next(service, step)
+
+        patch.setattr(engine_class, name, started)
+        patch.setattr(RolloutService, "next_step", next_step)
+
+    def _all_serve(self, service: RolloutService) -> bool:
+        deadline = time.monotonic() + UP_S
+        while any(m.health.state in (State.DEAD, State.STARTING) for m in service.fleet.members):
+            assert time.monotonic() < deadline, [(m.name, str(m.health.state), m.health.why) for m in service.fleet.members]
+            time.sleep(0.05)
+        return all(m.health.state is State.SERVING for m in service.fleet.members)
+
+    def _strike(self, service: RolloutService, number: int, fault: Fault) -> None:
+        engine: Any = service.fleet.engines[number]
+        self.done.append(fault)
+        if fault in ("SIGKILL", "SIGSTOP"):
+            threading.Timer(HIT_S, signal_all, (engine.pid, signal.Signals[fault])).start()
+        else:
+            self.proxies[engine.name].fault = fault
+
+
+def signal_all(pid: int, number: signal.Signals) -> None:
+    """A process killed leaves its children to us; one that is stopped is stopped with them."""
+    if number is signal.SIGSTOP:
+        for child in psutil.Process(pid).children(recursive=True):
+            child.send_signal(number)
+    os.kill(pid, number)
+
+
+def url_of(engine: Any) -> str:
+    return str(engine._url)

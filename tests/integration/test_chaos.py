@@ -1,0 +1,87 @@
+"""Twenty steps with two engines of which one fails every third step: the run is the one that it would have been anyway."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from accounts import check_accounts, samples_of
+from lab import LEARNING, Lab, Run
+from sabotage import Sabotage
+
+STEPS = 20
+PLAN = {3: (0, "SIGKILL"), 6: (1, "SIGSTOP"), 9: (0, "500"), 12: (1, "garbage"), 15: (0, "slow"), 18: (1, "SIGKILL")}
+REASONS = {
+    "SIGKILL": r"killed by SIGKILL",
+    "SIGSTOP": r"did not answer",
+    "500": r"/generate was answered with nonsense \(HTTP 500\)",
+    "garbage": r"/generate was answered with nonsense \(HTTP 200\)",
+    "slow": r"did not answer .*within 8 s \(rollout.engine.request_timeout_s\)",
+}
+TWO = (
+    *LEARNING, f"training.steps={STEPS}", "rollout.engine.count=2", "rollout.engine.threads=1", "rollout.engine.device=cpu",
+    "rollout.engine.request_timeout_s=8", "rollout.engine.health_every_s=0.5", "rollout.engine.health_timeout_s=4",
+    "rollout.engine.restart={backoff_s: 0.1, max_backoff_s: 1.0}",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def calm(lab: Lab) -> Run:
+    return lab.train("calm", *TWO)
+
+
+@pytest.fixture
+def sabotage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sabotage]:
+    sabotage = Sabotage(dict(PLAN))     # type: ignore[arg-type]
+
+    def put_before(engine: object, url: str) -> None:
+        engine._url = url       # type: ignore[attr-defined]
+
+    sabotage.install(monkeypatch, "rollout.engines.remote.RemoteEngine.start", put_before)
+    return sabotage
+
+
+def test_a_run_under_faults_is_the_run_without_them(lab: Lab, calm: Run, sabotage: Sabotage) -> None:
+    run = lab.train("chaos", *TWO)
+    assert run.code == 0, run.err
+    assert sabotage.done == [fault for _, fault in PLAN.values()]
+    assert run.result["status"] == "completed"
+    check_accounts(run, steps=STEPS)
+    failures = re.findall(r"engine (engine-\d) failed: (.*)", (run.folder / "logs" / "rank_0.log").read_text())
+    assert [name for name, _ in failures] == [f"engine-{number}" for number, _ in PLAN.values()]
+    for (_, why), fault in zip(failures, sabotage.done, strict=True):
+        assert re.search(REASONS[fault], why), (fault, why)
+    rows = [run.rows[step] for step in range(1, STEPS + 1)]
+    assert [row["episode"] for row in rows] == [16 * step for step in range(1, STEPS + 1)]
+    assert sum(row["rollout/engine_restarts"] for row in rows) == len(PLAN)
+    assert sum(row["rollout/retried_requests"] for row in rows) >= 3, "at least those that were answered wrongly"
+    for step in range(1, STEPS + 1):
+        assert run.rows[step]["loss/policy_avg"] == calm.rows[step]["loss/policy_avg"], step
+        ours, theirs = samples_of(run, step), samples_of(calm, step)
+        assert [s.tokens.tolist() for s in ours] == [s.tokens.tolist() for s in theirs]
+        assert [s.rollout_logprobs.tolist() for s in ours] == [s.rollout_logprobs.tolist() for s in theirs]
+
+
+def test_when_all_engines_die_the_run_saves_what_it_has(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    sabotage = Sabotage({4: (0, "SIGKILL")})
+    sabotage.install(monkeypatch, "rollout.engines.remote.RemoteEngine.start", lambda engine, url: None)
+    given = (*LEARNING, "training.steps=6", "rollout.engine.in_process=false", "rollout.engine.threads=1")
+    run = lab.train("doomed", *given, "rollout.engine.restart.limit=0")
+    assert run.code == 1
+    assert run.result["status"] == "failed"
+    assert run.result["steps"] == 3
+    for text in (
+        "no engine is left, and none can be started again (rollout.engine.restart): engine engine-0: ", "killed by SIGKILL",
+        "the run is saved after step 3: continue with --resume",
+    ):
+        assert text in run.err
+        assert text in run.result["reason"]
+    monkeypatch.undo()
+    again = lab.train("doomed", *given, "--resume")
+    assert again.code == 0, again.err
+    check_accounts(again, steps=6)
+    whole = lab.train("whole", *given)
+    assert [again.rows[s]["loss/policy_avg"] for s in range(1, 7)] == [whole.rows[s]["loss/policy_avg"] for s in range(1, 7)]
+
+
