@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +13,8 @@ import orjson
 
 from rlcore.config import Config
 from rlcore.errors import ConfigError, RunFailed
+
+Follow = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
 
 
 class Server(Protocol):
@@ -47,6 +49,7 @@ def serve_engines(config: Config) -> int:
         raise ConfigError("rollout.engine.urls: these engines run already: leave it out to start others")
     if engine.colocated:
         raise ConfigError("rollout.engine.colocated: the trainer itself starts engines that share its GPUs: leave it out")
+    follow = follower(config)
     keys = Keys.from_environment()
     generated = {name: key for name, key in ((API_KEY, keys.api), (ADMIN_KEY, keys.admin)) if not os.environ.get(name)}
     # Beside the run's own folder, which the trainer will want to be the first to make.
@@ -59,12 +62,32 @@ def serve_engines(config: Config) -> int:
         told = f"rollout.engine.kind=sglang rollout.engine.urls='{orjson.dumps(list(urls)).decode()}'"
         print("ready. For the trainer:", *exports, f"rlcore train ... {told}", sep="\n  ", flush=True)
 
-    asyncio.run(run_servers(servers, announce))
+    asyncio.run(run_servers(servers, announce, follow))
     return 0
 
 
-async def run_servers(servers: Sequence[Server], announce: Callable[[Sequence[str]], None]) -> None:
+def follower(config: Config) -> Follow | None:
+    """What keeps whole weights on this machine for engines that are published changes alone; None for other transports."""
+    from rollout.transports.choose import shared_folder
+    from rollout.transports.follower import keep_following
+
+    engine = config.rollout.engine
+    if engine.transport != "delta":
+        return None
+    if engine.weights_dir is None:
+        raise ConfigError(
+            "rollout.engine.weights_dir: not given; it is the folder of changes that the trainer writes and these engines follow"
+        )
+    return lambda urls: keep_following(shared_folder(config), urls)
+
+
+async def run_servers(
+    servers: Sequence[Server], announce: Callable[[Sequence[str]], None], follow: Follow | None = None
+) -> None:
     """Start all at once, announce their URLs, and go on until SIGINT, SIGTERM or the end of one; then none runs.
+
+    Args:
+        follow: runs beside them, told their URLs; nothing goes on without it.
 
     Raises:
         RunFailed: one did not start, or ended.
@@ -73,6 +96,7 @@ async def run_servers(servers: Sequence[Server], announce: Callable[[Sequence[st
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     stopping = asyncio.ensure_future(stop.wait())
+    following: asyncio.Future[None] | None = None
     starting = [asyncio.ensure_future(server.start()) for server in servers]
     try:
         all_started = asyncio.gather(*starting)
@@ -81,14 +105,20 @@ async def run_servers(servers: Sequence[Server], announce: Callable[[Sequence[st
         if stopping.done():
             return
         announce(all_started.result())
+        following = None if follow is None else asyncio.ensure_future(follow(all_started.result()))
         ends = {server.ended: server for server in servers if server.ended is not None}
-        watched: list[asyncio.Future[Any]] = [stopping, *ends]
+        watched: list[asyncio.Future[Any]] = [stopping, *ends, *([] if following is None else [following])]
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         for ended, server in ends.items():
             if ended.done() and not stopping.done():
                 raise RunFailed(f"{server.name} ended: {server.describe_end()}")
+        if following is not None and following.done():
+            following.result()
     finally:
         stopping.cancel()
+        if following is not None:
+            following.cancel()
+            await asyncio.wait({following})
         for task in starting:
             task.cancel()
         await asyncio.wait(starting)        # what has begun to start is ended by that

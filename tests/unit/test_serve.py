@@ -10,7 +10,7 @@ import pytest
 
 from rlcore.config import Config
 from rlcore.errors import ConfigError, RunFailed
-from rlcore.launch.serve import run_servers, serve_engines
+from rlcore.launch.serve import follower, run_servers, serve_engines
 
 
 class FakeServer:
@@ -97,3 +97,54 @@ def test_what_does_not_run_alone_is_refused(engine: dict[str, object], message: 
     })
     with pytest.raises(ConfigError, match=message):
         serve_engines(config)
+
+
+def test_what_runs_beside_the_servers_knows_their_urls_and_ends_with_them() -> None:
+    told: list[str] = []
+
+    async def follow(urls) -> None:
+        told.extend(urls)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+        finally:
+            told.append("ended")
+
+    servers = [FakeServer("a")]
+    asyncio.run(asyncio.wait_for(run_servers(servers, lambda _: None, follow), 10))
+    assert told == ["http://a", "ended"]
+    assert servers[0].stopped
+
+
+def test_servers_do_not_go_on_without_what_runs_beside_them() -> None:
+    async def follow(urls) -> None:
+        raise RunFailed("the shared folder is gone")
+
+    servers = [FakeServer("a")]
+    with pytest.raises(RunFailed, match="the shared folder is gone"):
+        asyncio.run(asyncio.wait_for(run_servers(servers, lambda _: None, follow), 10))
+    assert servers[0].stopped
+
+
+def test_engines_of_the_delta_transport_follow_a_folder(tmp_path) -> None:
+    def config(**engine) -> Config:
+        return Config.model_validate({
+            "run": {"name": "test"}, "model": {"path": "none"}, "data": {"paths": "none"}, "training": {"steps": 1},
+            "rollout": {"engine": {"kind": "sglang", **engine}},
+        })
+
+    assert follower(config()) is None
+    assert follower(config(transport="disk", weights_dir=str(tmp_path))) is None
+    with pytest.raises(ConfigError, match="rollout.engine.weights_dir: not given"):
+        follower(config(transport="delta"))
+    follow = follower(config(transport="delta", weights_dir=str(tmp_path)))
+    assert follow is not None
+
+    async def run() -> None:
+        following = asyncio.ensure_future(follow(["http://a"]))
+        await asyncio.sleep(0.2)
+        assert (tmp_path / "followers").is_dir()
+        following.cancel()
+        await asyncio.wait({following})
+
+    asyncio.run(run())
