@@ -1,0 +1,139 @@
+"""Whole runs whose responses come from SGLang: a server given by URL, and one that the run starts itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from server_kit import START_S, Served
+
+from rlcore.data.sample import Sample
+from rlcore.data.tokenizer import load_tokenizer
+from rlcore.runs.rollouts import read_rollouts
+from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY
+from rollout.ledger import Ledger
+from tests.integration.lab import LEARNING, Lab, Run
+
+GAP = "rollout/train_rollout_logprob_diff"
+PROMPTS = 4         # of a step; 4 samples each
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Lab]:
+    yield Lab(tmp_path_factory.mktemp("lab"), tiny_model)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def by_url(served: Served, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """What makes a run use the session's server."""
+    monkeypatch.setenv(API_KEY, served.keys.api)
+    monkeypatch.setenv(ADMIN_KEY, served.keys.admin)
+    return ("rollout.engine.kind=sglang", f"rollout.engine.urls=[{served.url}]", "rollout.engine.start_timeout_s=60")
+
+
+def samples_of(run: Run, step: int) -> list[Sample]:
+    return [Sample.from_record(record) for record in read_rollouts(run.rollouts(step))]
+
+
+def check_accounts(run: Run, *, steps: int) -> None:
+    """Every draw was consumed by one step, and every token was made by the version that its step trains."""
+    ledger = Ledger()
+    state = json.loads((run.checkpoint(steps) / "state.json").read_text())
+    ledger.restore(state["source"]["ledger"])
+    assert ledger.balance()["consumed"] == len(ledger) == PROMPTS * steps
+    versions = [json.loads(line) for line in (run.folder / "versions.jsonl").read_text().splitlines()]
+    assert [one["version"] for one in versions] == list(range(1, len(versions) + 1))
+    draws: list[int] = []
+    for step in range(1, steps + 1):
+        samples = samples_of(run, step)
+        trained = {one["version"] for one in versions if one["step"] == step - 1}
+        assert {version for sample in samples for version in sample.token_versions().tolist()} <= trained
+        assert [sample.index for sample in samples] == [0, 1, 2, 3] * PROMPTS
+        draws += [sample.draw for sample in samples[::4]]
+    assert sorted(draws) == list(range(PROMPTS * steps))
+
+
+def check_ends(run: Run, model: Path, *, steps: int) -> None:
+    """A response that stopped holds one eos, its last token; any other none."""
+    eos = load_tokenizer(model).eos_token_id
+    samples = [sample for step in range(1, steps + 1) for sample in samples_of(run, step)]
+    for sample in samples:
+        response = sample.tokens[sample.loss_mask == 1].tolist()
+        assert response.count(eos) == (sample.finish_reason == "stop")
+        assert (response[-1] == eos) == (sample.finish_reason == "stop")
+        assert sample.finish_reason == "stop" or len(response) == 6
+    assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+
+
+def test_a_run_on_a_server_given_by_url(lab: Lab, by_url: tuple[str, ...]) -> None:
+    """Trained, evaluated, resumed, scored; the server outlives them all."""
+    given = (*LEARNING, *by_url, f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]", "evaluation.max_prompts=8",
+             "evaluation.every=2", "checkpoint.every=1")  # fmt: skip
+    run = lab.train("by url", *given, "training.steps=3")
+    assert run.code == 0, run.err
+    assert all(row[GAP] < 1e-5 and row["rollout/staleness_max"] == 0 for row in run.metrics if row["step"])
+    assert {f"{GAP}_max", f"{GAP}_kl", "time/engine", "time/publish"} < set(run.rows[1])
+    assert [step for step, row in run.rows.items() if "eval/score" in row] == [0, 2, 3]
+    assert run.rows[0]["eval/score"] != run.rows[3]["eval/score"]
+    check_accounts(run, steps=3)
+    check_ends(run, lab.model, steps=3)
+
+    resumed = lab.train("by url", *given, "training.steps=4", "--resume")
+    assert resumed.code == 0, resumed.err
+    assert resumed.rows[4][GAP] < 1e-5
+    check_accounts(resumed, steps=4)
+
+    done = lab.command("eval", str(lab.base), "run.name=scored", *given, "--model", str(run.folder / "hf"))
+    assert done.code == 0, done.err
+    score = float(done.lines("eval/score")[0].split()[1])
+    assert score == pytest.approx(resumed.rows[4]["eval/score"], rel=1e-5)
+
+
+def test_the_tokens_that_top_p_left_reach_the_trainer(lab: Lab, by_url: tuple[str, ...]) -> None:
+    """Log-probs of engine and trainer are over the same sets."""
+    run = lab.train(
+        "keep-sets", *by_url, "rollout.sampling={top_p: 0.8, top_k: 12}", "policy.logprobs.keep_sets=true", "training.steps=1"
+    )
+    assert run.code == 0, run.err
+    assert run.rows[1][GAP] < 1e-5
+    sets = [sample.keep_sets for sample in samples_of(run, 1)]
+    assert all(one is not None and 0 < one.counts.max(initial=0) <= 12 for one in sets)
+
+
+def test_a_run_with_another_key_is_refused(lab: Lab, by_url: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY, "wrong-key-of-this-test")
+    run = lab.train("wrong key", *by_url)
+    assert run.code == 2
+    assert API_KEY in run.err
+    assert "wrong-key-of-this-test" not in run.err
+
+
+def test_two_ranks_and_a_server_of_their_own(lab: Lab, tmp_path: Path) -> None:
+    """Tensor parallel; nothing of the server is left behind, and the key is in no file."""
+    name, secret, model = "managed", "secret-of-this-test", tmp_path / "model"
+    shutil.copytree(lab.model, model)
+    command = [sys.executable, "-m", "rlcore", "train", str(lab.base), f"run.name={name}", f"model.path={model}", *LEARNING,
+               "training.steps=2", "policy.parallel.tensor=2", "cluster.processes_per_node=2", "checkpoint.every=1",
+               f"cluster.start_timeout_s={START_S}", "rollout.engine={kind: sglang, threads: 1, device: cpu}"]  # fmt: skip
+    environment = {**os.environ, API_KEY: secret, "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "terminal").open("w") as terminal:
+        code = subprocess.run(command, env=environment, stdout=terminal, stderr=terminal, timeout=START_S).returncode
+    said = (tmp_path / "terminal").read_text()
+    assert code == 0, said
+    run = Run(code, said, "", lab.folder / "runs" / name)
+    assert all(row[GAP] < 1e-5 for row in run.metrics)
+    check_accounts(run, steps=2)
+    assert (run.folder / "logs" / "engine_0.log").stat().st_size > 1000
+    assert all(secret.encode() not in path.read_bytes() for path in run.folder.rglob("*") if path.is_file())
+    assert secret not in said
+    running = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert not [line for line in running if str(model) in line]
