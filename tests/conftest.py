@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-BUDGET_S = {"unit": 300, "parity": 360, "checkpoint": 240, "integration": 600}     # of a tier, on two cores
+BUDGET_S = {"unit": 300, "parity": 360, "checkpoint": 240, "integration": 600, "sglang": 360}     # of a tier, on two cores
 
 
 @pytest.fixture(scope="session")
