@@ -90,6 +90,10 @@ class PolicyBackend(Protocol):
         """The inverse of `park`: on the device for good. No effect without it."""
         ...
 
+    def trim(self) -> None:
+        """Give back what this process keeps of the device's memory for its next passes: other processes need it now."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Model, optimizer and schedule as a distributed checkpoint in `folder`."""
         ...

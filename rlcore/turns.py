@@ -42,6 +42,7 @@ class Restore:
 class Trainer(StrEnum):
     PARK = "park"
     UNPARK = "unpark"
+    TRIM = "trim"                   # what was kept of the last passes' memory
 
 
 Move = Release | Restore | Trainer
@@ -50,7 +51,7 @@ CACHES: tuple[MemoryTag, ...] = ("kv_cache", "cuda_graph")
 MOVES: Mapping[tuple[Turn, Turn], tuple[Move, ...]] = {
     (Turn.GENERATING, Turn.TRAINING): (Release((*CACHES, "weights")), Trainer.UNPARK),
     (Turn.GENERATING, Turn.HANDOVER): (Release(CACHES), Trainer.UNPARK),
-    (Turn.TRAINING, Turn.HANDOVER): (Restore(("weights",)),),
+    (Turn.TRAINING, Turn.HANDOVER): (Trainer.TRIM, Restore(("weights",))),
     (Turn.HANDOVER, Turn.GENERATING): (Trainer.PARK, Restore(CACHES)),
 }
 
@@ -77,18 +78,20 @@ class Turns:
 
         Raises:
             ValueError: engines would generate with weights that are gone, as nothing was published: a defect of ours.
-            RunFailed: no engine is left.
         """
         if turn is self.turn:
             return
+        self._pass_on(turn)
+        if turn is Turn.HANDOVER and not self._anyone():
+            self._pass_on(Turn.GENERATING)      # engines start again, where the trainer is not in their way
+            self._pass_on(Turn.HANDOVER)        # ... or none does, as the publication will say
+
+    def _pass_on(self, turn: Turn) -> None:
         if (self.turn, turn) not in MOVES:
             raise ValueError(f"{turn} cannot follow {self.turn}")
         for move in MOVES[self.turn, turn]:
             self._make(move)
         self.turn = turn
-        if turn is Turn.HANDOVER and not self._anyone():
-            self.take(Turn.GENERATING)      # engines start again, where the trainer is not in their way
-            self.take(Turn.HANDOVER)
 
     def _anyone(self) -> bool:
         """Whether there is an engine to hand over to; every rank learns it."""
@@ -98,6 +101,7 @@ class Turns:
         return answer == str(True)
 
     def _make(self, move: Move) -> None:
+        """Rank 0 assembles the others before it lets an engine take what they give back."""
         match move:
             case Release(tags):
                 what = f"the engines to release {' and '.join(tags)}"
@@ -109,8 +113,10 @@ class Turns:
                 self._backend.unpark()
             case Trainer.PARK:
                 self._backend.park()
-                # Every rank's memory is free before rank 0 lets an engine take it.
                 self._control.assemble("parking the trainer", timeout_s=self._timeout_s)
+            case Trainer.TRIM:
+                self._backend.trim()
+                self._control.assemble("trimming the trainer", timeout_s=self._timeout_s)
 
     @property
     def _engines(self) -> EngineMemory:

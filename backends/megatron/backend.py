@@ -262,20 +262,24 @@ class MegatronBackend:
         Until `unpark` each pass brings what it needs and takes it away again. No communication.
         """
         self._held = None
-        if self._exporter is not None:
-            self._exporter.free_buffers()
-        with megatron_device(self.device):
-            get_global_memory_buffer().buffer.clear()       # Megatron's, for gathers under sequence parallelism
         for parking in self._parkings:
             parking.leave()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)             # copies into host memory are whole, nothing uses what is freed
-            torch.cuda.empty_cache()                        # ... by this process: what it keeps for itself, no other gets
+        self.trim()
 
     def unpark(self) -> None:
         """The inverse of `park`."""
         for parking in self._parkings:
             parking.stay()
+
+    def trim(self) -> None:
+        """Give back what this process keeps of the device's memory for its next passes. No communication."""
+        if self._exporter is not None:
+            self._exporter.free_buffers()
+        with megatron_device(self.device):
+            get_global_memory_buffer().buffer.clear()       # Megatron's, for gathers under sequence parallelism
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)             # copies into host memory are whole, nothing uses what is freed
+            torch.cuda.empty_cache()
 
     @property
     def parked_bytes(self) -> int:

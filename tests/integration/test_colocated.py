@@ -94,6 +94,20 @@ def test_an_engine_that_dies_while_the_trainer_has_the_device_comes_back_after_i
     assert ours == [row["loss/policy_avg"] for row in plain.metrics]
 
 
+def test_when_none_can_be_started_again_what_was_trained_is_kept(lab: Lab) -> None:
+    killer = f"{{name: 'colocated_estimator:EngineKiller', marker: {lab.folder / 'killed for good'}}}"
+    run = lab.train(
+        "colocated lost", *LEARNING, COLOCATED, "rollout.engine.in_process=false", f"algorithm.estimator={killer}",
+        "rollout.engine.restart.limit=0",
+    )  # fmt: skip
+    assert run.code == 1
+    assert run.lines("no engine is left, and none can be started again (rollout.engine.restart)")
+    assert run.lines("the run is saved after step 2: continue with --resume")
+    resumed = lab.train("colocated lost", *LEARNING, COLOCATED, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert resumed.result["steps"] == 3
+
+
 @pytest.mark.full
 def test_two_ranks_and_an_engine_of_its_own(lab: Lab, rank_runs: RankRuns) -> None:
     layout = (heldout(lab), "policy.parallel.tensor=2", "policy.parallel.sequence=true", "rollout.engine.in_process=false")

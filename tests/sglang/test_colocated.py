@@ -88,13 +88,14 @@ def shared(served: Served, tmp_path: Path) -> Iterator[Shared]:
 
 
 def test_turns_with_a_real_server(shared: Shared) -> None:
-    """Two steps: nothing is generated in between, and afterwards every log-prob is that of the weights just published."""
+    """Two steps: the server cannot generate in between, and then every log-prob is that of the weights just published."""
     turns = shared.turns
     turns.take(Turn.TRAINING)
     seen = []
     for step in range(2):
+        assert shared.served.call(shared.engine.health())["version"] is None
         with pytest.raises(EngineFailed, match="its weights are empty"):
-            shared.served.call(shared.engine.generate([GenerateRequest(PROMPT, SamplingParams(max_new_tokens=1), 0)]))
+            shared.served.call(shared.engine.resume())
         shared.move_the_policy()
         turns.take(Turn.HANDOVER)
         assert shared.publisher.publish(step) == ""

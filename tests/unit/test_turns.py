@@ -21,7 +21,8 @@ class Device:
 
     def __init__(self) -> None:
         self.engines, self.trainers, self.moves = set(ALL), set[int](), list[str]()
-        self.runs = True
+        self.untidy = set[int]()            # trainers that keep memory of their last passes
+        self.runs = self.restarts = True
         self._lock = threading.Lock()
 
     def engine(self, move: str, tags: Sequence[MemoryTag]) -> None:
@@ -32,6 +33,7 @@ class Device:
             else:
                 assert not set(tags) & self.engines, f"{tags} are held already"
                 assert "kv_cache" not in tags or not self.trainers, "a cache beside the trainer does not fit"
+                assert not self.untidy, "weights beside what passes left behind do not fit"
                 self.engines |= set(tags)
             self.moves.append(f"{move} {'+'.join(sorted(tags))}")
 
@@ -40,8 +42,12 @@ class Device:
             if move == "unpark":
                 assert "kv_cache" not in self.engines, "the trainer beside a cache does not fit"
                 self.trainers.add(rank)
+                self.untidy.add(rank)
+            elif move == "trim":
+                self.untidy.discard(rank)
             else:
                 self.trainers.discard(rank)
+                self.untidy.discard(rank)
             self.moves.append(move)
 
 
@@ -59,7 +65,7 @@ class Memory:
             raise self.failure
         self.device.engine("restore", tags)
         if "kv_cache" in tags:
-            self.device.runs = True         # those that died start again
+            self.device.runs |= self.device.restarts
 
     def anyone(self) -> bool:
         return self.device.runs
@@ -74,6 +80,9 @@ class Backend:
 
     def unpark(self) -> None:
         self.device.trainer(self.rank, "unpark")
+
+    def trim(self) -> None:
+        self.device.trainer(self.rank, "trim")
 
 
 def make(device: Device, rank: int = 0, ranks: int = 1, store: Any = None) -> Turns:
@@ -93,11 +102,11 @@ def test_a_step_and_its_checkpoint() -> None:
     assert device.moves == ["release cuda_graph+kv_cache+weights", "unpark"]
     assert (device.engines, device.trainers) == (set(), {0})
     turns.take(Turn.HANDOVER)       # to publish into
-    assert device.moves[2:] == ["restore weights"]
+    assert device.moves[2:] == ["trim", "restore weights"]
     turns.take(Turn.HANDOVER)       # a checkpoint needs nothing more
-    assert len(device.moves) == 3
+    assert len(device.moves) == 4
     turns.take(Turn.GENERATING)
-    assert device.moves[3:] == ["park", "restore cuda_graph+kv_cache"]
+    assert device.moves[4:] == ["park", "restore cuda_graph+kv_cache"]
     assert (device.engines, device.trainers) == (ALL, set())
 
 
@@ -126,8 +135,21 @@ def test_engines_that_died_start_again_where_the_trainer_is_parked() -> None:
     assert device.runs
     assert turns.turn is Turn.HANDOVER
     assert device.moves[2:] == [
-        "restore weights", "park", "restore cuda_graph+kv_cache", "release cuda_graph+kv_cache", "unpark"
+        "trim", "restore weights", "park", "restore cuda_graph+kv_cache", "release cuda_graph+kv_cache", "unpark"
     ]  # fmt: skip
+
+
+def test_where_no_engine_comes_back_the_trainer_still_gets_its_turn() -> None:
+    """It has a checkpoint to write before the run fails."""
+    device = Device()
+    device.restarts = False
+    turns = make(device)
+    turns.take(Turn.TRAINING)
+    device.runs = False
+    turns.take(Turn.HANDOVER)
+    assert turns.turn is Turn.HANDOVER
+    assert device.trainers == {0}
+    assert device.moves.count("park") == 1
 
 
 def test_a_failure_leaves_the_turn_where_it_was() -> None:
@@ -151,6 +173,10 @@ def test_every_rank_is_out_before_an_engine_takes_memory() -> None:
         def park(self) -> None:
             late.wait(0.2)
             super().park()
+
+        def trim(self) -> None:
+            late.wait(0.2)
+            super().trim()
 
     ranks = [make(device, rank, 2, store) for rank in range(2)]
     ranks[1]._backend = cast(PolicyBackend, Slow(device, 1))
