@@ -47,11 +47,14 @@ def engine_servers(config: Config) -> Iterator[Problem]:
 
 
 def engine_transport(config: Config) -> Iterator[Problem]:
-    """A folder for weights goes with a transport that writes one."""
+    """A folder for weights goes with a transport that writes there, and is known to who else reads it."""
     engine = config.rollout.engine
     if engine.weights_dir is not None and engine.transport not in ("disk", "delta"):
         message = f"only transports disk and delta write there: set {ENGINE}.transport to one of these"
         yield Problem(f"{ENGINE}.weights_dir", f"{message}, got {engine.transport!r}")
+    if engine.transport == "delta" and engine.urls and engine.weights_dir is None:
+        message = "not given; engines elsewhere follow the changes there: name a folder that they share with the trainer"
+        yield Problem(f"{ENGINE}.weights_dir", message)
 
 
 def engine_notes(config: Config) -> Iterator[Problem]:

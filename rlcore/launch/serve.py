@@ -76,7 +76,7 @@ def follower(config: Config) -> Follow | None:
         return None
     if engine.weights_dir is None:
         raise ConfigError(
-            "rollout.engine.weights_dir: not given; it is the folder of changes that the trainer writes and these engines follow"
+            "rollout.engine.weights_dir: not given; it is the folder where the trainer writes the changes that engines follow"
         )
     return lambda urls: keep_following(shared_folder(config), urls)
 

@@ -135,7 +135,7 @@ def test_engines_of_the_delta_transport_follow_a_folder(tmp_path) -> None:
 
     assert follower(config()) is None
     assert follower(config(transport="disk", weights_dir=str(tmp_path))) is None
-    with pytest.raises(ConfigError, match="rollout.engine.weights_dir: not given"):
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.weights_dir: not given"):
         follower(config(transport="delta"))
     follow = follower(config(transport="delta", weights_dir=str(tmp_path)))
     assert follow is not None

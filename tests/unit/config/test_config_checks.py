@@ -108,6 +108,7 @@ def paths(lines: list[str]) -> list[str]:
         ([SGLANG, "rollout.engine.router_url=http://x:1"], ["rollout.engine.router_url"]),
         ([*BY_URL, "rollout.engine.router_url=x"], ["rollout.engine.router_url"]),
         ([SGLANG, "rollout.engine.weights_dir=/x"], ["rollout.engine.weights_dir"]),
+        ([*BY_URL, "rollout.engine.transport=delta"], ["rollout.engine.weights_dir"]),
         (["rollout.engine.max_logprob_diff=0"], ["rollout.engine.max_logprob_diff"]),
         # optimizers
         (["policy.optimizer.min_lr=1"], ["policy.optimizer.min_lr"]),
