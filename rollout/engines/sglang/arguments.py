@@ -14,15 +14,16 @@ from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 # Under what a user's own `rollout.engine.server` says.
-DEFAULTS: dict[str, Any] = {"log_level_http": "warning"}        # a line for every request is none too few
+DEFAULTS: dict[str, Any] = {"log_level_http": "warning"}        # else a line for every request
 CPU_DEFAULTS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
     "grammar_backend": "none",
     "sleep_on_idle": True,              # else the scheduler burns a core that the trainer could use
-    "mem_fraction_static": 0.1,         # of the machine's memory, of which the KV cache takes no more than
-    "max_total_tokens": 32768,
+    "max_total_tokens": 32768,          # bounds the KV cache
+    # Of the memory that was free before the start, a tenth must be free after it, whoever takes some meanwhile.
+    "mem_fraction_static": 0.9,
     "max_running_requests": 64,
 }
 
