@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlcore.control import Control
-from rlcore.errors import NoEngineLeft, PublicationFailed
+from rlcore.errors import NoEngineLeft, PublicationFailed, RlcoreError
 from rlcore.protocols import PolicyBackend, WeightSink
 from rlcore.weights import Bucket
 
@@ -84,7 +84,7 @@ class Publisher:
 
     def _attempt(self, step: int | None) -> str:
         """`DONE`, `AGAIN`, or why no engine is left. A `step` gets a new version, None is a catch-up."""
-        failure: PublicationFailed | None = None
+        failure: RlcoreError | None = None
         buckets = self.backend.buckets()
         opened = self.control.decide("opening a publication", lambda: self._open(step, buckets), timeout_s=self.timeout_s)
         if opened != OPEN:
@@ -93,7 +93,7 @@ class Publisher:
             if self.sink is not None and flat is not None and failure is None:
                 try:
                     self.sink.send(bucket, flat)
-                except PublicationFailed as error:  # recovery: gather to the end, then all again
+                except RlcoreError as error:        # recovery: gather to the end, where every rank learns of it
                     failure = error
         return self.control.decide("closing a publication", lambda: self._close(failure), timeout_s=self.timeout_s)
 
@@ -111,7 +111,7 @@ class Publisher:
             return str(error)
         return OPEN
 
-    def _close(self, failure: PublicationFailed | None) -> str:
+    def _close(self, failure: RlcoreError | None) -> str:
         assert self.sink is not None
         if failure is None:
             try:
@@ -120,4 +120,6 @@ class Publisher:
             except PublicationFailed as error:          # recovery: as above
                 failure = error
         self.sink.cancel()
+        if not isinstance(failure, PublicationFailed):
+            raise failure
         return AGAIN
