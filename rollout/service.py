@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +19,9 @@ from rlcore.data.prompts import PromptSet, PromptStream
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DataError, DeadlineExceeded, EmptyBatch
 from rlcore.protocols import RolloutEngine, StepRollouts
-from rollout.deadlines import LoopThread, together, within
+from rollout.deadlines import LoopThread, together
 from rollout.dispatch import Dispatcher
+from rollout.errand import Errand
 from rollout.filters import FilterChain
 from rollout.fleet import Fleet
 from rollout.ledger import Ledger
@@ -40,15 +40,6 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
 DRAWS_PER_GROUP = 16                            # a step gives up after so many draws for each group it needs
-
-
-@dataclass
-class _Work:
-    """What goes on in the loop while the trainer is away, bringing weights to an engine that was started again."""
-
-    task: asyncio.Task[Any]
-    before: dict[str, float]                    # the counters when it began
-    began: float = field(default_factory=time.perf_counter)
 
 
 @dataclass
@@ -100,7 +91,8 @@ class RolloutService:
         runners = Runners(config, tokenizer, self._dispatcher, self._scorer)
         self._training = runners.training(lambda draw: self.prompts[self._stream.row(draw)], greedy_baseline=greedy_baseline)
         self._evaluation = runners.evaluation((self._evaluation_prompts or self.prompts).__getitem__)
-        self._work: _Work | None = None
+        self._errand: Errand[Any] | None = None     # that goes on while the trainer brings an engine its weights
+        self._before: dict[str, float] = {}         # the counters when it began
         self._seen = {"rollout/engine_restarts": 0.0, "rollout/retried_requests": 0.0}     # at the last hand-over
         self.thread = LoopThread("rollout")
         self.loop = self.thread.loop
@@ -200,36 +192,16 @@ class RolloutService:
 
         Begun by the first visit, and only awaited by those after it.
         """
-        limit = self._config.rollout.timeout_s
-        try:
-            if self._work is None:
-                self._work = self._call(self._begin(within(limit, work(), stuck), failures), limit, what)
-            if not self._call(self._done_first(self._work.task), limit, what):
-                return None
-            ended, self._work = self._work, None
-            now = self._counters(failures)
-            counts = {name: now[name] - before for name, before in ended.before.items()}
-            return ended.task.result(), counts, time.perf_counter() - ended.began
-        except BaseException:
-            self._drop_work()
-            raise
-
-    async def _begin(self, work: Coroutine[Any, Any, Any], failures: FailureCounts) -> _Work:
-        return _Work(asyncio.ensure_future(work), self._counters(failures))
-
-    async def _done_first(self, task: asyncio.Task[Any]) -> bool:
-        """True once `task` is done, False when an engine waits for weights before that."""
-        waits = asyncio.ensure_future(self.fleet.someone_waits())
-        try:
-            await asyncio.wait({task, waits}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waits.cancel()
-        return task.done()
-
-    def _drop_work(self) -> None:
-        work, self._work = self._work, None
-        if work is not None and not work.task.done():
-            self._call(cancelled(work.task), CLOSE_S, "giving up the rollouts")
+        if self._errand is None:
+            self._before = self._counters(failures)
+            limit = self._config.rollout.timeout_s
+            self._errand = Errand(self.thread, work(), limit_s=limit, what=what, stuck=stuck)
+        errand, self._errand = self._errand, None
+        if not errand.done_before(self.fleet.someone_waits):
+            self._errand = errand
+            return None
+        counts = {name: now - self._before[name] for name, now in self._counters(failures).items()}
+        return errand.result(), counts, errand.seconds
 
     def _counters(self, failures: FailureCounts) -> dict[str, float]:
         return {
@@ -350,11 +322,6 @@ class RolloutService:
                 logger.warning("%s did not close within %g s", party, CLOSE_S)
             elif task.exception() is not None:
                 logger.warning("%s failed to close: %s", party, task.exception())
-
-
-async def cancelled(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.wait({task}, timeout=CLOSE_S)
 
 
 def evaluation_metrics(samples: Sequence[Sample]) -> dict[str, float]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 
-from lab import Run
-
 from rlcore.data.sample import Sample
 from rlcore.runs.rollouts import read_rollouts
 from rollout.ledger import Ledger
+from tests.integration.lab import Run
 
 PROMPTS, SAMPLES = 4, 4         # of a step
 

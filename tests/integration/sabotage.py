@@ -16,6 +16,8 @@ import psutil
 import pytest
 from aiohttp import web
 
+from rollout.engines.remote import RemoteEngine
+from rollout.engines.sglang.process import ManagedServer
 from rollout.health import State
 from rollout.service import RolloutService
 
@@ -67,17 +69,16 @@ class Sabotage:
     done: list[Fault] = field(default_factory=list)
     proxies: dict[str, Proxy] = field(default_factory=dict)     # by engine, of its present life
 
-    def install(self, patch: pytest.MonkeyPatch, start: str, put_before: Callable[[Any, str], None]) -> None:
-        """Patch the service, and `start` ("module.Class.start"): put_before(engine, URL of a proxy before it)."""
-        original_next, (owner, name) = RolloutService.next_step, start.rsplit(".", 1)
-        module, kind = owner.rsplit(".", 1)
-        engine_class = getattr(__import__(module, fromlist=[kind]), kind)
-        original_start: Callable[[Any], Awaitable[None]] = getattr(engine_class, name)
+    def install(self, patch: pytest.MonkeyPatch, servers: type[RemoteEngine] | type[ManagedServer]) -> None:
+        """Patch the service, and the start of `servers`: a proxy stands before each."""
+        original_next = RolloutService.next_step
+        original_start: Callable[[Any], Awaitable[str | None]] = servers.start
 
-        async def started(engine: Any) -> None:
-            await original_start(engine)
-            proxy = self.proxies[engine.name] = Proxy(url_of(engine))
-            put_before(engine, await proxy.start())
+        async def started(server: Any) -> str:
+            url = await original_start(server)
+            proxy = self.proxies[server.name] = Proxy(url or server._url)
+            server._url = await proxy.start()
+            return str(server._url)
 
         def next_step(service: RolloutService, step: int) -> Any:
             if step in self.plan:
@@ -86,7 +87,7 @@ class Sabotage:
                 self._strike(service, *self.plan.pop(step))
             return original_next(service, step)
 
-        patch.setattr(engine_class, name, started)
+        patch.setattr(servers, "start", started)
         patch.setattr(RolloutService, "next_step", next_step)
 
     def _all_serve(self, service: RolloutService) -> bool:
@@ -100,7 +101,8 @@ class Sabotage:
         engine: Any = service.fleet.engines[number]
         self.done.append(fault)
         if fault in ("SIGKILL", "SIGSTOP"):
-            threading.Timer(HIT_S, signal_all, (engine.pid, signal.Signals[fault])).start()
+            pid = getattr(engine, "server", engine).pid
+            threading.Timer(HIT_S, signal_all, (pid, signal.Signals[fault])).start()
         else:
             self.proxies[engine.name].fault = fault
 
@@ -111,7 +113,3 @@ def signal_all(pid: int, number: signal.Signals) -> None:
         for child in psutil.Process(pid).children(recursive=True):
             child.send_signal(number)
     os.kill(pid, number)
-
-
-def url_of(engine: Any) -> str:
-    return str(engine._url)

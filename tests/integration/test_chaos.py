@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 from accounts import check_accounts, samples_of
 from lab import LEARNING, Lab, Run
 from sabotage import Sabotage
+
+from rollout.engines.remote import RemoteEngine
 
 STEPS = 20
 PLAN = {3: (0, "SIGKILL"), 6: (1, "SIGSTOP"), 9: (0, "500"), 12: (1, "garbage"), 15: (0, "slow"), 18: (1, "SIGKILL")}
@@ -32,13 +33,9 @@ def calm(lab: Lab) -> Run:
 
 
 @pytest.fixture
-def sabotage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sabotage]:
+def sabotage(monkeypatch: pytest.MonkeyPatch) -> Sabotage:
     sabotage = Sabotage(dict(PLAN))     # type: ignore[arg-type]
-
-    def put_before(engine: object, url: str) -> None:
-        engine._url = url       # type: ignore[attr-defined]
-
-    sabotage.install(monkeypatch, "rollout.engines.remote.RemoteEngine.start", put_before)
+    sabotage.install(monkeypatch, RemoteEngine)
     return sabotage
 
 
@@ -65,7 +62,7 @@ def test_a_run_under_faults_is_the_run_without_them(lab: Lab, calm: Run, sabotag
 
 def test_when_all_engines_die_the_run_saves_what_it_has(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     sabotage = Sabotage({4: (0, "SIGKILL")})
-    sabotage.install(monkeypatch, "rollout.engines.remote.RemoteEngine.start", lambda engine, url: None)
+    sabotage.install(monkeypatch, RemoteEngine)
     given = (*LEARNING, "training.steps=6", "rollout.engine.in_process=false", "rollout.engine.threads=1")
     run = lab.train("doomed", *given, "rollout.engine.restart.limit=0")
     assert run.code == 1

@@ -1,0 +1,49 @@
+"""Twenty steps with two real servers of which one fails every third step. It takes minutes: a server starts in half of one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+from server_kit import START_S
+
+from rollout.engines.sglang.process import ManagedServer
+from tests.integration.accounts import check_accounts
+from tests.integration.lab import LEARNING, Lab
+from tests.integration.sabotage import Fault, Sabotage
+
+STEPS = 20
+PLAN: dict[int, tuple[int, Fault]] = {
+    3: (0, "SIGKILL"), 6: (1, "SIGSTOP"), 9: (0, "500"), 12: (1, "garbage"), 15: (0, "slow"), 18: (1, "SIGKILL"),
+}  # fmt: skip
+TWO = (
+    *LEARNING, f"training.steps={STEPS}", "rollout.engine.kind=sglang", "rollout.engine.count=2", "rollout.engine.threads=1",
+    "rollout.engine.device=cpu", f"rollout.engine.start_timeout_s={START_S}", "rollout.engine.request_timeout_s=40",
+    "rollout.engine.update_timeout_s=60", "rollout.engine.health_every_s=1", "rollout.engine.health_timeout_s=20",
+    "rollout.engine.restart={backoff_s: 0.1, max_backoff_s: 1.0}",
+)  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+def test_no_sample_is_lost_or_counted_twice(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab, sabotage = Lab(tmp_path, tiny_model), Sabotage(dict(PLAN))
+    sabotage.install(monkeypatch, ManagedServer)
+    run = lab.train("chaos", *TWO)
+    assert run.code == 0, run.err
+    assert sabotage.done == [fault for _, fault in PLAN.values()]
+    check_accounts(run, steps=STEPS)
+    log = (run.folder / "logs" / "rank_0.log").read_text()
+    failures = re.findall(r"engine (engine-\d) failed: .*", log)
+    assert failures == [f"engine-{number}" for number, _ in PLAN.values()], log
+    rows = [run.rows[step] for step in range(1, STEPS + 1)]
+    assert [row["episode"] for row in rows] == [16 * step for step in range(1, STEPS + 1)]
+    assert sum(row["rollout/engine_restarts"] for row in rows) == len(PLAN)
+    assert sum(row["rollout/retried_requests"] for row in rows) >= 3
+    assert all(row["rollout/train_rollout_logprob_diff"] < 1e-5 for row in rows), "every sample from its own version"
+    running = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert not [line for line in running if str(tiny_model) in line and "entry.py" in line]
