@@ -1,4 +1,4 @@
-"""Trainer and server taking turns: the real release and resume routes around a parked trainer (on the CPU the server frees nothing)."""
+"""Trainer and server taking turns: the real release and resume routes around a parked trainer (the CPU server frees nothing)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from server_kit import Served
+from server_kit import START_S, Served
 from transformers import AutoModelForCausalLM
 
 from backends.megatron import MegatronBackend
@@ -24,6 +24,7 @@ from rollout.engines.sglang.engine import SGLangEngine
 from rollout.fleet import Fleet
 from rollout.memory import FleetMemory
 from rollout.wire import EngineSink
+from tests.integration.lab import LEARNING, Lab
 
 PROMPT = np.array([5, 6, 7, 8, 9], dtype=np.int32)
 
@@ -124,3 +125,19 @@ def test_a_checkpoint_in_between_costs_no_publication(shared: Shared) -> None:
     after = shared.generate(1)
     assert [span.version for span in after.versions] == [span.version for span in before.versions] == [1]
     np.testing.assert_allclose(after.logprobs, shared.expected_logprobs(after).numpy(), atol=1e-4)
+
+
+@pytest.mark.full
+def test_a_whole_run(tiny_model: Path, tmp_path: Path) -> None:
+    """Two ranks and a server of the run's own, with an evaluation and a checkpoint in each step."""
+    lab = Lab(tmp_path, tiny_model)
+    run = lab.train(
+        "colocated", *LEARNING, "training.steps=2", "policy.parallel.tensor=2", "cluster.processes_per_node=2",
+        f"evaluation.paths=[{tmp_path / 'data' / 'heldout.jsonl'}]", "evaluation.max_prompts=8", "evaluation.every=1",
+        "checkpoint.every=1", "rollout.engine.logprobs_every=1", f"cluster.start_timeout_s={START_S}",
+        f"rollout.engine={{kind: sglang, threads: 1, device: cpu, colocated: true, start_timeout_s: {START_S}}}",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    assert [row["step"] for row in run.metrics] == [0, 1, 2]
+    assert all(row["time/handover"] > 0 and "eval/score" in row for row in run.metrics)
+    assert all(row["rollout/train_rollout_logprob_diff"] < 1e-5 for row in run.metrics[1:])
