@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,15 +14,12 @@ import pytest
 import torch
 from server_kit import START_S, Served
 
-from rlcore.data.sample import Sample
 from rlcore.data.tokenizer import load_tokenizer
-from rlcore.runs.rollouts import read_rollouts
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY
-from rollout.ledger import Ledger
+from tests.integration.accounts import check_accounts, samples_of
 from tests.integration.lab import LEARNING, Lab, Run
 
 GAP = "rollout/train_rollout_logprob_diff"
-PROMPTS = 4         # of a step; 4 samples each
 
 
 @pytest.fixture(scope="module")
@@ -38,28 +34,6 @@ def by_url(served: Served, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     monkeypatch.setenv(API_KEY, served.keys.api)
     monkeypatch.setenv(ADMIN_KEY, served.keys.admin)
     return ("rollout.engine.kind=sglang", f"rollout.engine.urls=[{served.url}]", "rollout.engine.start_timeout_s=60")
-
-
-def samples_of(run: Run, step: int) -> list[Sample]:
-    return [Sample.from_record(record) for record in read_rollouts(run.rollouts(step))]
-
-
-def check_accounts(run: Run, *, steps: int) -> None:
-    """Every draw was consumed by one step, and every token was made by the version that its step trains."""
-    ledger = Ledger()
-    state = json.loads((run.checkpoint(steps) / "state.json").read_text())
-    ledger.restore(state["source"]["ledger"])
-    assert ledger.balance()["consumed"] == len(ledger) == PROMPTS * steps
-    versions = [json.loads(line) for line in (run.folder / "versions.jsonl").read_text().splitlines()]
-    assert [one["version"] for one in versions] == list(range(1, len(versions) + 1))
-    draws: list[int] = []
-    for step in range(1, steps + 1):
-        samples = samples_of(run, step)
-        trained = {one["version"] for one in versions if one["step"] == step - 1}
-        assert {version for sample in samples for version in sample.token_versions().tolist()} <= trained
-        assert [sample.index for sample in samples] == [0, 1, 2, 3] * PROMPTS
-        draws += [sample.draw for sample in samples[::4]]
-    assert sorted(draws) == list(range(PROMPTS * steps))
 
 
 def check_ends(run: Run, model: Path, *, steps: int) -> None:
