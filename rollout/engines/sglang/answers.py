@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +17,7 @@ from rlcore.protocols import Completion, GenerateRequest
 from rollout.engines.sglang.limits import Limits, asks_keep_sets
 
 ROUNDING = 1e-3                 # a log-prob may lie so much above 0 in an engine's arithmetic
+NO_TOKENS, NO_LOGPROBS = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
 
 
 def decode(answer: Any, request: GenerateRequest, limits: Limits, *, engine: str) -> list[Completion]:
@@ -40,7 +43,7 @@ def _completion(part: dict[str, Any], request: GenerateRequest, limits: Limits) 
     matched = meta["finish_reason"].get("matched")
     if reason == "stop" and isinstance(matched, int) and tokens[-1] != matched:
         raise ValueError(f"it says to have stopped at token {matched}, but the last one is {tokens[-1]}")
-    logprobs = _logprobs(meta.get("output_token_logprobs") or [], tokens)
+    logprobs = _logprobs(meta.get("output_token_logprobs") or [], part["output_ids"])
     sets = None
     if sampling.keep_sets:
         sets = TokenSets.whole(made)
@@ -52,31 +55,26 @@ def _completion(part: dict[str, Any], request: GenerateRequest, limits: Limits) 
 
 
 def _tokens(ids: Any, vocab_size: int) -> NDArray[np.int32]:
-    if not isinstance(ids, list):
-        raise ValueError(f"output_ids are {type(ids).__name__}, expected a list")
-    tokens = np.array(ids) if ids else np.zeros(0, dtype=np.int64)
-    if tokens.ndim != 1 or tokens.dtype.kind != "i":
-        raise ValueError(f"output_ids are {tokens.dtype} {tokens.shape}, expected whole numbers")
-    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        raise ValueError(f"tokens from {tokens.min()} to {tokens.max()} of a vocabulary of {vocab_size}")
-    return tokens.astype(np.int32)
+    # array() takes whole numbers alone, where numpy would round; both it and min, max cost little for short responses.
+    tokens = np.frombuffer(array("i", ids), dtype=np.int32) if ids else NO_TOKENS
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(f"tokens from {min(ids)} to {max(ids)} of a vocabulary of {vocab_size}")
+    return tokens
 
 
-def _logprobs(rows: list[Any], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Of `[[logprob, token, text], ...]`, one for each of `tokens`."""
-    if [row[1] for row in rows] != tokens.tolist():
-        raise ValueError(f"log-probs of {len(rows)} tokens that are not the {len(tokens)} of the response")
-    return _finite([row[0] for row in rows], len(tokens))
+def _logprobs(rows: list[Any], ids: list[int]) -> NDArray[np.float32]:
+    """Of `[[logprob, token, text], ...]`, one for each of `ids`."""
+    if [row[1] for row in rows] != ids:
+        raise ValueError(f"log-probs of {len(rows)} tokens that are not the {len(ids)} of the response")
+    return _finite([row[0] for row in rows], len(ids))
 
 
-def _finite(values: Any, count: int) -> NDArray[np.float32]:
-    logprobs = np.array(values, dtype=np.float32)
-    if logprobs.shape != (count,):
-        raise ValueError(f"log-probs of shape {logprobs.shape}, expected ({count},)")
-    bad = ~(np.isfinite(logprobs) & (logprobs <= ROUNDING))
-    if bad.any():
-        raise ValueError(f"log-prob {logprobs[bad][0]} at token {bad.argmax()}")
-    return logprobs
+def _finite(values: list[float], count: int) -> NDArray[np.float32]:
+    if len(values) != count:
+        raise ValueError(f"{len(values)} log-probs, expected {count}")
+    if values and not (math.isfinite(sum(values)) and max(values) <= ROUNDING):
+        raise ValueError(f"log-probs from {min(values)} to {max(values)}, expected finite ones up to 0")
+    return np.frombuffer(array("f", values), dtype=np.float32) if values else NO_LOGPROBS
 
 
 def _keep_sets(rows: list[list[int]], tokens: NDArray[np.int32], vocab_size: int) -> TokenSets:

@@ -45,7 +45,8 @@ class Generation:
     def __init__(self, client: ServerClient, limits: Limits) -> None:
         self.client, self.limits = client, limits
         self._timeout_s = client.config.request_timeout_s
-        self._attempts = (f"{secrets.token_hex(4)}{number:x}" for number in itertools.count())
+        self._life = secrets.token_hex(4)           # tells our requests from those of others, and of another life of ours
+        self._attempts = itertools.count()
 
     @classmethod
     async def connect(cls, client: ServerClient, model_path: str) -> Generation:
@@ -66,19 +67,22 @@ class Generation:
         check_request(request, self.limits)
         if request.n > 1 and len(request.prompt) >= SHARED_PROMPT_TOKENS and await self._prefill(request, cache_key):
             return [aborted(request)] * request.n
-        answer = await self._post(encode(request, next(self._attempts), cache_key))
+        answer = await self._post(encode(request, self._attempt(), cache_key))
         return decode(answer, request, self.limits, engine=self.client.name)
 
     async def _prefill(self, request: GenerateRequest, cache_key: str | None) -> bool:
         """Bring the prompt into the server's cache. Whether it was aborted."""
         answer = await self._post({
-            "rid": rid(request, next(self._attempts)), "input_ids": tokens(request), "extra_key": cache_key,
+            "rid": rid(request, self._attempt()), "input_ids": tokens(request), "extra_key": cache_key,
             "sampling_params": {"max_new_tokens": 0},
         })
         try:
             return bool(answer["meta_info"]["finish_reason"]["type"] == "abort")
         except (KeyError, TypeError) as error:
             raise EngineFailed(f"engine {self.client.name} answered request {request.rid} with what is no prefill") from error
+
+    def _attempt(self) -> str:
+        return f"{self._life}-{next(self._attempts)}"
 
     async def _post(self, body: dict[str, Any]) -> Any:
         return await self.client.post(ROUTE, body, timeout_s=self._timeout_s, key=LIMIT_KEY)

@@ -9,7 +9,7 @@ import aiohttp
 import orjson
 
 from rlcore.config.rollout import EngineConfig
-from rlcore.errors import EngineFailed, UserError
+from rlcore.errors import EngineFailed, EngineHangs, UserError
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
 # Below the 5 s after which SGLang closes an idle connection: a request must never be written into one that just closes.
@@ -43,7 +43,7 @@ class ServerClient:
 
         Raises:
             UserError: the request itself is bad: in the server's own words.
-            EngineFailed: the server is dead, hangs, is in trouble, or answers what is no JSON.
+            EngineFailed: the server is dead, in trouble, or answers what is no JSON; EngineHangs after `timeout_s`.
         """
         return await self._call("POST", route, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), timeout_s, key, admin)
 
@@ -65,7 +65,7 @@ class ServerClient:
             ) as response:
                 content = await response.read()
         except asyncio.TimeoutError:
-            raise EngineFailed(f"engine {self.name} did not answer {route} within {timeout_s:g} s ({key})") from None
+            raise EngineHangs(f"engine {self.name} did not answer {route} within {timeout_s:g} s ({key})") from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineFailed(f"engine {self.name} at {self.url} broke off {route}: {described(error)}") from error
         if not 200 <= response.status < 300:

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from engine_kit import request, with_client
 
-from rlcore.errors import EngineFailed, UserError
+from rlcore.errors import EngineFailed, EngineHangs, UserError
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.limits import Limits
 
@@ -82,7 +82,7 @@ def test_a_server_that_hangs_fails_at_the_deadline():
         await asyncio.sleep(60)
 
     began = time.monotonic()
-    with pytest.raises(EngineFailed, match=rf"engine engine-3 did not answer /generate within 0\.2 s \({KEY}\)"):
+    with pytest.raises(EngineHangs, match=rf"engine engine-3 did not answer /generate within 0\.2 s \({KEY}\)"):
         with_client(handler, lambda client: post(client, timeout_s=0.2))
     assert time.monotonic() - began < 5
 

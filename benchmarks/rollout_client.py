@@ -1,0 +1,240 @@
+"""Requests a second, and CPU time a request, of the client that asks SGLang servers, beside a bare aiohttp loop and httpx.
+
+The server is a process of its own that answers at once (null_server.py). Each side keeps so many requests in flight; sides take
+turns, round after round. The goal: what training uses reaches 0.7 of the bare loop, which sends the same bytes, reads the
+answer's JSON and looks at nothing in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import orjson
+from process import busy_seconds
+from report import QUIET_CORES, machine
+
+from rlcore.config.rollout import EngineConfig
+from rlcore.protocols import GenerateRequest, SamplingParams
+from rollout.dispatch import Dispatcher
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.generation import Generation, encode
+from rollout.engines.sglang.http import ServerClient
+from rollout.engines.sglang.keys import Keys
+from rollout.fleet import Fleet
+
+VOCAB = 1000
+PROMPT_TOKENS = 48
+GOAL = 0.7                      # of the bare loop
+KEYS = Keys("api-key", "admin-key")
+HTTPX_SHARE = 20                # httpx is given so many times fewer requests: it would take minutes
+
+Send = Callable[[int], Awaitable[object]]
+"""One request, by its number."""
+
+
+@dataclass
+class Side:
+    """One client at one number of requests in flight."""
+
+    what: str
+    in_flight: int
+    rates: list[float] = field(default_factory=list)        # requests/s of each round
+    cpu_us: list[float] = field(default_factory=list)       # of this process, a request
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.rates)
+
+    async def run(self, send: Send, requests: int) -> None:
+        numbers = iter(range(requests))
+
+        async def worker() -> None:
+            for number in numbers:
+                await send(number)
+
+        wall, cpu = time.perf_counter(), time.process_time()
+        await asyncio.gather(*(worker() for _ in range(self.in_flight)))
+        self.cpu_us.append((time.process_time() - cpu) / requests * 1e6)
+        self.rates.append(requests / (time.perf_counter() - wall))
+
+
+def request(number: int) -> GenerateRequest:
+    return GenerateRequest(PROMPT, SamplingParams(max_new_tokens=64, stop_token_ids=(2,)), draw=number)
+
+
+PROMPT = np.arange(PROMPT_TOKENS, dtype=np.int32)
+
+
+# --- the clients ------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def bare(url: str, config: EngineConfig) -> AsyncIterator[Send]:
+    body = orjson.loads(orjson.dumps(encode(request(0), "0"), option=orjson.OPT_SERIALIZE_NUMPY))
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def send(_: int) -> object:
+            headers = {"Authorization": f"Bearer {KEYS.api}", "Content-Type": "application/json"}
+            async with session.post(f"{url}/generate", data=orjson.dumps(body), headers=headers) as response:
+                return orjson.loads(await response.read())
+
+        yield send
+
+
+@asynccontextmanager
+async def httpx(url: str, config: EngineConfig) -> AsyncIterator[Send]:
+    import httpx
+
+    body = orjson.loads(orjson.dumps(encode(request(0), "0"), option=orjson.OPT_SERIALIZE_NUMPY))
+    limits = httpx.Limits(max_connections=config.max_in_flight)
+    async with httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(None)) as client:
+
+        async def send(_: int) -> object:
+            return (await client.post(f"{url}/generate", json=body)).json()
+
+        yield send
+
+
+@asynccontextmanager
+async def client(url: str, config: EngineConfig) -> AsyncIterator[Send]:
+    """Requests checked, ids and seeds made, answers checked and decoded."""
+    wire = ServerClient("null", url, KEYS, config=config)
+    generation = await Generation.connect(wire, str(model_folder()))
+    try:
+        yield lambda number: generation.one(request(number), cache_key="1")
+    finally:
+        await wire.close()
+
+
+class Standing:
+    """In place of `ExternalServer`, whose questions the null server cannot answer."""
+
+    name, managed, pid, ended = "null", False, None, None
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def start(self) -> str:
+        return self._url
+
+    async def stop(self) -> None: ...
+
+    async def kill(self) -> None: ...
+
+
+@asynccontextmanager
+async def dispatcher(url: str, config: EngineConfig) -> AsyncIterator[Send]:
+    """As training uses it: over the fleet's routing, with retries and deadlines, and the engine's pauses."""
+    engine = SGLangEngine(Standing(url), config=config, keys=KEYS, model_path=str(model_folder()))
+    fleet = Fleet([engine], config)
+    await fleet.start()
+    try:
+        fleet.draining(engine)
+        await engine.pause("drain")
+        await engine.begin_update([])
+        await engine.end_update()
+        await engine.set_version(1)
+        await engine.resume()
+        fleet.published(engine, 1)
+        ask = Dispatcher(fleet, config)
+        yield lambda number: ask.one(request(number))
+    finally:
+        await fleet.close()
+        await engine.close()
+
+
+SIDES = {"bare aiohttp": bare, "our client": client, "dispatcher": dispatcher, "httpx": httpx}
+
+
+def model_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / "rlcore-null-model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "model_type": "qwen3"}))
+    return folder
+
+
+# --- the measurement --------------------------------------------------------------------------------------------------
+
+
+async def measure(url: str, in_flight: int, requests: int, rounds: int, names: list[str]) -> list[Side]:
+    sides = {name: Side(name, in_flight) for name in names}
+    config = EngineConfig(kind="sglang", max_in_flight=in_flight, urls=[url])
+    async with AsyncExitStack() as stack:
+        sends = {name: await stack.enter_async_context(SIDES[name](url, config)) for name in names}
+        for round_ in range(rounds + 1):
+            for name, side in sides.items():
+                await side.run(sends[name], max(in_flight, requests // (HTTPX_SHARE if name == "httpx" else 1)))
+                if round_ == 0:             # connections are made, code is warm
+                    side.rates.clear()
+                    side.cpu_us.clear()
+    return list(sides.values())
+
+
+def table(sides: list[Side]) -> str:
+    lines = ["| client | in flight | requests/s | of bare aiohttp | CPU a request, us |", "|---|---:|---:|---:|---:|"]
+    for side in sides:
+        of_bare, cpu = side.rate / bare_rate(sides, side.in_flight), statistics.median(side.cpu_us)
+        lines.append(f"| {side.what} | {side.in_flight} | {side.rate:.0f} | {of_bare:.2f} | {cpu:.0f} |")
+    return "\n".join(lines)
+
+
+def bare_rate(sides: list[Side], in_flight: int) -> float:
+    return next(side.rate for side in sides if side.what == "bare aiohttp" and side.in_flight == in_flight)
+
+
+def main() -> None:
+    """Print a table and the goals. Exits with 0 whether or not they are reached."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the numbers here, too")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[256, 2048])
+    parser.add_argument("--requests", type=int, default=10_000, help="of each side and round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", choices=SIDES, action="append", help="beside the bare loop; may be repeated")
+    options = parser.parse_args()
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))      # the server inherits it
+    names = ["bare aiohttp", *(name for name in SIDES if name != "bare aiohttp" and name in (options.only or SIDES))]
+    started, busy = time.monotonic(), busy_seconds()
+    server = subprocess.Popen([sys.executable, str(Path(__file__).with_name("null_server.py"))], stdin=-1, stdout=-1, text=True)
+    try:
+        assert server.stdout is not None
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        sides = [side for n in options.in_flight
+                 for side in asyncio.run(measure(url, n, options.requests, options.rounds, names))]  # fmt: skip
+    finally:
+        server.communicate(timeout=10)
+    mine = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    own = sum(usage.ru_utime + usage.ru_stime for usage in mine)
+    others = max(0.0, (busy_seconds() - busy - own) / (time.monotonic() - started))
+
+    where = machine()
+    print(f"{where['cpu']}, {where['cores']} cores; one process each side; medians of {options.rounds} rounds\n")
+    print(table(sides))
+    goals = {f"{s.what} at {s.in_flight}": s.rate / bare_rate(sides, s.in_flight) for s in sides if s.what == "dispatcher"}
+    for text, measured in goals.items():
+        verdict = "reached" if measured >= GOAL else "MISSED"
+        print(f"\n{text}: {measured:.2f} of bare aiohttp, goal {GOAL}: {verdict}", end="")
+    remark = ": too many for numbers to count" if others > QUIET_CORES else ""
+    print(f"\n\nMeanwhile other programs kept {others:.2f} cores busy{remark}.")
+    if options.json is not None:
+        rows = [{"client": s.what, "in_flight": s.in_flight, "requests_per_s": s.rates, "cpu_us": s.cpu_us} for s in sides]
+        options.json.write_text(json.dumps({"machine": where, "other_cores": others, "goals": goals, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
