@@ -136,15 +136,21 @@ def report(told: dict[str, Any], line: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    told = json.loads(sys.stdin.buffer.read() or b"{}")
+    if sys.argv[1:] == ["--version"]:
+        from sglang.version import __version__
+
+        print(__version__)
+        return 0
+    given = sys.stdin.buffer.read()
+    if not given:       # whoever started us is gone already, or does not know what we expect
+        print("expected JSON on the standard input: {} for a server without keys", file=sys.stderr)
+        return EXIT_BAD_ARGUMENT
+    told = json.loads(given)
     if (parent := told.get("parent_pid")) is not None:
         die_with_parent(lambda: os.getppid() == parent)
     from sglang.srt.utils import kill_process_tree
     from sglang.version import __version__
 
-    if sys.argv[1:] == ["--version"]:
-        print(__version__)
-        return 0
     try:
         if __version__ != VERSION:
             raise BadArgument(f"this is sglang {__version__}; rlcore drives {VERSION}: run scripts/install_sglang.sh")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from rlcore.config.rollout import EngineConfig
 from rlcore.errors import ConfigError, ModelError
 from rollout.engines.sglang.arguments import OURS, check_server_arguments, command_line, option
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
-from rollout.engines.sglang.process import ManagedServer, engine_python, held_ports
+from rollout.engines.sglang.process import ENTRY, ManagedServer, engine_python, held_ports
 
 
 def words(config: EngineConfig, *, device: str = "cpu", arguments: dict[str, object] | None = None) -> list[str]:
@@ -113,3 +115,13 @@ def test_the_engines_environment_is_its_own(tmp_path: Path, folder: Path, monkey
     assert not {"PYTHONPATH", "RANK", "MASTER_PORT", API_KEY, ADMIN_KEY} & set(variables)
     assert (variables["OMP_NUM_THREADS"], variables["SGLANG_USE_CPU_ENGINE"]) == ("3", "1")
     assert server(tmp_path, folder, device="cuda", gpus=["2", "3"])._environment()["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+@pytest.mark.parametrize(("given", "code", "message"), [
+    ("", 2, "expected JSON on the standard input"), ('{"parent_pid": 1}', 1, "the process that started this one is gone"),
+])
+def test_a_server_whose_parent_is_gone_already_does_not_start(given: str, code: int, message: str) -> None:
+    """By the way: what stands beside the script (http.py) does not pass for the standard library's."""
+    ended = subprocess.run([sys.executable, str(ENTRY)], input=given, capture_output=True, text=True, timeout=30)
+    assert ended.returncode == code
+    assert message in ended.stderr
