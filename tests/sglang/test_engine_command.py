@@ -1,0 +1,55 @@
+"""`rlcore engine CONFIG` with a real server: what it prints is enough for a trainer to connect; a signal ends it cleanly."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import server_kit
+import yaml
+
+from rlcore.config.rollout import EngineConfig
+from rollout.deadlines import LoopThread
+from rollout.engines.child import members
+from rollout.engines.sglang.external import ExternalServer
+from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
+
+
+def test_engines_alone_are_connected_by_what_the_command_prints(tiny_model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump({
+        "run": {"name": "alone", "dir": str(tmp_path / "runs")}, "model": {"path": str(tiny_model), "dtype": "fp32"},
+        "data": {"paths": "none.jsonl"}, "training": {"steps": 1}, "rollout": {"engine": server_kit.SETTINGS},
+    }))  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-m", "rlcore", "engine", str(config)], stdout=subprocess.PIPE, text=True)
+    deadline = threading.Timer(server_kit.START_S, process.kill)
+    deadline.start()
+    printed = []
+    while line := process.stdout.readline():
+        printed.append(line)
+        if "rollout.engine.urls=" in line:
+            break
+    deadline.cancel()
+    text = "".join(printed)
+    exported = dict(re.findall(r"export (\w+)=(\S+)", text))
+    told = dict(word.split("=", 1) for word in shlex.split(printed[-1]) if "=" in word)
+    [url] = json.loads(told["rollout.engine.urls"])
+    engine, keys = EngineConfig(kind="sglang", urls=[url]), Keys(exported[API_KEY], exported[ADMIN_KEY])
+    external = ExternalServer("engine-0", url, str(tiny_model), config=engine, keys=keys)
+    loop = LoopThread("connect")
+    assert loop.call(external.start(), seconds=60, what="connecting") == url
+    loop.close()
+
+    [server] = psutil.Process(process.pid).children()
+    assert len(members(server.pid)) >= 3
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    assert members(server.pid) == []
+    assert not (tmp_path / "runs" / "alone").exists()       # left for the trainer to make
