@@ -1,41 +1,39 @@
-"""Engines in other processes take each bucket as a broadcast: NCCL between different GPUs, else gloo.
+"""Engines in other processes take each bucket over a process group: NCCL between different GPUs, else gloo.
 
-Over gloo each engine has a group of its own with the trainer, so that one which hangs holds up nobody but itself. Over NCCL
-all engines share one group, since the trainer's GPU then sends each byte once; it is made again whenever its members change.
-When a member fails, our side aborts at once: the others get an error instead of waiting in the collective.
+Each engine has a group of its own with the trainer, and all send at once. In one group of all, those that wait for a member
+that hangs could not be freed from our side (neither gloo nor NCCL lets go of a collective whose other ranks are alive), and
+SGLang sets no deadline of its own. The price is that every engine's copy leaves the trainer's device.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from rlcore.errors import PublicationFailed, RunFailed
+from rlcore.errors import RunFailed
 from rlcore.weights import Bucket
 from rollout.engines.weight_group import Backend, GroupAddress, WeightGroup, gpu_identity, open_store
-from rollout.transports.base import Answers, Engine, Failures, ask
+from rollout.transports.base import Engine, Failures, ask
 
-JOIN_S = 60.0           # for all members to meet, at most
+JOIN_S = 60.0           # for both sides to meet, at most
+
+T = TypeVar("T")
 
 
 class GroupEngine(Protocol):
-    """An engine that can be a member of a process group for weights."""
+    """An engine that can be in a process group for weights."""
 
     name: str
-    group_ranks: int        # how many of the group's ranks are its own: one each of its tensor-parallel ranks
-
-    @property
-    def ended(self) -> asyncio.Future[Any] | None:
-        """Of its present life; another one in each."""
-        ...
+    group_ranks: int        # how many ranks of the group are its own: one for each of its tensor-parallel ranks
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
-        """Enter the group with the ranks from `rank` on, leaving the group before; returns when all members are there."""
+        """Enter the group with the ranks from `rank` on, leaving the group before; returns when all of it are there."""
         ...
 
     async def receive_bucket(self, index: int, flat: None) -> None: ...
@@ -59,115 +57,132 @@ class DistributedTransport:
 
     def __init__(self, *, device: torch.device, host: str, timeout_s: float, probe_s: float) -> None:
         self._device, self._host, self._timeout_s, self._probe_s = device, host, timeout_s, probe_s
-        self._links: list[Link] = []
+        self._links: dict[Engine, Link] = {}
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
-        backend, failed = await self._backend(engines)
-        if failed:
-            return failed
-        wanted = [[engine] for engine in engines] if backend == "gloo" else [list(engines)]
-        kept = [link for link in self._links if link.members in wanted and link.is_open and link.backend == backend]
-        await asyncio.gather(*(link.close() for link in self._links if link not in kept))
-        self._links = kept + [
-            Link(members, backend, self._device, self._host, timeout_s=self._timeout_s, probe_s=self._probe_s)
-            for members in wanted if members not in [link.members for link in kept]
-        ]
-        return await self._on_links(lambda link: link.join())
+        """Groups that are whole from the last time are kept."""
+        for engine, link in list(self._links.items()):
+            if engine not in engines or not link.is_open:
+                self._links.pop(engine).close()
+        new = [engine for engine in engines if engine not in self._links]
+        answers = await ask(new, "health", lambda e: e.health(), self._probe_s)
+        for engine, health in answers.results.items():
+            backend = choose_backend(gpu_identity(self._device), health["gpu"])
+            self._links[engine] = Link(engine, backend, self._device, self._timeout_s)
+        return answers.failed | await self._on_links(lambda link: link.join(self._host))
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
+        if all(link.backend == "gloo" for link in self._links.values()):
+            flat = flat.cpu()       # once for all
         return await self._on_links(lambda link: link.send(bucket, flat))
 
     async def complete(self) -> Failures:
         return {}
 
     async def close(self) -> None:
-        await asyncio.gather(*(link.close() for link in self._links))
-        self._links = []
+        for link in self._links.values():
+            link.close()
+        self._links = {}
 
     async def _on_links(self, step: Callable[[Link], Any]) -> Failures:
-        """Raises PublicationFailed where a group broke and no engine can be blamed."""
-        outcomes = await asyncio.gather(*(step(link) for link in self._links), return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return {engine: why for failures in cast("list[Failures]", outcomes) for engine, why in failures.items()}
-
-    async def _backend(self, engines: Sequence[Engine]) -> tuple[Backend, Failures]:
-        """NCCL needs a GPU for each member; where one is shared, or there is none, gloo."""
-        answers = await ask(engines, "health", lambda e: e.health(), self._probe_s)
-        gpus = [gpu_identity(self._device), *(health["gpu"] for health in answers.results.values())]
-        return choose_backend(gpus), answers.failed
+        reasons = await asyncio.gather(*(step(link) for link in self._links.values()))
+        return {engine: why for engine, why in zip(self._links, reasons) if why is not None}
 
 
-def choose_backend(gpus: Sequence[str | None]) -> Backend:
-    """Of the trainer's and each engine's GPU, None where there is none."""
-    return "nccl" if None not in gpus and len(set(gpus)) == len(gpus) else "gloo"
+def choose_backend(trainer: str | None, engine: str | None) -> Backend:
+    """NCCL needs a GPU on each side, and not the same one.
+
+    Args:
+        trainer, engine: what tells its GPU from others'; None where it has none of its own.
+    """
+    return "gloo" if trainer is None or engine is None or trainer == engine else "nccl"
 
 
 class Link:
-    """One process group: the trainer as rank 0, then the ranks of its members."""
+    """The process group of the trainer, rank 0, and one engine. What it does tells why the engine failed, or None."""
 
-    def __init__(
-        self, members: Sequence[Engine], backend: Backend, device: torch.device, host: str, *, timeout_s: float,
-        probe_s: float,
-    ) -> None:  # fmt: skip
-        self.members, self.backend = list(members), backend
-        self._device, self._host, self._timeout_s, self._probe_s = device, host, timeout_s, probe_s
-        self._group: WeightGroup | None = None
-        self._lives: list[Any] = []             # in which its members entered it
+    def __init__(self, engine: Engine, backend: Backend, device: torch.device, timeout_s: float) -> None:
+        self.engine, self.backend = engine, backend
+        self._device, self._timeout_s = device, timeout_s
+        self.group: WeightGroup | None = None
+        self._life: Any = None          # of the engine, in which it entered the group
 
     @property
     def is_open(self) -> bool:
-        """Not where a member was started again since: that one knows of no group."""
-        return self._group is not None and self._group.is_open and self._lives == [engine.ended for engine in self.members]
+        """Not where the engine was started again since: its new process knows of no group."""
+        return self.group is not None and self.group.is_open and self._life is self.engine.ended
 
-    async def join(self) -> Failures:
+    async def join(self, host: str) -> str | None:
         """Make the group unless it is there."""
         if self.is_open:
-            return {}
+            return None
         limit = min(self._timeout_s, JOIN_S)
-        store, port = open_store(self._host, limit)
-        ranks, size = {}, 1
-        for engine in self.members:
-            ranks[id(engine)] = size
-            size += engine.group_ranks
-        address = GroupAddress(self._host, port, size, self.backend, limit, f"weights-{secrets.token_hex(8)}")
-        meeting = asyncio.ensure_future(asyncio.to_thread(WeightGroup, address, 0, device=self._device, store=store))
-        answers = await ask(self.members, "join_group", lambda e: e.join_group(address, ranks[id(e)]), limit)
+        store, port = open_store(host, self._timeout_s)
+        size = 1 + self.engine.group_ranks
+        address = GroupAddress(host, port, size, self.backend, self._timeout_s, f"weights-{secrets.token_hex(8)}")
+        meeting = in_thread(lambda: WeightGroup(address, 0, device=self._device, store=store))
+        why = await self._asked("join_group", lambda e: e.join_group(address, 1), limit)
+        if why is not None:
+            meeting.add_done_callback(close_late)
+            return why
         try:
-            self._group = await meeting
-        except RunFailed as error:      # recovery: told as the fault of a member, or as the whole publication's
-            return await self._blame(answers, error)
-        if answers.failed:
-            await self.close()
-        self._lives = [engine.ended for engine in self.members]
-        return answers.failed
+            self.group = await meeting
+        except RunFailed as error:      # recovery: without this engine, by the caller
+            return str(error)
+        self._life = self.engine.ended
+        return None
 
-    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
-        group = self._group
+    async def send(self, bucket: Bucket, flat: Tensor) -> str | None:
+        group = self.group
         assert group is not None, "open the transport first"
-        sending = asyncio.ensure_future(asyncio.to_thread(group.send, flat))
-        answers = await ask(
-            self.members, "receive_bucket", lambda e: e.receive_bucket(bucket.index, None), self._timeout_s,
-            on_failure=group.close,
-        )
+        sending = in_thread(lambda: group.send(flat))
+        why = await self._asked("receive_bucket", lambda e: e.receive_bucket(bucket.index, None), self._timeout_s)
+        if why is not None:             # nobody waits for our side, which may hang until its own deadline
+            sending.add_done_callback(lambda done: done.exception())
+            self.close()
+            return why
         try:
             await sending
         except RunFailed as error:      # recovery: as above
-            await self.close()
-            return await self._blame(answers, error)
-        return answers.failed
+            self.close()
+            return str(error)
+        return None
 
-    async def close(self) -> None:
-        if self._group is not None:
-            await asyncio.to_thread(self._group.close)
-            self._group = None
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.close()
+            self.group = None
 
-    async def _blame(self, answers: Answers, error: RunFailed) -> Failures:
-        """The group broke, so every member failed; of several, those are to blame that do not answer any more."""
-        if len(self.members) == 1:
-            return answers.failed or {self.members[0]: str(error)}
-        probes = await ask(self.members, "health", lambda e: e.health(), self._probe_s)
-        if not probes.failed:
-            raise PublicationFailed(f"{error}; {'; '.join(answers.failed.values())}")
-        return {engine: answers.failed.get(engine, why) for engine, why in probes.failed.items()}
+    async def _asked(self, what: str, call: Callable[[Any], Any], seconds: float) -> str | None:
+        return (await ask([self.engine], what, call, seconds)).failed.get(self.engine)
+
+
+def close_late(meeting: asyncio.Future[WeightGroup]) -> None:
+    """The group came together, if it did, when nobody wanted it any more."""
+    if meeting.exception() is None:
+        meeting.result().close()
+
+
+def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """The result of `work` in a thread of its own, which may outlive us: it ends at a deadline that nobody waits for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def tell(result: T | None, error: BaseException | None) -> None:
+        if not future.cancelled():
+            if error is None:
+                future.set_result(result)       # type: ignore[arg-type]
+            else:
+                future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except RunFailed as failure:
+            error = failure
+        if not loop.is_closed():        # else nobody waits any more
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    return future

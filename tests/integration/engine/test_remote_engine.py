@@ -117,7 +117,7 @@ def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, confi
     publish(beside, model, 3)
     sink = EngineSink(config, Roster(pair), loop)
     publish(sink, model, 3)
-    first = [link._group for link in sink._transport._links]
+    first = [link.group for link in sink._transport._links.values()]
     answers = [run(loop, engine.generate(requests())) for engine in (*pair, local)]
     assert [run(loop, engine.checksum()) for engine in pair] == [digest(model.named_parameters())] * 2
     for answer in answers[:2]:
@@ -128,7 +128,7 @@ def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, confi
             assert (a.finish_reason, a.versions) == (b.finish_reason, b.versions)
             assert a.versions == (VersionSpan(3, 0, len(a.tokens)),)
     publish(sink, tiny_qwen3(seed=1), 4)
-    assert [link._group for link in sink._transport._links] == first        # the same members: the groups are kept
+    assert [link.group for link in sink._transport._links.values()] == first        # the same members: the groups are kept
     assert run(loop, pair[0].health())["version"] == 4
     sink.close()
     run(loop, local.close())

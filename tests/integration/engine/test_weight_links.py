@@ -1,0 +1,117 @@
+"""Process groups for weights over real engine processes, when a member fails: who is blamed, and who is held up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+from engine_kit import flatten, layout, tiny_qwen3
+
+from rlcore.config.rollout import EngineConfig
+from rlcore.errors import EngineFailed
+from rollout.engines.remote import RemoteEngine
+from rollout.transports.distributed import DistributedTransport
+
+LIMIT_S = 4.0
+
+
+def make_transport():
+    return DistributedTransport(device=torch.device("cpu"), host="127.0.0.1", timeout_s=LIMIT_S, probe_s=2.0)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_qwen3().config.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def with_engines(folder, tmp_path, use):
+    """`use(engines, buckets, model)` with three engine processes, paused, that wait for the buckets of `model`."""
+    torch.set_num_threads(1)
+
+    async def main():
+        config = EngineConfig(
+            device="cpu", threads=1, update_timeout_s=LIMIT_S, request_timeout_s=20.0, health_timeout_s=5.0,
+            start_timeout_s=90.0,
+        )
+        engines = [
+            RemoteEngine(str(folder), config=config, dtype="fp32", name=f"engine-{i}", log=tmp_path / f"{i}.log")
+            for i in range(3)
+        ]
+        model = tiny_qwen3()
+        buckets = layout(model)
+        await asyncio.gather(*(engine.start() for engine in engines))
+        try:
+            for engine in engines:
+                await engine.pause("drain")
+                await engine.begin_update(buckets)
+            return await use(engines, buckets, model)
+        finally:
+            await asyncio.gather(*(engine.kill() for engine in engines))
+
+    return asyncio.run(asyncio.wait_for(main(), 180))
+
+
+def test_who_hangs_is_named_and_the_others_have_the_bucket(folder, tmp_path):
+    async def use(engines, buckets, model):
+        transport, frozen = make_transport(), engines[1]
+        assert await transport.open(engines, buckets) == {}
+        kept = {engine: link.group for engine, link in transport._links.items() if engine is not frozen}
+        assert await transport.send(buckets[0], flatten(buckets[0], model)) == {}
+        os.kill(frozen.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        failed = await transport.send(buckets[1], flatten(buckets[1], model))
+        assert list(failed) == [frozen]
+        assert re.search(r"engine-1 .* did not answer /receive_bucket within 4 s", failed[frozen])
+        assert time.monotonic() - began < LIMIT_S + 15.0
+        others = [engines[0], engines[2]]
+        assert await transport.open(others, buckets) == {}
+        assert {engine: link.group for engine, link in transport._links.items()} == kept    # those that are well keep theirs
+        for bucket in buckets:
+            assert await transport.send(bucket, flatten(bucket, model)) == {}
+        for engine in others:
+            await engine.end_update()
+            expectation = engine.expectation()
+            for name, tensor in model.named_parameters():
+                expectation.add(name, tensor.detach())
+            assert expectation.problem(await engine.checksum()) is None
+        await transport.close()
+
+    with_engines(folder, tmp_path, use)
+
+
+def test_who_refuses_is_named_at_once(folder, tmp_path, monkeypatch):
+    """It never receives: our side hangs till its own deadline, for which nobody waits."""
+
+    async def use(engines, buckets, model):
+        async def refuse(*_):
+            raise EngineFailed("engine-1 has no memory")
+
+        transport = make_transport()
+        monkeypatch.setattr(engines[0], "join_group", refuse)
+        assert await transport.open(engines, buckets) == {engines[0]: "engine-1 has no memory"}
+        assert await transport.open(engines[1:], buckets) == {}
+        monkeypatch.setattr(engines[1], "receive_bucket", refuse)
+        began = time.monotonic()
+        assert await transport.send(buckets[0], flatten(buckets[0], model)) == {engines[1]: "engine-1 has no memory"}
+        assert time.monotonic() - began < LIMIT_S / 2
+        await transport.close()
+
+    with_engines(folder, tmp_path, use)
+
+
+def test_who_dies_is_named(folder, tmp_path):
+    async def use(engines, buckets, model):
+        transport = make_transport()
+        assert await transport.open(engines, buckets) == {}
+        os.kill(engines[2].pid, signal.SIGKILL)
+        assert list(await transport.send(buckets[0], flatten(buckets[0], model))) == [engines[2]]
+        assert not transport._links[engines[2]].is_open
+        await transport.close()
+
+    with_engines(folder, tmp_path, use)
