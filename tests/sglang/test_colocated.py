@@ -1,4 +1,4 @@
-"""Trainer and server taking turns: the real release and resume routes around a parked trainer (the CPU server frees nothing)."""
+"""Trainer and server taking turns: the real release and resume routes around a parked trainer (a CPU server frees nothing)."""
 
 from __future__ import annotations
 
