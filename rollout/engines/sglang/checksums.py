@@ -60,7 +60,7 @@ class FusedChecksums:
                 f"{', '.join(FAMILIES)}): set it to 0"
             )
         self._kv_heads = int(model.get("num_key_value_heads") or model["num_attention_heads"])
-        self._experts = int(model.get("num_experts") or 0)
+        self._experts = int(model.get("num_experts") or model.get("num_local_experts") or 0)
         self._ranks, self._dtype = ranks, dtype
         self._stacks: dict[str, Stack] = {}
         self._hashes: list[dict[str, str]] = [{} for _ in range(ranks)]

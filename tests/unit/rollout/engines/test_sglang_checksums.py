@@ -68,11 +68,12 @@ def test_the_vocabulary_is_padded_with_zeros(rows, ranks, held):
     assert checksums.problem(said(*({"model.embed_tokens.weight": hash_of(part)} for part in padded))) is None
 
 
-def test_experts_lie_on_one_another_whatever_the_order_in_which_they_come():
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])      # transformers before 5, and since
+def test_experts_lie_on_one_another_whatever_the_order_in_which_they_come(key):
     torch.manual_seed(0)
     experts = {f"m.mlp.experts.{e}.{kind}_proj.weight": torch.randn(*((4, 6) if kind != "down" else (6, 4)))
                for e in (1, 0, 2) for kind in ("down", "up", "gate")}  # fmt: skip
-    checksums = told(FusedChecksums(DENSE | {"model_type": "qwen3_moe", "num_experts": 3}, ranks=2, dtype=None), experts)
+    checksums = told(FusedChecksums(DENSE | {"model_type": "qwen3_moe", key: 3}, ranks=2, dtype=None), experts)
 
     def part(e, kind, r):
         tensor = experts[f"m.mlp.experts.{e}.{kind}_proj.weight"]
