@@ -44,7 +44,7 @@ class ManagedServer:
         arguments: more of sglang's own arguments, by name, which `config.server` cannot override.
 
     Raises:
-        ConfigError: no engine environment; an argument in `config.server` that is not the user's to set.
+        ConfigError: no engine environment; a device, host or argument in `config.server` with which none can be started.
         ModelError: `model_path` is no Hugging Face folder.
     """
 
@@ -54,11 +54,7 @@ class ManagedServer:
         self, name: str, model_path: str, *, config: EngineConfig, dtype: str, tokenizer: str | None, log: Path, keys: Keys,
         gpus: Sequence[str] = (), arguments: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        check_server_arguments(config.server)
-        if config.host in ANY_ADDRESS:
-            raise ConfigError(
-                f"rollout.engine.host: {config.host!r} is every address of this machine; give one that others can reach it at"
-            )
+        _check(config)
         folder_vocab_size(model_path)       # the server would say so in a long log
         self.name, self.model_path, self.config, self.keys = name, os.path.abspath(model_path), config, keys
         self.device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -126,6 +122,18 @@ class ManagedServer:
     async def kill(self) -> None:
         """End it at once with all that it started, stopped processes too."""
         await self._child.kill()
+
+
+def _check(config: EngineConfig) -> None:
+    check_server_arguments(config.server)
+    if config.host in ANY_ADDRESS:
+        raise ConfigError(
+            f"rollout.engine.host: {config.host!r} is every address of this machine; give one that others can reach it at"
+        )
+    if config.device not in (None, "cuda", "cpu"):
+        raise ConfigError(
+            f"rollout.engine.device: got {config.device!r}, expected 'cuda' or 'cpu'; rollout.engine.gpus chooses among GPUs"
+        )
 
 
 def engine_python(config: EngineConfig) -> str:

@@ -98,9 +98,15 @@ def test_a_missing_environment_names_the_script_that_makes_it(tmp_path: Path) ->
         engine_python(EngineConfig(kind="sglang", python=str(tmp_path / "nowhere")))
 
 
-def test_every_address_is_none_to_reach_it_at(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.engine\.host: '0\.0\.0\.0' is every address"):
-        server(tmp_path, folder, host="0.0.0.0")
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"host": "0.0.0.0"}, r"rollout\.engine\.host: '0\.0\.0\.0' is every address"),
+    ({"device": "cuda:1"}, r"rollout\.engine\.device: got 'cuda:1', expected 'cuda' or 'cpu'; rollout\.engine\.gpus"),
+])
+def test_what_no_server_can_be_started_with(
+    tmp_path: Path, folder: Path, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        server(tmp_path, folder, **settings)
 
 
 def test_a_model_that_is_not_there_is_seen_before_anything_starts(tmp_path: Path) -> None:
