@@ -14,7 +14,7 @@ from rollout.engines.sglang.keys import Keys
 from rollout.engines.sglang.process import ManagedServer
 
 T = TypeVar("T")
-START_S = 300.0     # 22 s on a quiet machine with two cores, minutes on a busy one
+START_S = 280.0     # 22 s on a quiet machine with two cores, minutes on a busy one; pytest gives a test 300
 SETTINGS: dict[str, Any] = {
     "kind": "sglang", "device": "cpu", "dtype": "fp32", "threads": 1, "start_timeout_s": START_S, "request_timeout_s": 120.0,
     "update_timeout_s": 60.0,
