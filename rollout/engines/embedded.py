@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from rollout.engines.decoding import Decoding, Slot
 from rollout.engines.expectation import Fingerprints
 from rollout.engines.gate import Gate
 from rollout.engines.model_weights import ModelWeights
+from rollout.engines.requests import check_request as check_common
 from rollout.engines.stopping import StopStrings
 
 CLOSE_S = 30.0      # for the token that is being made
@@ -230,20 +230,10 @@ def plan_slots(requests: Sequence[GenerateRequest]) -> list[Slot]:
 
 def check_request(request: GenerateRequest, model: CausalLM) -> None:
     """Raises UserError for what would otherwise fail deep inside the model."""
-    prompt, wanted = np.asarray(request.prompt), request.sampling.max_new_tokens
-    what = f"draw {request.draw}"
-    if prompt.ndim != 1 or len(prompt) == 0:
-        raise UserError(f"{what}: the prompt has shape {prompt.shape}, expected at least one token")
-    if prompt.min() < 0 or prompt.max() >= model.vocab_size:
-        raise UserError(f"{what}: a prompt token lies outside the model's vocabulary of {model.vocab_size}")
-    if wanted < 1:
-        raise UserError(f"{what}: max_new_tokens is {wanted}, expected at least 1")
+    check_common(
+        request, vocab_size=model.vocab_size, total_tokens=model.max_positions, limit="the model's context"
+    )
     if request.sampling.routed_experts and not model.tap.num_layers:
-        raise UserError(f"{what}: asks for routed experts, but the model has none: set policy.routing_replay to none")
-    if len(prompt) + wanted > model.max_positions:
         raise UserError(
-            f"{what}: a prompt of {len(prompt)} tokens and max_new_tokens {wanted} exceed the model's context of "
-            f"{model.max_positions} (max_position_embeddings)"
+            f"draw {request.draw}: asks for routed experts, but the model has none: set policy.routing_replay to none"
         )
-    if not 0 < request.sampling.top_p <= 1 or request.sampling.temperature < 0:
-        raise UserError(f"{what}: top_p must lie in (0, 1] and temperature be at least 0, got {request.sampling}")
