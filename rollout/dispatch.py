@@ -7,9 +7,10 @@ request goes to another (or the same, started again), at most `rollout.engine.re
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from typing import Any
 
 from rlcore.config.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, RunFailed
@@ -71,8 +72,7 @@ class Dispatcher:
         for attempts_left in range(self.config.retries, -1, -1):
             lease = await self.fleet.lease(key, room=room)
             try:
-                with self._counted(lease, len(requests)):
-                    return await self._call(lease, requests)
+                return await self._call(lease, requests)
             except EngineFailed as error:
                 self.fleet.lost(lease, str(error))
                 if not attempts_left:
@@ -86,47 +86,48 @@ class Dispatcher:
         if lease.lost is not None:              # between the grant and here
             raise EngineFailed(lease.lost)
         engine, limit = lease.member.engine, self.config.request_timeout_s
-        call = lease.call = asyncio.ensure_future(engine.generate(requests))
+        # A task and a `wait` for each request would cost as much as the rest of its way through here.
+        lease.caller = asyncio.current_task()
+        alarm = asyncio.get_running_loop().call_later(limit, lease.cut_call)
+        self._begin(lease, len(requests))
+        answers: list[list[Completion]] | None = None
         try:
-            done, _ = await asyncio.wait({call}, timeout=limit)
+            answers = await engine.generate(requests)
+        except asyncio.CancelledError:
+            if not lease.cut or cancelled_besides(lease.caller):
+                raise
+        except RlcoreError:
+            if lease.lost is None:              # else that is why
+                raise
+        except Exception as error:
+            raise RunFailed(f"engine {engine.name} failed: {type(error).__name__}: {error}") from error
         finally:
-            call.cancel()                       # no effect when done; else nobody hears its answer any more
+            self._end()
+            alarm.cancel()
+            lease.caller = None
         if lease.lost is not None:
             raise EngineFailed(lease.lost)
-        if not done:
+        if answers is None:
             raise EngineHangs(
                 f"engine {engine.name} did not answer {len(requests)} requests (the first: {requests[0].rid}) "
                 f"within {limit:g} s (rollout.engine.request_timeout_s)"
             )
-        return self._checked(call, lease, requests)
-
-    def _checked(
-        self, call: asyncio.Future[list[list[Completion]]], lease: Lease, requests: Sequence[GenerateRequest]
-    ) -> list[list[Completion]]:
-        name, error = lease.member.name, call.exception()
-        if isinstance(error, RlcoreError):
-            raise error
-        if error is not None:
-            raise RunFailed(f"engine {name} failed: {type(error).__name__}: {error}") from error
-        answers = call.result()
         if [len(a) for a in answers] != [r.n for r in requests]:
             raise EngineFailed(
-                f"engine {name} gave {[len(a) for a in answers]} completions, asked were {[r.n for r in requests]}"
+                f"engine {engine.name} gave {[len(a) for a in answers]} completions, asked were {[r.n for r in requests]}"
             )
         return answers
 
-    @contextmanager
-    def _counted(self, lease: Lease, requests: int) -> Iterator[None]:
+    def _begin(self, lease: Lease, requests: int) -> None:
         lease.requests = requests
         if not self._calls:
             self._busy_since = time.perf_counter()
         self._calls += 1
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            if not self._calls:
-                self.busy_s += time.perf_counter() - self._busy_since
+
+    def _end(self) -> None:
+        self._calls -= 1
+        if not self._calls:
+            self.busy_s += time.perf_counter() - self._busy_since
 
     def engines_of(self, seed: int, draws: Iterable[int]) -> dict[int, str]:
         """Who answered each draw last, as far as that is known: whole batches and routers do not tell."""
@@ -138,3 +139,10 @@ class Dispatcher:
     def waiting_for(self) -> str:
         """See `Fleet.waiting_for`."""
         return self.fleet.waiting_for()
+
+
+def cancelled_besides(task: asyncio.Task[Any] | None) -> bool:
+    """Take our own cancellation of the running task back; whether somebody else wants it cancelled too."""
+    if task is None or sys.version_info < (3, 11):
+        return False                            # Python 3.10 cannot tell
+    return task.uncancel() > 0

@@ -43,12 +43,18 @@ class Lease:
     life: int                                   # of the member; what is lost in one says nothing about the next
     requests: int = 1                           # in the call
     lost: str | None = None                     # why
-    call: asyncio.Future[Any] | None = None     # cancelled when the lease is lost
+    caller: asyncio.Task[Any] | None = None     # who awaits the call
+    cut: bool = False                           # we ended that
 
     def lose(self, why: str) -> None:
         self.lost = why
-        if self.call is not None:
-            self.call.cancel()
+        self.cut_call()
+
+    def cut_call(self) -> None:
+        """End the call; whatever the engine still says is nobody's."""
+        if self.caller is not None and not self.cut:
+            self.cut = True
+            self.caller.cancel()
 
 
 @dataclass(eq=False)

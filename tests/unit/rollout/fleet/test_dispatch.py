@@ -199,6 +199,20 @@ def test_requests_that_nobody_wants_any_more_leave_no_lease(on_site, request_of)
     on_site("a", use, max_in_flight=1)
 
 
+def test_who_gives_up_while_the_engine_fails_has_given_up(on_site, request_of):
+    async def use(site):
+        site.engines[0].delay_s = 60
+        call = asyncio.ensure_future(site.dispatcher.one(request_of(0)))
+        await asyncio.sleep(0.01)
+        call.cancel()
+        await site.fleet.failed(site.engines[0], "at the same moment")
+        await asyncio.wait({call})
+        assert call.cancelled()
+        assert site.dispatcher.retried == 0
+
+    on_site("ab", use)
+
+
 def test_batches_are_the_same_whoever_is_alive(on_site, request_of):
     async def use(site):
         requests = [request_of(i, n=2) for i in range(11)]
