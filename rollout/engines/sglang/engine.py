@@ -57,10 +57,11 @@ class SGLangEngine:
         self._keys = keys
         self._turnstile = Turnstile(self.name, timeout_s=config.request_timeout_s)
         self._client: ServerClient | None = None
+        self._router: ServerClient | None = None    # what requests go through, where the user has one
         self._generation: Generation | None = None
         self._device, self._dtype = "", ""      # "cpu" | "cuda"; "auto" | "float32" | "bfloat16" | ...
         self._mode: PauseMode | None = None         # the pause in force
-        self._group: str | None = None              # the process group for weights that the server is in
+        self.in_group: str | None = None            # the process group for weights that the server is in
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -74,10 +75,14 @@ class SGLangEngine:
             return
         url = await self.server.start()
         client = ServerClient(self.name, url, self._keys, config=self.config)
-        self.weights, self._mode, self._group = WeightState(self.name), None, None
+        self.weights, self._mode, self.in_group = WeightState(self.name), None, None
         self._turnstile.open()
         self._client = client
         self._generation = await Generation.connect(client, self.model_path)
+        if self.config.router_url is not None:
+            name = f"{self.name} behind rollout.engine.router_url"
+            self._router = ServerClient(name, self.config.router_url, self._keys, config=self.config)
+            self._generation = Generation(self._router, self._generation.limits)
         info = await self._get("/server_info")
         self._device, self._dtype = str(info["device"]), str(info["dtype"])
 
@@ -90,9 +95,11 @@ class SGLangEngine:
         await self.server.stop()
 
     async def _leave(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()
+        clients = (self._client, self._router)
+        self._client = self._router = None
+        for client in clients:
+            if client is not None:
+                await client.close()
 
     async def health(self) -> dict[str, Any]:
         """name, version (None without whole weights), device, gpu (None on the CPU, and where it is the trainer's too).
@@ -171,9 +178,9 @@ class SGLangEngine:
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
         """See `rollout.transports.distributed.GroupEngine`."""
-        if self._group is not None:
-            await self._control("/destroy_weights_update_group", {"group_name": self._group})
-        self._group = address.name
+        if self.in_group is not None:
+            await self._control("/destroy_weights_update_group", {"group_name": self.in_group})
+        self.in_group = address.name
         await self._control("/init_weights_update_group", {
             "master_address": address.host, "master_port": address.port, "rank_offset": rank,
             "world_size": address.world_size, "group_name": address.name, "backend": address.backend,
@@ -186,7 +193,7 @@ class SGLangEngine:
         specs = self.weights.bucket(index).tensors
         await self._control("/update_weights_from_distributed", {
             "names": [spec.name for spec in specs], "dtypes": [spec.dtype for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs], "group_name": self._group,
+            "shapes": [list(spec.shape) for spec in specs], "group_name": self.in_group,
             "load_format": "flattened_bucket", "flush_cache": False, "abort_all_requests": False,
         })
         self.weights.received(index)

@@ -11,6 +11,7 @@ from engine_kit import flatten, layout, request, tiny_qwen3
 
 from rlcore.config.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs
+from rollout.deadlines import LoopThread
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.keys import Keys
 from rollout.engines.weight_group import GroupAddress
@@ -244,3 +245,34 @@ def test_out_of_order(folder):
         assert (await engine.health())["version"] is None
 
     with_scripted(folder, use)
+
+
+def test_requests_go_through_the_users_router_and_everything_else_to_the_server(folder):
+    heard = []
+
+    async def route(asked):
+        heard.append((asked.path, asked.headers["Authorization"]))
+        return web.json_response([completion(3, 4)])
+
+    async def router():
+        app = web.Application()
+        app.router.add_post("/{path:.*}", route)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    async def use(engine, scripted):
+        await publish(engine)
+        [[answer]] = await engine.generate([request([1, 2], max_new_tokens=2)])
+        assert answer.tokens.tolist() == [3, 4]
+        await engine.abort()
+        assert "/generate" not in scripted.routes
+        assert scripted.routes[-1] == "/abort_request"
+
+    thread = LoopThread("router")
+    runner = thread.call(router(), seconds=10, what="the router")
+    with_scripted(folder, use, router_url=f"http://127.0.0.1:{runner.addresses[0][1]}")
+    assert heard == [("/generate", "Bearer the-api-key")]
+    thread.call(runner.cleanup(), seconds=10, what="the router")
+    thread.close()
