@@ -96,6 +96,8 @@ class ManagedServer:
         variables = {name: value for name, value in without_rank().items() if name not in NOT_FOR_ENGINES}
         if self.device == "cpu":
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
+            if self.config.tensor_parallel > 1:         # SGLang by itself gives each rank a NUMA node, if there are so many
+                variables.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(self.config.tensor_parallel))
         elif self._gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
         if self.config.threads is not None:
@@ -149,6 +151,13 @@ def engine_python(config: EngineConfig) -> str:
             "environment with sglang"
         )
     return os.path.abspath(python)      # not resolved: a link into an environment is what makes it that environment's
+
+
+def cores_of_ranks(ranks: int) -> str:
+    """This process's cores shared out, as "0,1|2,3" for two ranks; where there are too few, ranks share one."""
+    cores = sorted(os.sched_getaffinity(0))
+    parts = [cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks] for rank in range(ranks)]
+    return "|".join(",".join(map(str, part or [cores[rank * len(cores) // ranks]])) for rank, part in enumerate(parts))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from rlcore.config.rollout import EngineConfig
 from rlcore.errors import ConfigError, ModelError
 from rollout.engines.sglang.arguments import OURS, check_server_arguments, command_line, option
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
-from rollout.engines.sglang.process import ENTRY, ManagedServer, engine_python, held_ports
+from rollout.engines.sglang.process import ENTRY, ManagedServer, cores_of_ranks, engine_python, held_ports
 
 
 def words(config: EngineConfig, *, device: str = "cpu", arguments: dict[str, object] | None = None) -> list[str]:
@@ -121,6 +121,16 @@ def test_the_engines_environment_is_its_own(tmp_path: Path, folder: Path, monkey
     assert not {"PYTHONPATH", "RANK", "MASTER_PORT", API_KEY, ADMIN_KEY} & set(variables)
     assert (variables["OMP_NUM_THREADS"], variables["SGLANG_USE_CPU_ENGINE"]) == ("3", "1")
     assert server(tmp_path, folder, device="cuda", gpus=["2", "3"])._environment()["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+@pytest.mark.parametrize(("cores", "ranks", "expected"), [
+    ({0, 1, 2, 3, 8}, 2, "0,1|2,3,8"), ({4, 5}, 2, "4|5"), ({3}, 2, "3|3"), ({0, 1}, 4, "0|0|1|1"),
+])
+def test_ranks_on_the_cpu_share_out_the_cores(
+    cores: set[int], ranks: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: cores)
+    assert cores_of_ranks(ranks) == expected
 
 
 @pytest.mark.parametrize(("given", "code", "message"), [
