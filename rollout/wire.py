@@ -82,6 +82,8 @@ class EngineSink:
         self._limit = config.rollout.engine.update_timeout_s
         self._probe = config.rollout.engine.health_timeout_s
         self._patience = config.rollout.engine.request_timeout_s       # to pause, requests in flight may have to end
+        engine = config.rollout.engine
+        self._comeback = engine.start_timeout_s + engine.restart.max_backoff_s     # of an engine, where none is up
         self._verify_every = config.rollout.engine.verify_every
         self._unverified = 0                                    # publications since the last comparison of checksums
         self._expectation: WeightExpectation | None = None      # of the publication at hand, where it is to be verified
@@ -191,7 +193,7 @@ class EngineSink:
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Every step keeps its own limits; this one is for a loop that does not run."""
-        limit = LAST_RESORT * (max(self._limit, self._patience) + GRACE_S)
+        limit = LAST_RESORT * (max(self._limit, self._patience, self._comeback) + GRACE_S)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(limit)

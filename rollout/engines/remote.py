@@ -55,6 +55,7 @@ class RemoteEngine:
         self._child = Child(f"engine {name}", log)
         self._session: aiohttp.ClientSession | None = None
         self._url = ""
+        self.in_group: str | None = None        # the process group for weights that the server is in
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -67,7 +68,7 @@ class RemoteEngine:
             return config_json(ServerConfig(**asdict(self._server) | {"ready_fd": ready_fd}))
 
         port = await self._child.start([sys.executable, "-m", MODULE], config, timeout_s=self.config.start_timeout_s)
-        self._url = f"http://{self._server.host}:{port}"
+        self._url, self.in_group = f"http://{self._server.host}:{port}", None
         self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._server.key}"})
         await self.health()
 
@@ -117,6 +118,7 @@ class RemoteEngine:
     async def join_group(self, address: GroupAddress, rank: int) -> None:
         """Enter the process group that weights come over, leaving the one before. Returns when all members are there."""
         await self._update("join_group", {"address": asdict(address), "rank": rank})
+        self.in_group = address.name
 
     async def begin_update(self, buckets: Sequence[Bucket]) -> None:
         await self._update("begin_update", {"buckets": encode_buckets(buckets)})

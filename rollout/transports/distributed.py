@@ -31,6 +31,7 @@ class GroupEngine(Protocol):
 
     name: str
     group_ranks: int        # how many ranks of the group are its own: one for each of its tensor-parallel ranks
+    in_group: str | None    # the name of the group that it is in; None again when it was started or connected anew
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
         """Enter the group with the ranks from `rank` on, leaving the group before; returns when all of it are there."""
@@ -58,21 +59,23 @@ class DistributedTransport:
     def __init__(self, *, device: torch.device, host: str, timeout_s: float, probe_s: float) -> None:
         self._device, self._host, self._timeout_s, self._probe_s = device, host, timeout_s, probe_s
         self._links: dict[Engine, Link] = {}
+        self._engines: list[Engine] = []        # of the transaction at hand
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
-        """Groups that are whole from the last time are kept."""
-        for engine, link in list(self._links.items()):
-            if engine not in engines or not link.is_open:
-                self._links.pop(engine).close()
-        new = [engine for engine in engines if engine not in self._links]
+        """Groups that are whole from an earlier time are kept."""
+        new = [engine for engine in engines if engine not in self._links or not self._links[engine].is_whole]
         answers = await ask(new, "health", lambda e: e.health(), self._probe_s)
+        for engine in new:
+            if engine in self._links:
+                self._links.pop(engine).close()
         for engine, health in answers.results.items():
             backend = choose_backend(gpu_identity(self._device), health["gpu"])
             self._links[engine] = Link(engine, backend, self._device, self._timeout_s)
+        self._engines = [engine for engine in engines if engine not in answers.failed]
         return answers.failed | await self._on_links(lambda link: link.join(self._host))
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
-        if all(link.backend == "gloo" for link in self._links.values()):
+        if all(self._links[engine].backend == "gloo" for engine in self._engines):
             flat = flat.cpu()       # once for all
         return await self._on_links(lambda link: link.send(bucket, flat))
 
@@ -82,11 +85,11 @@ class DistributedTransport:
     async def close(self) -> None:
         for link in self._links.values():
             link.close()
-        self._links = {}
+        self._links, self._engines = {}, []
 
     async def _on_links(self, step: Callable[[Link], Any]) -> Failures:
-        reasons = await asyncio.gather(*(step(link) for link in self._links.values()))
-        return {engine: why for engine, why in zip(self._links, reasons) if why is not None}
+        reasons = await asyncio.gather(*(step(self._links[engine]) for engine in self._engines))
+        return {engine: why for engine, why in zip(self._engines, reasons) if why is not None}
 
 
 def choose_backend(trainer: str | None, engine: str | None) -> Backend:
@@ -105,16 +108,15 @@ class Link:
         self.engine, self.backend = engine, backend
         self._device, self._timeout_s = device, timeout_s
         self.group: WeightGroup | None = None
-        self._life: Any = None          # of the engine, in which it entered the group
 
     @property
-    def is_open(self) -> bool:
+    def is_whole(self) -> bool:
         """Not where the engine was started again since: its new process knows of no group."""
-        return self.group is not None and self.group.is_open and self._life is self.engine.ended
+        return self.group is not None and self.group.is_open and self.group.address.name == self.engine.in_group
 
     async def join(self, host: str) -> str | None:
         """Make the group unless it is there."""
-        if self.is_open:
+        if self.is_whole:
             return None
         limit = min(self._timeout_s, JOIN_S)
         store, port = open_store(host, self._timeout_s)
@@ -129,7 +131,6 @@ class Link:
             self.group = await meeting
         except RunFailed as error:      # recovery: without this engine, by the caller
             return str(error)
-        self._life = self.engine.ended
         return None
 
     async def send(self, bucket: Bucket, flat: Tensor) -> str | None:

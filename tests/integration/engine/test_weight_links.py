@@ -111,7 +111,7 @@ def test_who_dies_is_named(folder, tmp_path):
         assert await transport.open(engines, buckets) == {}
         os.kill(engines[2].pid, signal.SIGKILL)
         assert list(await transport.send(buckets[0], flatten(buckets[0], model))) == [engines[2]]
-        assert not transport._links[engines[2]].is_open
+        assert not transport._links[engines[2]].is_whole
         await transport.close()
 
     with_engines(folder, tmp_path, use)
