@@ -167,7 +167,7 @@ def test_a_failure_leaves_the_turn_where_it_was() -> None:
 def test_every_rank_is_out_before_an_engine_takes_memory() -> None:
     """Rank 1 is late with everything; the device itself checks who is there."""
     device, store = Device(), LocalStore()
-    late = threading.Event()
+    late, passes = threading.Event(), threading.Barrier(2)      # what ranks do in a turn is collective
 
     class Slow(Backend):
         def park(self) -> None:
@@ -186,6 +186,7 @@ def test_every_rank_is_out_before_an_engine_takes_memory() -> None:
         try:
             for turn in (Turn.TRAINING, Turn.HANDOVER, Turn.GENERATING, Turn.HANDOVER, Turn.GENERATING):
                 turns.take(turn)
+                passes.wait(5)
         except BaseException as error:  # noqa: BLE001  shown by the test
             errors.append(error)
 
