@@ -18,8 +18,8 @@ flock 9
 if made; then exit 0; fi
 
 python="${PYTHON:-python3}"
-"$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' ||
-    fail "$python is $("$python" -V 2>&1), expected Python 3.10 to 3.13; set PYTHON"
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' ||
+    fail "$python is $("$python" -V 2>&1), expected Python 3.11 to 3.13; set PYTHON"
 [ ! -e "$venv" ] || echo "== $venv is of another list or was left half made: it is made anew"
 rm -rf "$venv"
 echo "== $venv: sglang $version ($kind)"

@@ -41,9 +41,8 @@ def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from rlcore.init_model import ModelSpec, init_model
 
     folder = tmp_path_factory.mktemp("tiny_moe") / "model"
-    init_model(folder, ModelSpec(
-        family="qwen3_moe", hidden=32, layers=2, heads=4, kv_heads=2, intermediate=64, experts=4, experts_per_token=2, tied=False
-    ))  # fmt: skip
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64, "experts": 4, "experts_per_token": 2}
+    init_model(folder, ModelSpec(family="qwen3_moe", tied=False, **sizes))
     return folder
 
 

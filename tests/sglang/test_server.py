@@ -193,11 +193,24 @@ def test_a_server_that_dies_leaves_nothing_and_starts_again(tiny_model: Path, tm
     served = Served(server, loop.call(server.start(), seconds=server_kit.START_S, what="starting again"), loop)
     assert server.pid != first
     assert one_token(served) == 200
-    os.killpg(server.pid, signal.SIGSTOP)
-    served.call(server.kill())              # stopped processes too
-    assert members(server.pid) == []
-    assert server.describe_end().startswith("killed by SIGKILL")
+    os.kill(appeared(server.pid, "sglang::scheduler"), signal.SIGKILL)
+    served.call(until(server.ended), 60)    # a server without a scheduler does not hang on
+    assert gone(server.pid)
     loop.close()
+
+
+async def until(future: asyncio.Future[Any]) -> None:
+    await asyncio.wait({future})
+
+
+@pytest.mark.full
+def test_a_server_of_two_ranks(tiny_model: Path, tmp_path: Path) -> None:
+    served = server_kit.launch(server_kit.managed(tiny_model, tmp_path / "two.log", tensor_parallel=2))
+    assert one_token(served) == 200
+    assert served.call(served.external(tensor_parallel=2).start()) == served.url
+    os.kill(served.server.pid, signal.SIGKILL)
+    assert gone(served.server.pid)          # both schedulers too
+    served.loop.close()
 
 
 def child_of(parent: int) -> int:
