@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
-from rlcore.config.derived import generates, value_at
+from rlcore.config.derived import generates, truncates, value_at
 from rlcore.config.problems import Problem
 from rlcore.config.rollout import EngineConfig
 from rlcore.config.root import Config
@@ -44,6 +44,13 @@ def engine_servers(config: Config) -> Iterator[Problem]:
             yield Problem(f"{ENGINE}.router_url", f"{message} (weights and control go to them directly), or leave it out")
         if not _is_url(engine.router_url):
             yield _bad_url(f"{ENGINE}.router_url", engine.router_url)
+        lost = {
+            "rollout.sampling.stop": bool(config.rollout.sampling.stop),
+            "policy.routing_replay": config.policy.routing_replay == "engine",
+            "policy.logprobs.keep_sets": config.policy.logprobs.keep_sets and truncates(config),
+        }
+        for path in (path for path, is_asked in lost.items() if is_asked):
+            yield Problem(path, "sglang-router 0.3.2 does not pass that on: leave rollout.engine.router_url out, or this")
 
 
 def engine_transport(config: Config) -> Iterator[Problem]:

@@ -82,7 +82,7 @@ class SGLangEngine:
         if self.config.router_url is not None:
             name = f"{self.name} behind rollout.engine.router_url"
             self._router = ServerClient(name, self.config.router_url, self._keys, config=self.config)
-            self._generation = Generation(self._router, self._generation.limits)
+            self._generation = Generation(self._router, self._generation.limits, through_router=True)
         info = await self._get("/server_info")
         self._device, self._dtype = str(info["device"]), str(info["dtype"])
 

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import itertools
 import secrets
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from rlcore.data.token_sets import TokenSets
 from rlcore.errors import EngineFailed
 from rlcore.protocols import Completion, GenerateRequest, SamplingParams
+from rollout.deadlines import together
 from rollout.engines.sglang.answers import decode
 from rollout.engines.sglang.http import ServerClient
 from rollout.engines.sglang.limits import Limits, asks_keep_sets, check_request, stop_pattern
@@ -42,8 +44,8 @@ class Generation:
     earlier attempt still brings about is answered to nobody.
     """
 
-    def __init__(self, client: ServerClient, limits: Limits) -> None:
-        self.client, self.limits = client, limits
+    def __init__(self, client: ServerClient, limits: Limits, *, through_router: bool = False) -> None:
+        self.client, self.limits, self.through_router = client, limits, through_router
         self._timeout_s = client.config.request_timeout_s
         self._life = secrets.token_hex(4)           # tells our requests from those of others, and of another life of ours
         self._attempts = itertools.count()
@@ -65,10 +67,23 @@ class Generation:
             EngineFailed: the server died, hangs, or answered what is no completion.
         """
         check_request(request, self.limits)
+        if self.through_router:
+            return await self._each(request, cache_key)
         if request.n > 1 and len(request.prompt) >= SHARED_PROMPT_TOKENS and await self._prefill(request, cache_key):
             return [aborted(request)] * request.n
         answer = await self._post(encode(request, self._attempt(), cache_key))
         return decode(answer, request, self.limits, engine=self.client.name)
+
+    async def _each(self, request: GenerateRequest, cache_key: str | None) -> list[Completion]:
+        """A call for each sample: sglang-router 0.3.2 takes no list of them."""
+
+        async def sample(index: int) -> Completion:
+            one = replace(request, n=1, first_sample=request.first_sample + index)
+            body = encode(one, self._attempt(), cache_key)
+            alone = {name: value[0] if isinstance(value, list) else value for name, value in body.items()}
+            return decode([await self._post(alone)], one, self.limits, engine=self.client.name)[0]
+
+        return await together(*(sample(index) for index in range(request.n)))
 
     async def _prefill(self, request: GenerateRequest, cache_key: str | None) -> bool:
         """Bring the prompt into the server's cache. Whether it was aborted."""

@@ -107,6 +107,8 @@ def paths(lines: list[str]) -> list[str]:
         ([SGLANG, "rollout.engine.urls=[http://x:1,http://x:1]"], ["rollout.engine.urls"]),
         ([SGLANG, "rollout.engine.router_url=http://x:1"], ["rollout.engine.router_url"]),
         ([*BY_URL, "rollout.engine.router_url=x"], ["rollout.engine.router_url"]),
+        ([*BY_URL, "rollout.engine.router_url=http://y:1", "rollout.sampling.stop=[x]", "policy.routing_replay=engine"],
+         ["rollout.sampling.stop", "policy.routing_replay"]),
         ([SGLANG, "rollout.engine.weights_dir=/x"], ["rollout.engine.weights_dir"]),
         ([*BY_URL, "rollout.engine.transport=delta"], ["rollout.engine.weights_dir"]),
         (["rollout.engine.max_logprob_diff=0"], ["rollout.engine.max_logprob_diff"]),

@@ -251,8 +251,9 @@ def test_requests_go_through_the_users_router_and_everything_else_to_the_server(
     heard = []
 
     async def route(asked):
-        heard.append((asked.path, asked.headers["Authorization"]))
-        return web.json_response([completion(3, 4)])
+        body = await asked.json()
+        heard.append((asked.path, asked.headers["Authorization"], body["input_ids"], body["sampling_params"]["max_new_tokens"]))
+        return web.json_response(completion(3, 4))      # it takes one, and no list
 
     async def router():
         app = web.Application()
@@ -264,8 +265,8 @@ def test_requests_go_through_the_users_router_and_everything_else_to_the_server(
 
     async def use(engine, scripted):
         await publish(engine)
-        [[answer]] = await engine.generate([request([1, 2], max_new_tokens=2)])
-        assert answer.tokens.tolist() == [3, 4]
+        [answers] = await engine.generate([request([1, 2], n=2, max_new_tokens=2)])
+        assert [answer.tokens.tolist() for answer in answers] == [[3, 4], [3, 4]]
         await engine.abort()
         assert "/generate" not in scripted.routes
         assert scripted.routes[-1] == "/abort_request"
@@ -273,6 +274,6 @@ def test_requests_go_through_the_users_router_and_everything_else_to_the_server(
     thread = LoopThread("router")
     runner = thread.call(router(), seconds=10, what="the router")
     with_scripted(folder, use, router_url=f"http://127.0.0.1:{runner.addresses[0][1]}")
-    assert heard == [("/generate", "Bearer the-api-key")]
+    assert heard == [("/generate", "Bearer the-api-key", [1, 2], 2)] * 2
     thread.call(runner.cleanup(), seconds=10, what="the router")
     thread.close()
