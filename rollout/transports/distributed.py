@@ -63,11 +63,10 @@ class DistributedTransport:
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
         """Groups that are whole from an earlier time are kept."""
-        new = [engine for engine in engines if engine not in self._links or not self._links[engine].is_whole]
+        for engine in [engine for engine, link in self._links.items() if not link.is_whole]:
+            self._links.pop(engine).close()
+        new = [engine for engine in engines if engine not in self._links]
         answers = await ask(new, "health", lambda e: e.health(), self._probe_s)
-        for engine in new:
-            if engine in self._links:
-                self._links.pop(engine).close()
         for engine, health in answers.results.items():
             backend = choose_backend(gpu_identity(self._device), health["gpu"])
             self._links[engine] = Link(engine, backend, self._device, self._timeout_s)
