@@ -44,6 +44,7 @@ def doomed(served: Served, tmp_path: Path) -> Iterator[SGLangEngine]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_a_server_that_hangs_in_a_bucket_holds_up_nobody(served: Served, doomed: SGLangEngine, tmp_path: Path) -> None:
     config = run_config(str(served.model), tmp_path, served.config, update_timeout_s=LIMIT_S)
     survivor = connect(config, served.url, served.keys, served.loop)
