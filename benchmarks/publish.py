@@ -77,6 +77,7 @@ def report(receivers: int, num_bytes: int, rounds: Sequence[dict[str, float]], i
     print(f"  raw gather {median['raw_gather']:.3f} s + raw broadcast {median['raw_broadcast']:.3f} s = {raw:.3f} s")
     print(f"  publication {median['publish']:.3f} s, {num_bytes / median['publish'] / 1e9:.2f} GB/s")
     print(f"  ratio {ratio:.2f} (from {min(ratios):.2f} to {max(ratios):.2f}; the goal is {GOAL})")
+    print(f"  CPU seconds of all processes: raw {median['raw_cpu']:.2f}, publication {median['publish_cpu']:.2f}")
     print(
         f"  in it: pause and begin {median['prepare']:.3f} s, waiting for the gather {median['waiting']:.3f} s, "
         f"sending {median['sending']:.3f} s, end and resume {median['finish']:.3f} s"

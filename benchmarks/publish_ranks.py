@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -139,6 +140,17 @@ class Engines:
         return self._loop.call(work, seconds=LIMIT_S, what="the benchmark")
 
 
+def cpu_seconds(pids: list[int]) -> float:
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
+def all_pids(engines: Engines | None) -> list[int]:
+    """Of both ranks and, on rank 0, of the engines."""
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    return [*pids, *([] if engines is None else [engine.pid for engine in engines.engines])]
+
+
 def gather(parts: list[int], buffer: Tensor) -> float:
     """Seconds for rank 1's bytes of each bucket to come to rank 0, between warm memory."""
     dist.barrier()
@@ -173,11 +185,12 @@ def main() -> None:
     parts = [sum(part.num_bytes for part in exporter._parts(bucket, 1)) for bucket in exporter.buckets]
     buffer = torch.zeros(max(parts), dtype=torch.uint8)
     engines = Engines(folder, settings["receivers"], sizes) if rank == 0 else None
-    rounds = []
+    rounds, pids = [], all_pids(engines)
     for number in range(settings["rounds"]):
         one: dict[str, float] = {"num_bytes": sum(sizes)}
         for what in ("publish", "raw") if number % 2 else ("raw", "publish"):
             dist.barrier()
+            busy = cpu_seconds(pids)
             if what == "raw":
                 one["raw_gather"] = gather(parts, buffer)
                 if engines is not None:
@@ -187,6 +200,8 @@ def main() -> None:
                     pass
             else:
                 one |= engines.publish(exporter) | engines.seconds()
+            dist.barrier()
+            one[f"{what}_cpu"] = cpu_seconds(pids) - busy
         one["export"] = export_alone(exporter)
         rounds.append(one)
     dist.barrier()

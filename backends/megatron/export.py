@@ -2,8 +2,9 @@
 
 Every rank of the first model replica (for experts: of the first that hold them) copies its part of a bucket into one flat
 buffer and sends it straight to rank 0, which puts the parts together. So each weight crosses the wire once, a bucket costs one
-message a rank however many tensors it holds, and the pipeline stages convert and send ahead of one another. Rank 0 is one
-bucket ahead too: it gathers the next while the last is on its way to the engines.
+message a rank however many tensors it holds, and the pipeline stages convert and send ahead of one another. Large parts that
+are rows of their tensor go by themselves: rank 0 receives them in their place, and who holds them as they are sends them from
+there. Rank 0 is one bucket ahead too: it gathers the next while the last is on its way to the engines.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from rlcore.weights import Bucket, TensorSpec, cut_buckets
 Head = Literal["lm", "value"]
 
 _IN_FLIGHT = 2      # buffers: one on the wire, or (rank 0) in the consumer's hands, while the next is filled
+_ALONE_BYTES = 1 << 20      # from here on a message of its own costs less than the copies
 _BUCKETS = 16       # at least so many, that gathering, sending and applying overlap ...
 _SMALL_BUCKET = 16 << 20    # ... but none is made smaller than this for it: each costs a round trip
 
@@ -172,11 +174,12 @@ class WeightExporter:
         arrivals: list[tuple[list[_Part], Tensor]] = []
         receives: list[dist.P2POp] = []
         for rank in range(1, self.parallel.world_size):
-            parts = self._parts(bucket, rank)
-            if parts:
-                buffer = self._buffer("receive", rank, sum(part.num_bytes for part in parts))
-                receives.append(dist.P2POp(dist.irecv, buffer, rank, self._group))
-                arrivals.append((parts, buffer))
+            alone, packed = self._messages(bucket, rank)
+            into = [_raw(part.slice.of(out[part.spec.name])) for part in alone]
+            if packed:
+                into.append(self._buffer("receive", rank, sum(part.num_bytes for part in packed)))
+                arrivals.append((packed, into[-1]))
+            receives += [dist.P2POp(dist.irecv, memory, rank, self._group) for memory in into]
         works = dist.batch_isend_irecv(receives) if receives else []
         for part in self._parts(bucket, 0):
             self._copy_own(part, part.slice.of(out[part.spec.name]))
@@ -187,13 +190,24 @@ class WeightExporter:
         return flat
 
     def _send(self, bucket: Bucket, slot: int) -> list[dist.Work]:
-        parts = self._parts(bucket, self.parallel.rank)
-        if not parts:
-            return []
-        buffer = self._buffer("send", slot, sum(part.num_bytes for part in parts))
-        for part, piece in _pieces(parts, buffer):
+        alone, packed = self._messages(bucket, self.parallel.rank)
+        as_it_is = [self._own(part) for part in alone]
+        copied = [part for part, own in zip(alone, as_it_is) if not _is_sent_as(part, own)] + packed
+        buffer = self._buffer("send", slot, sum(part.num_bytes for part in copied))
+        copies = {}
+        for part, piece in _pieces(copied, buffer):
             self._copy_own(part, piece)
-        return list(dist.batch_isend_irecv([dist.P2POp(dist.isend, buffer, 0, self._group)]))
+            copies[part.spec.name] = piece
+        out = [_raw(copies.get(part.spec.name, own)) for part, own in zip(alone, as_it_is)]
+        if packed:
+            out.append(buffer[-sum(part.num_bytes for part in packed) :])
+        return list(dist.batch_isend_irecv([dist.P2POp(dist.isend, memory, 0, self._group) for memory in out])) if out else []
+
+    def _messages(self, bucket: Bucket, rank: int) -> tuple[list[_Part], list[_Part]]:
+        """The parts of a bucket that `rank` sends one by one, in this order, and those that follow in one message."""
+        parts = self._parts(bucket, rank)
+        alone = [part for part in parts if part.num_bytes >= _ALONE_BYTES and part.slice.dim in (None, 0)]
+        return alone, [part for part in parts if part not in alone]
 
     def _parts(self, bucket: Bucket, rank: int) -> list[_Part]:
         """What `rank` holds of a bucket, in the bucket's order; rank 0 and the sender come to the same list."""
@@ -225,12 +239,16 @@ class WeightExporter:
 
     def _copy_own(self, part: _Part, out: Tensor) -> None:
         """Copy this rank's piece of a tensor into `out`, which has the piece's shape, cast to the dtype of the wire."""
+        own = self._own(part)
+        out.view(own.shape).copy_(own)
+
+    def _own(self, part: _Part) -> Tensor:
+        """This rank's piece of a tensor, as the parameter has it: perhaps strided, of another shape or dtype."""
         source = self._sources[part.spec.name]
         split, own = source.entry.split, self._places[self.parallel.rank]
         held = [self._slice(source.entry, shape, own).shape(shape) for shape in hf_shapes(self.arch, source.entry)]
         param = self._params[source.entry.megatron].data
-        view = unpack(split, param, self.arch.transformer["kv_channels"], [shape[0] for shape in held])[source.piece]
-        out.view(view.shape).copy_(view)
+        return unpack(split, param, self.arch.transformer["kv_channels"], [shape[0] for shape in held])[source.piece]
 
     # --- what is agreed once ------------------------------------------------------------------------------------------
 
@@ -263,6 +281,16 @@ class WeightExporter:
 
 def _overlapping_size(specs: Sequence[TensorSpec]) -> int:
     return max(_SMALL_BUCKET, sum(spec.num_bytes for spec in specs) // _BUCKETS)
+
+
+def _is_sent_as(part: _Part, own: Tensor) -> bool:
+    """Whether the bytes of a rank's piece are those of the wire."""
+    return own.is_contiguous() and own.dtype == part.spec.torch_dtype
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, uint8 [n]: a view."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _pieces(parts: Sequence[_Part], buffer: Tensor) -> Iterator[tuple[_Part, Tensor]]:

@@ -22,6 +22,7 @@ def _convert_cases(outputs: Outputs, layout: str) -> list[tuple[str, dict[str, A
             "head": "value" if name == "reward" else "lm",
             "divisible_by": 64 if name == "qwen3" else 1,       # at TP 2 one rank holds padding alone
             "bucket_bytes": 3000 if name == "llama" else 1 << 20,
+            "alone_bytes": 1 << 20 if name in ("llama", "qwen3") else 300,     # some parts of a bucket go by themselves
             "shard_bytes": 20_000 if name in ("llama", "qwen2") else 1 << 20,
         })
         for name in MODELS

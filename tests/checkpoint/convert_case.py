@@ -12,6 +12,7 @@ from backends.megatron.convert.load import load_hf
 from backends.megatron.cpu import importing_megatron
 
 with importing_megatron():
+    from backends.megatron import export
     from backends.megatron.export import WeightExporter, export_hf
     from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config
     from backends.megatron.parallel import ParallelState
@@ -27,6 +28,7 @@ def convert(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelStat
     chunks = in_dtype(build_chunks(arch, config, padded_vocab=padded, value_head=head == "value"), config)
     kept = load_hf(chunks, arch, source, parallel)
     assert kept == ([] if arch.head == head or not parallel.is_last_stage else ["value_head.weight"])
+    export._ALONE_BYTES = case["alone_bytes"]
     exporter = WeightExporter(
         chunks, arch, parallel, dtype=DTYPES[case["dtype"]], head=head, bucket_bytes=case["bucket_bytes"]
     )

@@ -20,7 +20,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("bridge")
     write_model("glm4_moe", root / "source")
     case = {"source": str(root / "source"), "bridge": "mbridge", "head": "lm", "dtype": "bf16", "divisible_by": 1,
-            "bucket_bytes": 1 << 20, "shard_bytes": 1 << 20}  # fmt: skip
+            "bucket_bytes": 1 << 20, "alone_bytes": 300, "shard_bytes": 1 << 20}  # fmt: skip
     plan = [
         {"layout": LAYOUTS[name], "cases": [("convert", {**case, "target": str(root / name)})]} for name in NAMES
     ]
