@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.interpreters import start
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -22,10 +24,9 @@ def run_world(script: Path, size: int, folder: Path, payload: Any, *, deadline_s
     (folder / "payload.json").write_text(json.dumps(payload))
     started = []
     for rank in range(size):
-        log = (folder / f"rank{rank}.log").open("w")
-        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, str(script), str(folder)]
-        started.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = str(ROOT)
+        started.append(start(script, [str(folder)], environment, folder / f"rank{rank}.log"))
     try:
         end = time.monotonic() + deadline_s
         for process in started:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.interpreters import start
 
 ROOT = Path(__file__).parents[2]
 PARITY_RANKS = Path(__file__).with_name("parity_ranks.py")
@@ -25,13 +25,11 @@ def run_ranks(script: Path, size: int, folder: Path, payload: Any, *, deadline_s
     """
     folder.mkdir(parents=True)
     (folder / "payload.json").write_text(json.dumps(payload))
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks = []
     for rank in range(size):
-        with (folder / f"rank{rank}.log").open("w") as log:
-            env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-            env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(script.parent)])
-            command = [sys.executable, str(script), str(folder)]
-            ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(script.parent)])
+        ranks.append(start(script, [str(folder)], environment, folder / f"rank{rank}.log"))
     end = time.monotonic() + deadline_s
     try:
         while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks) and time.monotonic() < end:

@@ -34,6 +34,7 @@ def main() -> int:
     if options.list:
         print(*(f"{case.ranks} ranks  {case.name}" for case in chosen), sep="\n")
         return 0
+    sys.path.append(str(HERE.parents[1]))       # tests.interpreters
     import covering_runs
     import oracle
 
