@@ -65,7 +65,7 @@ class ManagedServer:
         self._child = Child(f"engine {name}", log, stop_signal=signal.SIGINT, log_lines=LOG_LINES)
 
     async def start(self) -> str:
-        """The server's URL, once it has answered a request of its own. Call it again after its end for a new process.
+        """The server's URL, once it has answered a request of its own. Called again it ends what is left, and starts anew.
 
         Call it from a thread that lives as long as the server shall.
 
@@ -74,6 +74,7 @@ class ManagedServer:
             RunFailed, DeadlineExceeded: it ended, or was not ready within `rollout.engine.start_timeout_s`; with the last
                 lines of its log.
         """
+        await self._child.kill()
         with held_ports(self.config.host, 2) as (port, nccl_port):
             words = command_line(
                 self.config, model_path=self.model_path, tokenizer=self._tokenizer, dtype=self._dtype, device=self.device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from rlcore.config.rollout import EngineConfig
 from rlcore.errors import ConfigError, ModelError
+from rollout.engines.child import members
 from rollout.engines.sglang.arguments import OURS, check_server_arguments, command_line, option
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 from rollout.engines.sglang.process import ENTRY, ManagedServer, cores_of_ranks, engine_python, held_ports
@@ -141,3 +143,32 @@ def test_a_server_whose_parent_is_gone_already_does_not_start(given: str, code: 
     ended = subprocess.run([sys.executable, str(ENTRY)], input=given, capture_output=True, text=True, timeout=30)
     assert ended.returncode == code
     assert message in ended.stderr
+
+
+SERVER = """#!{python}
+import json, os, sys, time
+told = json.loads(sys.stdin.read())
+with os.fdopen(told["ready_fd"], "w") as ready:
+    ready.write(json.dumps(dict(port=7)) + chr(10))
+time.sleep(60)
+"""
+
+
+def test_a_second_start_ends_the_first_server(tmp_path: Path, folder: Path) -> None:
+    """With a stand-in for the engines' interpreter, which does not run what it is given."""
+    one = server(tmp_path, folder)
+    (tmp_path / "python").write_text(SERVER.format(python=sys.executable))
+    (tmp_path / "python").chmod(0o755)
+
+    async def scenario() -> None:
+        url = await one.start()
+        first = one.pid
+        assert url.startswith("http://127.0.0.1:")
+        await one.start()
+        assert one.pid != first
+        assert members(first) == []
+        assert members(one.pid) == [one.pid]
+        await one.stop()
+        assert members(one.pid) == []
+
+    asyncio.run(scenario())
