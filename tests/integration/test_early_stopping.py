@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from lab import LEARNING, Lab, Run
+from rank_runs import RankRuns
 from safetensors.torch import load_file, save_file
 
 # k3 is never negative, and the runs are bit-equal up to the step at which they stop.
@@ -157,17 +155,15 @@ def test_max_update_kl_ends_the_updates_of_a_step(lab: Lab) -> None:
     assert [row["train/optimizer_steps"] for row in limited.metrics] == [2, 2]
 
 
-def test_all_ranks_stop_at_the_same_step(lab: Lab) -> None:
+def test_all_ranks_stop_at_the_same_step(rank_runs: RankRuns) -> None:
     """Two data-parallel ranks: the limit of an update and the end of the run are the same for both, or one would hang."""
-    arguments = (*armed(1e-9), "training.max_update_kl=1e-12", "algorithm.minibatches=2", "algorithm.epochs=2",
-                 "rollout.engine.in_process=true", "cluster.processes_per_node=2", "cluster.collective_timeout_s=60")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "rlcore", "train", str(lab.base), "run.name=ranks", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-    run = Run(done.returncode, done.stdout, done.stderr, lab.folder / "runs" / "ranks")
-    assert run.code == 0, run.out + run.err
+    run = rank_runs.train(
+        "stopped-ranks", *armed(1e-9), "training.max_update_kl=1e-12", "algorithm.minibatches=2", "algorithm.epochs=2",
+        "rollout.engine.in_process=true", "cluster.collective_timeout_s=60",
+    )  # fmt: skip
+    assert run.code == 0, run.said
     assert (run.result["status"], run.result["steps"]) == ("early_stopped", 2)
-    assert [row["train/optimizer_steps"] for row in run.metrics] == [2, 2]
+    assert [row["train/optimizer_steps"] for row in run.rows] == [2, 2]
     assert [len(run.lines(text)) for text in (ARMED, TRIPPED)] == [1, 1]
 
 

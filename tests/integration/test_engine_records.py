@@ -1,4 +1,4 @@
-"""What the engine, in a process of its own, records per token: keep-sets under top-p, and the experts of its routers."""
+"""What the engine records per token: keep-sets under top-p, and the experts of its routers; over the wire too, for both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GAP, LOGPROBS = "rollout/train_rollout_logprob_diff", "rollout_logprobs"
 
 @pytest.fixture(scope="module")
 def kept(lab: Lab) -> Run:
-    run = lab.train("keep_sets", *TOP_P, KEEP, "rollout.engine.in_process=false", "checkpoint.every=1", "checkpoint.keep=9")
+    run = lab.train("keep_sets", *TOP_P, KEEP, "checkpoint.every=1", "checkpoint.keep=9")
     assert run.code == 0, run.err
     return run
 
