@@ -213,6 +213,46 @@ def test_who_gives_up_while_the_engine_fails_has_given_up(on_site, request_of):
     on_site("ab", use)
 
 
+@pytest.mark.parametrize("state", ["dead", "stale", "draining"])
+def test_only_engines_that_serve_are_asked(on_site, request_of, state):
+    async def use(site):
+        a, b = site.engines
+        if state == "draining":
+            site.fleet.draining(a)
+        else:
+            await site.fleet.failed(a, "killed")
+            await site.until(f"{state} serving")
+        await asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(10)))
+        assert [len(engine.calls) for engine in (a, b)] == [0, 10]
+
+    on_site("ab", use, restart={"backoff_s": 0.02 if state == "stale" else 30.0, "max_backoff_s": 30.0})
+
+
+@pytest.mark.parametrize("then", ["the engine fails", "the caller gives up"])
+def test_a_lease_that_is_granted_in_the_moment_when(on_site, request_of, then):
+    """A request that waited for room has the lease, and has not run since."""
+
+    async def use(site):
+        site.engines[0].delay_s = 0.05
+        first, second = (asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(2))
+        while not first.done():
+            await asyncio.sleep(0)
+        [lease] = site.fleet.members[0].leases
+        assert lease.caller is None, "granted, not used"
+        if then == "the engine fails":
+            await site.fleet.failed(site.engines[0], "burnt")
+            with pytest.raises(EngineFailed, match="burnt"):
+                await second
+            assert len(site.engines[0].calls) == 1
+        else:
+            second.cancel()
+            await asyncio.wait({second})
+            assert await site.dispatcher.one(request_of(2)), "there is room again"
+        assert site.fleet.members[0].leases == set()
+
+    on_site("a", use, max_in_flight=1, retries=0, restart={"limit": 0})
+
+
 def test_batches_are_the_same_whoever_is_alive(on_site, request_of):
     async def use(site):
         requests = [request_of(i, n=2) for i in range(11)]

@@ -64,10 +64,20 @@ def test_the_end_of_a_process_is_noticed_at_once(on_site, monkeypatch):
 
 def test_an_engine_in_a_publication_is_not_probed(on_site):
     async def use(site):
+        probes = []
+
+        async def count(self):
+            probes.append(self.name)
+            if self.illness is not None:
+                raise self.illness
+
+        for engine in site.engines:
+            engine.health = count.__get__(engine)
         site.fleet.draining(site.engines[0])
         site.engines[0].illness = EngineFailed("busy with weights")
         await asyncio.sleep(0.3)
         assert site.states() == "draining serving"
+        assert set(probes) == {"b"}
         site.fleet.missed(site.engines[0])
         await site.until("dead serving")
 
