@@ -7,7 +7,6 @@ damaged, in the wrong place, or not at all has another hash, and its name is kno
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import ConfigError
+from rollout.engines.sglang.hashes import hash_on_cpu, hash_on_cuda
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")      # whose layers SGLang stacks as below
 VOCAB_PADDING = 64              # rows; times the ranks where these do not divide it
@@ -41,18 +41,21 @@ class Stack:
 
 
 class FusedChecksums:
-    """`rlcore.protocols.WeightExpectation` for one SGLang server on the CPU.
+    """`rlcore.protocols.WeightExpectation` for one SGLang server.
 
     Args:
         model: config.json of the model.
         ranks: of tensor parallelism.
         dtype: of the server's weights; None: that of what is sent.
+        on_cuda: the server's weights are on a GPU, which hashes otherwise.
 
     Raises:
         ConfigError: it is not known how SGLang lays out the model's weights.
     """
 
-    def __init__(self, model: Mapping[str, Any], *, ranks: int, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, model: Mapping[str, Any], *, ranks: int, dtype: torch.dtype | None, on_cuda: bool = False
+    ) -> None:
         family = model.get("model_type")
         if family not in FAMILIES:
             raise ConfigError(
@@ -61,26 +64,26 @@ class FusedChecksums:
             )
         self._kv_heads = int(model.get("num_key_value_heads") or model["num_attention_heads"])
         self._experts = int(model.get("num_experts") or model.get("num_local_experts") or 0)
-        self._ranks, self._dtype = ranks, dtype
+        self._ranks, self._dtype, self._hash = ranks, dtype, hash_on_cuda if on_cuda else hash_on_cpu
         self._stacks: dict[str, Stack] = {}
         self._hashes: list[dict[str, str]] = [{} for _ in range(ranks)]
 
     @classmethod
-    def of(cls, folder: str, *, ranks: int, dtype: str) -> FusedChecksums:
-        """For the Hugging Face model in `folder`, in the dtype that /server_info tells."""
+    def of(cls, folder: str, *, ranks: int, dtype: str, device: str) -> FusedChecksums:
+        """For the Hugging Face model in `folder`, with the dtype and device that /server_info tells."""
         model = json.loads((Path(folder) / "config.json").read_text())
-        return cls(model, ranks=ranks, dtype=None if dtype == "auto" else getattr(torch, dtype))
+        return cls(model, ranks=ranks, dtype=None if dtype == "auto" else getattr(torch, dtype), on_cuda=device == "cuda")
 
     def add(self, name: str, tensor: Tensor) -> None:
         target, place, size = self._target(name)
         stack = self._stacks.setdefault(target, Stack(size))
-        # A copy on the host: the bucket's buffer is used again before a stack that straddles two is whole.
-        stack.parts[place] = tensor.detach().to("cpu", self._dtype or tensor.dtype, copy=True)
+        # A copy: the bucket's buffer is used again before a stack that straddles two is whole.
+        stack.parts[place] = tensor.detach().to(self._dtype or tensor.dtype, copy=True)
         if len(stack.parts) == size:
             del self._stacks[target]
             parts = [stack.parts[i] for i in range(size)]
             for rank, hashes in enumerate(self._hashes):
-                hashes[target] = tensor_hash([self._shard(target, i, part, rank) for i, part in enumerate(parts)])
+                hashes[target] = self._hash([self._shard(target, i, part, rank) for i, part in enumerate(parts)])
 
     def problem(self, said: Any) -> str | None:
         """`said`: `ranks` of the answer of /weights_checker."""
@@ -129,14 +132,6 @@ class FusedChecksums:
         rows = padded // self._ranks
         held = tensor[rank * rows : (rank + 1) * rows]
         return torch.cat([held, held.new_zeros(rows - len(held), *held.shape[1:])])
-
-
-def tensor_hash(parts: list[Tensor]) -> str:
-    """SGLang's hash on the CPU, of the bytes of the parts one after the other."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.digest()[:8].hex()
 
 
 def round_up(number: int, multiple: int) -> int:

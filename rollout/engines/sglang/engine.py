@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from rlcore.config.rollout import EngineConfig
-from rlcore.errors import ConfigError, EngineFailed, EngineHangs, UserError
+from rlcore.errors import EngineFailed, EngineHangs, UserError
 from rlcore.protocols import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import Bucket
 from rollout.deadlines import together
@@ -228,10 +228,8 @@ class SGLangEngine:
         self.weights.set_version(version)
 
     def expectation(self) -> FusedChecksums:
-        """Raises ConfigError for a server on CUDA, which hashes otherwise, and for a model whose layout there is not known."""
-        if self._device != "cpu":
-            raise ConfigError(f"rollout.engine.verify_every: the hash of a server on {self._device} is not known: set it to 0")
-        return FusedChecksums.of(self.model_path, ranks=self.group_ranks, dtype=self._dtype)
+        """Raises ConfigError for a model of which it is not known how SGLang lays it out."""
+        return FusedChecksums.of(self.model_path, ranks=self.group_ranks, dtype=self._dtype, device=self._device)
 
     async def checksum(self) -> Any:
         """A hash of every tensor of every rank, as the server keeps them."""
