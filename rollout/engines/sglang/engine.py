@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 UPDATE_KEY = "rollout.engine.update_timeout_s"
 HEALTH_KEY = "rollout.engine.health_timeout_s"
+DEATH_S = 0.5           # from a broken connection to the end of the process that held it
 ABORT_AGAIN_S = 0.2     # a request that was on its way when all were aborted is caught by the next time
 
 
@@ -106,16 +107,33 @@ class SGLangEngine:
 
         Asks what the scheduler itself must answer, paused or not: SGLang's /health would generate a token.
         """
-        await self._get("/server_info")
+        try:
+            await self._get("/server_info")
+        except EngineFailed as error:
+            raise await self._explained(error) from error
         own_gpu = self._device == "cuda" and not self.config.colocated
         version = self.weights.version if self.weights.state == "ready" else None
         gpu = f"of engine {self.name}" if own_gpu else None
         return {"name": self.name, "version": version, "device": self._device, "gpu": gpu}
 
+    async def _explained(self, error: EngineFailed) -> EngineFailed:
+        """The end of its log, where the process has ended: it drops its connections a moment before it is seen dead."""
+        ended = self.ended
+        if ended is None or isinstance(error, EngineHangs):
+            return error
+        await asyncio.wait({ended}, timeout=DEATH_S)
+        return EngineFailed(f"engine {self.name} died: {self.server.describe_end()}") if ended.done() else error
+
     # --- generation ------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """Raises UserError for a request that cannot be served, EngineFailed when the engine is at fault."""
+        try:
+            return await self._generated(requests)
+        except EngineFailed as error:
+            raise await self._explained(error) from error
+
+    async def _generated(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         async with self._turnstile.passage():
             version = self.weights.require_ready()
             if self._generation is None:
