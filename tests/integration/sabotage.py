@@ -23,6 +23,7 @@ from rollout.service import RolloutService
 
 Fault = Literal["SIGKILL", "SIGSTOP", "500", "garbage", "slow"]
 HIT_S = 0.02            # into a step's generation, for signals
+UNLIMITED = aiohttp.ClientTimeout(total=None)
 UP_S = 240.0            # for all engines to run again before the next fault
 
 
@@ -31,7 +32,6 @@ class Proxy:
 
     def __init__(self, target: str) -> None:
         self.target, self.fault = target, ""
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
 
     async def start(self) -> str:
         app = web.Application(client_max_size=1 << 30)
@@ -51,8 +51,8 @@ class Proxy:
             await asyncio.sleep(3600)
         headers = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
         try:
-            async with self._session.request(
-                request.method, self.target + request.path_qs, data=body, headers=headers
+            async with aiohttp.request(
+                request.method, self.target + request.path_qs, data=body, headers=headers, timeout=UNLIMITED
             ) as answer:
                 return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
         except aiohttp.ClientError:
