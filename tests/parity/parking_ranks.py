@@ -1,4 +1,4 @@
-"""What each rank of test_parking.py does: train with the trainer parked in between, and compare with one that stays, bit for bit."""
+"""What each rank of test_parking.py does: train, parked in between, and compare with a trainer that stays, bit for bit."""
 
 from __future__ import annotations
 

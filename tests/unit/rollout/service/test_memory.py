@@ -1,4 +1,4 @@
-"""Engines that share their device with the trainer: what is asked of them in which order, and what becomes of those that fail."""
+"""Engines that share their device with the trainer: what is asked of them, in which order, and what becomes of failed ones."""
 
 from __future__ import annotations
 
