@@ -1,10 +1,7 @@
 """The engines of a run and what becomes of them: watched, declared failed once, started again, served again.
 
 `rollout/health.py` says which state follows from what. A failed engine is ended and, after a pause, started again; then it is
-stale until a publication brings it a whole version. What calls do on an engine is bounded by their own deadlines; here
-each engine is asked from time to time whether it is well, and the end of its process is seen at once.
-
-Everything happens on one event loop.
+stale until a publication brings it a whole version. Everything happens on one event loop.
 """
 
 from __future__ import annotations
@@ -16,11 +13,13 @@ from collections.abc import Coroutine, Hashable, Sequence
 from typing import Any
 
 from rlcore.config.rollout import EngineConfig
-from rlcore.errors import NoEngineLeft, RlcoreError
+from rlcore.errors import NoEngineLeft
 from rlcore.protocols import RolloutEngine
 from rollout.deadlines import together, within
 from rollout.health import Event, Health, State
 from rollout.routing import Lease, Member, Router
+from rollout.transports.base import describe
+from rollout.watch import watch
 
 GRACE_S = 10.0          # an engine keeps its own deadlines, and words them better; ours come a little later
 KILL_S = 30.0
@@ -107,8 +106,8 @@ class Fleet:
 
     def published(self, engine: RolloutEngine, version: int) -> None:
         """It has the whole `version` and was resumed. One that failed in the meantime stays dead."""
-        self._member(engine).version = version
-        self._on(engine, Event.PUBLISHED)
+        if self._on(engine, Event.PUBLISHED):
+            self._member(engine).version = version
 
     def missed(self, engine: RolloutEngine) -> None:
         """The publication was given up while it took part."""
@@ -181,12 +180,14 @@ class Fleet:
 
     # --- changes of state -----------------------------------------------------------------------------------------
 
-    def _on(self, engine: RolloutEngine, event: Event) -> None:
-        """An event of a publication; it may come too late, the engine having failed since."""
+    def _on(self, engine: RolloutEngine, event: Event) -> bool:
+        """An event of a publication; False where it comes too late, the engine having failed since."""
         member = self._member(engine)
-        if member.health.accepts(event):
-            member.health.on(event)
-            self._tell()
+        if not member.health.accepts(event):
+            return False
+        member.health.on(event)
+        self._tell()
+        return True
 
     def _fail(self, member: Member, why: str) -> None:
         if member.health.state in RUNNING:      # else it is said already
@@ -232,14 +233,14 @@ class Fleet:
         )
         member.health.on(Event.UP)
         member.down = asyncio.get_running_loop().create_future()
-        self._spawn(self._watch(member, member.down))
+        self._spawn(watch(member, member.down, self._config, self._fail))
         self._tell()
 
     async def _end(self, member: Member) -> None:
         try:
             await within(KILL_S, member.engine.kill(), lambda: f"engine {member.name} could not be ended within {KILL_S:g} s")
-        except (RlcoreError, OSError) as error:     # recovery: a new life does not need the end of the old one
-            logger.warning("%s", error)
+        except Exception as error:  # noqa: BLE001 - recovery: a new life does not need the end of the old one
+            logger.warning("%s", describe(error))
 
     async def _revive(self, member: Member, ending: asyncio.Task[None]) -> None:
         """Once its last life has ended: wait, and start it again."""
@@ -250,34 +251,10 @@ class Fleet:
         await self._may_start.wait()
         try:
             await self._bring_up(member)
-        except (RlcoreError, OSError) as error:     # recovery: another restart, or it is given up
-            self._bury(member, f"it did not start again: {error}")
+        except Exception as error:  # noqa: BLE001 - recovery: another restart, or it is given up
+            self._bury(member, f"it did not start again: {describe(error)}")
             return
         logger.info("engine %s runs again (restart %d)", member.name, member.health.restarts)
-
-    async def _watch(self, member: Member, down: asyncio.Future[str]) -> None:
-        """Ask how it is, until this life of it has ended."""
-        ended = member.engine.ended
-        signs: set[asyncio.Future[Any]] = {down} if ended is None else {down, ended}
-        while not down.done():
-            await asyncio.wait(signs, timeout=self._config.health_every_s, return_when=asyncio.FIRST_COMPLETED)
-            gone = ended is not None and ended.done()
-            if down.done() or (member.health.state is State.DRAINING and not gone):
-                continue                # a publication keeps an engine busy, and its own deadlines
-            why = await self._illness(member)
-            if not down.done() and (gone or (why and member.health.state is not State.DRAINING)):
-                self._fail(member, why or "its process ended")
-
-    async def _illness(self, member: Member) -> str | None:
-        limit = self._config.health_timeout_s
-        try:
-            await within(
-                limit, member.engine.health(),
-                lambda: f"engine {member.name} did not answer a probe within {limit:g} s (rollout.engine.health_timeout_s)",
-            )
-        except RlcoreError as error:
-            return str(error)
-        return None
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -148,6 +148,29 @@ def test_restarts_that_fail_are_tried_again_up_to_the_limit(on_site, monkeypatch
     on_site("ab", use, restart={"backoff_s": 0.01, "max_backoff_s": 0.02, "limit": 3})
 
 
+def test_what_no_engine_should_raise_is_a_failure_too(on_site, monkeypatch):
+    """Nothing that a client does leaves an engine unwatched, or neither dead nor alive."""
+
+    async def use(site):
+        tries = []
+
+        async def broken(self):
+            tries.append(self.name)
+            if len(tries) < 3:
+                raise KeyError("port")
+
+        monkeypatch.setattr(FakeEngine, "start", broken)
+        monkeypatch.setattr(FakeEngine, "kill", broken)
+        site.engines[0].illness = ZeroDivisionError("a probe")
+        await site.until("dead serving")
+        assert site.fleet.members[0].health.why == "ZeroDivisionError: a probe"
+        site.engines[0].illness = None
+        await site.until("stale serving")
+        assert site.fleet.members[0].health.lives == 3
+
+    on_site("ab", use)
+
+
 def test_a_restart_that_hangs_meets_its_deadline(on_site, monkeypatch):
     monkeypatch.setattr("rollout.fleet.GRACE_S", 0.0)
 
