@@ -19,7 +19,7 @@ class SamplingConfig(Section):
 
 
 class RestartConfig(Section):
-    """What becomes of an engine that died: it is started again after a pause that doubles each time."""
+    """What becomes of an engine that failed: it is started again, after a pause that doubles until it has served again."""
 
     limit: NonNegativeInt = 10                  # restarts of one engine in a run
     backoff_s: PositiveFloat = 1.0              # before the first

@@ -78,7 +78,5 @@ def test_when_all_engines_die_the_run_saves_what_it_has(lab: Lab, monkeypatch: p
     again = lab.train("doomed", *given, "--resume")
     assert again.code == 0, again.err
     check_accounts(again, steps=6)
-    whole = lab.train("whole", *given)
-    assert [again.rows[s]["loss/policy_avg"] for s in range(1, 7)] == [whole.rows[s]["loss/policy_avg"] for s in range(1, 7)]
 
 
