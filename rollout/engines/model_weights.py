@@ -1,93 +1,39 @@
-"""An engine's weights as a state machine: what it holds is either one whole version, or nothing it may generate with.
-
-    empty -> updating -> unversioned -> ready
-               ^  ^ ______________________/
-               |   (a failure on the way leaves it `updating`: stale until a whole update came)
-
-From each of them its memory can be released: the weights are gone then, and once it is restored it is `empty` again.
-"""
+"""The parameters of the embedded engine's model, updated by transaction."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from rlcore.errors import ModelError, RunFailed
+from rlcore.errors import ModelError
 from rlcore.weights import Bucket, TensorSpec, digest, saved_buffers
-
-SHOWN = 5       # names listed in an error
-
-State = Literal["empty", "updating", "unversioned", "ready", "released"]
+from rollout.engines.weight_state import SHOWN, WeightState, shorten
 
 
-class ModelWeights:
+class ModelWeights(WeightState):
     """The parameters of `module` under the names of a Hugging Face folder, updated by transaction. Tied ones appear once."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self.name = name
+        super().__init__(name)
         self.tensors: dict[str, Tensor] = dict(as_published(module))
         self.aliases = aliases(module)
-        self.state: State = "empty"
-        self.version: int | None = None
-        self._buckets: tuple[Bucket, ...] = ()
-        self._received: set[int] = set()
         self._sizes: dict[UntypedStorage, int] = {}     # bytes of what is released
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Open an update. From here on the weights are nobody's version.
-
-        Raises ModelError when the names or shapes are not exactly the model's.
-        """
-        if self.state == "released":
-            raise RunFailed(f"{self.name}: the memory of its weights is released; restore it before an update")
-        self.state = "updating"
-        self._buckets, self._received = (), set()
+        """Raises ModelError when the names or shapes are not exactly the model's; the engine is stale then, too."""
+        super().begin(buckets)
+        self._buckets = None
         self._check_layout([spec for bucket in buckets for spec in bucket.tensors])
         self._buckets = tuple(buckets)
 
     def copy(self, index: int, flat: Tensor) -> None:
         """Take bucket `index`, uint8 [num_bytes] on any device, casting where the engine's dtype differs."""
-        if self.state != "updating" or not self._buckets:
-            raise RunFailed(f"{self.name}: a bucket came outside an update; call begin_update first")
-        if not 0 <= index < len(self._buckets):
-            raise RunFailed(f"{self.name}: bucket {index} of {len(self._buckets)}")
         with torch.no_grad():
-            for name, tensor in self._buckets[index].views(flat):
+            for name, tensor in self.bucket(index).views(flat):
                 self.tensors[name].copy_(tensor)
-        self._received.add(index)
-
-    def end(self) -> None:
-        """Close the update. Raises RunFailed when a bucket is missing; the engine is stale then."""
-        if self.state != "updating" or not self._buckets:
-            raise RunFailed(f"{self.name}: end_update without begin_update")
-        missing = sorted(set(range(len(self._buckets))) - self._received)
-        if missing:
-            raise RunFailed(
-                f"{self.name}: the update ended without bucket{'s' * (len(missing) > 1)} {shorten(missing)} "
-                f"of {len(self._buckets)}; the engine is stale until a whole update comes"
-            )
-        self.state = "unversioned"
-
-    def set_version(self, version: int) -> None:
-        """Put the new weights in force as `version`, a counter that never goes back."""
-        if self.state not in ("unversioned", "ready"):
-            raise RunFailed(f"{self.name}: version {version} cannot be set, the weights are {self.state}")
-        if self.version is not None and version < self.version:
-            raise RunFailed(f"{self.name}: version {version} after {self.version}: versions never go back")
-        self.version, self.state = version, "ready"
-
-    def require_ready(self) -> int:
-        """The version in force. Raises RunFailed when there is none."""
-        if self.state == "ready" and self.version is not None:
-            return self.version
-        if self.state == "empty":
-            raise RunFailed(f"{self.name}: no weights were published to this engine yet, it cannot generate")
-        if self.state == "released":
-            raise RunFailed(f"{self.name}: the memory of its weights is released, it cannot generate")
-        raise RunFailed(f"{self.name}: its weights are stale ({self.state}): publish a whole update before generating")
+        self.received(index)
 
     def release(self) -> None:
         """Give the memory back, the weights with it; storages shrink in place, so that every view of them stays one."""
@@ -95,14 +41,14 @@ class ModelWeights:
             self._sizes = {t.untyped_storage(): t.untyped_storage().nbytes() for t in self.tensors.values()}
             for storage in self._sizes:
                 storage.resize_(0)
-            self.state = "released"
+        super().release()
 
     def restore(self) -> None:
         """Take the memory again, for a whole update to fill."""
-        if self.state == "released":
-            for storage, size in self._sizes.items():
-                storage.resize_(size)
-            self.state, self._sizes = "empty", {}
+        for storage, size in self._sizes.items():
+            storage.resize_(size)
+        self._sizes = {}
+        super().restore()
 
     def checksum(self) -> str:
         return digest(self.tensors.items())
@@ -149,9 +95,3 @@ def aliases(module: nn.Module) -> dict[str, str]:
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}
-
-
-def shorten(items: Iterable[object]) -> str:
-    shown = [str(item) for item in items]
-    rest = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
-    return ", ".join(shown[:SHOWN]) + rest

@@ -17,6 +17,7 @@ from rlcore.config.rollout import EngineConfig
 from rlcore.protocols import Completion, GenerateRequest, SamplingParams
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.deadlines import LoopThread
+from rollout.engines.model_weights import as_published
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.keys import Keys
@@ -93,10 +94,9 @@ class Oracle:
 
     def __init__(self, folder: Path, weights: Weights) -> None:
         self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
-        missing, unexpected = self._model.load_state_dict(weights, strict=False)
-        assert not unexpected
-        assert set(missing) <= {"lm_head.weight"}
-        self._model.tie_weights()
+        with torch.no_grad():
+            for name, held in as_published(self._model):
+                held.copy_(weights[name])
 
     def errors(self, prompt: Sequence[int], completion: Completion) -> NDArray[np.float64]:
         """|log-prob of the engine - of this model| of each token, [m]."""

@@ -142,11 +142,11 @@ def test_a_part_of_an_update_is_nobodys_version(served: Served, engines: Engines
         await engine.receive_serialized(0, [by_value(buckets[0], flatten(buckets[0], weights))])
         await engine.end_update()
 
-    with pytest.raises(EngineFailed, match=rf"ended without {len(buckets) - 1} of {len(buckets)} buckets \(the first: 1\)"):
+    with pytest.raises(EngineFailed, match=rf"ended without buckets 1, 2.* of {len(buckets)}"):
         served.call(part())
     with pytest.raises(EngineFailed, match="version 3 cannot be set, the weights are updating"):
         served.call(engine.set_version(3))
-    with pytest.raises(EngineFailed, match="its weights are updating: publish a whole update"):
+    with pytest.raises(EngineFailed, match=r"its weights are stale \(updating\): publish a whole update"):
         served.call(engine.resume())
     assert served.call(engine.health())["version"] is None
 
@@ -209,7 +209,7 @@ def test_a_bucket_that_fails_means_the_whole_transaction_again(
     with pytest.raises(PublicationFailed, match="bucket 0 was not taken by all engines: engine bad: out of memory"):
         publish(sink, weights, 20)
     sink.cancel()
-    with pytest.raises(EngineFailed, match="its weights are updating"):
+    with pytest.raises(EngineFailed, match=r"its weights are stale \(updating\)"):
         served.call(good.resume())
     assert roster.engines == [good]
     publish(sink, weights, 21)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from rlcore.errors import ConfigError
 from rollout.engines.sglang.hashes import hash_on_cpu, hash_on_cuda
+from rollout.engines.weight_state import shorten
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")      # whose layers SGLang stacks as below
 VOCAB_PADDING = 64              # rows; times the ranks where these do not divide it
-SHOWN = 3                       # names in a message
 
 STACKED = {
     "q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
@@ -136,7 +136,3 @@ class FusedChecksums:
 
 def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def shorten(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -266,10 +266,12 @@ class SGLangEngine:
             raise EngineFailed(f"engine {self.name}: memory can be released only while it is paused, and not in_place")
         await self._control("/release_memory_occupation", {"tags": list(tags)})
         if "weights" in tags:
-            self.weights.lose()
+            self.weights.release()
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         await self._control("/resume_memory_occupation", {"tags": list(tags)})
+        if "weights" in tags:
+            self.weights.restore()
 
     # --- the wire --------------------------------------------------------------------------------------------------
 

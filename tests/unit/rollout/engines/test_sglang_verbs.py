@@ -196,9 +196,9 @@ def test_a_refusal_is_the_engines_failure_in_the_servers_words(folder, status):
         scripted.answers["/update_weights_from_tensor"] = [(status, {"success": False, "message": "no such luck"})]
         with pytest.raises(EngineFailed, match=r"engine-3.*update_weights_from_tensor.*no such luck"):
             await publish(engine)
-        with pytest.raises(EngineFailed, match=r"ended without 2 of 2 buckets \(the first: 0\)"):
+        with pytest.raises(EngineFailed, match="ended without buckets 0, 1 of 2"):
             await engine.end_update()
-        with pytest.raises(EngineFailed, match="its weights are updating: publish a whole update"):
+        with pytest.raises(EngineFailed, match=r"its weights are stale \(updating\): publish a whole update"):
             await engine.resume()
         assert "/end_weight_update" not in scripted.routes
         assert "/continue_generation" not in scripted.routes
@@ -231,7 +231,7 @@ def test_a_bucket_over_the_group_is_described_and_a_group_left_before_the_next(f
 
 def test_out_of_order(folder):
     async def use(engine, scripted):
-        with pytest.raises(EngineFailed, match="its weights are empty: publish a whole update before it generates"):
+        with pytest.raises(EngineFailed, match="no weights were published to this engine yet"):
             await engine.generate([request([1])])
         with pytest.raises(EngineFailed, match="only while it is paused; call pause first"):
             await engine.begin_update(BUCKETS)
