@@ -68,7 +68,7 @@ def test_rollout_only_generates_and_scores_and_trains_nothing(lab: Lab) -> None:
 def training_metrics(row: dict[str, Any]) -> dict[str, Any]:
     """All but the clock, the counters of the run, and what only an engine and its rewards can tell."""
     others = ("time/", "perf/", "episode", "epoch", "step", "eval/", "rollout/requeued", "rollout/excluded", "rollout/reward_e",
-              "rollout/reward_t")  # fmt: skip
+              "rollout/reward_t", "rollout/engine", "rollout/retried")  # fmt: skip
     return {name: value for name, value in row.items() if not name.startswith(others)}
 
 
