@@ -27,6 +27,9 @@ class Writing:
     def start_save(self, folder: Path) -> None:
         self.calls.append("start")
 
+    def save(self, folder: Path) -> None:
+        self.calls.append("save")
+
     def save_seconds(self) -> float | None:
         return self.seconds
 
@@ -84,6 +87,34 @@ def test_but_not_for_ever(parts: tuple[Saver, Writing, Book]) -> None:
     with pytest.raises(DeadlineExceeded, match=r"rank 0 waited 0 s for .*step 3 to be written; cluster.collective_timeout_s"):
         saver.save(4, in_background=True)
     assert desk.begun == [3]
+
+
+KEPT = "the run is saved after step 3: continue with --resume"
+
+
+def test_before_a_run_fails_its_last_step_is_saved(parts: tuple[Saver, Writing, Book]) -> None:
+    saver, backend, desk = parts
+    saver.save(2, in_background=False)
+    assert saver.keep(3) == KEPT
+    assert desk.committed == [2, 3]
+    assert saver.keep(3) == KEPT
+    assert backend.calls == ["save", "save"], "once is enough"
+
+
+def test_before_a_run_fails_the_checkpoint_on_its_way_is_committed(parts: tuple[Saver, Writing, Book]) -> None:
+    saver, backend, desk = parts
+    saver.save(3, in_background=True)
+    threading.Timer(0.05, lambda: setattr(backend, "seconds", 2.0)).start()
+    assert saver.keep(3) == KEPT
+    assert (desk.begun, desk.committed) == ([3], [3])
+
+
+def test_a_run_that_trained_nothing_has_nothing_to_save(parts: tuple[Saver, Writing, Book]) -> None:
+    saver, backend, desk = parts
+    assert saver.keep(0) == "no step was trained yet"
+    saver.newest = 3        # as after a resume
+    assert saver.keep(3) == KEPT
+    assert (desk.begun, backend.calls) == ([], [])
 
 
 def test_any_rank_says_what_is_intact(tmp_path: Path) -> None:
