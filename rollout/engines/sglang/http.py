@@ -26,10 +26,8 @@ class ServerClient:
 
     def __init__(self, name: str, url: str, keys: Keys, *, config: EngineConfig) -> None:
         self.name, self.url, self.config = name, url.rstrip("/"), config
-        self._headers = {
-            admin: {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-            for admin, key in ((False, keys.api), (True, keys.admin))
-        }
+        self._headers, self._admin_headers = headers(keys.api), headers(keys.admin)
+        self._limits: dict[float, aiohttp.ClientTimeout] = {}
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -58,10 +56,12 @@ class ServerClient:
             await self._session.close()
 
     async def _call(self, method: str, route: str, body: bytes | None, timeout_s: float, key: str, admin: bool) -> Any:
-        limit = aiohttp.ClientTimeout(total=timeout_s)
+        if (limit := self._limits.get(timeout_s)) is None:
+            limit = self._limits[timeout_s] = aiohttp.ClientTimeout(total=timeout_s)
+        own = self._admin_headers if admin else None
         try:
             async with self._open().request(
-                method, self.url + route, data=body, headers=self._headers[admin], timeout=limit, allow_redirects=False
+                method, self.url + route, data=body, headers=own, timeout=limit, allow_redirects=False
             ) as response:
                 content = await response.read()
         except asyncio.TimeoutError:
@@ -83,8 +83,9 @@ class ServerClient:
             raise EngineFailed(f"engine {self.name}: its client is closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S), cookie_jar=aiohttp.DummyCookieJar()
-            )
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S), cookie_jar=aiohttp.DummyCookieJar(),
+                headers=self._headers, skip_auto_headers=("Accept-Encoding", "User-Agent"),
+            )  # fmt: skip
         return self._session
 
     def _refusal(self, route: str, status: int, content: bytes) -> UserError | EngineFailed:
@@ -96,6 +97,10 @@ class ServerClient:
             )
         kind = UserError if 400 <= status < 500 and status not in ANOTHER_MAY_SERVE else EngineFailed
         return kind(f"{where} refused {route} (HTTP {status}): {server_words(content)}")
+
+
+def headers(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
 
 def server_words(content: bytes) -> str:
