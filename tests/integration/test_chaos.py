@@ -9,7 +9,10 @@ from accounts import check_accounts, samples_of
 from lab import LEARNING, Lab, Run
 from sabotage import Sabotage
 
+from rlcore.errors import NoEngineLeft
 from rollout.engines.remote import RemoteEngine
+from rollout.service import RolloutService
+from rollout.wire import EngineSink
 
 STEPS = 20
 PLAN = {3: (0, "SIGKILL"), 6: (1, "SIGSTOP"), 9: (0, "500"), 12: (1, "garbage"), 15: (0, "slow"), 18: (1, "SIGKILL")}
@@ -80,3 +83,34 @@ def test_when_all_engines_die_the_run_saves_what_it_has(lab: Lab, monkeypatch: p
     check_accounts(again, steps=6)
 
 
+@pytest.mark.parametrize("where", ["publication", "evaluation", "the publication before the first step"])
+def test_engines_that_end_between_the_rollouts_cost_no_step(lab: Lab, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The step at hand is trained, logged and saved, though nobody takes its weights or can be asked what they are worth."""
+    calls = []
+    owner, name = (RolloutService, "evaluate") if where == "evaluation" else (EngineSink, "prepare")
+    original, fatal = getattr(owner, name), 1 if where.endswith("first step") else 3
+
+    def fail(*given: object, **named: object) -> object:
+        calls.append(name)
+        if len(calls) == fatal:     # of step 2: the first is for the weights that the run starts with
+            raise NoEngineLeft("all engines burnt")
+        return original(*given, **named)
+
+    monkeypatch.setattr(owner, name, fail)
+    run_name, steps = f"burnt in the {where}", 0 if fatal == 1 else 2
+    given = (*LEARNING, "training.steps=4", "evaluation.every=1", "evaluation.max_prompts=4", "checkpoint.every=1",
+             "checkpoint.async_save=true", f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]")  # fmt: skip
+    run = lab.train(run_name, *given)
+    assert run.code == 1
+    kept = f"the run is saved after step {steps}: continue with --resume" if steps else "no step was trained yet"
+    assert f"all engines burnt; {kept}" in run.err
+    assert (run.result["status"], run.result["steps"]) == ("failed", steps)
+    if not steps:
+        return
+    assert sorted(run.rows) == [0, 1, 2]
+    assert "eval/score" not in run.rows[2]
+    assert run.checkpoint(2).is_dir()
+    monkeypatch.undo()
+    again = lab.train(run_name, *given, "--resume")
+    assert again.code == 0, again.err
+    check_accounts(again, steps=4)
