@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,18 @@ def convert(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelStat
         chunks, arch, parallel, dtype=DTYPES[case["dtype"]], head=head, bucket_bytes=case["bucket_bytes"]
     )
     export_hf(exporter, Path(case["target"]), max_shard_bytes=case["shard_bytes"])
-    # The second round goes through the reused buffers.
-    seen = [(b.index, None if flat is None else flat.sum(dtype=torch.int64).item()) for b, flat in exporter.export_buckets()]
-    assert [index for index, _ in seen] == list(range(len(exporter.buckets)))
-    assert all((total is not None) == (parallel.rank == 0) for _, total in seen)
+    # The second round goes through the reused buffers; the next bucket must not be put together in the one that is in use.
+    fine = {}
+    for number, (bucket, flat) in enumerate(exporter.export_buckets()):
+        assert bucket.index == number
+        assert (flat is not None) == (parallel.rank == 0)
+        if flat is not None:
+            before = flat.clone()
+            time.sleep(0.001)
+            assert torch.equal(flat, before)
+            fine |= bucket.views(before)
+    assert number == len(exporter.buckets) - 1
+    coarse = WeightExporter(chunks, arch, parallel, dtype=torch.float16, head=head, bucket_bytes=case["bucket_bytes"])
+    for bucket, flat in coarse.export_buckets():
+        for name, tensor in bucket.views(flat) if flat is not None else ():
+            assert torch.equal(tensor, fine[name].to(tensor.dtype)), name
