@@ -78,7 +78,7 @@ def park(backend: MegatronBackend, before: int) -> None:
     backend.park()
     left = device_bytes(backend) - before
     assert left < SMALL, f"{left} of {held} bytes stayed on the device"
-    assert backend.parked_bytes > 10 * SMALL, (backend.parked_bytes, held)
+    assert backend.parked_bytes > held // 2, (backend.parked_bytes, held)
 
 
 def run(case: dict[str, Any], folder: Path) -> None:
