@@ -134,7 +134,7 @@ class SGLangEngine:
             raise await self._explained(error) from error
 
     async def _generated(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        async with self._turnstile.passage():
+        async with self._turnstile:
             version = self.weights.require_ready()
             if self._generation is None:
                 raise EngineFailed(f"engine {self.name} does not run; start it first")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from rlcore.errors import EngineHangs
 
@@ -17,19 +15,17 @@ class Turnstile:
         self._open.set()
         self._empty.set()
 
-    @asynccontextmanager
-    async def passage(self) -> AsyncIterator[None]:
-        """Raises EngineHangs when it was not opened for `timeout_s`."""
+    async def __aenter__(self) -> None:
+        """Inside the block a call counts as in flight. Raises EngineHangs when it was not opened for `timeout_s`."""
         if not self._open.is_set() and not await _happens(self._open, self.timeout_s):
             raise self._hangs("was paused and not resumed")
         self.inside += 1
         self._empty.clear()
-        try:
-            yield
-        finally:
-            self.inside -= 1
-            if not self.inside:
-                self._empty.set()
+
+    async def __aexit__(self, *_: object) -> None:
+        self.inside -= 1
+        if not self.inside:
+            self._empty.set()
 
     def close(self) -> None:
         self._open.clear()
