@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every check: lint, types, import contracts, then all tests in one pytest run, quick ones first.
+# Every check: lint, types, import contracts, then all tests in one pytest run, quick ones first, real SGLang last.
 #   ./scripts/test.sh [--full] [pytest arguments]      --full adds the tests marked "full"
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -86,7 +86,8 @@ def run_rank(process: Process, loaded: Loaded, *, resume: bool, overwrite: bool)
         if run is not None:
             mark_opened(control.store)
             process.last_words.append(lambda failure: run.leave(RunFailed(str(failure))))
-        control.main("starting the engines", lambda: present(office).source.start(), timeout_s=patience)
+        starting = patience + config.rollout.engine.start_timeout_s      # a large model loads for long
+        control.main("starting the engines", lambda: present(office).source.start(), timeout_s=starting)
         desk = journal = None
         if run is not None:
             journal = VersionJournal(run.directory.path / "versions.jsonl")
