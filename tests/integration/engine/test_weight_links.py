@@ -105,13 +105,21 @@ def test_who_refuses_is_named_at_once(folder, tmp_path, monkeypatch):
     with_engines(folder, tmp_path, use)
 
 
-def test_who_dies_is_named(folder, tmp_path):
+def test_who_dies_is_named_and_who_was_started_again_is_joined_anew(folder, tmp_path):
     async def use(engines, buckets, model):
-        transport = make_transport()
+        transport, mortal = make_transport(), engines[2]
         assert await transport.open(engines, buckets) == {}
-        os.kill(engines[2].pid, signal.SIGKILL)
-        assert list(await transport.send(buckets[0], flatten(buckets[0], model))) == [engines[2]]
-        assert not transport._links[engines[2]].is_whole
+        kept = [transport._links[engine].group for engine in engines[:2]]
+        os.kill(mortal.pid, signal.SIGKILL)
+        assert list(await transport.send(buckets[0], flatten(buckets[0], model))) == [mortal]
+        for _ in range(2):              # the second time nobody has seen it die
+            await mortal.kill()
+            await mortal.start()
+            await mortal.pause("drain")
+            await mortal.begin_update(buckets)
+            assert await transport.open([mortal], buckets) == {}
+            assert await transport.send(buckets[0], flatten(buckets[0], model)) == {}
+        assert [transport._links[engine].group for engine in engines[:2]] == kept
         await transport.close()
 
     with_engines(folder, tmp_path, use)
