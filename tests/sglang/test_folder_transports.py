@@ -98,13 +98,22 @@ def test_a_server_elsewhere_reads_the_folder_of_its_own_follower(
     served: Served, publication: Callable[[str], Publication]
 ) -> None:
     engine, sink, folder = publication("delta")
-    following = asyncio.run_coroutine_threadsafe(keep_following(folder, [engine.url]), served.loop.loop)
+    following = served.call(begin_following(folder, engine.url))
     weights = random_weights(served.model, 2)
     for version in (8, 9):
         publish(sink, weights, version)
         check_generation(served, engine, weights, version)
         weights = nudged(weights, version)
-    following.cancel()
+    served.call(end(following))
+
+
+async def begin_following(folder: Path, url: str) -> asyncio.Task[None]:
+    return asyncio.create_task(keep_following(folder, [url]))
+
+
+async def end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
 
 
 def test_bf16_from_the_trainer_into_a_server_of_fp32(served: Served, publication: Callable[[str], Publication]) -> None:
