@@ -7,6 +7,7 @@ import json
 import resource
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,15 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
+@contextmanager
 def no_large_files() -> Iterator[None]:
-    """The system refuses files above a tensor's size with EFBIG."""
+    """Inside, the system refuses files above a tensor's size with EFBIG: pytest's own output too, so no longer than it must."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (TENSOR_BYTES, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def specs() -> list[TensorSpec]:
@@ -97,9 +100,8 @@ def test_the_index_leads_to_every_tensor(tmp_path: Path, source: Path) -> None:
         assert torch.equal(tensor, torch.full((ROWS, 64), float(number)))
 
 
-@pytest.mark.usefixtures("no_large_files")
 def test_a_shard_that_the_system_refuses(tmp_path: Path, source: Path) -> None:
-    with pytest.raises(RunFailed, match=r"the export to .*/hf failed: .*File too large.*`rlcore export`"):
+    with pytest.raises(RunFailed, match=r"the export to .*/hf failed: .*File too large.*`rlcore export`"), no_large_files():
         write(tmp_path / "hf", source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -89,12 +90,12 @@ def model_folder(path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def limited_files():
-    """The system refuses files above 200 bytes with EFBIG."""
-    import resource
-
+@contextmanager
+def limited_files() -> Iterator[None]:
+    """Inside, the system refuses files above 200 bytes with EFBIG: pytest's own output too, so no longer than it must."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

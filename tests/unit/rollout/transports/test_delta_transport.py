@@ -16,8 +16,6 @@ from rollout.transports.delta_files import CHANGES, Manifest
 from rollout.transports.follower import NOTES, Follower, keep_following, local_folder
 from rollout.transports.weight_folders import WeightFolders, published
 
-__all__ = ["limited_files"]
-
 
 @pytest.fixture
 def folders(tmp_path: Path) -> WeightFolders:
@@ -182,9 +180,8 @@ def test_a_change_of_unknown_or_untold_tensors_is_refused(folders: WeightFolders
         Follower(folders.root, tmp_path / "local").follow(2)
 
 
-@pytest.mark.usefixtures("limited_files")
 def test_a_disk_that_refuses_is_told(folders: WeightFolders) -> None:
-    with pytest.raises(RunFailed, match=r"could not be written to .*/weights .*File too large"):
+    with pytest.raises(RunFailed, match=r"could not be written to .*/weights .*File too large"), limited_files():
         publish_all(folders, make_weights())
 
 

@@ -14,7 +14,6 @@ from rlcore.errors import RunFailed
 from rollout.transports.disk import DiskTransport
 from rollout.transports.weight_folders import FullWriter, WeightFolders, check_sizes, published
 
-__all__ = ["limited_files"]
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -88,9 +87,9 @@ def test_an_earlier_runs_folders_are_counted_on_and_its_rest_removed(folders: We
     assert same(engine.weights, make_weights(1))
 
 
-@pytest.mark.usefixtures("limited_files")
 def test_a_disk_that_refuses_is_told_at_the_end(folders: WeightFolders) -> None:
-    with pytest.raises(RunFailed, match=r"could not be written to .*/weights \(rollout.engine.weights_dir\): .*File too large"):
+    message = r"could not be written to .*/weights \(rollout.engine.weights_dir\): .*File too large"
+    with pytest.raises(RunFailed, match=message), limited_files():
         asyncio.run(publish(DiskTransport(folders, timeout_s=5), [Reader()], make_weights()))
     assert names(folders) == []
 
