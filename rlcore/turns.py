@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 
 from rlcore.control import Control
 from rlcore.protocols import EngineMemory, MemoryTag, PolicyBackend
 
 
-class Turn(StrEnum):
+class Turn(str, Enum):
     GENERATING = "generating"       # engines have weights and caches, the trainer is parked in host memory
     TRAINING = "training"           # the trainer is on the device, engines have nothing there: their weights are gone
     HANDOVER = "handover"           # the trainer is on the device, engines have their weights
@@ -39,7 +39,7 @@ class Restore:
     tags: tuple[MemoryTag, ...]
 
 
-class Trainer(StrEnum):
+class Trainer(str, Enum):
     PARK = "park"
     UNPARK = "unpark"
     TRIM = "trim"                   # what was kept of the last passes' memory
@@ -88,7 +88,7 @@ class Turns:
 
     def _pass_on(self, turn: Turn) -> None:
         if (self.turn, turn) not in MOVES:
-            raise ValueError(f"{turn} cannot follow {self.turn}")
+            raise ValueError(f"{turn.value} cannot follow {self.turn.value}")
         for move in MOVES[self.turn, turn]:
             self._make(move)
         self.turn = turn
