@@ -24,10 +24,10 @@ SGLANG = "rollout.engine.kind=sglang"
 
 
 @pytest.fixture
-def python(tmp_path: Path) -> str:
-    """Stands for the interpreter of the engines' environment."""
+def python(tmp_path: Path, tiny_model: Path) -> tuple[str, str]:
+    """What stands for the interpreter of the engines' environment, and a model."""
     (tmp_path / "python").touch()
-    return f"rollout.engine.python={tmp_path / 'python'}"
+    return f"rollout.engine.python={tmp_path / 'python'}", f"model.path={tiny_model}"
 
 
 def config_of(*overrides: str) -> Config:
@@ -65,10 +65,12 @@ def test_embedded_engines_are_in_this_process_where_it_is_alone_and_so_are_they(
     assert [one.name for one in made] == [f"engine-{index}" for index in range(len(kinds))]
 
 
-def test_servers_have_names_and_logs_of_their_own_and_one_pair_of_keys(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_have_names_and_logs_of_their_own_and_one_pair_of_keys(
+    python: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(API_KEY, "given")
     monkeypatch.delenv(ADMIN_KEY, raising=False)
-    first, second = managed(python, "rollout.engine.count=2")
+    first, second = managed(*python, "rollout.engine.count=2")
     assert [first.name, second.name] == ["engine-0", "engine-1"]
     assert [str(one._child.log) for one in (first, second)] == [f"runs/x/logs/engine_{index}.log" for index in (0, 1)]
     assert first.keys is second.keys
@@ -83,7 +85,7 @@ def test_servers_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.server.url for one in made] == ["http://a:1", "http://b:2"]
 
 
-def test_a_server_is_told_what_the_trainer_needs_of_it(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_told_what_the_trainer_needs_of_it(python: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[dict[str, Any]] = []
     make = ManagedServer.__init__
 
@@ -93,18 +95,18 @@ def test_a_server_is_told_what_the_trainer_needs_of_it(python: str, monkeypatch:
 
     monkeypatch.setattr(ManagedServer, "__init__", spy)
     colocated, replay = "rollout.engine.colocated=true", "policy.routing_replay=engine"
-    managed(python)
-    managed(python, replay, colocated)
+    managed(*python)
+    managed(*python, replay, colocated)
     monkeypatch.setattr(engines.torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    managed(python, colocated)
-    managed(python, "rollout.engine.count=2", "rollout.engine.gpus=[3,1]")
+    managed(*python, colocated)
+    managed(*python, "rollout.engine.count=2", "rollout.engine.gpus=[3,1]")
     assert [given["arguments"] for given in recorded] == [
         {}, {"enable_return_routed_experts": True}, {"enable_memory_saver": True}, {}, {},
     ]  # fmt: skip
     assert [given["gpus"] for given in recorded] == [[], [], ["4"], ["7"], ["5"]]
 
 
-def test_without_an_environment_the_script_is_named(tmp_path: Path) -> None:
+def test_without_an_environment_the_script_is_named(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"rollout.engine.python: there is no /no/python; run scripts/install_sglang.sh"):
-        built(SGLANG, "rollout.engine.python=/no/python")
+        built(SGLANG, f"model.path={tiny_model}", "rollout.engine.python=/no/python")
