@@ -21,7 +21,10 @@ def assign_gpus(config: EngineConfig, *, visible: int, ranks: int) -> list[tuple
     Raises:
         ConfigError: there are too few, or `rollout.engine.gpus` names some that are not there or not to be had.
     """
-    if not visible or (config.device or "cuda") == "cpu":
+    if not visible or config.device == "cpu":
+        if config.gpus:
+            where = "engines are on the CPU (rollout.engine.device)" if config.device == "cpu" else "torch sees no GPU here"
+            raise ConfigError(f"rollout.engine.gpus: got {config.gpus}, but {where}: leave it out")
         return [()] * config.count
     trainer, width = range(min(ranks, visible)), config.tensor_parallel
     offered = list(config.gpus or (trainer if config.colocated else range(len(trainer), visible)))

@@ -51,7 +51,7 @@ class Child:
 
         Raises:
             UserError: it reported {"error": ...} instead: what it was told is wrong.
-            RunFailed: it ended before it was ready; the message holds the last lines of its log.
+            RunFailed: it cannot be run, or ended before it was ready; then the message holds the last lines of its log.
             DeadlineExceeded: it was not ready within `timeout_s` and was killed.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -64,8 +64,10 @@ class Child:
                     env=own_environment() if environment is None else environment,
                     start_new_session=True,     # Ctrl-C is for us to pass on
                 )
-        except BaseException:
+        except BaseException as error:
             reader.close()
+            if isinstance(error, OSError):
+                raise RunFailed(f"{self.name} cannot be started: {error}") from error
             raise
         finally:
             os.close(write_fd)

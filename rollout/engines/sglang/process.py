@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class ManagedServer:
         Call it from a thread that lives as long as the server shall.
 
         Raises:
+            ConfigError: `rollout.engine.host` is no address of this machine.
             UserError: an argument in `rollout.engine.server` that sglang does not know or take.
             RunFailed, DeadlineExceeded: it ended, or was not ready within `rollout.engine.start_timeout_s`; with the last
                 lines of its log.
@@ -166,16 +167,24 @@ def held_ports(host: str, count: int) -> Iterator[list[int]]:
     """Free ports, which nobody else is given while the context lasts, but who names one may listen on it.
 
     They are bound with SO_REUSEADDR and never listen: the kernel hands them out to no one, and lets a server bind them too.
+
+    Raises:
+        ConfigError: `host` is no address of this machine.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    held: list[socket.socket] = []
-    try:
-        for _ in range(count):
-            one = socket.socket(family, kind, protocol)
-            held.append(one)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind(address)
+    with ExitStack() as stack:
+        try:
+            held = [stack.enter_context(one) for one in _bound(host, count)]
+        except OSError as error:
+            raise ConfigError(
+                f"rollout.engine.host: no port of {host!r} can be had ({error}); expected an address of this machine"
+            ) from error
         yield [one.getsockname()[1] for one in held]
-    finally:
-        for one in held:
-            one.close()
+
+
+def _bound(host: str, count: int) -> Iterator[socket.socket]:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    for _ in range(count):
+        one = socket.socket(family, kind, protocol)
+        yield one
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(address)

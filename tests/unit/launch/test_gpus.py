@@ -44,6 +44,8 @@ def test_each_engine_gets_its_own(visible: int, ranks: int, engine: dict[str, An
         (8, 2, {"colocated": True, "count": 2, "tensor_parallel": 2}, r"need 4 GPUs, but the trainer, .* has 2 on"),
         (8, 4, {"count": 2, "gpus": [5]}, r"rollout.engine.gpus: got 1, but rollout.engine.count 2 x .* 1 need 2"),
         (4, 2, {"gpus": [4]}, r"rollout.engine.gpus: got 4, but this machine has GPUs 0 to 3"),
+        (0, 1, {"gpus": [0]}, r"rollout.engine.gpus: got \[0\], but torch sees no GPU here: leave it out"),
+        (8, 4, {"gpus": [5], "device": "cpu"}, r"rollout.engine.gpus: got \[5\], but engines are on the CPU"),
         (8, 4, {"colocated": True, "gpus": [4]}, r"rollout.engine.gpus: got 4, which no trainer process is on \(.* 0 to 3"),
     ],
 )  # fmt: skip

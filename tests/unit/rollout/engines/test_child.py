@@ -105,3 +105,10 @@ def test_one_that_is_late_is_ended(child: Child) -> None:
     with pytest.raises(DeadlineExceeded, match=r"not ready within 0\.5 s \(rollout\.engine\.start_timeout_s\)"):
         asyncio.run(start(child, STUBBORN.replace("ready('", "# ready('"), timeout_s=0.5))
     assert members(child.process.pid) == []
+
+
+def test_what_cannot_be_run_is_said_with_its_name(child: Child, tmp_path: Path) -> None:
+    (tmp_path / "python").touch()       # not executable
+    with pytest.raises(RunFailed, match=r"engine e cannot be started: .*Permission denied.*python"):
+        asyncio.run(child.start([str(tmp_path / "python")], lambda fd: b"", timeout_s=5.0))
+    assert not child.alive
