@@ -60,7 +60,11 @@ def managed(model: Path, log: Path, *, server: dict[str, Any] | None = None, **c
 def launch(server: ManagedServer) -> Served:
     """Start it. Close with `close`."""
     loop = LoopThread(f"loop of {server.name}")
-    return Served(server, loop.call(server.start(), seconds=START_S, what="starting SGLang"), loop)
+    try:
+        return Served(server, loop.call(server.start(), seconds=START_S, what="starting SGLang"), loop)
+    except BaseException:
+        loop.close()
+        raise
 
 
 def close(served: Served) -> None:

@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pytest
 import server_kit
 import yaml
 
@@ -22,13 +24,27 @@ from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
 
-def test_engines_alone_are_connected_by_what_the_command_prints(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def command(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """`rlcore engine CONFIG`; whatever becomes of the test, it and its server end."""
+    for name in (API_KEY, ADMIN_KEY):       # generated, whatever this machine's user has set
+        monkeypatch.delenv(name, raising=False)
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump({
         "run": {"name": "alone", "dir": str(tmp_path / "runs")}, "model": {"path": str(tiny_model), "dtype": "fp32"},
         "data": {"paths": "none.jsonl"}, "training": {"steps": 1}, "rollout": {"engine": server_kit.SETTINGS},
     }))  # fmt: skip
     process = subprocess.Popen([sys.executable, "-m", "rlcore", "engine", str(config)], stdout=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_engines_alone_are_connected_by_what_the_command_prints(
+    command: subprocess.Popen[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    process = command
+    assert process.stdout is not None
     deadline = threading.Timer(server_kit.START_S, process.kill)
     deadline.start()
     printed = []

@@ -172,10 +172,12 @@ server_kit.launch(server_kit.managed(Path({model!r}), Path({log!r})))
 def test_nothing_outlives_a_trainer_that_is_killed_while_its_server_starts(tiny_model: Path, tmp_path: Path) -> None:
     script = OWNER.format(folder=str(Path(__file__).resolve().parent), model=str(tiny_model), log=str(tmp_path / "owned.log"))
     owner = subprocess.Popen([sys.executable, "-c", script])
-    server = child_of(owner.pid)
-    appeared(server, "spawn_main")      # a child whose interpreter has only just started, and knows of nothing yet
-    owner.kill()
-    owner.wait()
+    try:
+        server = child_of(owner.pid)
+        appeared(server, "spawn_main")      # a child whose interpreter has only just started, and knows of nothing yet
+    finally:
+        owner.kill()
+        owner.wait()
     assert gone(server)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import psutil
@@ -31,7 +32,9 @@ TWO = (
 def test_no_sample_is_lost_or_counted_twice(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lab, sabotage = Lab(tmp_path, tiny_model), Sabotage(dict(PLAN))
+    model = tmp_path / "model"      # of its own: the session's server has the other, and runs on
+    shutil.copytree(tiny_model, model)
+    lab, sabotage = Lab(tmp_path, model), Sabotage(dict(PLAN))
     sabotage.install(monkeypatch, ManagedServer)
     run = lab.train("chaos", *TWO)
     assert run.code == 0, run.err
@@ -46,4 +49,4 @@ def test_no_sample_is_lost_or_counted_twice(
     assert sum(row["rollout/retried_requests"] for row in rows) >= 3
     assert all(row["rollout/train_rollout_logprob_diff"] < 1e-5 for row in rows), "every sample from its own version"
     running = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-    assert not [line for line in running if str(tiny_model) in line and "entry.py" in line]
+    assert not [line for line in running if str(model) in line and "entry.py" in line]
