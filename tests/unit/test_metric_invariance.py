@@ -131,6 +131,7 @@ def test_what_is_measured(config: Config) -> None:
     elsewhere = {
         "rollout/reward_errors", "rollout/reward_timeouts", "rollout/requeued_prompts", "rollout/excluded_prompts",
         "rollout/baseline_reward", "val/clipfrac_avg", "correction/clipped_fraction",
+        "rollout/engine_restarts", "rollout/retried_requests", "rollout/engines_serving",
     }  # fmt: skip
     assert {name for name in METRICS if name.startswith(sections) and "<" not in name} - elsewhere == {
         name for name in metrics if name.startswith(sections)
