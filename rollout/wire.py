@@ -69,15 +69,14 @@ class EngineSink:
     Args:
         members: on `loop`, which runs in another thread.
         device: where the trainer's buckets are.
-        host: the address under which the engines reach this process.
     """
 
     def __init__(
         self, config: Config, members: Members, loop: asyncio.AbstractEventLoop, *,
-        device: torch.device | str = "cpu", host: str = "127.0.0.1",
+        device: torch.device | str = "cpu",
     ) -> None:
         self._config, self._members, self._loop = config, members, loop
-        self._device, self._host = torch.device(device), host
+        self._device = torch.device(device)
         self._mode = config.rollout.on_update
         self._limit = config.rollout.engine.update_timeout_s
         self._probe = config.rollout.engine.health_timeout_s
@@ -138,7 +137,7 @@ class EngineSink:
         await self._step("pause", lambda e: e.pause(self._mode), self._patience)
         await self._step("begin_update", lambda e: e.begin_update(buckets), self._limit)
         if self._transport is None:
-            self._transport = choose_transport(self._config, self._taking, device=self._device, host=self._host)
+            self._transport = choose_transport(self._config, self._taking, device=self._device)
         await self._all_or_again(self._transport.open(self._taking, buckets), "the way of the weights was not opened")
 
     async def _send(self, bucket: Bucket, flat: Tensor) -> None:

@@ -93,6 +93,11 @@ class RemoteEngine:
         return self._child.ended
 
     @property
+    def url(self) -> str:
+        """Where the process is reached; "" before the first start."""
+        return self._url
+
+    @property
     def pid(self) -> int | None:
         return self._child.process.pid if self._child.process is not None else None
 

@@ -129,8 +129,9 @@ def make_group(address: GroupAddress, rank: int, store: dist.Store) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit * WATCHDOG_FACTOR
         return dist.ProcessGroupNCCL(store, rank, address.world_size, options)
-    if not is_loopback(address.host):
+    if rank > 0 and not is_loopback(address.host):
         return dist.ProcessGroupGloo(store, rank, address.world_size, limit)    # picks the interface of the host name
+    # Rank 0 is at `host`; its host's name may stand for the loopback interface, where others do not reach it.
     local = dist.ProcessGroupGloo._Options()    # type: ignore[attr-defined]
     local._devices = [dist.ProcessGroupGloo.create_device(hostname=address.host)]
     local._timeout = limit

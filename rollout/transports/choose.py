@@ -20,14 +20,14 @@ from rollout.transports.tensor import TensorTransport
 from rollout.transports.weight_folders import WeightFolders
 
 
-def choose_transport(config: Config, engines: Sequence[RolloutEngine], *, device: torch.device, host: str) -> Transport:
+def choose_transport(config: Config, engines: Sequence[RolloutEngine], *, device: torch.device) -> Transport:
     """Raises ConfigError where the engines have no common way, or not the one that is configured."""
     limit, probe = config.rollout.engine.update_timeout_s, config.rollout.engine.health_timeout_s
     name = choose_name(config.rollout.engine, [engine.transports for engine in engines])
     if name == "copy":
         return CopyTransport(timeout_s=limit)
     if name == "distributed":
-        return DistributedTransport(device=device, host=host, timeout_s=limit, probe_s=probe)
+        return DistributedTransport(device=device, timeout_s=limit, probe_s=probe)
     if name == "tensor":
         return TensorTransport(timeout_s=limit, probe_s=probe)
     tokenizer = config.model.tokenizer

@@ -8,15 +8,19 @@ SGLang sets no deadline of its own. The price is that every engine's copy leaves
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.errors import RunFailed
+from rlcore.errors import EngineFailed, RunFailed
 from rlcore.weights import Bucket
 from rollout.engines.weight_group import Backend, GroupAddress, WeightGroup, gpu_identity, open_store
 from rollout.transports.base import Engine, Failures, ask
@@ -30,6 +34,7 @@ class GroupEngine(Protocol):
     """An engine that can be in a process group for weights."""
 
     name: str
+    url: str                # where it is reached; the trainer is told to it as what it is on the way there
     group_ranks: int        # how many ranks of the group are its own: one for each of its tensor-parallel ranks
     in_group: str | None    # the name of the group that it is in; None again when it was started or connected anew
 
@@ -49,15 +54,14 @@ class DistributedTransport:
 
     Args:
         device: where the trainer's buckets are.
-        host: the address under which the engines reach this process.
         timeout_s: for one bucket (`rollout.engine.update_timeout_s`).
         probe_s: for an answer to /health (`rollout.engine.health_timeout_s`).
     """
 
     name = "distributed"
 
-    def __init__(self, *, device: torch.device, host: str, timeout_s: float, probe_s: float) -> None:
-        self._device, self._host, self._timeout_s, self._probe_s = device, host, timeout_s, probe_s
+    def __init__(self, *, device: torch.device, timeout_s: float, probe_s: float) -> None:
+        self._device, self._timeout_s, self._probe_s = device, timeout_s, probe_s
         self._links: dict[Engine, Link] = {}
         self._engines: list[Engine] = []        # of the transaction at hand
 
@@ -71,7 +75,7 @@ class DistributedTransport:
             backend = choose_backend(gpu_identity(self._device), health["gpu"])
             self._links[engine] = Link(engine, backend, self._device, self._timeout_s)
         self._engines = [engine for engine in engines if engine not in answers.failed]
-        return answers.failed | await self._on_links(lambda link: link.join(self._host))
+        return answers.failed | await self._on_links(lambda link: link.join())
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
         if all(self._links[engine].backend == "gloo" for engine in self._engines):
@@ -113,12 +117,15 @@ class Link:
         """Not where the engine was started again since: its new process knows of no group."""
         return self.group is not None and self.group.is_open and self.group.address.name == self.engine.in_group
 
-    async def join(self, host: str) -> str | None:
+    async def join(self) -> str | None:
         """Make the group unless it is there."""
         if self.is_whole:
             return None
         limit = min(self._timeout_s, JOIN_S)
-        store, port = open_store(host, self._timeout_s)
+        try:
+            host, store, port = await asyncio.to_thread(self._meeting_place)
+        except (EngineFailed, OSError, dist.DistError) as error:     # recovery: without this engine, by the caller
+            return f"engine {self.engine.name} cannot be met: {error}"
         size = 1 + self.engine.group_ranks
         address = GroupAddress(host, port, size, self.backend, self._timeout_s, f"weights-{secrets.token_hex(8)}")
         meeting = in_thread(lambda: WeightGroup(address, 0, device=self._device, store=store))
@@ -128,9 +135,13 @@ class Link:
             return why
         try:
             self.group = await meeting
-        except RunFailed as error:      # recovery: without this engine, by the caller
+        except RunFailed as error:      # recovery: as above
             return str(error)
         return None
+
+    def _meeting_place(self) -> tuple[str, dist.TCPStore, int]:
+        host = own_address(self.engine.url)
+        return host, *open_store(host, self._timeout_s)
 
     async def send(self, bucket: Bucket, flat: Tensor) -> str | None:
         group = self.group
@@ -157,6 +168,16 @@ class Link:
         return (await ask([self.engine], what, call, seconds)).failed.get(self.engine)
 
 
+def own_address(url: str) -> str:
+    """The address under which the server at `url` reaches this machine: the one that packets to it carry. Sends none."""
+    parts = urlsplit(url)
+    family, kind, protocol, _, there = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as way:
+        way.connect(there)
+        address = str(way.getsockname()[0])
+    return "127.0.0.1" if ipaddress.ip_address(address).is_loopback else address
+
+
 def close_late(meeting: asyncio.Future[WeightGroup]) -> None:
     """The group came together, if it did, when nobody wanted it any more."""
     if meeting.exception() is None:
@@ -176,10 +197,11 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
                 future.set_exception(error)
 
     def run() -> None:
-        result, error = None, None
+        result: T | None = None
+        error: BaseException | None = None
         try:
             result = work()
-        except RunFailed as failure:
+        except BaseException as failure:    # noqa: BLE001 - recovery: for whoever waits, who would else wait forever
             error = failure
         if not loop.is_closed():        # else nobody waits any more
             loop.call_soon_threadsafe(tell, result, error)

@@ -21,7 +21,7 @@ LIMIT_S = 4.0
 
 
 def make_transport():
-    return DistributedTransport(device=torch.device("cpu"), host="127.0.0.1", timeout_s=LIMIT_S, probe_s=2.0)
+    return DistributedTransport(device=torch.device("cpu"), timeout_s=LIMIT_S, probe_s=2.0)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ class Engine:
     """Takes whatever it is sent, and says where it is."""
 
     def __init__(self, gpu: str | None, *, ranks: int = 2) -> None:
-        self.name, self.gpu, self.group_ranks = "engine-0", gpu, ranks
+        self.name, self.url, self.gpu, self.group_ranks = "engine-0", "http://127.0.0.1:30000", gpu, ranks
         self.in_group: str | None = None
         self.joined: list[tuple[GroupAddress, int]] = []
         self.taken: list[list[str]] = []
@@ -70,7 +70,7 @@ def test_both_sides_of_a_group_are_told_nccl(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(distributed, "gpu_identity", lambda device: "GPU-a")
     monkeypatch.setattr(distributed, "WeightGroup", group)
     engine = Engine("GPU-b")
-    transport = DistributedTransport(device=CUDA, host="127.0.0.1", timeout_s=5.0, probe_s=5.0)
+    transport = DistributedTransport(device=CUDA, timeout_s=5.0, probe_s=5.0)
     assert asyncio.run(transport.open([engine], [BUCKET])) == {}
     [(address, rank)] = engine.joined
     assert made == [address]
