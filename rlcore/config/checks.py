@@ -27,6 +27,7 @@ from rlcore.config.problems import Problem
 from rlcore.config.reward import RewardConfig
 from rlcore.config.rollout import RolloutConfig
 from rlcore.config.root import Config
+from rlcore.config.server_checks import managed_servers
 
 Problems = Iterator[Problem]
 Check = Callable[[Config], Problems]
@@ -228,6 +229,7 @@ CHECKS: tuple[Check, ...] = (
     keep_sets,
     engine_kind,
     engine_servers,
+    managed_servers,
     engine_transport,
     engine_gpus,
     colocated,

@@ -40,7 +40,9 @@ def engine_gpus(config: Config) -> Iterator[Problem]:
     engine = config.rollout.engine
     if not engine.gpus:
         return
-    if len(set(engine.gpus)) < len(engine.gpus):
+    if engine.device == "cpu":
+        yield Problem("rollout.engine.gpus", f"got {engine.gpus}, but rollout.engine.device is 'cpu': leave one of them out")
+    elif len(set(engine.gpus)) < len(engine.gpus):
         twice = next(gpu for gpu in engine.gpus if engine.gpus.count(gpu) > 1)
         yield Problem("rollout.engine.gpus", f"{twice} is named twice: every rank of every engine needs a GPU of its own")
     elif len(engine.gpus) < (needed := engine.count * engine.tensor_parallel):

@@ -1,5 +1,5 @@
 """From `rollout.engine` to the command line of an SGLang server. Names and values are checked by SGLang's own parser, in its
-process (entry.py); here only what rlcore decides itself is refused."""
+process (entry.py); what rlcore decides itself is refused when a configuration is loaded."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlcore.config.rollout import EngineConfig
-from rlcore.errors import ConfigError
-from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -27,45 +25,6 @@ CPU_DEFAULTS: dict[str, Any] = {
     "max_running_requests": 64,
 }
 
-_WEIGHTS = "weights are published to the ranks of one server, all of which hold parts of every layer"
-_ELSEWHERE = "an engine over several machines is started by hand, and given by rollout.engine.urls"
-_PLAIN = "engines speak plain HTTP on rollout.engine.host; put a proxy with TLS in front, and give rollout.engine.urls"
-OURS: dict[str, str] = {            # what to do instead
-    "model_path": "set model.path",
-    "model": "set model.path",
-    "tokenizer_path": "set model.tokenizer",
-    "dtype": "set rollout.engine.dtype",
-    "tp_size": "set rollout.engine.tensor_parallel",
-    "tensor_parallel_size": "set rollout.engine.tensor_parallel",
-    "device": "set rollout.engine.device",
-    "base_gpu_id": "set rollout.engine.gpus",
-    "gpu_id_step": "set rollout.engine.gpus",
-    "host": "set rollout.engine.host",
-    "port": "free ports are chosen when the engine starts",
-    "nccl_port": "free ports are chosen when the engine starts",
-    "api_key": f"set {API_KEY} in the environment",
-    "admin_api_key": f"set {ADMIN_KEY} in the environment",
-    "config": "write its arguments here",
-    "dp_size": f"set rollout.engine.count: {_WEIGHTS}",
-    "data_parallel_size": f"set rollout.engine.count: {_WEIGHTS}",
-    "pp_size": f"set rollout.engine.tensor_parallel: {_WEIGHTS}",
-    "pipeline_parallel_size": f"set rollout.engine.tensor_parallel: {_WEIGHTS}",
-    "nnodes": _ELSEWHERE,
-    "node_rank": _ELSEWHERE,
-    "dist_init_addr": _ELSEWHERE,
-    "tokenizer_worker_num": "sglang asks for its keys only where it has one tokenizer",
-    "ssl_keyfile": _PLAIN,
-    "ssl_certfile": _PLAIN,
-    "weight_version": "it counts the publications of the run",
-}
-
-
-def check_server_arguments(server: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an argument of `rollout.engine.server` that rlcore sets itself, with what to do instead."""
-    for name in server:
-        if (instead := OURS.get(name.lstrip("-").replace("-", "_"))) is not None:
-            raise ConfigError(f"rollout.engine.server.{name}: not to be given here: {instead}")
-
 
 def command_line(
     config: EngineConfig, *, model_path: str, tokenizer: str | None, dtype: str, device: str, port: int, nccl_port: int,
@@ -79,7 +38,6 @@ def command_line(
         port, nccl_port: held for the server until it listens on them.
         arguments: more of sglang's own, by name, beside `config.server` and over it.
     """
-    check_server_arguments(config.server)
     given = {name.lstrip("-").replace("-", "_"): value for name, value in config.server.items()}
     values = DEFAULTS | (CPU_DEFAULTS if device == "cpu" else {}) | given | dict(arguments)
     values |= {

@@ -15,16 +15,16 @@ import orjson
 import torch
 
 from rlcore.config.rollout import EngineConfig
+from rlcore.config.server_checks import cannot_start
 from rlcore.errors import ConfigError
 from rollout.engines.child import Child, without_rank
-from rollout.engines.sglang.arguments import check_server_arguments, command_line
+from rollout.engines.sglang.arguments import command_line
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 from rollout.vocabulary import folder_vocab_size
 
 ENTRY = Path(__file__).with_name("entry.py")
 CHECKOUT = Path(__file__).resolve().parents[3]
 LOG_LINES = 30              # a traceback of the scheduler, and what its parent says to it
-ANY_ADDRESS = ("", "0.0.0.0", "::")
 # The trainer's Python path and secrets are none of the engine's.
 NOT_FOR_ENGINES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", API_KEY, ADMIN_KEY}
 
@@ -54,7 +54,8 @@ class ManagedServer:
         self, name: str, model_path: str, *, config: EngineConfig, dtype: str, tokenizer: str | None, log: Path, keys: Keys,
         gpus: Sequence[str] = (), arguments: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        _check(config)
+        for problem in cannot_start(config):
+            raise ConfigError(str(problem))
         folder_vocab_size(model_path)       # the server would say so in a long log
         self.name, self.model_path, self.config, self.keys = name, os.path.abspath(model_path), config, keys
         self.device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -126,18 +127,6 @@ class ManagedServer:
     async def kill(self) -> None:
         """End it at once with all that it started, stopped processes too."""
         await self._child.kill()
-
-
-def _check(config: EngineConfig) -> None:
-    check_server_arguments(config.server)
-    if config.host in ANY_ADDRESS:
-        raise ConfigError(
-            f"rollout.engine.host: {config.host!r} is every address of this machine; give one that others can reach it at"
-        )
-    if config.device not in (None, "cuda", "cpu"):
-        raise ConfigError(
-            f"rollout.engine.device: got {config.device!r}, expected 'cuda' or 'cpu'; rollout.engine.gpus chooses among GPUs"
-        )
 
 
 def engine_python(config: EngineConfig) -> str:

@@ -23,6 +23,7 @@ COLOCATED = (SGLANG, "rollout.engine.colocated=true")
         ([*COLOCATED, "rollout.engine.transport=distributed"], "rollout.engine.transport.*got 'distributed', but NCCL"),
         ([*COLOCATED, "rollout.engine.server={--enable-memory-saver: false}"],
          "rollout.engine.server.enable_memory_saver.*got false"),
+        ([SGLANG, "rollout.engine.gpus=[1]", "rollout.engine.device=cpu"], "rollout.engine.gpus.*device is 'cpu'"),
         ([SGLANG, "rollout.engine.gpus=[1,2,1]", "rollout.engine.count=3"], "rollout.engine.gpus.*1 is named twice"),
         ([SGLANG, "rollout.engine.gpus=[1,2,3]", "rollout.engine.count=2", "rollout.engine.tensor_parallel=2"],
          "rollout.engine.gpus.*got 3, but count 2 x tensor_parallel 2 need 4"),

@@ -103,6 +103,8 @@ def paths(lines: list[str]) -> list[str]:
          ["rollout.engine.in_process", "rollout.engine.max_batch"]),
         ([*BY_URL, "rollout.engine.count=2", "rollout.engine.threads=1", "rollout.engine.restart.limit=1"],
          [f"rollout.engine.{key}" for key in ("count", "threads", "restart")]),
+        ([SGLANG, "rollout.engine.server={tp-size: 2}", "rollout.engine.host=0.0.0.0", "rollout.engine.device=gpu"],
+         ["rollout.engine.server.tp-size", "rollout.engine.host", "rollout.engine.device"]),
         ([SGLANG, "rollout.engine.urls=[x:1]"], ["rollout.engine.urls"]),
         ([SGLANG, "rollout.engine.urls=[http://x:1,http://x:1]"], ["rollout.engine.urls"]),
         ([SGLANG, "rollout.engine.router_url=http://x:1"], ["rollout.engine.router_url"]),

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from rlcore.config.rollout import EngineConfig
+from rlcore.config.server_checks import OURS, cannot_start
 from rlcore.errors import ConfigError, ModelError
 from rollout.engines.child import members
-from rollout.engines.sglang.arguments import OURS, check_server_arguments, command_line, option
+from rollout.engines.sglang.arguments import command_line, option
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 from rollout.engines.sglang.process import ENTRY, ManagedServer, cores_of_ranks, engine_python, held_ports
 
@@ -56,9 +57,13 @@ def test_values_as_words(value: object, expected: list[str]) -> None:
 @pytest.mark.parametrize("name", [*OURS, "tp-size", "--tp-size"])
 def test_what_rlcore_sets_itself_is_refused_with_what_to_do(name: str) -> None:
     instead = OURS[name.removeprefix("--").replace("-", "_")]
-    with pytest.raises(ConfigError) as error:
-        check_server_arguments({"context_length": 64, name: 1})
-    assert str(error.value) == f"rollout.engine.server.{name}: not to be given here: {instead}"
+    (problem,) = cannot_start(EngineConfig(kind="sglang", server={"context_length": 64, name: 1}))
+    assert str(problem) == f"rollout.engine.server.{name}: not to be given here: {instead}"
+
+
+def test_the_names_of_the_keys_are_those_that_are_read() -> None:
+    assert API_KEY in OURS["api_key"].split()
+    assert ADMIN_KEY in OURS["admin_api_key"].split()
 
 
 def test_keys_come_from_the_environment_or_are_made_and_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +113,7 @@ def test_a_missing_environment_names_the_script_that_makes_it(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"host": "0.0.0.0"}, r"rollout\.engine\.host: '0\.0\.0\.0' is every address"),
+    ({"server": {"--api-key": "x"}}, r"rollout\.engine\.server\.--api-key: not to be given here"),
     ({"device": "cuda:1"}, r"rollout\.engine\.device: got 'cuda:1', expected 'cuda' or 'cpu'; rollout\.engine\.gpus"),
 ])
 def test_what_no_server_can_be_started_with(
