@@ -113,8 +113,16 @@ class Fleet:
         """The publication was given up while it took part."""
         self._on(engine, Event.MISSED)
 
+    async def out(self, engine: RolloutEngine, why: str) -> None:
+        """It failed a step of a publication. Returns when it is ended, and holds up nobody any more.
+
+        Where it died in the middle and runs again by now, that was said of its last life, and the new one goes on.
+        """
+        if self._member(engine).health.state in (State.DRAINING, State.DEAD):
+            await self.failed(engine, why)
+
     async def failed(self, engine: RolloutEngine, why: str) -> None:
-        """It failed a step of a publication; once is enough. Returns when it is ended, and holds up nobody any more."""
+        """It failed what it was asked for in its present life; once is enough. Returns when it is ended."""
         member = self._member(engine)
         self._fail(member, why)
         if member.ending is not None:

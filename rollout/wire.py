@@ -58,7 +58,7 @@ class Members(Protocol):
         """The publication was given up while it took part: it waits for the next."""
         ...
 
-    async def failed(self, engine: RolloutEngine, why: str) -> None:
+    async def out(self, engine: RolloutEngine, why: str) -> None:
         """It missed a part. Returns when it holds up nobody any more. Raises RunFailed when none is left for good."""
         ...
 
@@ -184,7 +184,7 @@ class EngineSink:
         for engine, why in failed.items():
             logger.warning("engine %s is out: %s", engine.name, why)
             self._taking.remove(engine)
-        await asyncio.gather(*(self._members.failed(engine, why) for engine, why in failed.items()))
+        await asyncio.gather(*(self._members.out(engine, why) for engine, why in failed.items()))
         if not self._taking:
             raise PublicationFailed(f"no engine takes the new weights: {'; '.join(failed.values())}")
 
@@ -226,7 +226,7 @@ class Roster:
 
     def missed(self, engine: RolloutEngine) -> None: ...
 
-    async def failed(self, engine: RolloutEngine, why: str) -> None:
+    async def out(self, engine: RolloutEngine, why: str) -> None:
         self.engines.remove(engine)
         self.dropped[engine.name] = why
         answers = await ask([engine], "kill", lambda e: e.kill(), KILL_S)

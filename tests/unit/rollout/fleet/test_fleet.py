@@ -122,6 +122,24 @@ def test_a_publication_that_ends_after_the_engine_failed_does_not_revive_it(on_s
     on_site("ab", use)
 
 
+def test_a_step_that_failed_in_an_earlier_life_does_not_harm_the_next(on_site):
+    """The others of a publication may take their time: until all have answered, one that died can be back."""
+
+    async def use(site):
+        a, b = site.engines
+        for engine in (a, b):
+            site.fleet.draining(engine)
+        await site.fleet.failed(a, "killed")
+        await site.until("stale draining")
+        await site.fleet.out(a, "it did not answer begin_update: killed")
+        assert site.states() == "stale draining"
+        assert (a.lives, site.fleet.restarts) == (2, 1)
+        await site.fleet.out(b, "it did not answer begin_update")
+        assert site.states() == "stale dead"
+
+    on_site("ab", use)
+
+
 def test_failed_returns_when_the_engine_is_ended(on_site):
     async def use(site):
         await site.fleet.failed(site.engines[0], "enough")
