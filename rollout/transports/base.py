@@ -53,15 +53,8 @@ class Answers:
     failed: Failures = field(default_factory=dict)
 
 
-async def ask(
-    engines: Sequence[Engine], what: str, call: Callable[[Any], Awaitable[Any]], seconds: float, *,
-    on_failure: Callable[[], None] | None = None,
-) -> Answers:
-    """`call(engine)` for every engine at once; each has `seconds`, and a little grace for its own deadline to speak first.
-
-    Args:
-        on_failure: called as soon as the first engine fails, while the others may still wait for it.
-    """
+async def ask(engines: Sequence[Engine], what: str, call: Callable[[Any], Awaitable[Any]], seconds: float) -> Answers:
+    """`call(engine)` for every engine at once; each has `seconds`, and a little grace for its own deadline to speak first."""
     answers = Answers()
 
     async def one(engine: Engine) -> None:
@@ -71,8 +64,6 @@ async def ask(
         [outcome] = outcomes
         if isinstance(outcome, BaseException):
             answers.failed[engine] = describe(outcome)
-            if on_failure is not None:
-                on_failure()
         else:
             answers.results[engine] = outcome
 

@@ -17,8 +17,12 @@ class Turnstile:
 
     async def __aenter__(self) -> None:
         """Inside the block a call counts as in flight. Raises EngineHangs when it was not opened for `timeout_s`."""
-        if not self._open.is_set() and not await _happens(self._open, self.timeout_s):
-            raise self._hangs("was paused and not resumed")
+        deadline = 0.0
+        while not self._open.is_set():          # who waited is woken a moment later, when it may be closed again
+            now = asyncio.get_running_loop().time()
+            deadline = deadline or now + self.timeout_s
+            if not await _happens(self._open, deadline - now):
+                raise self._hangs("was paused and not resumed")
         self.inside += 1
         self._empty.clear()
 

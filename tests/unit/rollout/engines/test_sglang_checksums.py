@@ -114,3 +114,11 @@ def test_what_was_not_sent_and_what_the_server_has_besides(attention):
 def test_a_family_whose_layout_is_not_known_is_refused():
     with pytest.raises(ConfigError, match=r"verify_every: .* of type deepseek_v3 \(known: llama, .*\): set it to 0"):
         FusedChecksums({"model_type": "deepseek_v3"}, ranks=1, dtype=None)
+
+
+@pytest.mark.parametrize(
+    "nonsense", [{}, {"checksums": {}}, {"checksums": None, "parallelism_info": [{"tp_rank": 0}]}, "ok", None]
+)
+def test_an_answer_that_is_none_is_told_of_the_engine_and_raises_nothing(nonsense):
+    checksums = told(FusedChecksums(DENSE, ranks=1, dtype=None), {"b.norm.weight": torch.zeros(2)})
+    assert "not told as SGLang tells them" in checksums.problem([nonsense])
