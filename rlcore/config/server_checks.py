@@ -36,9 +36,11 @@ OURS: dict[str, str] = {            # arguments of sglang.launch_server -> what 
     "nnodes": _ELSEWHERE,
     "node_rank": _ELSEWHERE,
     "dist_init_addr": _ELSEWHERE,
+    "nccl_init_addr": _ELSEWHERE,
     "tokenizer_worker_num": "sglang asks for its keys only where it has one tokenizer",
     "ssl_keyfile": _PLAIN,
     "ssl_certfile": _PLAIN,
+    "ssl_keyfile_password": _PLAIN,
     "weight_version": "it counts the publications of the run",
 }
 

@@ -54,12 +54,13 @@ def command_line(
 
 
 def option(name: str, value: Any) -> list[str]:
-    """One argument as words: true is a flag; false and null are left out, as nothing but that is sglang's default."""
-    flag = "--" + name.replace("_", "-")
-    if value is None or value is False:
+    """One argument as words: true is a flag, false its opposite (entry.py knows whether sglang has one), null nothing."""
+    name = name.replace("_", "-")
+    flag = f"--{name}"
+    if value is None:
         return []
-    if value is True:
-        return [flag]
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{name}"]
     if isinstance(value, list | tuple):
         return [flag, *(str(one) for one in value)]
     return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]

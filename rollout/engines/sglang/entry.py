@@ -26,7 +26,7 @@ import signal  # noqa: E402
 import time  # noqa: E402
 import urllib.error  # noqa: E402
 import urllib.request  # noqa: E402
-from collections.abc import Callable  # noqa: E402
+from collections.abc import Callable, Collection  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 VERSION = "0.5.23"
@@ -57,6 +57,11 @@ def stand_in() -> None:
     importlib.import_module("stand_ins").install()
 
 
+def without_idle(arguments: list[str], known: Collection[str]) -> list[str]:
+    """Without `--no-x` where SGLang knows but `--x`: a switch that is off anyway. Some have both, and are on by themselves."""
+    return [word for word in arguments if word in known or not (word.startswith("--no-") and f"--{word[5:]}" in known)]
+
+
 class BadArgument(Exception):
     """An argument that SGLang does not know or take."""
 
@@ -73,15 +78,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise BadArgument(message)
 
-    def check(self, arguments: list[str]) -> None:
-        """Raises BadArgument, for an unknown one with the nearest there is."""
+    def check(self, arguments: list[str]) -> list[str]:
+        """Those to start with. Raises BadArgument, for an unknown one with the nearest there is."""
+        arguments = without_idle(arguments, self._option_string_actions)
         _, unknown = self.parse_known_args(arguments)
         for name in (argument.partition("=")[0] for argument in unknown if argument.startswith("--")):
+            name = f"--{name.removeprefix('--no-').removeprefix('--')}"      # as it was given: false for the rest
             near = difflib.get_close_matches(name, self._option_string_actions, n=1)
             hint = f"; did you mean {near[0][2:].replace('-', '_')}?" if near else ""
             raise BadArgument(f"sglang {VERSION} has no argument {name[2:].replace('-', '_')}{hint}")
         if unknown:
             raise BadArgument(f"sglang {VERSION} does not understand {' '.join(unknown)}")
+        return arguments
 
 
 def serve(arguments: list[str], told: dict[str, Any]) -> None:
@@ -154,13 +162,13 @@ def main() -> int:
     try:
         if __version__ != VERSION:
             raise BadArgument(f"this is sglang {__version__}; rlcore drives {VERSION}: run scripts/install_sglang.sh")
-        Parser().check(sys.argv[1:])
+        arguments = Parser().check(sys.argv[1:])
     except BadArgument as error:
         report(told, {"error": str(error)})
         print(error, file=sys.stderr)
         return EXIT_BAD_ARGUMENT
     try:
-        serve(sys.argv[1:], told)
+        serve(arguments, told)
     except KeyboardInterrupt:       # how uvicorn passes SIGINT on, when it has ended what it had
         pass
     finally:

@@ -14,9 +14,10 @@ _library: torch.library.Library | None = None       # its definitions go with it
 
 
 def install() -> None:
-    """For a torch without CUDA; does nothing for another."""
+    """Does nothing where there is a GPU."""
     if torch.version.cuda is None:
         _define_torchvision_operators()
+    if not torch.cuda.is_available():
         torch.cuda.cudart = NoCudart        # type: ignore[assignment]
 
 

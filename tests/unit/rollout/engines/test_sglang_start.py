@@ -16,6 +16,7 @@ from rlcore.config.server_checks import OURS, cannot_start
 from rlcore.errors import ConfigError, ModelError
 from rollout.engines.child import members
 from rollout.engines.sglang.arguments import command_line, option
+from rollout.engines.sglang.entry import without_idle
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 from rollout.engines.sglang.process import ENTRY, ManagedServer, cores_of_ranks, engine_python, held_ports
 
@@ -47,11 +48,17 @@ def test_what_the_run_needs_is_stronger_than_what_the_user_says() -> None:
 
 
 @pytest.mark.parametrize(("value", "expected"), [
-    (True, ["--some-name"]), (False, []), (None, []), (-1, ["--some-name=-1"]), ([1, 2], ["--some-name", "1", "2"]),
-    ({"a": [1]}, ['--some-name={"a": [1]}']), ("two words", ["--some-name=two words"]),
+    (True, ["--some-name"]), (False, ["--no-some-name"]), (None, []), (-1, ["--some-name=-1"]),
+    ([1, 2], ["--some-name", "1", "2"]), ({"a": [1]}, ['--some-name={"a": [1]}']), ("two words", ["--some-name=two words"]),
 ])
 def test_values_as_words(value: object, expected: list[str]) -> None:
     assert option("some_name", value) == expected
+
+
+def test_a_switch_that_is_off_anyway_is_not_switched_off() -> None:
+    known = {"--plain", "--both", "--no-both"}
+    given = ["--no-plain", "--no-both", "--no-such", "--plain"]
+    assert without_idle(given, known) == ["--no-both", "--no-such", "--plain"]
 
 
 @pytest.mark.parametrize("name", [*OURS, "tp-size", "--tp-size"])
