@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Make .venv-sglang, the engines' own environment: sglang pins a torch of its own and shares nothing with the trainer's.
 #   ./scripts/install_sglang.sh [--gpu]        CPU: 3 GB, 2 to 4 minutes.  --gpu: sglang[all] with its CUDA packages
-# PYTHON chooses the interpreter. Does nothing where the same list is already installed; anything else there is made anew.
+# PYTHON chooses the interpreter, 3.11 to 3.13. Does nothing where the same is already installed; anything else there is made
+# anew, except that packages for GPUs make way for those for the CPU only when you remove them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv-sglang list=scripts/requirements-sglang-cpu.txt version=0.5.23 kind=cpu
@@ -9,13 +10,17 @@ if [ "${1:-}" = --gpu ]; then kind=gpu; shift; fi
 if [ $# -gt 0 ]; then echo "usage: install_sglang.sh [--gpu]; got: $*" >&2; exit 2; fi
 
 fail() { echo "install_sglang: $*" >&2; exit 1; }
-want="$kind sglang $version $(cksum < "$list")"
+want="$kind sglang $version"
+if [ $kind = cpu ]; then want+=" $(cksum < "$list")"; fi
 # The stamp is written last: a half-made environment has none. One whose interpreter has gone does not run.
 made() { [ "$(cat "$venv/installed" 2>/dev/null)" = "$want" ] && "$venv/bin/python" -c '' 2>/dev/null; }
 
-exec 9< "$list"     # two at a time would each remove what the other makes
+exec 9>> "$list"    # two at a time would each remove what the other makes; open to write, which NFS asks of a lock
 flock 9
 if made; then exit 0; fi
+if [ $kind = cpu ] && grep -qs '^gpu ' "$venv/installed"; then
+    fail "$venv holds the packages for GPUs; remove it to have those for the CPU made"
+fi
 
 python="${PYTHON:-python3}"
 "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' ||

@@ -33,7 +33,7 @@ def engine_servers(config: Config) -> Iterator[Problem]:
     """Engines are either started by the run or given by URL."""
     engine = config.rollout.engine
     if engine.urls:
-        why = "engines given by rollout.engine.urls are started by somebody else: leave it out"
+        why = "engines given by rollout.engine.urls are started by somebody else: leave it out, or to `rlcore engine`"
         yield from _given(config, MANAGED_ONLY, why)
         yield from (_bad_url(f"{ENGINE}.urls", url) for url in engine.urls if not _is_url(url))
         if len(set(engine.urls)) < len(engine.urls):
