@@ -47,7 +47,7 @@ POINTS = {
     "prune": ("rlcore.runs.checkpoints", "CheckpointStore._prune"),
     "remove": ("rlcore.runs.checkpoints", "remove_tree"),
     "export": ("backends.megatron.backend", "MegatronBackend.export_hf"),
-    "write export": ("rlcore.hf_folder", "ShardWriter.finish"),
+    "write export": ("rlcore.hf_folder", "_write"),
     "result": ("rlcore.runs.directory", "RunDirectory.write_result"),
     "rename": ("os", "rename"),
     "replace": ("os", "replace"),
