@@ -14,6 +14,7 @@ ENGINE = "rollout.engine"
 EMBEDDED_ONLY = ("in_process", "max_batch")
 SGLANG_ONLY = (
     "python", "urls", "tensor_parallel", "gpus", "host", "server", "router_url", "transport", "weights_dir",
+    "max_in_flight",
 )  # fmt: skip
 MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device", "restart")     # up to whoever starts it
 

@@ -47,7 +47,7 @@ class EngineConfig(Section):
     host: str = "127.0.0.1"                     # the address that engines listen on, and are reached at
     server: dict[str, Any] = Field(default_factory=dict)        # any argument of `python -m sglang.launch_server`
     router_url: str | None = None               # an sglang-router in front of the engines, for generation
-    max_in_flight: PositiveInt = 256            # requests that one engine is given at a time
+    max_in_flight: PositiveInt = 256            # sglang: requests that one engine is given at a time
     retries: NonNegativeInt = 3                 # times that a request is sent again when its engine fails
 
     # log-probs against the trainer's: on the first step, where a difference ends the run; then it is a warning

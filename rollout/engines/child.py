@@ -18,6 +18,7 @@ from rlcore.errors import DeadlineExceeded, RunFailed, UserError
 TERMINATE_S = 5.0           # from the signal to stop to SIGKILL
 KILL_S = 10.0               # for the kernel to take it away
 LINE_LENGTH = 500           # of the log, shown: SGLang prints its whole configuration as one
+END_BYTES = 1 << 20         # of the log, read for that
 POLL_S = 0.02               # from one look at who is left to the next
 
 
@@ -125,7 +126,7 @@ class Child:
         return f"{how}; {self.last_words()}"
 
     def last_words(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-self._log_lines :] if self.log.exists() else []
+        lines = _end_of(self.log).splitlines()[-self._log_lines :] if self.log.exists() else []
         lines = [line if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]} ..." for line in lines]
         if not lines:
             return f"its log {self.log} is empty"
@@ -148,6 +149,15 @@ class Child:
         deadline = time.monotonic() + KILL_S
         while members(self.process.pid) and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
+
+
+def _end_of(log: Path) -> str:
+    """Whole lines: a log of days is not read for the sake of its last ones."""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - END_BYTES))
+        text = file.read().decode(errors="replace")
+    return text if size <= END_BYTES else text.partition("\n")[2]
 
 
 async def _until_ended(process: asyncio.subprocess.Process) -> int:

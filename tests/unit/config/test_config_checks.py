@@ -97,6 +97,7 @@ def paths(lines: list[str]) -> list[str]:
         (["rollout.engine.python=/x/python", "rollout.engine.tensor_parallel=2", "rollout.engine.transport=disk"],
          [f"rollout.engine.{key}" for key in ("python", "tensor_parallel", "transport")]),
         (["rollout.engine.urls=[http://x:1]"], ["rollout.engine.urls"]),
+        (["rollout.engine.max_in_flight=8"], ["rollout.engine.max_in_flight"]),
         (["rollout.engine.server={context_length: 9}"], ["rollout.engine.server"]),
         (["rollout.engine.in_process=true", "rollout.engine.count=2"], ["rollout.engine.count"]),
         ([SGLANG, "rollout.engine.in_process=false", "rollout.engine.max_batch=8"],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import DeadlineExceeded, RunFailed, UserError
-from rollout.engines.child import LINE_LENGTH, Child, members
+from rollout.engines.child import END_BYTES, LINE_LENGTH, Child, members
 
 READY = "import json, os, subprocess, sys, time\nfd = int(sys.stdin.read())\nready = lambda line: os.write(fd, line.encode())\n"
 # Ignores SIGTERM, and has a child which does too.
@@ -112,3 +112,8 @@ def test_what_cannot_be_run_is_said_with_its_name(child: Child, tmp_path: Path) 
     with pytest.raises(RunFailed, match=r"engine e cannot be started: .*Permission denied.*python"):
         asyncio.run(child.start([str(tmp_path / "python")], lambda fd: b"", timeout_s=5.0))
     assert not child.alive
+
+
+def test_of_a_long_log_the_end_is_read(child: Child) -> None:
+    child.log.write_bytes(b"first\n" + b"x" * END_BYTES + b"\n" + "läst\n".encode())
+    assert child.last_words() == f"the end of its log {child.log}:\n  läst"
