@@ -29,6 +29,7 @@ from rollout.transports.base import GRACE_S, Failures, Transport, ask
 from rollout.transports.choose import choose_transport
 
 KILL_S = 30.0
+CLOSE_S = 30.0
 LAST_RESORT = 6         # of the longest limit: then the loop itself is stuck
 
 T = TypeVar("T")
@@ -112,15 +113,20 @@ class EngineSink:
     def cancel(self) -> None:
         """The engines stay paused, and refuse to generate until a whole update came."""
         self._call(self._give_up())
-        self.close()
 
     async def _give_up(self) -> None:
         for engine in self._taking:
             self._members.missed(engine)
+        if self._transport is not None:
+            await self._transport.close()
 
     def close(self) -> None:
+        """For the end of a run, whatever that is: it hides no error, and does not wait for a loop that is stuck."""
         if self._transport is not None:
-            self._call(self._transport.close())
+            try:
+                self._call(self._transport.close(), CLOSE_S)
+            except DeadlineExceeded as error:       # recovery: connections end with the process
+                logger.warning("%s", error)
 
     # --- its steps, on the engines' loop ---------------------------------------------------------------------------
 
@@ -190,9 +196,10 @@ class EngineSink:
 
     # --- between the threads ---------------------------------------------------------------------------------------
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+    def _call(self, work: Coroutine[Any, Any, T], limit: float | None = None) -> T:
         """Every step keeps its own limits; this one is for a loop that does not run."""
-        limit = LAST_RESORT * (max(self._limit, self._patience, self._comeback) + GRACE_S)
+        if limit is None:
+            limit = LAST_RESORT * (max(self._limit, self._patience, self._comeback) + GRACE_S)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(limit)
@@ -200,6 +207,8 @@ class EngineSink:
             if future.done():
                 raise
             raise DeadlineExceeded(f"the engines' event loop did nothing for {limit:g} s: something blocks it") from error
+        finally:
+            future.cancel()                     # no effect when done; else (an interrupt, say) the step ends too
 
 
 def expect(expectation: WeightExpectation, bucket: Bucket, flat: Tensor) -> None:

@@ -140,3 +140,15 @@ def test_an_engine_that_hangs_is_dropped_at_its_deadline(model, folder, loop, en
     sink = EngineSink(make_config(folder, update_timeout_s=0.5), roster, loop)
     publish_once(sink, model, 1)
     assert roster.dropped == {"engine-0": "engine engine-0 did not answer begin_update within 0.5 s"}
+
+
+def test_closing_does_not_wait_for_a_loop_that_is_stuck(model, folder, loop, engines, monkeypatch, caplog):
+    monkeypatch.setattr("rollout.wire.CLOSE_S", 0.2)
+    sink = EngineSink(make_config(folder), Roster(engines), loop)
+    publish_once(sink, model, 1)
+    freed = threading.Event()
+    loop.call_soon_threadsafe(freed.wait, 20)
+    sink.close()
+    assert not freed.is_set()
+    freed.set()
+    assert "the engines' event loop did nothing for 0.2 s" in caplog.text
