@@ -27,6 +27,8 @@ from rlcore.turns import Turn, Turns
 
 logger = logging.getLogger(__name__)
 
+GRACE_S = 60.0          # rank 0 keeps the limit of rollouts itself, and knows which engine it waits for
+
 
 @dataclass
 class Trainer:
@@ -152,7 +154,8 @@ class Trainer:
 
     def wait_for_engines(self, what: str, wait: Callable[[], str]) -> None:
         """Rank 0 waits for generation; an engine that was started again gets the weights meanwhile."""
-        while (word := self.control.decide(what, wait, timeout_s=self.config.rollout.timeout_s)) == CATCH_UP:
+        limit = self.config.rollout.timeout_s + GRACE_S
+        while (word := self.control.decide(what, wait, timeout_s=limit)) == CATCH_UP:
             assert self.publisher is not None
             self.take(Turn.HANDOVER)
             self.publisher.catch_up()
