@@ -1,19 +1,16 @@
-"""The wire to one SGLang server: kept-alive connections, a deadline for every call, errors that say who is to blame."""
+"""The wire to one SGLang server: JSON both ways, a deadline for every call, errors that say who is to blame."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import aiohttp
 import orjson
 
 from rlcore.config.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs, UserError
+from rollout.engines.sglang.connections import Connections, DeadlinePassed
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
-# Below the 5 s after which SGLang closes an idle connection: a request must never be written into one that just closes.
-KEEP_ALIVE_S = 3.0
 QUOTED = 500                    # characters of a server's own words
 ANOTHER_MAY_SERVE = {408, 429}  # of the 4xx: the server's trouble, not the request's
 
@@ -26,9 +23,9 @@ class ServerClient:
 
     def __init__(self, name: str, url: str, keys: Keys, *, config: EngineConfig) -> None:
         self.name, self.url, self.config = name, url.rstrip("/"), config
-        self._headers, self._admin_headers = headers(keys.api), headers(keys.admin)
-        self._limits: dict[float, aiohttp.ClientTimeout] = {}
-        self._session: aiohttp.ClientSession | None = None
+        self._keys = keys
+        self._heads: dict[tuple[str, str, bool], bytes] = {}    # by method, route, admin: they are always the same
+        self._connections: Connections | None = None
         self._closed = False
 
     async def post(self, route: str, body: dict[str, Any], *, timeout_s: float, key: str, admin: bool = False) -> Any:
@@ -47,46 +44,51 @@ class ServerClient:
 
     async def get(self, route: str, *, timeout_s: float, key: str, admin: bool = False) -> Any:
         """As `post`."""
-        return await self._call("GET", route, None, timeout_s, key, admin)
+        return await self._call("GET", route, b"", timeout_s, key, admin)
 
     async def close(self) -> None:
         """Calls in flight fail. May be called twice."""
         self._closed = True
-        if self._session is not None:
-            await self._session.close()
+        if self._connections is not None:
+            await self._connections.close()
 
-    async def _call(self, method: str, route: str, body: bytes | None, timeout_s: float, key: str, admin: bool) -> Any:
-        if (limit := self._limits.get(timeout_s)) is None:
-            limit = self._limits[timeout_s] = aiohttp.ClientTimeout(total=timeout_s)
-        own = self._admin_headers if admin else None
+    async def _call(self, method: str, route: str, body: bytes, timeout_s: float, key: str, admin: bool) -> Any:
+        connections = self._open()
+        head = self._heads.get((method, route, admin)) or self._head(connections, method, route, admin)
         try:
-            async with self._open().request(
-                method, self.url + route, data=body, headers=own, timeout=limit, allow_redirects=False
-            ) as response:
-                content = await response.read()
-        except asyncio.TimeoutError:
+            status, content_type, content = await connections.ask(b"%b%d\r\n\r\n" % (head, len(body)), body, timeout_s)
+        except DeadlinePassed:
             raise EngineHangs(f"engine {self.name} did not answer {route} within {timeout_s:g} s ({key})") from None
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             raise EngineFailed(f"engine {self.name} at {self.url} broke off {route}: {described(error)}") from error
-        if not 200 <= response.status < 300:
-            raise self._refusal(route, response.status, content)
-        if response.content_type != "application/json":
+        if not 200 <= status < 300:
+            raise self._refusal(route, status, content)
+        if content_type != "application/json":
             return content.decode(errors="replace") or None
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:
             raise EngineFailed(f"engine {self.name} answered {route} with no JSON ({error}): {quoted(content)}") from error
 
-    def _open(self) -> aiohttp.ClientSession:
-        """The session, made in the event loop that uses it."""
+    def _open(self) -> Connections:
+        """Made in the event loop that uses them."""
         if self._closed:
             raise EngineFailed(f"engine {self.name}: its client is closed")
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S), cookie_jar=aiohttp.DummyCookieJar(),
-                headers=self._headers, skip_auto_headers=("Accept-Encoding", "User-Agent"),
-            )  # fmt: skip
-        return self._session
+        if self._connections is None:
+            self._connections = Connections(self.url)
+        return self._connections
+
+    def _head(self, connections: Connections, method: str, route: str, admin: bool) -> bytes:
+        """All of a request's head up to the length of its body."""
+        secret, variable = (self._keys.admin, ADMIN_KEY) if admin else (self._keys.api, API_KEY)
+        if not secret.isprintable():
+            raise UserError(f"{variable} has characters in it that HTTP cannot carry, like the end of a line")
+        head = (
+            f"{method} {connections.path}{route} HTTP/1.1\r\nHost: {connections.authority}\r\nAccept: */*\r\n"
+            f"Authorization: Bearer {secret}\r\nContent-Type: application/json\r\nContent-Length: "
+        ).encode()
+        self._heads[method, route, admin] = head
+        return head
 
     def _refusal(self, route: str, status: int, content: bytes) -> UserError | EngineFailed:
         where = f"engine {self.name} at {self.url}"
@@ -97,10 +99,6 @@ class ServerClient:
             )
         kind = UserError if 400 <= status < 500 and status not in ANOTHER_MAY_SERVE else EngineFailed
         return kind(f"{where} refused {route} (HTTP {status}): {server_words(content)}")
-
-
-def headers(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
 
 def server_words(content: bytes) -> str:

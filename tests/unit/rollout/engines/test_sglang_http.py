@@ -11,6 +11,7 @@ from engine_kit import request, with_client
 
 from rlcore.errors import EngineFailed, EngineHangs, UserError
 from rollout.engines.sglang.generation import Generation
+from rollout.engines.sglang.keys import Keys
 from rollout.engines.sglang.limits import Limits
 
 KEY = "rollout.engine.request_timeout_s"
@@ -146,6 +147,15 @@ def test_cancelling_a_call_ends_it_at_the_server():
         assert call.cancelled()
 
     with_client(handler, use)
+
+
+def test_a_key_that_would_end_its_line():
+    async def use(client):
+        client._keys = Keys("a-key\n", "the-admin-key")
+        await post(client)
+
+    with pytest.raises(UserError, match="RLCORE_ENGINE_API_KEY has characters in it that HTTP cannot carry"):
+        with_client(answering(), use)
 
 
 def test_connections_are_used_again():
