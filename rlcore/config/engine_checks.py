@@ -16,7 +16,7 @@ SGLANG_ONLY = (
     "python", "urls", "tensor_parallel", "gpus", "host", "server", "router_url", "transport", "weights_dir",
     "max_in_flight",
 )  # fmt: skip
-MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device", "restart")     # up to whoever starts it
+MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device")     # up to whoever starts it
 
 
 def engine_kind(config: Config) -> Iterator[Problem]:

@@ -102,8 +102,8 @@ def paths(lines: list[str]) -> list[str]:
         (["rollout.engine.in_process=true", "rollout.engine.count=2"], ["rollout.engine.count"]),
         ([SGLANG, "rollout.engine.in_process=false", "rollout.engine.max_batch=8"],
          ["rollout.engine.in_process", "rollout.engine.max_batch"]),
-        ([*BY_URL, "rollout.engine.count=2", "rollout.engine.threads=1", "rollout.engine.restart.limit=1"],
-         [f"rollout.engine.{key}" for key in ("count", "threads", "restart")]),
+        ([*BY_URL, "rollout.engine.count=2", "rollout.engine.threads=1"],
+         [f"rollout.engine.{key}" for key in ("count", "threads")]),
         ([SGLANG, "rollout.engine.server={tp-size: 2}", "rollout.engine.host=0.0.0.0", "rollout.engine.device=gpu"],
          ["rollout.engine.server.tp-size", "rollout.engine.host", "rollout.engine.device"]),
         ([SGLANG, "rollout.engine.urls=[x:1]"], ["rollout.engine.urls"]),
@@ -158,6 +158,7 @@ def test_refused(refusal, overrides, refused):
         ["training.debug=train_only", "training.replay=x"],
         [SGLANG, "rollout.engine.count=2", "rollout.engine.gpus=[0,1]", "rollout.engine.server={context_length: 4096}"],
         [*BY_URL, "rollout.engine.tensor_parallel=2", "rollout.engine.router_url=http://y:1"],
+        [*BY_URL, "rollout.engine.restart={limit: 1000, max_backoff_s: 600}"],       # they are connected anew as often
         [SGLANG, "rollout.engine.transport=delta", "rollout.engine.weights_dir=/x"],
         [SGLANG, "policy.routing_replay=engine"],
         [SGLANG, "policy.logprobs.keep_sets=true", "rollout.sampling={top_p: 0.9, top_k: 50}"],
