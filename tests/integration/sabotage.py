@@ -66,6 +66,7 @@ class Sabotage:
     """Faults by the step in whose generation they happen, each on one engine; all engines serve when one happens."""
 
     plan: dict[int, tuple[int, Fault]]
+    hit_s: float = HIT_S        # 0: before the generation begins, however fast it is
     done: list[Fault] = field(default_factory=list)
     proxies: dict[str, Proxy] = field(default_factory=dict)     # by engine, of its present life
 
@@ -102,7 +103,10 @@ class Sabotage:
         self.done.append(fault)
         if fault in ("SIGKILL", "SIGSTOP"):
             pid = getattr(engine, "server", engine).pid
-            threading.Timer(HIT_S, signal_all, (pid, signal.Signals[fault])).start()
+            hit = threading.Timer(self.hit_s, signal_all, (pid, signal.Signals[fault]))
+            hit.start()
+            if not self.hit_s:
+                hit.join()
         else:
             self.proxies[engine.name].fault = fault
 

@@ -64,7 +64,7 @@ def test_a_run_under_faults_is_the_run_without_them(lab: Lab, calm: Run, sabotag
 
 
 def test_when_all_engines_die_the_run_saves_what_it_has(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    sabotage = Sabotage({4: (0, "SIGKILL")})
+    sabotage = Sabotage({4: (0, "SIGKILL")}, hit_s=0)
     sabotage.install(monkeypatch, RemoteEngine)
     given = (*LEARNING, "training.steps=6", "rollout.engine.in_process=false", "rollout.engine.threads=1")
     run = lab.train("doomed", *given, "rollout.engine.restart.limit=0")
