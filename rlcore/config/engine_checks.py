@@ -90,8 +90,11 @@ def _show(value: object) -> str:
 
 
 def _is_url(text: str) -> bool:
-    parts = urlsplit(text)
-    return parts.scheme in ("http", "https") and bool(parts.hostname)
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:                          # a port beyond 65535, half an IPv6 address
+        return False
 
 
 def _bad_url(path: str, url: str) -> Problem:

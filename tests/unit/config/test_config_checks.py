@@ -107,6 +107,7 @@ def paths(lines: list[str]) -> list[str]:
         ([SGLANG, "rollout.engine.server={tp-size: 2}", "rollout.engine.host=0.0.0.0", "rollout.engine.device=gpu"],
          ["rollout.engine.server.tp-size", "rollout.engine.host", "rollout.engine.device"]),
         ([SGLANG, "rollout.engine.urls=[x:1]"], ["rollout.engine.urls"]),
+        ([SGLANG, "rollout.engine.urls=[http://x:65536]"], ["rollout.engine.urls"]),
         ([SGLANG, "rollout.engine.urls=[http://x:1,http://x:1]"], ["rollout.engine.urls"]),
         ([SGLANG, "rollout.engine.router_url=http://x:1"], ["rollout.engine.router_url"]),
         ([*BY_URL, "rollout.engine.router_url=x"], ["rollout.engine.router_url"]),
