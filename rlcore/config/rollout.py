@@ -29,7 +29,7 @@ class RestartConfig(Section):
 class EngineConfig(Section):
     kind: Literal["embedded", "sglang"] = "embedded"
     count: PositiveInt = 1                      # engines that the run starts
-    in_process: bool | None = None              # embedded: default true under the local launcher, else false
+    in_process: bool | None = None              # embedded: default true where the run has one process and one engine
     device: str | None = None                   # default: cuda when there is one, else cpu
     dtype: Literal["fp32", "bf16"] | None = None    # default: `model.dtype`
     threads: PositiveInt | None = None          # torch threads of an engine process

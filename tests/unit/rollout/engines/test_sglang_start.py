@@ -99,10 +99,10 @@ def test_held_ports_are_nobody_elses_but_can_be_listened_on() -> None:
         rude.close()
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "no such name"])
-def test_a_host_that_is_no_address_of_this_machine_is_refused(host: str) -> None:
-    with pytest.raises(ConfigError, match=rf"rollout\.engine\.host: no port of '{host}' can be had .*address of this machine"):
-        held_ports(host, 2).__enter__()
+def test_a_host_that_is_no_address_of_this_machine_is_refused() -> None:
+    wanted = r"rollout\.engine\.host: no port of '192\.0\.2\.1' can be had .*address of this machine"
+    with pytest.raises(ConfigError, match=wanted), held_ports("192.0.2.1", 2):
+        pass
 
 
 def server(tmp_path: Path, model: Path, *, gpus: Sequence[str] = (), **settings: object) -> ManagedServer:
