@@ -13,15 +13,15 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 started=$(date +%s)
 
-run=quickstart engine=
+run=quickstart engine=()
 case "$*" in
     "" | "--engine embedded") ;;
-    "--engine sglang") run=quickstart-sglang engine=examples/addition/sglang.yaml ;;
+    "--engine sglang") run=quickstart-sglang engine=(examples/addition/sglang.yaml rollout.engine.device=cpu) ;;    # as its environment
     *) echo "usage: $0 [--engine embedded|sglang]" >&2; exit 2 ;;
 esac
 
 ./scripts/install.sh plot
-if [ -n "$engine" ]; then ./scripts/install_sglang.sh; fi
+if [ ${#engine[@]} -gt 0 ]; then ./scripts/install_sglang.sh; fi
 export PATH="$PWD/.venv/bin:$PATH"
 
 echo "== 2. A tiny Qwen3 with a character tokenizer, and addition problems"
@@ -32,7 +32,7 @@ echo "== 3. Warm-up: supervised fine-tuning on one rank, on labels of which 60 %
 rlcore train examples/addition/sft.yaml run.name=quickstart-warmup --overwrite
 
 echo "== 4. GRPO on two tensor-parallel ranks, from the warm-up's checkpoint (saved at TP 1, resharded to TP 2)"
-rlcore train examples/addition/base.yaml examples/addition/grpo.yaml $engine run.name="$run" \
+rlcore train examples/addition/base.yaml examples/addition/grpo.yaml ${engine[@]+"${engine[@]}"} run.name="$run" \
     policy.checkpoint=runs/quickstart-warmup policy.parallel.tensor=2 cluster.processes_per_node=2 --overwrite
 
 python examples/addition/summary.py "runs/$run" --started "$started"

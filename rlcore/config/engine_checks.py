@@ -37,7 +37,7 @@ def engine_servers(config: Config) -> Iterator[Problem]:
         why = "engines given by rollout.engine.urls are started by somebody else: leave it out, or to `rlcore engine`"
         yield from _given(config, MANAGED_ONLY, why)
         yield from (_bad_url(f"{ENGINE}.urls", url) for url in engine.urls if not _is_url(url))
-        if len(set(engine.urls)) < len(engine.urls):
+        if len({url.rstrip("/") for url in engine.urls}) < len(engine.urls):
             yield Problem(f"{ENGINE}.urls", "one engine is named twice")
     if engine.router_url is not None:
         if not engine.urls:
