@@ -49,7 +49,7 @@ def against(script, use, *, host="127.0.0.1", tls=None, scheme="http"):
 
     async def main():
         server = RawServer(script)
-        async with listening(server, host, tls) as port:
+        async with listening(server, server.writers, host, tls) as port:
             pool = Connections(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
             try:
                 return await use(pool, server)
@@ -60,13 +60,13 @@ def against(script, use, *, host="127.0.0.1", tls=None, scheme="http"):
 
 
 @asynccontextmanager
-async def listening(server, host, tls):
+async def listening(server, writers, host="127.0.0.1", tls=None):
     listener = await asyncio.start_server(server, host, 0, ssl=tls)
     try:
         yield listener.sockets[0].getsockname()[1]
     finally:
         listener.close()
-        for writer in server.writers:
+        for writer in writers:
             writer.transport.abort()
         await asyncio.sleep(0.01)
 
@@ -194,22 +194,22 @@ def test_a_connection_that_is_not_used_again(script):
 
 def test_an_answer_before_the_body_was_sent_ends_the_connection():
     body = b"a" * 50_000_000
-    asked = []
+    writers = []
 
     async def early(reader, writer):
-        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writers.append(writer)
+        await reader.readuntil(b"\r\n\r\n")
         writer.write(answer(b"too large", status=b"413 Too Large"))
 
     async def main():
-        listener = await asyncio.start_server(early, "127.0.0.1", 0)
-        pool = Connections(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
-        for _ in range(2):
-            assert (await ask(pool, body)).status == 413
-        await pool.close()
-        listener.close()
+        async with listening(early, writers) as port:
+            pool = Connections(f"http://127.0.0.1:{port}")
+            for _ in range(2):
+                assert (await ask(pool, body)).status == 413
+            await pool.close()
 
     asyncio.run(asyncio.wait_for(main(), 30))
-    assert len(asked) == 2
+    assert len(writers) == 2
 
 
 def test_idle_connections_come_of_age(monkeypatch):
