@@ -116,4 +116,5 @@ class Connections:
             raise BrokenOff(f"{self._host!r} is no host's name") from error
         finally:
             self._connecting.discard(making)
-            making.cancel()
+            if making.cancel():         # it closes what it may just have connected: nobody must take that
+                connection.drop()
