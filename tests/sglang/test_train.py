@@ -57,7 +57,6 @@ def test_a_run_on_a_server_given_by_url(lab: Lab, by_url: tuple[str, ...]) -> No
     assert all(row[GAP] < 1e-5 and row["rollout/staleness_max"] == 0 for row in run.metrics if row["step"])
     assert {f"{GAP}_max", f"{GAP}_kl", "time/engine", "time/publish"} < set(run.rows[1])
     assert [step for step, row in run.rows.items() if "eval/score" in row] == [0, 2, 3]
-    assert run.rows[0]["eval/score"] != run.rows[3]["eval/score"]
     check_accounts(run, steps=3)
     check_ends(run, lab.model, steps=3)
 
