@@ -13,7 +13,6 @@ import functools
 import importlib
 import json
 import os
-import resource
 import signal
 import socket
 import sys
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.limits import forbid_large_files
 
 # Every stage that a kill could leave half done: name -> (module, what is called there).
 POINTS = {
@@ -77,17 +78,13 @@ def disk_full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def forbid_large_files() -> None:
-    """From here on the system itself refuses to write more than this into a file: EFBIG."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
 def stall() -> None:
     time.sleep(STALL_S)
 
 
 ACTIONS = {
-    "kill": kill_all, "terminate": terminate, "disk full": disk_full, "file limit": forbid_large_files, "stall": stall
+    "kill": kill_all, "terminate": terminate, "disk full": disk_full, "stall": stall,
+    "file limit": lambda: forbid_large_files(FILE_LIMIT),
 }  # fmt: skip
 
 

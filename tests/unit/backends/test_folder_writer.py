@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import resource
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backends.megatron.convert.folder import FolderWriter
 from rlcore.errors import RunFailed
 from rlcore.weights import TensorSpec
+from tests.limits import no_large_files
 
 ROWS, COUNT = 256, 40                               # of tensors [ROWS, 64] in fp32: 64 KiB each
 TENSOR_BYTES = ROWS * 64 * 4
@@ -59,17 +57,6 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-@contextmanager
-def no_large_files() -> Iterator[None]:
-    """Inside, the system refuses files above a tensor's size with EFBIG: pytest's own output too, so no longer than it must."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (TENSOR_BYTES, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def specs() -> list[TensorSpec]:
     return [TensorSpec(f"layers.{i}.weight", (ROWS, 64), "float32") for i in range(COUNT)]
 
@@ -101,7 +88,8 @@ def test_the_index_leads_to_every_tensor(tmp_path: Path, source: Path) -> None:
 
 
 def test_a_shard_that_the_system_refuses(tmp_path: Path, source: Path) -> None:
-    with pytest.raises(RunFailed, match=r"the export to .*/hf failed: .*File too large.*`rlcore export`"), no_large_files():
+    message = r"the export to .*/hf failed: .*File too large.*`rlcore export`"
+    with pytest.raises(RunFailed, match=message), no_large_files(TENSOR_BYTES):
         write(tmp_path / "hf", source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
+from tests.limits import no_large_files
 
 Weights = dict[str, torch.Tensor]
 
@@ -90,12 +90,5 @@ def model_folder(path: Path) -> Path:
     return path
 
 
-@contextmanager
-def limited_files() -> Iterator[None]:
-    """Inside, the system refuses files above 200 bytes with EFBIG: pytest's own output too, so no longer than it must."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def limited_files() -> AbstractContextManager[None]:
+    return no_large_files(200)
