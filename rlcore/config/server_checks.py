@@ -11,6 +11,8 @@ from rlcore.config.root import Config
 ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 _WEIGHTS = "weights are published to the ranks of one server, all of which hold parts of every layer"
+_PARTS = "set rollout.engine.tensor_parallel: each rank of a server is taken to hold its own part of every layer, and no copies"
+_HTTP = "engines are asked and controlled over HTTP, which a server of SMG's gRPC does not speak"
 _ELSEWHERE = "an engine over several machines is started by hand, and given by rollout.engine.urls"
 _PLAIN = "engines speak plain HTTP on rollout.engine.host; put a proxy with TLS in front, and give rollout.engine.urls"
 OURS: dict[str, str] = {            # arguments of sglang.launch_server -> what to do instead
@@ -33,6 +35,17 @@ OURS: dict[str, str] = {            # arguments of sglang.launch_server -> what 
     "data_parallel_size": f"set rollout.engine.count: {_WEIGHTS}",
     "pp_size": f"set rollout.engine.tensor_parallel: {_WEIGHTS}",
     "pipeline_parallel_size": f"set rollout.engine.tensor_parallel: {_WEIGHTS}",
+    "attn_dp_size": _PARTS,
+    "attention_data_parallel_size": _PARTS,
+    "attn_cp_size": _PARTS,
+    "attention_context_parallel_size": _PARTS,
+    "dcp_size": _PARTS,
+    "decode_context_parallel_size": _PARTS,
+    "moe_dp_size": _PARTS,
+    "moe_data_parallel_size": _PARTS,
+    "dwdp_size": _PARTS,
+    "grpc_mode": _HTTP,
+    "smg_grpc_mode": _HTTP,
     "nnodes": _ELSEWHERE,
     "node_rank": _ELSEWHERE,
     "dist_init_addr": _ELSEWHERE,
