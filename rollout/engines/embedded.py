@@ -173,6 +173,10 @@ class EmbeddedEngine:
             raise RunFailed(f"{self.name}: weights can be updated only while the engine is paused; call pause first")
         self._started()[1].begin(buckets)
 
+    def landing(self, index: int) -> Tensor | None:
+        """Where bucket `index` of the update at hand may be received to need no copying: uint8 [num_bytes]."""
+        return self._started()[1].landing(index)
+
     async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
         if flat is None:
             raise RunFailed(f"{self.name}: an engine in this process takes buckets by copy, not over a process group")

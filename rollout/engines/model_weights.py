@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from rlcore.errors import ModelError
 from rlcore.weights import Bucket, TensorSpec, digest, saved_buffers
 from rollout.engines.weight_state import SHOWN, WeightState, shorten
 
+ALIGNMENT = 64      # bytes, as torch allocates: kernels of other alignments sum in another order
 
 class ModelWeights(WeightState):
     """The parameters of `module` under the names of a Hugging Face folder, updated by transaction. Tied ones appear once."""
@@ -20,6 +22,10 @@ class ModelWeights(WeightState):
         self.tensors: dict[str, Tensor] = dict(as_published(module))
         self.aliases = aliases(module)
         self._sizes: dict[UntypedStorage, int] = {}     # bytes of what is released
+        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._views = {name for name, tensor in self.tensors.items() if id(tensor) not in own}
+        self._layout: tuple[Bucket, ...] | None = None          # after which the memory is laid out ...
+        self._landings: dict[int, Tensor] = {}                  # ... bucket by bucket, uint8 [num_bytes]
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """Raises ModelError when the names or shapes are not exactly the model's; the engine is stale then, too."""
@@ -28,11 +34,30 @@ class ModelWeights(WeightState):
         self._check_layout([spec for bucket in buckets for spec in bucket.tensors])
         self._buckets = tuple(buckets)
 
+    def landing(self, index: int) -> Tensor | None:
+        """The memory of bucket `index`, uint8 [num_bytes]: what is received there needs no copying.
+
+        From the first call on the weights of a bucket lie in it one after another. None where that cannot be: a dtype that is
+        not the engine's, experts that the model keeps stacked, a tensor that would not be aligned, another layout than before.
+        """
+        bucket = self.bucket(index)
+        if self._layout is None:
+            self._layout = self._buckets
+        if self._layout != self._buckets:
+            return None
+        if index not in self._landings and self._can_land(bucket):
+            flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.tensors[bucket.tensors[0].name].device)
+            for name, place in bucket.views(flat):
+                self.tensors[name].data = place.copy_(self.tensors[name].data)
+            self._landings[index] = flat
+        return self._landings.get(index)
+
     def copy(self, index: int, flat: Tensor) -> None:
         """Take bucket `index`, uint8 [num_bytes] on any device, casting where the engine's dtype differs."""
-        with torch.no_grad():
-            for name, tensor in self.bucket(index).views(flat):
-                self.tensors[name].copy_(tensor)
+        if flat is not self._landings.get(index):
+            with torch.no_grad():
+                for name, tensor in self.bucket(index).views(flat):
+                    self.tensors[name].copy_(tensor)
         self.received(index)
 
     def release(self) -> None:
@@ -52,6 +77,12 @@ class ModelWeights(WeightState):
 
     def checksum(self) -> str:
         return digest(self.tensors.items())
+
+    def _can_land(self, bucket: Bucket) -> bool:
+        starts = itertools.accumulate(spec.num_bytes for spec in bucket.tensors[:-1])
+        return all(start % ALIGNMENT == 0 for start in starts) and all(
+            spec.name not in self._views and spec.torch_dtype == self.tensors[spec.name].dtype for spec in bucket.tensors
+        )
 
     def _check_layout(self, specs: Sequence[TensorSpec]) -> None:
         given = {spec.name: spec for spec in specs}

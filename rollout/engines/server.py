@@ -24,6 +24,7 @@ from typing import Any
 import orjson
 import torch
 from aiohttp import web
+from torch import Tensor
 
 from rlcore.config.rollout import EngineConfig
 from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
@@ -63,6 +64,7 @@ class EngineServer:
         self.engine, self._key = engine, f"Bearer {key}"
         self._group: WeightGroup | None = None
         self._sizes: dict[int, int] = {}        # bucket index -> bytes
+        self._receiving: asyncio.Future[Tensor] | None = None   # the bucket that comes, or came last
         self._applying: asyncio.Future[None] | None = None      # the bucket that came last goes into the model
         self.verbs: dict[str, Verb] = {
             "generate": self._generate,
@@ -74,7 +76,7 @@ class EngineServer:
             "end_update": self._end_update,
             "set_version": lambda body: engine.set_version(body["version"]),
             "checksum": lambda _: engine.checksum(),
-            "release_memory": lambda body: engine.release_memory(body["tags"]),
+            "release_memory": self._release_memory,
             "resume_memory": lambda body: engine.resume_memory(body["tags"]),
             "join_group": self._join_group,
             "health": self._health,
@@ -128,7 +130,9 @@ class EngineServer:
             raise RunFailed(f"{self.engine.name}: is in no weight group; call join_group first")
         if body["index"] not in self._sizes:
             raise RunFailed(f"{self.engine.name}: bucket {body['index']} is not in the layout of begin_update")
-        flat = await asyncio.to_thread(self._group.receive, self._sizes[body["index"]])
+        into = await asyncio.to_thread(self.engine.landing, body["index"])
+        self._receiving = asyncio.ensure_future(asyncio.to_thread(self._group.receive, self._sizes[body["index"]], into))
+        flat = await self._receiving
         await self._applied()
         self._applying = asyncio.ensure_future(self.engine.receive_bucket(body["index"], flat))
 
@@ -140,6 +144,13 @@ class EngineServer:
         applying, self._applying = self._applying, None
         if applying is not None:
             await applying
+
+    async def _release_memory(self, body: dict[str, Any]) -> None:
+        if self._receiving is not None and self._group is not None and not self._receiving.done():
+            # Of an update that was given up: it would go on writing where no memory is any more.
+            await asyncio.to_thread(self._group.close)
+            await asyncio.wait([self._receiving])
+        await self.engine.release_memory(body["tags"])
 
     async def _health(self, _: dict[str, Any]) -> dict[str, Any]:
         device = self.engine.device

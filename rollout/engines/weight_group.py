@@ -61,8 +61,14 @@ class WeightGroup:
         """Rank 0: broadcast uint8 [n]."""
         self._broadcast(flat.to(self._group_device).contiguous())
 
-    def receive(self, num_bytes: int) -> Tensor:
-        """The others: uint8 [num_bytes], in a buffer that the next call but one overwrites."""
+    def receive(self, num_bytes: int, into: Tensor | None = None) -> Tensor:
+        """The others: uint8 [num_bytes], in `into` if it is where the group's bytes come, else in a buffer of our own.
+
+        That buffer is overwritten by the next call but one.
+        """
+        if into is not None and into.device.type == self._group_device.type:
+            self._broadcast(into)
+            return into
         self._buffers.reverse()
         if self._buffers[0].numel() < num_bytes:
             self._buffers[0] = torch.empty(num_bytes, dtype=torch.uint8, device=self._group_device)

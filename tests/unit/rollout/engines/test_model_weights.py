@@ -32,6 +32,62 @@ def test_a_whole_update_makes_the_models_equal(model):
     assert weights.require_ready() == 4
 
 
+def receive_in_place(weights, model):
+    """As a process group does: the bytes come where they belong."""
+    buckets = layout(model)
+    weights.begin(buckets)
+    for bucket in buckets:
+        landing = weights.landing(bucket.index)
+        weights.copy(bucket.index, landing.copy_(flatten(bucket, model)))
+    weights.end()
+
+
+def test_what_is_received_in_place_is_not_copied(model):
+    module = tiny_qwen3(seed=9)
+    weights = ModelWeights("engine-3", module)
+    logits = module(input_ids=torch.tensor([[1, 2, 3]])).logits
+    receive_in_place(weights, model)
+    places = {name: tensor.data_ptr() for name, tensor in weights.tensors.items()}
+    assert weights.checksum() == digest(model.named_parameters()) == digest(module.named_parameters())
+    after = module(input_ids=torch.tensor([[1, 2, 3]])).logits
+    assert torch.equal(after, model(input_ids=torch.tensor([[1, 2, 3]])).logits)
+    assert not torch.equal(after, logits)
+    other = tiny_qwen3(seed=5)
+    receive_in_place(weights, other)        # and again, into the same memory
+    assert weights.checksum() == digest(other.named_parameters())
+    assert {name: tensor.data_ptr() for name, tensor in weights.tensors.items()} == places
+
+
+def test_the_memory_of_buckets_is_released_and_taken_again(model):
+    weights = ModelWeights("engine-3", tiny_qwen3(seed=9))
+    receive_in_place(weights, model)
+    weights.release()
+    assert {tensor.untyped_storage().nbytes() for tensor in weights.tensors.values()} == {0}
+    weights.restore()
+    receive_in_place(weights, model)
+    assert weights.checksum() == digest(model.named_parameters())
+
+
+def test_a_bucket_is_received_aside_where_the_model_has_its_weights_otherwise(model):
+    buckets = layout(model)
+    weights = ModelWeights("engine-3", tiny_qwen3(seed=9).bfloat16())
+    weights.begin(buckets)
+    assert [weights.landing(bucket.index) for bucket in buckets] == [None] * len(buckets)       # of another dtype
+    weights = ModelWeights("engine-3", tiny_qwen3(seed=9))
+    weights.begin(buckets)
+    assert weights.landing(0) is not None
+    whole = cut_buckets([spec for bucket in buckets for spec in bucket.tensors], 1 << 30)
+    weights.begin(whole)
+    assert weights.landing(0) is None           # another layout
+    weights.copy(0, flatten(whole[0], model))
+    weights.end()
+    assert weights.checksum() == digest(model.named_parameters())
+    odd = ModelWeights("engine-3", torch.nn.ModuleDict({"a": torch.nn.Linear(3, 1), "b": torch.nn.Linear(3, 1)}))
+    specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in odd.tensors.items()]
+    odd.begin(cut_buckets(specs, 1 << 20))
+    assert odd.landing(0) is None               # kernels of weights that are not aligned may round otherwise
+
+
 def test_tied_weights_appear_once(model):
     weights = ModelWeights("engine-3", tiny_qwen3())
     assert "lm_head.weight" not in weights.tensors
@@ -135,6 +191,7 @@ def test_experts_are_known_one_by_one_as_a_folder_names_them(config, tmp_path):
     name = next(name for name in folder if ".experts.2." in name)
     buckets = cut_buckets([TensorSpec(n, tuple(t.shape), "float32") for n, t in folder.items()], 1 << 20)
     weights.begin(buckets)
+    assert weights.landing(0) is None
     for bucket in buckets:
         weights.copy(bucket.index, torch.cat([folder[spec.name].mul(2).view(-1).view(torch.uint8) for spec in bucket.tensors]))
     weights.end()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -25,8 +27,8 @@ class Group:
     received: int = 0
     buffers: tuple[torch.Tensor, ...] = tuple(torch.empty(16, dtype=torch.uint8) for _ in range(2))
 
-    def receive(self, num_bytes: int) -> torch.Tensor:
-        assert num_bytes == 16
+    def receive(self, num_bytes: int, into: torch.Tensor | None) -> torch.Tensor:
+        assert (num_bytes, into) == (16, None)
         buffer = self.buffers[self.received % 2].fill_(self.received)
         self.received += 1
         return buffer
@@ -45,6 +47,9 @@ class Engine:
     async def begin_update(self, buckets: Any) -> None:
         self.applied = []
 
+    def landing(self, index: int) -> None:
+        return None
+
     async def receive_bucket(self, index: int, flat: torch.Tensor) -> None:
         await asyncio.wait_for(self.may_apply.wait(), 20)
         if self.fails:
@@ -55,6 +60,9 @@ class Engine:
     async def end_update(self) -> None:
         assert len(self.applied) == len(BUCKETS)
         self.ended = True
+
+    async def release_memory(self, tags: list[str]) -> None:
+        self.released = tags
 
     def __getattr__(self, verb: str) -> Any:
         return getattr(EmbeddedEngine, verb)
@@ -121,3 +129,34 @@ def test_a_failure_of_an_update_that_was_given_up_does_not_reach_the_next() -> N
         assert engine.ended
 
     asyncio.run(run())
+
+
+def test_memory_is_released_when_nothing_writes_there_any_more() -> None:
+    class Silent(Group):
+        closed = threading.Event()
+
+        def receive(self, num_bytes: int, into: torch.Tensor | None) -> torch.Tensor:
+            assert self.closed.wait(20)
+            time.sleep(0.05)
+            order.append("received")
+            raise RunFailed("the weight group is closed")
+
+        def close(self) -> None:
+            self.closed.set()
+
+    order: list[str] = []
+
+    async def run() -> None:
+        server, engine = serve()
+        await begin(server)
+        server._group = Silent()        # type: ignore[assignment]
+        receiving = asyncio.ensure_future(server.verbs["receive_bucket"]({"index": 0}))
+        await asyncio.sleep(0.05)       # the trainer gave this update up
+        await asyncio.wait_for(server.verbs["release_memory"]({"tags": ["weights"]}), 20)
+        order.append("released")
+        assert engine.released == ["weights"]
+        with pytest.raises(RunFailed):
+            await receiving
+
+    asyncio.run(run())
+    assert order == ["received", "released"]
