@@ -89,7 +89,8 @@ def test_logprobs_at_every_temperature_in_one_batch(asked: Asked) -> None:
         for completion in answer:
             assert (len(completion.tokens), completion.finish_reason) == (12, "length")
             asked.check(asked_for, completion)
-    assert len({tuple(completion.tokens) for completion in answers[0]}) == 4
+    # Seeds of their own; by chance two samples of a small model may say the same, and which do differs between machines.
+    assert len({tuple(completion.tokens) for completion in answers[0]}) > 1
     for place in (3, 4):
         best = asked.distributions(requests[place], answers[place][0]).argmax(-1)
         assert answers[place][0].tokens.tolist() == best.tolist()
