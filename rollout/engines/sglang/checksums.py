@@ -93,8 +93,11 @@ class FusedChecksums:
             return f"parts were never sent of {shorten(sorted(self._stacks))}"
         wrong = set()
         try:
-            for answer in said:
-                expected, got = self._hashes[answer["parallelism_info"][0]["tp_rank"]], answer["checksums"]
+            ranks = [answer["parallelism_info"][0]["tp_rank"] for answer in said]
+            if sorted(ranks) != list(range(self._ranks)):
+                return f"checksums of ranks {ranks}, expected each of {self._ranks} once"
+            for rank, answer in zip(ranks, said):
+                expected, got = self._hashes[rank], answer["checksums"]
                 wrong |= {name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name)}
         except (KeyError, IndexError, TypeError, AttributeError) as error:      # recovery: the engine is at fault, not the run
             return f"its checksums are not told as SGLang tells them ({type(error).__name__}: {error})"

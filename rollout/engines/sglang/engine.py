@@ -24,6 +24,7 @@ from rollout.engines.sglang.checksums import FusedChecksums
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient
 from rollout.engines.sglang.keys import Keys
+from rollout.engines.sglang.limits import no_sglang
 from rollout.engines.sglang.turnstile import Turnstile
 from rollout.engines.weight_group import GroupAddress
 from rollout.engines.weight_state import WeightState
@@ -71,7 +72,7 @@ class SGLangEngine:
         return self.server.ended
 
     async def start(self) -> None:
-        """Raises RunFailed or DeadlineExceeded with the last lines of the server's log."""
+        """Raises RunFailed or DeadlineExceeded with the last lines of the server's log, EngineFailed for no sglang 0.5.23."""
         if self._client is not None:
             return
         url = await self.server.start()
@@ -85,7 +86,10 @@ class SGLangEngine:
             self._router = ServerClient(name, self.config.router_url, self._keys, config=self.config)
             self._generation = Generation(self._router, self._generation.limits, through_router=True)
         info = await self._get("/server_info")
-        self._device, self._dtype = str(info["device"]), str(info["dtype"])
+        try:
+            self._device, self._dtype = str(info["device"]), str(info["dtype"])
+        except (KeyError, TypeError) as error:
+            raise no_sglang(self.name, error) from error
 
     async def kill(self) -> None:
         await self._leave()

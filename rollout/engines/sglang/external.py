@@ -81,6 +81,7 @@ class ExternalServer:
 
     def _check_model(self, info: Any) -> None:
         ours = json.loads((Path(self.model_path) / "config.json").read_text())
+        info = info if isinstance(info, dict) else {}
         for name in ("model_type", "architectures"):
             if info.get(name) != ours.get(name):
                 raise self._other(
@@ -90,6 +91,14 @@ class ExternalServer:
 
     async def _wake(self, client: ServerClient) -> None:
         """A trainer that died in a publication has left the server paused: it would not even refuse a request."""
+        try:
+            await client.get("/ready", timeout_s=self.config.health_timeout_s, key=PROBE_KEY)
+            return
+        except EngineFailed:        # recovery: below; one that is still starting says so, too, and takes no harm from it
+            logger.warning(
+                "engine %s at %s takes no requests; it is told to go on, as after a trainer that died in a publication. Is "
+                "another still at work with it?", self.name, self.url,
+            )  # fmt: skip
         await client.post("/continue_generation", {}, timeout_s=self.config.health_timeout_s, key=PROBE_KEY, admin=True)
 
     async def _check_vocabulary(self, client: ServerClient) -> None:

@@ -39,10 +39,14 @@ class Limits:
             longest, keep = int(server_info["max_req_input_len"]), int(server_info["sampling_mask_max_tokens"])
             reports_experts = bool(server_info["enable_return_routed_experts"])
         except (KeyError, TypeError, ValueError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise EngineFailed(f"engine {engine}: its /server_info is not that of sglang 0.5.23: {why}") from error
+            raise no_sglang(engine, error) from error
         experts = ExpertLayers.of(model_path) if reports_experts else None
         return cls(folder_vocab_size(model_path), longest - 1, longest + ANSWER_RESERVE, keep, experts)
+
+
+def no_sglang(engine: str, error: Exception) -> EngineFailed:
+    """`error` tells what its /server_info lacks."""
+    return EngineFailed(f"engine {engine}: its /server_info is not that of sglang 0.5.23: {type(error).__name__}: {error}")
 
 
 def check_request(request: GenerateRequest, limits: Limits) -> None:

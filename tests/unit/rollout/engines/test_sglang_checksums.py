@@ -111,6 +111,14 @@ def test_what_was_not_sent_and_what_the_server_has_besides(attention):
     assert checksums.problem(said(other, other)) == "checksums of 2 ranks, expected 1"
 
 
+@pytest.mark.parametrize("ranks", [[0, 0], [0, -1], [0, 2]])
+def test_each_rank_tells_its_own(ranks):
+    norm = torch.ones(3)
+    checksums = told(FusedChecksums(DENSE, ranks=2, dtype=None), {"a.norm.weight": norm})
+    answers = [{"checksums": {"a.norm.weight": hash_of(norm)}, "parallelism_info": [{"tp_rank": rank}]} for rank in ranks]
+    assert checksums.problem(answers) == f"checksums of ranks {ranks}, expected each of 2 once"
+
+
 def test_a_family_whose_layout_is_not_known_is_refused():
     with pytest.raises(ConfigError, match=r"verify_every: .* of type deepseek_v3 \(known: llama, .*\): set it to 0"):
         FusedChecksums({"model_type": "deepseek_v3"}, ranks=1, dtype=None)

@@ -26,8 +26,8 @@ BUCKETS = layout(tiny_qwen3())[:2]
 class Scripted:
     """A server that remembers what it was asked; `answers[route]` are (status, value) to give, the last one for ever."""
 
-    def __init__(self):
-        self.asked, self.answers, self.held = [], {"/server_info": [(200, INFO)]}, asyncio.Event()
+    def __init__(self, info):
+        self.asked, self.answers, self.held = [], {"/server_info": [(200, info)]}, asyncio.Event()
         self.held.set()
         self.admin = {}
 
@@ -65,9 +65,9 @@ class Known:
         self.killed += 1
 
 
-def with_scripted(folder, use, **config):
+def with_scripted(folder, use, *, info=INFO, **config):
     async def main():
-        scripted = Scripted()
+        scripted = Scripted(info)
         app = web.Application(client_max_size=1 << 24)
         app.router.add_route("*", "/{path:.*}", scripted.serve)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
@@ -76,8 +76,8 @@ def with_scripted(folder, use, **config):
         known = Known(f"http://127.0.0.1:{runner.addresses[0][1]}")
         settings = EngineConfig(**{"request_timeout_s": 5.0, "update_timeout_s": 5.0} | config)
         engine = SGLangEngine(known, config=settings, keys=Keys("the-api-key", "the-admin-key"), model_path=str(folder))
-        await engine.start()
         try:
+            await engine.start()
             return await use(engine, scripted)
         finally:
             await engine.kill()
@@ -245,6 +245,12 @@ def test_out_of_order(folder):
         assert (await engine.health())["version"] is None
 
     with_scripted(folder, use)
+
+
+@pytest.mark.parametrize("info", ["nginx", {}, {k: v for k, v in INFO.items() if k != "device"}])
+def test_what_is_no_sglang_does_not_start(folder, info):
+    with pytest.raises(EngineFailed, match=r"engine engine-3: its /server_info is not that of sglang 0\.5\.23"):
+        with_scripted(folder, None, info=info)
 
 
 def test_requests_go_through_the_users_router_and_everything_else_to_the_server(folder):
