@@ -3,8 +3,11 @@
 #   ./scripts/test.sh [--full] [pytest arguments]      --full adds the tests marked "full"
 set -euo pipefail
 cd "$(dirname "$0")/.."
-marker="not full"
-if [ "${1:-}" = --full ]; then shift; marker=""; fi
+options=(-m "not full")
+if [ "${1:-}" = --full ]; then      # and new examples for the properties
+    shift
+    options=(-m "" --hypothesis-profile=default)
+fi
 
 # Ranks are processes: one thread each keeps them from fighting over the cores. Nothing may be fetched while testing.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline
@@ -24,4 +27,4 @@ step lint ruff check .
 step types mypy
 step contracts lint-imports
 echo "== tests"
-python -m pytest -m "$marker" "$@"
+python -m pytest "${options[@]}" "$@"

@@ -6,6 +6,11 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples each time; scripts/test.sh --full looks for new ones (--hypothesis-profile=default).
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 BUDGET_S = {"unit": 300, "parity": 360, "checkpoint": 240, "integration": 600, "sglang": 360}     # of a tier, on two cores
 

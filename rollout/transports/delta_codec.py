@@ -61,13 +61,14 @@ def _encode_block(before: NDArray[np.integer], after: NDArray[np.integer]) -> by
 def _apply_block(body: bytes, count: int, elements: NDArray[np.integer]) -> None:
     if count == 0:
         return
-    width = elements.itemsize
+    expected = count * (4 + elements.itemsize)
     try:
-        raw = zstandard.ZstdDecompressor().decompress(body, max_output_size=count * (4 + width))
+        claimed = zstandard.get_frame_parameters(body).content_size
+        if count > len(elements) or claimed != expected:        # before the memory is taken
+            raise DeltaError(f"{claimed} bytes of changes for {count} of {len(elements)} elements, expected {expected}")
+        raw = zstandard.ZstdDecompressor().decompress(body)
     except zstandard.ZstdError as error:
         raise DeltaError(f"the changes cannot be unpacked: {error}") from error
-    if len(raw) != count * (4 + width):
-        raise DeltaError(f"{len(raw)} bytes of changes, expected {count * (4 + width)} for {count} elements")
     where = np.cumsum(_from_planes(raw[: 4 * count], "<u4"), dtype=np.int64)
     if where[-1] >= len(elements):
         raise DeltaError(f"a change at element {where[-1]} of {len(elements)}")

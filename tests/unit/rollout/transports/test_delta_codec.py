@@ -56,6 +56,14 @@ def test_damaged_bytes_are_refused_or_make_another_tensor_but_nothing_else_happe
     assert target.shape == old.shape
 
 
+@pytest.mark.parametrize(("at", "change"), [(3, 0xFF), (12, 0xD1)], ids=["count", "a header with a size of eight bytes"])
+def test_no_memory_is_taken_for_what_damaged_bytes_claim(at: int, change: int) -> None:
+    delta = bytearray(encode(np.zeros(1, np.uint8), np.ones(1, np.uint8), 1))
+    delta[at] ^= change
+    with pytest.raises(DeltaError):
+        apply(bytes(delta), np.zeros(1, np.uint8), 1)
+
+
 @pytest.mark.parametrize("cut", [1, 5, 20])
 def test_bytes_that_end_early_are_refused(cut: int) -> None:
     old = np.zeros(400, np.uint8)
