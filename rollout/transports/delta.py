@@ -12,14 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
-
-from rlcore.errors import RunFailed
 from rlcore.weights import Bucket
 from rollout.deadlines import within
 from rollout.transports.base import Failures, ask
 from rollout.transports.delta_files import DeltaWriter, Manifest, Snapshot
-from rollout.transports.disk import FolderReader
+from rollout.transports.folder import FolderReader, FolderTransport
 from rollout.transports.follower import POLL_S, Follower, Note, read_notes
 from rollout.transports.weight_folders import WeightFolders, number_of
 
@@ -31,37 +28,30 @@ class FollowedReader(FolderReader, Protocol):
     url: str
 
 
-class DeltaTransport:
+class DeltaTransport(FolderTransport[DeltaWriter]):
     """`rollout.transports.base.Transport`: changes, with the checksum of every tensor that they make."""
 
     name = "delta"
 
     def __init__(self, folders: WeightFolders, *, timeout_s: float) -> None:
-        self._folders, self._timeout_s = folders, timeout_s
+        super().__init__(folders, timeout_s=timeout_s)
         self._engines: list[FollowedReader] = []
-        self._writer: DeltaWriter | None = None
         self._snapshot: Snapshot | None = None      # what the next changes are counted from
         self._since_whole = 0                       # bytes of changes since the last whole publication
         self._follower: Follower | None = None
         self.last: Manifest | None = None           # what was written last
 
     async def open(self, engines: Sequence[FollowedReader], buckets: Sequence[Bucket]) -> Failures:
-        await self._cancel()
         self._engines = list(engines)
         since, self._snapshot = self._snapshot, None        # back when it holds what was published
         whole = sum(bucket.num_bytes for bucket in buckets)
         if since is not None and (since.buckets != tuple(buckets) or self._since_whole > whole):
             since = None
-        self._writer = await asyncio.to_thread(DeltaWriter, self._folders, buckets, since)
-        return {}
-
-    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
-        await asyncio.to_thread(self._open_writer().add, bucket, flat.cpu())
+        await self._begin(lambda: DeltaWriter(self._folders, buckets, since))
         return {}
 
     async def complete(self) -> Failures:
-        writer, self._writer = self._open_writer(), None
-        folder, self._snapshot, manifest = await asyncio.to_thread(writer.finish)
+        folder, self._snapshot, manifest = await asyncio.to_thread(self._take_writer().finish)
         self.last = manifest
         self._since_whole = 0 if manifest.base is None else self._since_whole + manifest.num_bytes
         number = number_of(folder)
@@ -76,7 +66,7 @@ class DeltaTransport:
         return answers.failed
 
     async def close(self) -> None:
-        await self._cancel()
+        await super().close()
         if self._follower is not None:
             await asyncio.to_thread(self._follower.close)
 
@@ -111,13 +101,3 @@ class DeltaTransport:
             )
 
         return await within(self._timeout_s, wait(), late)
-
-    async def _cancel(self) -> None:
-        if self._writer is not None:
-            await asyncio.to_thread(self._writer.cancel)
-        self._writer = None
-
-    def _open_writer(self) -> DeltaWriter:
-        if self._writer is None:
-            raise RunFailed("changes of weights came outside a publication; call open first")
-        return self._writer
