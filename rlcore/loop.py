@@ -18,7 +18,7 @@ from rlcore.credit import Credit
 from rlcore.data.batch import RolloutBatch
 from rlcore.desk import CATCH_UP, CONTINUE, FINISHED, READY, Desk, Outcome
 from rlcore.engine_check import PASS, EngineCheck
-from rlcore.errors import NoEngineLeft
+from rlcore.errors import RunFailed
 from rlcore.protocols import PolicyBackend, UpdateResult
 from rlcore.publish import Publisher
 from rlcore.runs.directory import Status
@@ -43,7 +43,7 @@ class Trainer:
     desk: Desk | None               # rank 0 only
     turns: Turns | None = None      # None: the engines, if there are any, have GPUs of their own
     seconds: dict[str, float] = field(default_factory=dict)     # since the last row of the log, by phase
-    stranded: str = ""              # why no engine is left, on every rank; what was trained is saved then
+    stranded: str = ""              # why engines cannot go on, on every rank; what was trained is saved then
     saver: Saver = field(init=False)
     engine_check: EngineCheck | None = field(init=False)
 
@@ -82,7 +82,7 @@ class Trainer:
             if status != CONTINUE or every(step, self.config.checkpoint.every):
                 self.save(step, in_background=status == CONTINUE and self.config.checkpoint.async_save)
         if self.stranded:
-            self.give_up(step)
+            self.give_up(step, status)
         return Outcome(cast(Status, status), step)
 
     # --- its parts ------------------------------------------------------------------------------------------------
@@ -158,17 +158,23 @@ class Trainer:
         while (word := self.control.decide(what, wait, timeout_s=limit)) == CATCH_UP:
             assert self.publisher is not None
             self.take(Turn.HANDOVER)
-            self.publisher.catch_up()
+            if why := self.publisher.catch_up():
+                word = why
+                break
             self.take(Turn.GENERATING)
         self.stranded = "" if word == READY else word
 
-    def give_up(self, step: int) -> None:
-        """No engine is left: keep what was trained, then fail with the reason."""
+    def give_up(self, step: int, status: str) -> None:
+        """Engines cannot go on: keep what was trained, then fail with the reason. Nobody needs them where all is done."""
+        if status in FINISHED and not self.config.evaluation.paths:
+            note = f"WARNING no engine has the weights of step {step}, the last: {self.stranded}"
+            self.control.main("a last word", lambda: self.main.tracker.note(note), timeout_s=self.patience)
+            return
         self.take(Turn.HANDOVER)
         kept = self.saver.keep(step)
 
         def fail() -> None:
-            raise NoEngineLeft(f"{self.stranded}; {kept}")
+            raise RunFailed(f"{self.stranded}; {kept}")
 
         self.control.main("the end without engines", fail, timeout_s=self.patience)
 

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlcore.control import Control
-from rlcore.errors import NoEngineLeft, PublicationFailed, RlcoreError
+from rlcore.errors import PublicationFailed, RlcoreError, RunFailed
 from rlcore.protocols import PolicyBackend, WeightSink
 from rlcore.weights import Bucket
 
 MAX_ATTEMPTS = 5
-DONE, AGAIN, OPEN = "done", "again", "open"      # what rank 0 says of an attempt; anything else is why no engine is left
+DONE, AGAIN, OPEN = "done", "again", "open"      # what rank 0 says of an attempt; anything else is why there can be no other
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,23 @@ class Publisher:
         self.version = 0        # of the newest publication: what the engines hold when `publish` has returned (rank 0)
 
     def publish(self, step: int) -> str:
-        """A new version, to all engines. Returns "", or why no engine could take it; the same on every rank."""
+        """A new version, to all engines. Returns "", or why the run cannot go on with it; the same on every rank."""
         for _ in range(MAX_ATTEMPTS):
             outcome = self._attempt(step)
             if outcome != AGAIN:
                 return "" if outcome == DONE else outcome
         return f"the weights of step {step} could not be published in {MAX_ATTEMPTS} attempts"
 
-    def catch_up(self) -> None:
-        """The version at hand once more, to the engines alone that wait for it. One attempt: who fails is started again."""
-        self._attempt(None)
+    def catch_up(self) -> str:
+        """The version at hand once more, to the engines alone that wait for it. Returns as `publish`.
+
+        One attempt: who fails is started again.
+        """
+        outcome = self._attempt(None)
+        return "" if outcome in (DONE, AGAIN) else outcome
 
     def _attempt(self, step: int | None) -> str:
-        """`DONE`, `AGAIN`, or why no engine is left. A `step` gets a new version, None is a catch-up."""
+        """`DONE`, `AGAIN`, or why another attempt would not help. A `step` gets a new version, None is a catch-up."""
         failure: RlcoreError | None = None
         buckets = self.backend.buckets()
         opened = self.control.decide("opening a publication", lambda: self._open(step, buckets), timeout_s=self.timeout_s)
@@ -104,11 +108,8 @@ class Publisher:
             self.version = self.journal.next(step).version
         try:
             self.sink.prepare(buckets, only_stale=step is None)
-        except PublicationFailed:                       # recovery: the next attempt, with the engines left
-            self.sink.cancel()
-            return AGAIN
-        except NoEngineLeft as error:                   # recovery: the trainer saves, then stops
-            return str(error)
+        except RlcoreError as error:
+            return self._give_up(error)
         return OPEN
 
     def _close(self, failure: RlcoreError | None) -> str:
@@ -117,9 +118,15 @@ class Publisher:
             try:
                 self.sink.finish(self.version)
                 return DONE
-            except PublicationFailed as error:          # recovery: as above
+            except RlcoreError as error:
                 failure = error
+        return self._give_up(failure)
+
+    def _give_up(self, failure: RlcoreError) -> str:
+        assert self.sink is not None
         self.sink.cancel()
-        if not isinstance(failure, PublicationFailed):
-            raise failure
-        return AGAIN
+        if isinstance(failure, PublicationFailed):      # recovery: the next attempt, with the engines left
+            return AGAIN
+        if isinstance(failure, RunFailed):              # recovery: the trainer saves, then stops
+            return str(failure)
+        raise failure

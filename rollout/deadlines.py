@@ -55,6 +55,23 @@ async def together(*work: Awaitable[T]) -> list[T]:
             await asyncio.wait(tasks, timeout=CANCEL_S)
 
 
+def call_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], seconds: float, late: str) -> T:
+    """The result of `work`, which another thread's `loop` runs.
+
+    Raises:
+        DeadlineExceeded: with the message `late`.
+    """
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return future.result(seconds)
+    except FutureTimeout as error:
+        if future.done():                       # the work's own TimeoutError
+            raise
+        raise DeadlineExceeded(late) from error
+    finally:
+        future.cancel()                         # no effect when done; else (an interrupt, say) the work ends too
+
+
 class LoopThread:
     """One asyncio loop in one daemon thread, driven from synchronous code."""
 
@@ -73,17 +90,9 @@ class LoopThread:
         Raises:
             DeadlineExceeded: the loop did not answer, because something blocks its thread.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result(seconds + GRACE_S)
-        except FutureTimeout as error:
-            if future.done():                   # the work's own TimeoutError
-                raise
-            raise DeadlineExceeded(
-                f"{what}: no answer after {seconds + GRACE_S:.0f} s; an engine, workflow or filter blocks the rollout thread"
-            ) from error
-        finally:
-            future.cancel()                     # no effect when done; else (an interrupt, say) the work stops too
+        limit = seconds + GRACE_S
+        late = f"{what}: no answer after {limit:.0f} s; an engine, workflow or filter blocks the rollout thread"
+        return call_on(self.loop, work, limit, late)
 
     def close(self) -> None:
         """Cancel what is left and end the thread."""

@@ -18,10 +18,9 @@ from rlcore.protocols import RolloutEngine
 from rollout.deadlines import together, within
 from rollout.health import Event, Health, State
 from rollout.routing import Lease, Member, Router
-from rollout.transports.base import describe
+from rollout.transports.base import GRACE_S, describe
 from rollout.watch import watch
 
-GRACE_S = 10.0          # an engine keeps its own deadlines, and words them better; ours come a little later
 KILL_S = 30.0
 RUNNING = (State.STALE, State.DRAINING, State.SERVING)
 

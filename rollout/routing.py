@@ -91,8 +91,9 @@ class Router:
         try:
             return await waiting.granted
         except asyncio.CancelledError:
-            if waiting.granted.done() and not waiting.granted.cancelled():
-                self.release(waiting.granted.result())      # it came when nobody wanted it any more
+            granted = waiting.granted
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                self.release(granted.result())              # it came when nobody wanted it any more
             raise
 
     def release(self, lease: Lease) -> None:

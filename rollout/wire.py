@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,6 +24,7 @@ from rlcore.config import Config
 from rlcore.errors import DeadlineExceeded, PublicationFailed, RunFailed
 from rlcore.protocols import RolloutEngine, WeightExpectation
 from rlcore.weights import Bucket
+from rollout.deadlines import call_on
 from rollout.transports.base import GRACE_S, Failures, Transport, ask
 from rollout.transports.choose import choose_transport
 
@@ -111,14 +111,12 @@ class EngineSink:
         self._call(self._finish(version))
 
     def cancel(self) -> None:
-        """The engines stay paused, and refuse to generate until a whole update came."""
+        """The engines stay paused, and refuse to generate until a whole update came. Those well keep their connections."""
         self._call(self._give_up())
 
     async def _give_up(self) -> None:
         for engine in self._taking:
             self._members.missed(engine)
-        if self._transport is not None:
-            await self._transport.close()
 
     def close(self) -> None:
         """For the end of a run, whatever that is: it hides no error, and does not wait for a loop that is stuck."""
@@ -200,15 +198,7 @@ class EngineSink:
         """Every step keeps its own limits; this one is for a loop that does not run."""
         if limit is None:
             limit = LAST_RESORT * (max(self._limit, self._patience, self._comeback) + GRACE_S)
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(limit)
-        except FutureTimeout as error:
-            if future.done():
-                raise
-            raise DeadlineExceeded(f"the engines' event loop did nothing for {limit:g} s: something blocks it") from error
-        finally:
-            future.cancel()                     # no effect when done; else (an interrupt, say) the step ends too
+        return call_on(self._loop, work, limit, f"the engines' event loop did nothing for {limit:g} s: something blocks it")
 
 
 def expect(expectation: WeightExpectation, bucket: Bucket, flat: Tensor) -> None:

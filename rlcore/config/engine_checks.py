@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
-from rlcore.config.derived import generates, truncates, value_at
+from rlcore.config.derived import generates, truncates, value_at, world_size
 from rlcore.config.problems import Problem
 from rlcore.config.rollout import EngineConfig
 from rlcore.config.root import Config
@@ -16,6 +16,7 @@ SGLANG_ONLY = (
     "python", "urls", "tensor_parallel", "gpus", "host", "server", "router_url", "transport", "weights_dir",
     "max_in_flight",
 )  # fmt: skip
+ENDING_S = 45.0         # beyond its limit, for an engine that does not answer to be given up and ended
 MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device")     # up to whoever starts it
 
 
@@ -73,6 +74,11 @@ def engine_notes(config: Config) -> Iterator[Problem]:
     if rollout.on_update != "drain" and rollout.max_staleness == 0:
         message = "changes nothing: with max_staleness 0 no response is unfinished when weights change"
         yield Problem("rollout.on_update", message)
+    limit, patience = rollout.engine.update_timeout_s, config.cluster.collective_timeout_s
+    if world_size(config) > 1 and limit + ENDING_S > patience:
+        message = f"got {limit:g}, but while an engine hangs the other ranks wait in a collective, for {patience:g} s at most: "
+        message += f"leave cluster.collective_timeout_s at least {ENDING_S:g} s more than this"
+        yield Problem(f"{ENGINE}.update_timeout_s", message)
     if sglang and config.run.deterministic:
         yield Problem("run.deterministic", "covers the trainer alone: what SGLang samples differs from run to run")
 

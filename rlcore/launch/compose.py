@@ -223,9 +223,12 @@ def build_turns(config: Config, process: Process, backend: PolicyBackend, office
 
 
 def patience_with_engines(config: Config) -> float:
-    """Seconds for a step that needs every engine: one may have to come back first, and requests in flight to end."""
+    """Seconds for a step that needs every engine: one may have to come back first, and requests in flight to end.
+
+    The end of a publication alone waits for six answers: to load (twice the limit), to close, to compare, to set, to resume.
+    """
     engine = config.rollout.engine
-    return engine.start_timeout_s + engine.restart.max_backoff_s + engine.request_timeout_s + engine.update_timeout_s * 2
+    return engine.start_timeout_s + engine.restart.max_backoff_s + engine.request_timeout_s + engine.update_timeout_s * 6
 
 
 def build_utilization(config: Config, process: Process, credit: Credit) -> Utilization | None:

@@ -9,7 +9,7 @@ from accounts import check_accounts, samples_of
 from lab import LEARNING, Lab, Run
 from sabotage import Sabotage
 
-from rlcore.errors import NoEngineLeft
+from rlcore.errors import NoEngineLeft, RunFailed
 from rollout.engines.remote import RemoteEngine
 from rollout.service import RolloutService
 from rollout.wire import EngineSink
@@ -114,3 +114,41 @@ def test_engines_that_end_between_the_rollouts_cost_no_step(lab: Lab, monkeypatc
     again = lab.train(run_name, *given, "--resume")
     assert again.code == 0, again.err
     check_accounts(again, steps=4)
+
+
+def fails_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int, error: Exception) -> None:
+    """`EngineSink.name` raises `error` at its `call`-th call."""
+    original, calls = getattr(EngineSink, name), []
+
+    def fail(*given: object, **named: object) -> object:
+        calls.append(name)
+        if len(calls) == call:
+            raise error
+        return original(*given, **named)
+
+    monkeypatch.setattr(EngineSink, name, fail)
+
+
+@pytest.mark.parametrize("name", ["prepare", "finish"])
+def test_weights_that_cannot_be_written_cost_no_step(lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fails_at(monkeypatch, name, 3, RunFailed("no room for the weights"))
+    run = lab.train(f"no room to {name}", *LEARNING, "training.steps=4")
+    assert run.code == 1
+    assert "no room for the weights; the run is saved after step 2: continue with --resume" in run.err
+    assert (run.result["status"], run.result["steps"]) == ("failed", 2)
+    assert run.checkpoint(2).is_dir()
+
+
+def test_a_run_that_is_done_does_not_need_its_engines_any_more(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_at(monkeypatch, "prepare", 3, NoEngineLeft("all engines burnt"))
+    run = lab.train("burnt at the end", *LEARNING, "training.steps=2")
+    assert run.code == 0, run.err
+    assert run.lines("WARNING no engine has the weights of step 2, the last: all engines burnt")
+    assert (run.result["status"], run.result["steps"]) == ("completed", 2)
+    assert run.checkpoint(2).is_dir()
+    assert (run.folder / "hf" / "model.safetensors").is_file()
+    fails_at(monkeypatch, "prepare", 3, NoEngineLeft("all engines burnt"))
+    held_out = f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]"
+    run = lab.train("burnt before the last evaluation", *LEARNING, "training.steps=2", held_out)
+    assert run.code == 1
+    assert run.lines("all engines burnt; the run is saved after step 2")

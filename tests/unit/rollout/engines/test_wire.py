@@ -107,6 +107,30 @@ def test_an_engine_that_misses_a_bucket_means_a_second_run_with_the_others(model
     assert [engine.version for engine in roster.engines] == [2, 2]
 
 
+def test_an_engine_that_fails_costs_the_others_no_connection(model, folder, loop, engines, monkeypatch):
+    class Late(Roster):
+        """The last engine waits for weights."""
+
+        async def stale(self):
+            return self.engines[2:]
+
+    async def fail(*_):
+        raise RuntimeError("out of memory")
+
+    sink = EngineSink(make_config(folder), Late(engines), loop)
+    publish_once(sink, model, 1)
+    closed = []
+    monkeypatch.setattr(sink._transport, "close", lambda: closed.append(True) or asyncio.sleep(0))
+    monkeypatch.setattr(engines[2], "receive_bucket", fail)
+    sink.prepare(layout(model), only_stale=True)
+    with pytest.raises(PublicationFailed, match="out of memory"):
+        sink.send(layout(model)[0], flatten(layout(model)[0], model))
+    sink.cancel()
+    assert not closed
+    publish_once(sink, model, 2)
+    assert [engine.version for engine in engines[:2]] == [2, 2]
+
+
 def test_weights_that_arrive_damaged_are_noticed(model, folder, loop, engines, monkeypatch):
     whole = engines[0].receive_bucket
 

@@ -213,6 +213,21 @@ def test_who_gives_up_while_the_engine_fails_has_given_up(on_site, request_of):
     on_site("ab", use)
 
 
+def test_who_gives_up_while_the_last_engine_ends_has_given_up(on_site, request_of):
+    async def use(site):
+        site.engines[0].delay_s = 60
+        calls = [asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(2)]
+        await asyncio.sleep(0.01)
+        assert "an engine with room" in site.dispatcher.waiting_for()
+        await_end = asyncio.ensure_future(site.fleet.failed(site.engines[0], "burnt"))
+        await asyncio.sleep(0)                  # the one in line has NoEngineLeft, and has not run since
+        calls[1].cancel()
+        await asyncio.wait({*calls, await_end})
+        assert calls[1].cancelled()
+
+    on_site("a", use, max_in_flight=1, retries=0, restart={"limit": 0})
+
+
 @pytest.mark.parametrize("state", ["dead", "stale", "draining"])
 def test_only_engines_that_serve_are_asked(on_site, request_of, state):
     async def use(site):
