@@ -275,16 +275,10 @@ class MegatronBackend:
         """Give back what this process keeps of the device's memory for its next passes. No communication."""
         if self._exporter is not None:
             self._exporter.free_buffers()
-        with megatron_device(self.device):
-            get_global_memory_buffer().buffer.clear()       # Megatron's, for gathers under sequence parallelism
+        get_global_memory_buffer().buffer.clear()           # Megatron's, for gathers under sequence parallelism
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)             # copies into host memory are whole, nothing uses what is freed
             torch.cuda.empty_cache()
-
-    @property
-    def parked_bytes(self) -> int:
-        """Of this rank's models, off the device now."""
-        return sum(parking.num_bytes for parking in self._parkings)
 
     @property
     def _parkings(self) -> list[Parking]:
