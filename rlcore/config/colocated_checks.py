@@ -9,6 +9,7 @@ from rlcore.config.derived import generates
 from rlcore.config.problems import Problem
 from rlcore.config.rollout import EngineConfig
 from rlcore.config.root import Config
+from rlcore.config.server_checks import argument_name
 
 COLOCATED = "rollout.engine.colocated"
 SERVER = "rollout.engine.server"
@@ -62,6 +63,6 @@ def colocated_notes(config: Config) -> Iterator[Problem]:
 def server_argument(engine: EngineConfig, name: str) -> Any:
     """The user's value of one of sglang's arguments, however its name is spelled; None where it is not given."""
     for given, value in engine.server.items():
-        if given.lstrip("-").replace("-", "_") == name:
+        if argument_name(given) == name:
             return value
     return None

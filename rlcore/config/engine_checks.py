@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
-from rlcore.config.derived import generates, truncates, value_at, world_size
+from rlcore.config.derived import generates, truncates, world_size
 from rlcore.config.problems import Problem
 from rlcore.config.rollout import EngineConfig
 from rlcore.config.root import Config
@@ -24,11 +24,11 @@ def engine_kind(config: Config) -> Iterator[Problem]:
     """Every key of the engine is one that its kind reads."""
     engine = config.rollout.engine
     if engine.kind == "embedded":
-        yield from _given(config, SGLANG_ONLY, "only SGLang engines read it: set rollout.engine.kind=sglang, or leave it out")
+        yield from _given(engine, SGLANG_ONLY, "only SGLang engines read it: set rollout.engine.kind=sglang, or leave it out")
         if engine.in_process and engine.count > 1:
             yield Problem(f"{ENGINE}.count", f"got {engine.count}, but one engine runs in this process: leave it out")
     else:
-        yield from _given(config, EMBEDDED_ONLY, "only the embedded engine reads it: leave it out")
+        yield from _given(engine, EMBEDDED_ONLY, "only the embedded engine reads it: leave it out")
 
 
 def engine_servers(config: Config) -> Iterator[Problem]:
@@ -36,7 +36,7 @@ def engine_servers(config: Config) -> Iterator[Problem]:
     engine = config.rollout.engine
     if engine.urls:
         why = "engines given by rollout.engine.urls are started by somebody else: leave it out, or to `rlcore engine`"
-        yield from _given(config, MANAGED_ONLY, why)
+        yield from _given(engine, MANAGED_ONLY, why)
         yield from (_bad_url(f"{ENGINE}.urls", url) for url in engine.urls if not _is_url(url))
         if len({url.rstrip("/") for url in engine.urls}) < len(engine.urls):
             yield Problem(f"{ENGINE}.urls", "one engine is named twice")
@@ -83,11 +83,10 @@ def engine_notes(config: Config) -> Iterator[Problem]:
         yield Problem("run.deterministic", "covers the trainer alone: what SGLang samples differs from run to run")
 
 
-def _given(config: Config, keys: Sequence[str], message: str) -> Iterator[Problem]:
+def _given(engine: EngineConfig, keys: Sequence[str], message: str) -> Iterator[Problem]:
     default = EngineConfig()
     for key in keys:
-        got = value_at(config, f"{ENGINE}.{key}")
-        if got != getattr(default, key):
+        if (got := getattr(engine, key)) != getattr(default, key):
             yield Problem(f"{ENGINE}.{key}", f"got {_show(got)}, but {message}")
 
 

@@ -68,7 +68,7 @@ def managed_servers(config: Config) -> Iterator[Problem]:
 def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
     """What no server can be started with."""
     for name in engine.server:
-        if (instead := OURS.get(name.lstrip("-").replace("-", "_"))) is not None:
+        if (instead := OURS.get(argument_name(name))) is not None:
             yield Problem(f"rollout.engine.server.{name}", f"not to be given here: {instead}")
     if engine.host in ANY_ADDRESS:
         message = f"{engine.host!r} is every address of this machine; give one that others can reach it at"
@@ -76,3 +76,8 @@ def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
     if engine.device not in (None, "cuda", "cpu"):
         message = f"got {engine.device!r}, expected 'cuda' or 'cpu'; rollout.engine.gpus chooses among GPUs"
         yield Problem("rollout.engine.device", message)
+
+
+def argument_name(given: str) -> str:
+    """sglang's own name of an argument, however it is spelled: `tp_size`, `tp-size`, `--tp-size`."""
+    return given.lstrip("-").replace("-", "_")
