@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from rlcore.config import Config
 from rlcore.errors import ConfigError, RunFailed
+from rlcore.launch import engines, serve
 from rlcore.launch.serve import follower, run_servers, serve_engines
+from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
 
 class FakeServer:
@@ -97,6 +100,34 @@ def test_what_does_not_run_alone_is_refused(engine: dict[str, object], message: 
     })
     with pytest.raises(ConfigError, match=message):
         serve_engines(config)
+
+
+def test_keys_that_were_given_are_not_printed_and_made_ones_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config.model_validate({
+        "run": {"name": "test", "dir": str(tmp_path)}, "model": {"path": "none"}, "data": {"paths": "none.jsonl"},
+        "training": {"steps": 1}, "rollout": {"engine": {"kind": "sglang"}},
+    })
+    made: list[Keys] = []
+
+    def servers(config: Config, keys: Keys, **_: object) -> list[FakeServer]:
+        made.append(keys)
+        return [FakeServer("a")]
+
+    async def announced(servers, announce, follow) -> None:
+        announce(["http://a:1"])
+
+    monkeypatch.setattr(engines, "managed_servers", servers)
+    monkeypatch.setattr(serve, "run_servers", announced)
+    monkeypatch.setenv(API_KEY, "a-key-of-mine")
+    monkeypatch.delenv(ADMIN_KEY, raising=False)
+    assert serve_engines(config) == 0
+    said = capsys.readouterr().out
+    assert f"export {ADMIN_KEY}={made[0].admin}\n" in said
+    assert API_KEY not in said
+    assert "a-key-of-mine" not in said
+    assert """rollout.engine.urls='["http://a:1"]'""" in said
 
 
 def test_what_runs_beside_the_servers_knows_their_urls_and_ends_with_them() -> None:

@@ -50,7 +50,8 @@ def test_generation_and_training_at_once_is_no_taking_turns(load: Callable[..., 
     [
         [*COLOCATED, "rollout.engine.gpus=[1,0]", "rollout.engine.count=2", "rollout.engine.transport=tensor"],
         ["rollout.engine.colocated=true"],                                      # the embedded engine takes turns too
-        [*COLOCATED, "algorithm.loss.name=sft", "data.label_key=label"],        # no engine at all
+        [*COLOCATED, "rollout.engine.urls=[http://x:1]", "algorithm.loss.name=sft", "data.label_key=label"],    # no engine
+        [*COLOCATED, "rollout.engine.urls=[http://x:1]", "training.debug=train_only", "training.replay=x"],     # neither here
     ],
 )
 def test_what_goes_together(load: Callable[..., Loaded], overrides: list[str]) -> None:

@@ -93,6 +93,7 @@ def paths(lines: list[str]) -> list[str]:
         # keep-sets
         ([SFT, "policy.logprobs.keep_sets=true"], ["policy.logprobs.keep_sets"]),
         ([SGLANG, "policy.logprobs.keep_sets=true", "rollout.sampling.top_p=0.9"], ["policy.logprobs.keep_sets"]),
+        ([SGLANG, "policy.logprobs.keep_sets=true", "rollout.sampling={top_p: 0.9, top_k: 1}"], ["policy.logprobs.keep_sets"]),
         # the engine
         (["rollout.engine.python=/x/python", "rollout.engine.tensor_parallel=2", "rollout.engine.transport=disk"],
          [f"rollout.engine.{key}" for key in ("python", "tensor_parallel", "transport")]),
@@ -109,6 +110,7 @@ def paths(lines: list[str]) -> list[str]:
         ([SGLANG, "rollout.engine.urls=[x:1]"], ["rollout.engine.urls"]),
         ([SGLANG, "rollout.engine.urls=[http://x:65536]"], ["rollout.engine.urls"]),
         ([SGLANG, "rollout.engine.urls=[http://x:1,http://x:1]"], ["rollout.engine.urls"]),
+        ([SGLANG, "rollout.engine.urls=[http://x:1,http://x:1/]"], ["rollout.engine.urls"]),
         ([SGLANG, "rollout.engine.router_url=http://x:1"], ["rollout.engine.router_url"]),
         ([*BY_URL, "rollout.engine.router_url=x"], ["rollout.engine.router_url"]),
         ([*BY_URL, "rollout.engine.router_url=http://y:1", "rollout.sampling.stop=[x]", "policy.routing_replay=engine"],

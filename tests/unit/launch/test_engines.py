@@ -101,10 +101,13 @@ def test_a_server_is_told_what_the_trainer_needs_of_it(python: tuple[str, str], 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     managed(*python, colocated)
     managed(*python, "rollout.engine.count=2", "rollout.engine.gpus=[3,1]")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():    # the trainer has the first two
+        monkeypatch.setenv(name, value)
+    managed(*python)
     assert [given["arguments"] for given in recorded] == [
-        {}, {"enable_return_routed_experts": True}, {"enable_memory_saver": True}, {}, {},
+        {}, {"enable_return_routed_experts": True}, {"enable_memory_saver": True}, {}, {}, {},
     ]  # fmt: skip
-    assert [given["gpus"] for given in recorded] == [[], [], ["4"], ["7"], ["5"]]
+    assert [given["gpus"] for given in recorded] == [[], [], ["4"], ["7"], ["5"], ["6"]]
 
 
 def test_without_an_environment_the_script_is_named(tiny_model: Path) -> None:

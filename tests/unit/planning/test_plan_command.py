@@ -106,6 +106,17 @@ def test_a_parked_reference_and_a_critic_are_counted(capsys: pytest.CaptureFixtu
     assert "GiB  critic weights" not in parked
 
 
+def test_a_critic_with_a_folder_of_its_own_has_its_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    ppo = ("--gpus", "8", "algorithm.estimator.name=ppo")
+    shallow = changed(tmp_path / "critic", num_hidden_layers=14)
+
+    def critic_weights(*arguments: str) -> float:
+        (line,) = [line for line in plan(capsys, *ppo, *arguments)[1].splitlines() if line.endswith("critic weights")]
+        return float(line.split()[0])
+
+    assert 0.4 < critic_weights(f"critic.path={shallow}") / critic_weights() < 0.65
+
+
 def test_a_colocated_engine_has_the_gpu_but_its_weights_must_fit_beside_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     """7.616e9 parameters in bf16; K and V of 28 layers and 4 heads of 128, cut over TP 4: 14336 bytes a token."""
     roomy = plan(capsys, "--gpus", "8")[1]
