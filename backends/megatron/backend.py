@@ -281,6 +281,11 @@ class MegatronBackend:
             torch.cuda.empty_cache()
 
     @property
+    def parked_bytes(self) -> int:
+        """Of this rank's models, off the device now."""
+        return sum(parking.num_bytes for parking in self._parkings)
+
+    @property
     def _parkings(self) -> list[Parking]:
         residents = [frozen.model for frozen in self.frozen.values() if isinstance(frozen, Resident)]
         models = [self.policy, *residents, *([] if self.critic is None else [self.critic])]

@@ -46,10 +46,6 @@ def device_bytes(backend: MegatronBackend | None = None) -> int:
     return sum(everything.values())
 
 
-def parked_bytes(backend: MegatronBackend) -> int:
-    return sum(parking.num_bytes for parking in backend._parkings)
-
-
 def take_step(backend: MegatronBackend, plan: str) -> Scores:
     """Everything that a training step does with a batch."""
     batch = make_batch() if backend.rank == 0 else None
@@ -82,7 +78,7 @@ def park(backend: MegatronBackend, before: int) -> None:
     backend.park()
     left = device_bytes(backend) - before
     assert left < SMALL, f"{left} of {held} bytes stayed on the device"
-    assert parked_bytes(backend) > held // 2, (parked_bytes(backend), held)
+    assert backend.parked_bytes > held // 2, (backend.parked_bytes, held)
 
 
 def run(case: dict[str, Any], folder: Path) -> None:
@@ -103,7 +99,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
         parks.park()            # twice is once
         parks.unpark()
         parks.unpark()
-        assert parked_bytes(parks) == 0 or case.get("offload_trained")
+        assert parks.parked_bytes == 0 or case.get("offload_trained")
         results.append(take_step(parks, case["plan"]))
         published(parks)
     park(parks, before)
