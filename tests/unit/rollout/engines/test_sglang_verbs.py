@@ -239,10 +239,55 @@ def test_out_of_order(folder):
         await engine.pause("drain")
         with pytest.raises(EngineFailed, match="version 4 after 5: versions never go back"):
             await engine.set_version(4)
+        assert [body["new_version"] for body in scripted.bodies("/update_weight_version")] == ["5"]
         await engine.begin_update(BUCKETS)
         with pytest.raises(EngineFailed, match="bucket 2 of 2"):
             await engine.receive_serialized(2, ["bytes"])
         assert (await engine.health())["version"] is None
+
+    with_scripted(folder, use)
+
+
+def test_memory_is_released_while_paused_and_takes_the_weights_with_it(folder):
+    async def use(engine, scripted):
+        await publish(engine)
+        with pytest.raises(EngineFailed, match="only while it is paused, and not in_place"):
+            await engine.release_memory(["weights"])
+        await engine.pause("in_place")
+        with pytest.raises(EngineFailed, match="only while it is paused, and not in_place"):
+            await engine.release_memory(["weights"])
+        await engine.pause("drain")
+        await engine.release_memory(["kv_cache"])
+        await engine.resume_memory(["kv_cache"])
+        assert (await engine.health())["version"] == 1
+        await engine.release_memory(["weights"])
+        assert scripted.bodies("/release_memory_occupation") == [{"tags": ["kv_cache"]}, {"tags": ["weights"]}]
+        with pytest.raises(EngineFailed, match="memory of its weights is released, it cannot generate"):
+            await engine.resume()
+        with pytest.raises(EngineFailed, match="restore it before an update"):
+            await engine.begin_update(BUCKETS)
+        await engine.resume_memory(["weights"])
+        assert scripted.bodies("/resume_memory_occupation") == [{"tags": ["kv_cache"]}, {"tags": ["weights"]}]
+        with pytest.raises(EngineFailed, match="no weights were published"):
+            await engine.resume()
+        await publish(engine, version=2)
+
+    with_scripted(folder, use)
+
+
+def test_a_new_life_knows_nothing_of_the_last(folder):
+    async def use(engine, scripted):
+        await publish(engine, version=5)
+        await engine.join_group(GroupAddress("127.0.0.1", 1234, 3, "gloo", 5.0, "first"), 2)
+        await engine.pause("drain")
+        await engine.kill()
+        await engine.start()
+        assert engine.in_group is None
+        with pytest.raises(EngineFailed, match="no weights were published"):    # at once: nothing waits for a resume
+            await engine.generate([request([1])])
+        with pytest.raises(EngineFailed, match="call pause first"):
+            await engine.begin_update(BUCKETS)
+        await publish(engine, version=1)
 
     with_scripted(folder, use)
 
