@@ -131,6 +131,45 @@ def test_an_engine_that_fails_costs_the_others_no_connection(model, folder, loop
     assert [engine.version for engine in engines[:2]] == [2, 2]
 
 
+def test_members_are_told_before_a_pause_and_after_a_whole_version(model, folder, loop, engines, monkeypatch):
+    said = []
+
+    class Noted(Roster):
+        async def stale(self):
+            return self.engines[2:]
+
+        def draining(self, engine):
+            said.append(("draining", engine.name))
+
+        def published(self, engine, version):
+            said.append(("published", engine.name, version, engine.version))
+
+        def missed(self, engine):
+            said.append(("missed", engine.name))
+
+    pause = engines[2].pause
+    monkeypatch.setattr(engines[2], "pause", lambda mode: said.append(("pause", "engine-2")) or pause(mode))
+    sink = EngineSink(make_config(folder), Noted(engines), loop)
+    publish_once(sink, model, 3)
+    names = [engine.name for engine in engines]
+    assert said == [
+        *(("draining", name) for name in names), ("pause", "engine-2"), *(("published", name, 3, 3) for name in names)
+    ]  # fmt: skip
+    said.clear()
+    sink.prepare(layout(model), only_stale=True)
+    sink.cancel()
+    assert said == [("draining", "engine-2"), ("pause", "engine-2"), ("missed", "engine-2")]
+
+
+def test_checksums_are_compared_as_often_as_asked(model, folder, loop, engines, monkeypatch):
+    compared, checksum = [], engines[0].checksum
+    monkeypatch.setattr(engines[0], "checksum", lambda: compared.append(engines[0].version) or checksum())
+    sink = EngineSink(make_config(folder, verify_every=2), Roster(engines[:1]), loop)
+    for version in range(1, 5):
+        publish_once(sink, model, version)
+    assert len(compared) == 2, "the first and the third"
+
+
 def test_weights_that_arrive_damaged_are_noticed(model, folder, loop, engines, monkeypatch):
     whole = engines[0].receive_bucket
 

@@ -111,6 +111,28 @@ def test_an_answer_that_comes_too_late_is_nobodys(on_site, request_of):
     on_site("ab", use, restart={"backoff_s": 30.0})
 
 
+def test_so_is_one_of_an_engine_that_does_not_let_itself_be_interrupted(on_site, request_of):
+    async def use(site):
+        a, b = site.engines
+        generate = a.generate
+
+        async def stubborn(requests):
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                return await generate(requests)
+
+        a.generate = stubborn
+        call = asyncio.ensure_future(site.dispatcher.one(request_of(7)))
+        await asyncio.sleep(0.01)
+        await site.fleet.failed(a, "declared dead")
+        await call
+        assert len(b.calls) == 1
+        assert site.dispatcher.retried == 1
+
+    on_site("ab", use, restart={"backoff_s": 30.0})
+
+
 def test_a_bad_request_is_not_sent_again(on_site, request_of):
     async def use(site):
         site.engines[0].failure = UserError("draw 0: too long")

@@ -213,6 +213,36 @@ def test_an_engine_that_does_not_end_is_started_again_all_the_same(on_site, monk
     on_site("a", use)
 
 
+def test_a_hold_returns_when_nobody_is_starting_any_more(on_site, monkeypatch):
+    async def use(site):
+        may_start = asyncio.Event()
+        monkeypatch.setattr(FakeEngine, "start", lambda self: may_start.wait())
+        await site.fleet.failed(site.engines[0], "first")
+        await site.until("starting serving")
+        holding = asyncio.ensure_future(site.fleet.hold())
+        await asyncio.sleep(0.05)
+        assert not holding.done(), "its memory is on the way"
+        may_start.set()
+        await asyncio.wait_for(holding, 5)
+        assert site.states() == "stale serving"
+
+    on_site("ab", use)
+
+
+def test_on_a_shared_device_an_engine_waits_for_weights_until_no_other_serves(on_site):
+    async def use(site):
+        a, b = site.engines
+        await site.fleet.failed(a, "first")
+        await site.until("stale serving")
+        waiting = asyncio.ensure_future(site.fleet.someone_waits())
+        await asyncio.sleep(0.05)
+        assert not waiting.done(), "b would lose its requests"
+        await site.fleet.failed(b, "second")
+        await asyncio.wait_for(waiting, 5)
+
+    on_site("ab", use, colocated=True)
+
+
 def test_a_publication_waits_for_an_engine_that_comes_back(on_site):
     async def use(site):
         await asyncio.gather(*(site.fleet.failed(engine, "gone") for engine in site.engines))
