@@ -299,10 +299,11 @@ def test_what_is_no_sglang_does_not_start(folder, info):
 
 
 def test_requests_go_through_the_users_router_and_everything_else_to_the_server(folder):
-    heard = []
+    heard, seeds = [], set()
 
     async def route(asked):
         body = await asked.json()
+        seeds.add(body["sampling_params"]["sampling_seed"])
         heard.append((asked.path, asked.headers["Authorization"], body["input_ids"], body["sampling_params"]["max_new_tokens"]))
         return web.json_response(completion(3, 4))      # it takes one, and no list
 
@@ -326,5 +327,6 @@ def test_requests_go_through_the_users_router_and_everything_else_to_the_server(
     runner = thread.call(router(), seconds=10, what="the router")
     with_scripted(folder, use, router_url=f"http://127.0.0.1:{runner.addresses[0][1]}")
     assert heard == [("/generate", "Bearer the-api-key", [1, 2], 2)] * 2
+    assert len(seeds) == 2
     thread.call(runner.cleanup(), seconds=10, what="the router")
     thread.close()
