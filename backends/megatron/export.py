@@ -2,9 +2,9 @@
 
 Every rank of the first model replica (for experts: of the first that hold them) copies its part of a bucket into one flat
 buffer and sends it straight to rank 0, which puts the parts together. So each weight crosses the wire once, a bucket costs one
-message a rank however many tensors it holds, and the pipeline stages convert and send ahead of one another. Large parts that
-are rows of their tensor go by themselves: rank 0 receives them in their place, and who holds them as they are sends them from
-there. Rank 0 is one bucket ahead too: it gathers the next while the last is on its way to the engines.
+message a rank however many tensors it holds, and the pipeline stages convert and send ahead of one another. Large parts go by
+themselves: who holds them as they are sends them from there, and where they are rows of their tensor rank 0 receives them in
+their place. Rank 0 is one bucket ahead too: it gathers the next while the last is on its way to the engines.
 """
 
 from __future__ import annotations
@@ -175,10 +175,13 @@ class WeightExporter:
         receives: list[dist.P2POp] = []
         for rank in range(1, self.parallel.world_size):
             alone, packed = self._messages(bucket, rank)
-            into = [_raw(part.slice.of(out[part.spec.name])) for part in alone]
+            aside = [part for part in alone if part.slice.dim not in (None, 0)] + packed
+            buffer = self._buffer("receive", rank, sum(part.num_bytes for part in aside))
+            pieces = {part.spec.name: piece for part, piece in _pieces(aside, buffer)}
+            into = [_raw(pieces.get(part.spec.name, part.slice.of(out[part.spec.name]))) for part in alone]
             if packed:
-                into.append(self._buffer("receive", rank, sum(part.num_bytes for part in packed)))
-                arrivals.append((packed, into[-1]))
+                into.append(_tail(buffer, packed))
+            arrivals.append((aside, buffer))
             receives += [dist.P2POp(dist.irecv, memory, rank, self._group) for memory in into]
         works = dist.batch_isend_irecv(receives) if receives else []
         for part in self._parts(bucket, 0):
@@ -191,23 +194,24 @@ class WeightExporter:
 
     def _send(self, bucket: Bucket, slot: int) -> list[dist.Work]:
         alone, packed = self._messages(bucket, self.parallel.rank)
-        as_it_is = [self._own(part) for part in alone]
-        copied = [part for part, own in zip(alone, as_it_is) if not _is_sent_as(part, own)] + packed
+        held = {part.spec.name: self._own(part) for part in alone}
+        copied = [part for part in alone if not _is_sent_as(part, held[part.spec.name])] + packed
         buffer = self._buffer("send", slot, sum(part.num_bytes for part in copied))
-        copies = {}
         for part, piece in _pieces(copied, buffer):
             self._copy_own(part, piece)
-            copies[part.spec.name] = piece
-        out = [_raw(copies.get(part.spec.name, own)) for part, own in zip(alone, as_it_is)]
+            held[part.spec.name] = piece
+        out = [_raw(held[part.spec.name]) for part in alone]
         if packed:
-            out.append(buffer[-sum(part.num_bytes for part in packed) :])
+            out.append(_tail(buffer, packed))
         return list(dist.batch_isend_irecv([dist.P2POp(dist.isend, memory, 0, self._group) for memory in out])) if out else []
 
     def _messages(self, bucket: Bucket, rank: int) -> tuple[list[_Part], list[_Part]]:
         """The parts of a bucket that `rank` sends one by one, in this order, and those that follow in one message."""
-        parts = self._parts(bucket, rank)
-        alone = [part for part in parts if part.num_bytes >= _ALONE_BYTES and part.slice.dim in (None, 0)]
-        return alone, [part for part in parts if part not in alone]
+        alone: list[_Part] = []
+        packed: list[_Part] = []
+        for part in self._parts(bucket, rank):
+            (alone if part.num_bytes >= _ALONE_BYTES else packed).append(part)
+        return alone, packed
 
     def _parts(self, bucket: Bucket, rank: int) -> list[_Part]:
         """What `rank` holds of a bucket, in the bucket's order; rank 0 and the sender come to the same list."""
@@ -300,6 +304,11 @@ def _pieces(parts: Sequence[_Part], buffer: Tensor) -> Iterator[tuple[_Part, Ten
         flat = buffer[at : at + part.num_bytes]
         yield part, flat.view(part.spec.torch_dtype).view(part.shape)
         at += part.num_bytes
+
+
+def _tail(buffer: Tensor, parts: Sequence[_Part]) -> Tensor:
+    """Where the last of the parts in a buffer lie."""
+    return buffer[buffer.numel() - sum(part.num_bytes for part in parts) :]
 
 
 def _wait(works: Sequence[dist.Work]) -> None:
