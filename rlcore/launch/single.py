@@ -11,7 +11,7 @@ from rlcore.config import Config
 from rlcore.config.algorithm import LossConfig
 from rlcore.config.load import Loaded, load_config
 from rlcore.config.policy import ParallelConfig
-from rlcore.errors import NoEngineLeft, UserError
+from rlcore.errors import RunFailed, UserError
 from rlcore.launch.compose import build_algorithm, build_backend, build_publisher, build_turns, check_model, open_office
 from rlcore.launch.initial import find_checkpoint, pin_initial_policy
 from rlcore.launch.process import Process, join
@@ -44,11 +44,12 @@ def evaluate_model(loaded: Loaded, output: Path | None) -> int:
         assert publisher is not None
         take(Turn.HANDOVER)
         if lost := publisher.publish(0):
-            raise NoEngineLeft(lost)
+            raise RunFailed(lost)
         take(Turn.GENERATING)
         while (scored := office.source.evaluate()) is None:
             take(Turn.HANDOVER)
-            publisher.catch_up()
+            if lost := publisher.catch_up():
+                raise RunFailed(lost)
             take(Turn.GENERATING)
     metrics, samples = scored
     for sample in pick_samples(samples, config.tracking.show_samples):

@@ -5,7 +5,7 @@ A transport is chosen once for a run. Its methods run on the engines' event loop
     open(engines, buckets)      once a transaction; every engine is paused and has its update open
     send(bucket, flat)          each bucket, in the one static order
     complete()                  when it returns, every engine holds all of them; `end_update` comes next
-    close()                     connections are dropped: after a failure, and at the end of the run
+    close()                     connections are dropped, at the end of the run; what a failure left `open` drops
 
 Nothing here retries. An engine that fails is named in the answer; the transaction puts it out and runs again with the rest.
 """

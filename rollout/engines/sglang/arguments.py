@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlcore.config.rollout import EngineConfig
+from rlcore.config.server_checks import argument_name
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -38,7 +39,7 @@ def command_line(
         port, nccl_port: held for the server until it listens on them.
         arguments: more of sglang's own, by name, beside `config.server` and over it.
     """
-    given = {name.lstrip("-").replace("-", "_"): value for name, value in config.server.items()}
+    given = {argument_name(name): value for name, value in config.server.items()}
     values = DEFAULTS | (CPU_DEFAULTS if device == "cpu" else {}) | given | dict(arguments)
     values |= {
         "model_path": model_path,

@@ -194,6 +194,8 @@ class SGLangEngine:
         self.weights.begin(buckets)
         try:
             await self._control("/begin_weight_update", {"selector": "all"})
+        except EngineHangs:
+            raise
         except EngineFailed:        # recovery: a trainer that died has left its session open
             await self._control("/end_weight_update", {})
             await self._control("/begin_weight_update", {"selector": "all"})
@@ -231,6 +233,7 @@ class SGLangEngine:
 
     async def load_folder(self, folder: Path) -> None:
         """Take all weights out of a Hugging Face folder, which the server's machine has under the same path."""
+        self.weights.bucket(0)      # raises outside an update
         await self._control("/update_weights_from_disk", {
             "model_path": str(folder), "load_format": "safetensors", "flush_cache": False, "abort_all_requests": False,
         })

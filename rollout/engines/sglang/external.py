@@ -80,6 +80,7 @@ class ExternalServer:
                 raise self._other(f"has {name} {info.get(name)}", f"{size}; {hint}, or start the server so")
 
     def _check_model(self, info: Any) -> None:
+        folder_vocab_size(self.model_path)      # raises where the folder is none
         ours = json.loads((Path(self.model_path) / "config.json").read_text())
         info = info if isinstance(info, dict) else {}
         for name in ("model_type", "architectures"):

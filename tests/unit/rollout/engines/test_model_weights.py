@@ -119,6 +119,8 @@ def test_layouts_that_do_not_fit_are_refused_by_name(model):
             weights.begin([replace(buckets[0], tensors=(changed, *buckets[0].tensors[1:])), *buckets[1:]])
         with pytest.raises(RunFailed, match="stale"):
             weights.require_ready()
+        with pytest.raises(RunFailed, match="outside an update"):
+            weights.bucket(0)
     with pytest.raises(ModelError, match="a name appears twice"):
         weights.begin([*buckets, buckets[0]])
 

@@ -30,6 +30,7 @@ class Scripted:
         self.asked, self.answers, self.held = [], {"/server_info": [(200, info)]}, asyncio.Event()
         self.held.set()
         self.admin = {}
+        self.silent = None          # the route that is never answered
 
     async def serve(self, asked):
         body = await asked.text()
@@ -38,6 +39,8 @@ class Scripted:
         self.admin[asked.path] = asked.headers["Authorization"] == "Bearer the-admin-key"
         if asked.path == "/generate":
             await self.held.wait()
+        if asked.path == self.silent:
+            await asyncio.Event().wait()
         script = self.answers.get(asked.path, [(200, {"success": True, "message": "Success"})])
         status, value = script.pop(0) if len(script) > 1 else script[0]
         return web.json_response(value, status=status)
@@ -190,6 +193,17 @@ def test_a_session_left_open_is_closed_first(folder):
     with_scripted(folder, use)
 
 
+def test_a_server_that_hangs_is_not_asked_to_begin_again(folder):
+    async def use(engine, scripted):
+        await engine.pause("drain")
+        scripted.silent = "/begin_weight_update"
+        with pytest.raises(EngineHangs, match="begin_weight_update"):
+            await engine.begin_update(BUCKETS)
+        assert scripted.routes[1:] == ["/begin_weight_update"]
+
+    with_scripted(folder, use, update_timeout_s=0.3)
+
+
 @pytest.mark.parametrize("status", [200, 400])
 def test_a_refusal_is_the_engines_failure_in_the_servers_words(folder, status):
     async def use(engine, scripted):
@@ -240,6 +254,9 @@ def test_out_of_order(folder):
         with pytest.raises(EngineFailed, match="version 4 after 5: versions never go back"):
             await engine.set_version(4)
         assert [body["new_version"] for body in scripted.bodies("/update_weight_version")] == ["5"]
+        with pytest.raises(EngineFailed, match="outside an update; call begin_update first"):
+            await engine.load_folder(folder)
+        assert "/update_weights_from_disk" not in scripted.routes
         await engine.begin_update(BUCKETS)
         with pytest.raises(EngineFailed, match="bucket 2 of 2"):
             await engine.receive_serialized(2, ["bytes"])
