@@ -36,20 +36,25 @@ class WeightState:
             raise EngineFailed(f"{self.name}: the memory of its weights is released; restore it before an update")
         self.state, self._buckets, self._received = "updating", tuple(buckets), set()
 
+    def open_buckets(self) -> tuple[Bucket, ...]:
+        """Of the update at hand. Raises outside one."""
+        if self.state != "updating" or self._buckets is None:
+            raise EngineFailed(f"{self.name}: weights came outside an update; call begin_update first")
+        return self._buckets
+
     def bucket(self, index: int) -> Bucket:
         """The layout of bucket `index`, which is about to come."""
-        if self.state != "updating" or self._buckets is None:
-            raise EngineFailed(f"{self.name}: a bucket came outside an update; call begin_update first")
-        if not 0 <= index < len(self._buckets):
-            raise EngineFailed(f"{self.name}: bucket {index} of {len(self._buckets)}")
-        return self._buckets[index]
+        buckets = self.open_buckets()
+        if not 0 <= index < len(buckets):
+            raise EngineFailed(f"{self.name}: bucket {index} of {len(buckets)}")
+        return buckets[index]
 
     def received(self, index: int) -> None:
         self._received.add(self.bucket(index).index)
 
     def received_all(self) -> None:
         """In one piece, as a folder."""
-        self._received = {bucket.index for bucket in self._buckets or ()}
+        self._received = {bucket.index for bucket in self.open_buckets()}
 
     def check_whole(self) -> None:
         """Raises EngineFailed when a bucket is missing; the engine is stale then."""

@@ -233,7 +233,7 @@ class SGLangEngine:
 
     async def load_folder(self, folder: Path) -> None:
         """Take all weights out of a Hugging Face folder, which the server's machine has under the same path."""
-        self.weights.bucket(0)      # raises outside an update
+        self.weights.open_buckets()     # raises outside an update
         await self._control("/update_weights_from_disk", {
             "model_path": str(folder), "load_format": "safetensors", "flush_cache": False, "abort_all_requests": False,
         })
