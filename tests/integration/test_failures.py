@@ -102,7 +102,8 @@ def test_a_plugin_that_raises_on_rank_0(rank_runs: RankRuns) -> None:
     ("number", "says", "within_s"),
     [
         (signal.SIGKILL, "killed by SIGKILL", 10.0),
-        pytest.param(signal.SIGSTOP, f"within {REQUEST_S} s (rollout.engine.request_timeout_s)", 30.0, marks=pytest.mark.full),
+        # Whether a request, a step of a publication or the question for its health comes first is chance.
+        pytest.param(signal.SIGSTOP, "did not answer", 30.0, marks=pytest.mark.full),
     ],
     ids=["killed", "stopped"],
 )

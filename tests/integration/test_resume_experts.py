@@ -35,7 +35,7 @@ def test_from_shared_out_experts_over_pipeline_stages_and_a_full_disk_to_one_pro
     ended = runs.train("layouts", *options, *RANKS, *EP2_DISTRIBUTED, ranks=2, resume=True, at=full)
     assert set(ended.codes) == {1}, ended.output
     assert "No space left on device" in ended.output
-    assert "the checkpoint of step 3 is intact" in ended.output.splitlines()[-1]
+    assert "the checkpoint of step 3 is intact" in ended.output     # beside what the other rank logs
     assert committed_steps(runs.path("layouts") / "checkpoints") == [3]
 
     runs.finish("layouts", *options)
