@@ -14,6 +14,7 @@ from rollout.engines.weight_state import SHOWN, WeightState, shorten
 
 ALIGNMENT = 64      # bytes, as torch allocates: kernels of other alignments sum in another order
 
+
 class ModelWeights(WeightState):
     """The parameters of `module` under the names of a Hugging Face folder, updated by transaction. Tied ones appear once."""
 

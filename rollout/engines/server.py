@@ -125,7 +125,10 @@ class EngineServer:
         self._group = await asyncio.to_thread(WeightGroup, address, body["rank"], device=self.engine.device)
 
     async def _receive_bucket(self, body: dict[str, Any]) -> None:
-        """Answers when the bucket is here. It goes into the model while the next comes, which tells of its failure."""
+        """Answers when the bucket is here: in the model, or aside.
+
+        From there it is copied while the next comes, which tells of its failure.
+        """
         if self._group is None:
             raise RunFailed(f"{self.engine.name}: is in no weight group; call join_group first")
         if body["index"] not in self._sizes:

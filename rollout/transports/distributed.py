@@ -147,7 +147,11 @@ class Link:
         group = self.group
         assert group is not None, "open the transport first"
         sending = in_thread(lambda: group.send(flat))
-        why = await self._asked("receive_bucket", lambda e: e.receive_bucket(bucket.index, None), self._timeout_s)
+        try:
+            why = await self._asked("receive_bucket", lambda e: e.receive_bucket(bucket.index, None), self._timeout_s)
+        except asyncio.CancelledError:      # half a bucket is on its way: the group is of no use to the next publication
+            self.close()
+            raise
         if why is not None:             # nobody waits for our side, which may hang until its own deadline
             sending.add_done_callback(lambda done: done.exception())
             self.close()

@@ -107,6 +107,17 @@ def test_an_external_server_of_another_width_is_refused(served: Served) -> None:
         served.call(served.external(tensor_parallel=2).start())
 
 
+def test_a_server_that_a_trainer_left_paused_is_told_to_go_on(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    assert served.call(ask(served.url, "/pause_generation", served.keys.admin, {"mode": "retract"}))[0] == 200
+    assert served.call(ask(served.url, "/ready", None))[0] == 503
+    served.call(served.external().start())
+    assert "is told to go on" in caplog.text
+    assert one_token(served) == 200
+    caplog.clear()
+    served.call(served.external().start())
+    assert caplog.text == ""
+
+
 # --- what goes wrong at the start ---------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ def test_an_engine_may_not_hold_up_a_collective(load: Callable[..., Loaded], ove
 
 
 def test_the_other_ranks_wait_for_every_answer_of_a_publication(load: Callable[..., Loaded]) -> None:
-    engine = load("rollout.engine.update_timeout_s=100").config.rollout.engine
-    without = engine.start_timeout_s + engine.restart.max_backoff_s + engine.request_timeout_s
     config = load("rollout.engine.update_timeout_s=100").config
+    engine = config.rollout.engine
+    without = engine.start_timeout_s + engine.restart.max_backoff_s + engine.request_timeout_s
     assert patience_with_engines(config) >= without + 6 * 100

@@ -37,8 +37,10 @@ def receive_in_place(weights, model):
     buckets = layout(model)
     weights.begin(buckets)
     for bucket in buckets:
-        landing = weights.landing(bucket.index)
-        weights.copy(bucket.index, landing.copy_(flatten(bucket, model)))
+        landing = weights.landing(bucket.index).copy_(flatten(bucket, model))
+        written = [tensor._version for tensor in weights.tensors.values()]
+        weights.copy(bucket.index, landing)
+        assert [tensor._version for tensor in weights.tensors.values()] == written      # not a second time
     weights.end()
 
 

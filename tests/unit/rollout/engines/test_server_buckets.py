@@ -131,6 +131,35 @@ def test_a_failure_of_an_update_that_was_given_up_does_not_reach_the_next() -> N
     asyncio.run(run())
 
 
+def test_a_bucket_is_received_where_its_weights_are() -> None:
+    place, taken = torch.zeros(16, dtype=torch.uint8), []
+
+    class InPlace(Engine):
+        def landing(self, index: int) -> Any:
+            return place if index == 1 else None
+
+        async def receive_bucket(self, index: int, flat: torch.Tensor) -> None:
+            taken.append((index, flat))
+
+    class Anywhere(Group):
+        def receive(self, num_bytes: int, into: torch.Tensor | None) -> torch.Tensor:
+            return super().receive(num_bytes, None) if into is None else into.fill_(7)
+
+    async def run() -> None:
+        server = EngineServer(InPlace(), "key")     # type: ignore[arg-type]
+        server._group = Anywhere()                  # type: ignore[assignment]
+        await begin(server)
+        for index in range(2):
+            await server.verbs["receive_bucket"]({"index": index})
+        await server._applied()
+
+    asyncio.run(run())
+    assert [index for index, _ in taken] == [0, 1]
+    assert taken[0][1] is not place
+    assert taken[1][1] is place
+    assert place.tolist() == [7] * 16
+
+
 def test_memory_is_released_when_nothing_writes_there_any_more() -> None:
     class Silent(Group):
         closed = threading.Event()

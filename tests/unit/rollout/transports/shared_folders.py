@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
-from tests.limits import no_large_files
 
 Weights = dict[str, torch.Tensor]
 
@@ -88,7 +86,3 @@ def model_folder(path: Path) -> Path:
     (path / "config.json").write_text('{"model_type": "qwen3"}')
     (path / "tokenizer.json").write_text("{}")
     return path
-
-
-def limited_files() -> AbstractContextManager[None]:
-    return no_large_files(200)

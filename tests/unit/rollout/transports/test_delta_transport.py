@@ -8,13 +8,14 @@ import os
 from pathlib import Path
 
 import pytest
-from shared_folders import Reader, layout, limited_files, make_weights, model_folder, nudge, publish, read, same
+from shared_folders import Reader, layout, make_weights, model_folder, nudge, publish, read, same
 
 from rlcore.errors import RunFailed
 from rollout.transports.delta import DeltaTransport
 from rollout.transports.delta_files import CHANGES, Manifest
 from rollout.transports.follower import NOTES, Follower, keep_following, local_folder
 from rollout.transports.weight_folders import WeightFolders, published
+from tests.limits import no_large_files
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def test_a_change_of_unknown_or_untold_tensors_is_refused(folders: WeightFolders
 
 
 def test_a_disk_that_refuses_is_told(folders: WeightFolders) -> None:
-    with pytest.raises(RunFailed, match=r"could not be written to .*/weights .*File too large"), limited_files():
+    with pytest.raises(RunFailed, match=r"could not be written to .*/weights .*File too large"), no_large_files(200):
         publish_all(folders, make_weights())
 
 

@@ -8,11 +8,12 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from shared_folders import Reader, flatten, layout, limited_files, make_weights, model_folder, publish, read, same
+from shared_folders import Reader, flatten, layout, make_weights, model_folder, publish, read, same
 
 from rlcore.errors import RunFailed
 from rollout.transports.disk import DiskTransport
 from rollout.transports.weight_folders import FullWriter, WeightFolders, check_sizes, published
+from tests.limits import no_large_files
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -89,7 +90,7 @@ def test_an_earlier_runs_folders_are_counted_on_and_its_rest_removed(folders: We
 
 def test_a_disk_that_refuses_is_told_at_the_end(folders: WeightFolders) -> None:
     message = r"could not be written to .*/weights \(rollout.engine.weights_dir\): .*File too large"
-    with pytest.raises(RunFailed, match=message), limited_files():
+    with pytest.raises(RunFailed, match=message), no_large_files(200):
         asyncio.run(publish(DiskTransport(folders, timeout_s=5), [Reader()], make_weights()))
     assert names(folders) == []
 
