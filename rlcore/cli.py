@@ -106,7 +106,7 @@ def engine(arguments: argparse.Namespace) -> int:
     loaded = _load(arguments.settings)
     from rlcore import launch
 
-    return launch.engine(loaded)
+    return launch.engine(loaded, urls_file=arguments.urls_file)
 
 
 def export(arguments: argparse.Namespace) -> int:
@@ -201,7 +201,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = configured("eval", evaluate, "score a model on the evaluation prompts")
     sub.add_argument("--model", type=Path, help="a Hugging Face folder or a checkpoint, instead of the configured one")
     sub.add_argument("--output", type=Path, help="also write the scores to this JSON file")
-    configured("engine", engine, "run the SGLang engines of a configuration alone, for a trainer that is given their URLs")
+    text = "run the SGLang engines of a configuration alone, for a trainer that is given their URLs"
+    sub = configured("engine", engine, text)
+    sub.add_argument("--urls-file", type=Path, help="a JSON file with their URLs, there while they are ready")
     sub = configured("plan", plan_layouts, "which layouts fit on so many GPUs, and about how fast; needs no weights")
     sub.add_argument("--gpus", type=_positive, required=True, metavar="N")
     sub.add_argument("--gpu-memory", type=_gibibytes, default=80 << 30, metavar="SIZE", help="of one GPU, as 80G (the default)")

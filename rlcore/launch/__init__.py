@@ -44,8 +44,8 @@ def _train_rank(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
     rank = 0
     try:
         with join(loaded.config) as process:
-            rank = process.rank
-            outcome = run_rank(process, loaded, resume=resume, overwrite=overwrite)
+            rank, goes_on = process.rank, process.attempt.goes_on       # --overwrite has done its work then
+            outcome = run_rank(process, loaded, resume=resume or goes_on, overwrite=overwrite and not goes_on)
     except PeerFailed as error:
         if rank != 0 or supervised():       # somebody else tells the user
             wait_for_speaker()
@@ -61,11 +61,11 @@ def evaluate(loaded: Loaded, *, output: Path | None) -> int:
     return evaluate_model(loaded, output)
 
 
-def engine(loaded: Loaded) -> int:
+def engine(loaded: Loaded, *, urls_file: Path | None = None) -> int:
     """Run `rlcore engine`: the SGLang engines of a configuration alone, for a trainer that is given their URLs."""
     from rlcore.launch.serve import serve_engines
 
-    return serve_engines(loaded.config)
+    return serve_engines(loaded.config, urls_file=urls_file)
 
 
 def export(source: Path, folder: Path) -> int:
