@@ -248,6 +248,7 @@ class Desk:
         The status is `CONTINUE`, unless a kill came between the last checkpoint and the result: then only the end is to do.
         """
         self.directory.rewind(self.step)
+        self.source.keep_ledger(self.directory.ledger_path)     # last: a recording that it does not know is a contradiction
         self.directory.write_config(self.config.model_dump(mode="json"), self._origins)
         found = self._resume_from
         if found is None:

@@ -340,7 +340,16 @@ class RolloutSource(Protocol):
         """JSON-able state from which `restore` continues exactly: cursor, ledger, buffer."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot. A source that has gone on since gives up what was made by later weights."""
+        ...
+
+    def keep_ledger(self, path: Path) -> None:
+        """From here on append every draw's transitions to `path`, which `restore` has gone back to the cut of a step in.
+
+        Where nothing is drawn, there is nothing to write.
+        """
+        ...
 
     def close(self) -> None: ...
 

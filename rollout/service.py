@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlcore.config import Config
@@ -21,10 +22,10 @@ from rlcore.errors import ConfigError, DataError, DeadlineExceeded, EmptyBatch
 from rlcore.protocols import RolloutEngine, StepRollouts
 from rollout.deadlines import LoopThread, together
 from rollout.dispatch import Dispatcher
+from rollout.draws import Draws
 from rollout.errand import Errand
 from rollout.filters import FilterChain
 from rollout.fleet import Fleet
-from rollout.ledger import Ledger
 from rollout.rewards.build import build_scorer
 from rollout.rewards.pool import START_TIMEOUT_S as REWARD_START_TIMEOUT_S
 from rollout.rewards.scorer import VERIFIERS, FailureCounts
@@ -83,13 +84,14 @@ class RolloutService:
         self._evaluation_prompts = self._load(paths, config.evaluation.max_prompts) if paths else None
         self._filters = FilterChain(config.rollout.filters, samples_per_prompt=config.rollout.samples_per_prompt)
         self._scorer = build_scorer(config.reward, vocab_size=vocab_size, device=config.rollout.engine.device)
-        self._stream = PromptStream(
+        self._draws = Draws(PromptStream(
             len(self.prompts), seed=config.run.seed, shuffle=config.data.shuffle, fingerprint=self.prompts.fingerprint()
-        )
-        self.ledger = Ledger()
+        ))
+        self.ledger = self._draws.ledger
         self._dispatcher = Dispatcher(self.fleet, config.rollout.engine)
         runners = Runners(config, tokenizer, self._dispatcher, self._scorer)
-        self._training = runners.training(lambda draw: self.prompts[self._stream.row(draw)], greedy_baseline=greedy_baseline)
+        row_of = self._draws.stream.row
+        self._training = runners.training(lambda draw: self.prompts[row_of(draw)], greedy_baseline=greedy_baseline)
         self._evaluation = runners.evaluation((self._evaluation_prompts or self.prompts).__getitem__)
         self._errand: Errand[Any] | None = None     # that goes on while the trainer brings an engine its weights
         self._before: dict[str, float] = {}         # the counters when it began
@@ -165,14 +167,12 @@ class RolloutService:
         try:
             found = self._visit(lambda: self._collect(step), stuck, self._training.failures, f"the rollouts of step {step}")
         except BaseException:
-            for draw in self.ledger.unsettled():
-                self._requeue(draw)
+            self._draws.give_back_unsettled()
             raise
         if found is None:
             return None
         done, counts, seconds = found
-        for group in done.kept:
-            self.ledger.consume(group.draw, step)
+        self._draws.hand_over([group.draw for group in done.kept], step)
         metrics = {
             "time/generation": seconds,
             **counts,
@@ -183,7 +183,7 @@ class RolloutService:
         }
         samples = [sample for group in done.kept for sample in group.samples]
         engines = self._dispatcher.engines_of(self._config.run.seed, [group.draw for group in done.kept])
-        return StepRollouts(samples, metrics, self._stream.epoch, self.snapshot(), engines)
+        return StepRollouts(samples, metrics, self._draws.stream.epoch, self.snapshot(), engines)
 
     def _visit(
         self, work: Callable[[], Coroutine[Any, Any, T]], stuck: Callable[[], str], failures: FailureCounts, what: str
@@ -228,8 +228,7 @@ class RolloutService:
             if room <= 0:
                 raise EmptyBatch(self._too_little(step, done, wanted))
             count = min(room, math.ceil((wanted - len(done.kept)) * self._config.rollout.oversample))
-            draws = self._stream.take(count)
-            self.ledger.draw(draws)
+            draws = self._draws.take(count)
             done.draws += count
             for group in await self._training.run(draws):
                 self._sort_out(group, done, wanted)
@@ -242,14 +241,10 @@ class RolloutService:
             self.ledger.drop(group.draw, refused_by)
             done.dropped[refused_by] += 1
         elif group.aborted or len(done.kept) == wanted:
-            self._requeue(group.draw)
+            self._draws.give_back(group.draw)
             done.requeued += 1
         else:
             done.kept.append(group)
-
-    def _requeue(self, draw: int) -> None:
-        self.ledger.requeue(draw)
-        self._stream.requeue(draw)
 
     def _too_little(self, step: int, done: _Step, wanted: int) -> str:
         reasons = [f"{name} dropped {count}" for name, count in done.dropped.most_common()]
@@ -288,7 +283,7 @@ class RolloutService:
     # --- state ----------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        return {"stream": self._stream.snapshot(), "ledger": self.ledger.snapshot()}
+        return self._draws.snapshot()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a snapshot; draws that were unsettled when it was taken are drawn again.
@@ -296,10 +291,11 @@ class RolloutService:
         Raises:
             DataError: the prompts are not those of the snapshot.
         """
-        self._stream.restore(state["stream"])
-        self.ledger.restore(state["ledger"])
-        for draw in self.ledger.unsettled():
-            self._requeue(draw)
+        self._draws.restore(state)
+        self._draws.give_back_unsettled()
+
+    def keep_ledger(self, path: Path) -> None:
+        self._draws.keep_journal(path)
 
     def close(self) -> None:
         """End engines' clients, reward workers and the thread. May be called twice."""
@@ -311,6 +307,7 @@ class RolloutService:
             logger.warning("%s", error)         # the daemon thread ends with the process
         finally:
             self.thread.close()
+            self._draws.close()
 
     async def _stop(self) -> None:
         await self.fleet.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,6 +81,9 @@ class SFTSource:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._stream.restore(state["stream"])
+
+    def keep_ledger(self, path: Path) -> None:
+        """Labels are taken in order, each once an epoch: nothing can be lost that the step does not say."""
 
     def close(self) -> None: ...
 

@@ -3,6 +3,8 @@
     runs/<name>/config.yaml                        resolved, with the origin of each value
                 metrics.jsonl                      one object a step
                 rollouts/step_000001.jsonl.zst     every sample
+                versions.jsonl                     every publication of weights
+                ledger.jsonl                       every transition of every draw
                 checkpoints/step_000010/           see checkpoints.py
                 logs/                              one file a process
                 result.json                        how the run ended; absent while it goes on
@@ -82,6 +84,14 @@ class RunDirectory:
     @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def versions_path(self) -> Path:
+        return self.path / "versions.jsonl"
+
+    @property
+    def ledger_path(self) -> Path:
+        return self.path / "ledger.jsonl"
 
     @property
     def result_path(self) -> Path:

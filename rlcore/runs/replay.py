@@ -64,5 +64,8 @@ class ReplaySource:
     def restore(self, state: Mapping[str, Any]) -> None:
         pass
 
+    def keep_ledger(self, path: Path) -> None:
+        """Nothing is drawn."""
+
     def close(self) -> None:
         pass

@@ -61,13 +61,23 @@ def read_rollouts(path: Path | str) -> list[dict[str, Any]]:
         raise DataError(f"{path}: not a readable rollout file: {error}") from error
 
 
+def encode_samples(samples: Sequence[Sample]) -> bytes:
+    """The same format for samples that no step was trained on yet; `decode_samples` gives them back."""
+    lines = b"".join(_encoded(sample.to_record(), sample) for sample in samples)
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(lines)
+
+
+def decode_samples(content: bytes) -> list[Sample]:
+    """The inverse of `encode_samples`. Raises ValueError for what it has not made."""
+    try:
+        lines = zstandard.ZstdDecompressor().decompress(content)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"not encoded samples: {error}") from error
+    return [Sample.from_record(json.loads(line)) for line in lines.split(b"\n") if line]
+
+
 def _line(step: int, sample: Sample, advantages: NDArray[np.float32] | None, version: int | None) -> bytes:
-    record = sample.to_record()
-    record["step"], record["policy_version"] = step, version
-    # As arrays, float32 is written with its own shortest digits: a third of the size, and it reads back exactly.
-    record["rollout_logprobs"] = np.ascontiguousarray(sample.rollout_logprobs)
-    if sample.token_rewards is not None:
-        record["token_rewards"] = np.ascontiguousarray(sample.token_rewards)
+    record = sample.to_record() | {"step": step, "policy_version": version}
     if advantages is not None:
         if advantages.shape != (sample.num_trainable,):
             raise ValueError(
@@ -75,6 +85,14 @@ def _line(step: int, sample: Sample, advantages: NDArray[np.float32] | None, ver
                 f"expected ({sample.num_trainable},)"
             )
         record["advantages"] = np.ascontiguousarray(advantages, dtype=np.float32)
+    return _encoded(record, sample)
+
+
+def _encoded(record: dict[str, Any], sample: Sample) -> bytes:
+    # As arrays, float32 is written with its own shortest digits: a third of the size, and it reads back exactly.
+    record["rollout_logprobs"] = np.ascontiguousarray(sample.rollout_logprobs)
+    if sample.token_rewards is not None:
+        record["token_rewards"] = np.ascontiguousarray(sample.token_rewards)
     try:
         return orjson.dumps(record, default=str, option=_OPTIONS)
     except TypeError:   # orjson takes no integer beyond 64 bits; a label may hold one
