@@ -107,29 +107,14 @@ class Scheduler:
 
     def batch(self) -> list[int] | None:
         """The draws that the next step trains on, the oldest first; None while it has to wait."""
-        wanted = self.rules.groups_per_step
-        chosen: list[int] = []
-        left = 0                                    # with a place, in this class or an older one, and not chosen
-        for t, in_flight, finished in self._placed():
-            taken = finished[: wanted - len(chosen)]
-            chosen += taken
-            left += len(in_flight) + len(finished) - len(taken)
-            if left > self._places(t) - wanted:
-                return None
-        return chosen if len(chosen) == wanted else None
+        if self.num_finished < self.rules.groups_per_step:      # most calls
+            return None
+        chosen, waits_for = self._next()
+        return chosen if len(chosen) == self.rules.groups_per_step and not waits_for else None
 
     def must_wait_for(self) -> list[int]:
-        """The groups in flight without which there is no next batch, the most urgent class of them."""
-        wanted, chosen, left = self.rules.groups_per_step, 0, 0
-        waited: list[int] = []
-        for t, in_flight, finished in self._placed():
-            taken = min(len(finished), wanted - chosen)
-            chosen += taken
-            left += len(in_flight) + len(finished) - taken
-            waited += in_flight
-            if left > self._places(t) - wanted:
-                return waited
-        return waited if chosen < wanted else []
+        """The groups in flight without which there is no next batch, the most urgent classes of them; [] if there is one."""
+        return self._next()[1]
 
     def hand_over(self, draws: Sequence[int]) -> None:
         """The next step is trained on these, which `batch` gave."""
@@ -181,6 +166,21 @@ class Scheduler:
         return made
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _next(self) -> tuple[list[int], list[int]]:
+        """The finished draws of the next batch, or as many as there are; the draws in flight that it waits for, or none."""
+        wanted = self.rules.groups_per_step
+        chosen: list[int] = []
+        in_flight: list[int] = []
+        left = 0                                    # with a place, in this class or an older one, and not chosen
+        for t, going, finished in self._placed():
+            taken = finished[: wanted - len(chosen)]
+            chosen += taken
+            in_flight += going
+            left += len(going) + len(finished) - len(taken)
+            if left > self._places(t) - wanted:     # the steps after the next cannot take them all in time
+                return chosen, in_flight
+        return chosen, in_flight if len(chosen) < wanted else []
 
     @property
     def _oldest_allowed(self) -> int:
