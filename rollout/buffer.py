@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ from typing import Any
 from rlcore.errors import DataError
 from rlcore.runs.rollouts import decode_samples, encode_samples
 from rollout.draws import Draws
-from rollout.journal import read_journal
-from rollout.ledger import Ledger
+from rollout.history import read_journal
 from rollout.waves import Group
 
 ROLLED_BACK = "rolled_back"     # why groups are given up whose tokens come from weights that the run has gone back behind
@@ -28,11 +27,10 @@ class Kept:
 
 
 class GroupBuffer:
-    """By draw. A group is encoded once, by the first snapshot that holds it."""
+    """By draw."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Kept] = {}
-        self._encoded: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -54,12 +52,10 @@ class GroupBuffer:
         """Out of the buffer. Raises ValueError for a draw that is not there."""
         if draw not in self._kept:
             raise ValueError(f"draw {draw} is not in the buffer")
-        self._encoded.pop(draw, None)
         return self._kept.pop(draw)
 
     def clear(self) -> None:
         self._kept.clear()
-        self._encoded.clear()
 
     def ages(self) -> list[list[Any]]:
         """[policy step of the oldest token, its draws], the oldest first: what `Scheduler.restore` takes as `finished`."""
@@ -68,21 +64,21 @@ class GroupBuffer:
             ages.setdefault(kept.oldest, []).append(kept.group.draw)
         return [[oldest, draws] for oldest, draws in sorted(ages.items())]
 
-    def snapshot(self) -> list[dict[str, Any]]:
-        """JSON-able, in the order of draws; see `decode`."""
-        return [
-            {"draw": kept.group.draw, "policy_steps": [kept.oldest, kept.newest], "samples": self._code(kept.group)}
-            for kept in self
-        ]
 
-    def _code(self, group: Group) -> str:
-        if group.draw not in self._encoded:
-            self._encoded[group.draw] = base64.b64encode(encode_samples(group.samples)).decode()
-        return self._encoded[group.draw]
+def encode(groups: Iterable[Kept]) -> list[dict[str, Any]]:
+    """JSON-able; see `decode`."""
+    return [
+        {
+            "draw": kept.group.draw,
+            "policy_steps": [kept.oldest, kept.newest],
+            "samples": base64.b64encode(encode_samples(kept.group.samples)).decode(),
+        }
+        for kept in groups
+    ]
 
 
 def decode(states: Sequence[Mapping[str, Any]]) -> list[Kept]:
-    """What `GroupBuffer.snapshot` gave. Greedy responses are not kept: their reward is in the samples by then."""
+    """What `encode` gave. Greedy responses are not kept: their reward is in the samples by then."""
     return [
         Kept(Group(state["draw"], decode_samples(base64.b64decode(state["samples"]))), *state["policy_steps"])
         for state in states
@@ -121,7 +117,7 @@ def rebuilt(state: Mapping[str, Any] | None, path: Path, step: int) -> dict[str,
         step: the last whose batch the trainer has.
 
     Returns:
-        Stream, ledger, and of the `groups` in `state` those that were left alone since.
+        Stream, ledger, and `ahead` as in `state`, with those of its groups that were left alone since.
 
     Raises:
         DataError: the journal is missing or damaged, or has no cut of `step`.
@@ -132,20 +128,9 @@ def rebuilt(state: Mapping[str, Any] | None, path: Path, step: int) -> dict[str,
         raise DataError(f"{path}: no cut of step {step}; the newest is of step {max(history.cuts, default=0)}")
     size, fingerprint = history.prompts
     stream = {"cursor": len(ledger), "requeued": ledger.requeued(), "size": size, "fingerprint": fingerprint}
-    groups: list[Any] = []
-    if state is not None and state.get("groups"):
-        saved = Ledger()
-        saved.restore(state["ledger"])
-        touched = history.touched(saved.last_step, step)
-        groups = [] if touched is None else [group for group in state["groups"] if group["draw"] not in touched]
-    return {"stream": stream, "ledger": ledger.snapshot(), "groups": groups}
-
-
-def policy_steps(group: Group, step_of: Mapping[int, int]) -> tuple[int, int] | None:
-    """Of the oldest and of the newest token of `group`; None where it has no token that is trained on.
-
-    Args:
-        step_of: the policy step of each version.
-    """
-    steps = [step_of[span.version] for sample in group.samples for span in sample.versions if span.end > span.start]
-    return (min(steps), max(steps)) if steps else None
+    rebuilt = {"stream": stream, "ledger": ledger.snapshot()}
+    if state is not None and "ahead" in state:
+        touched = history.touched(state["ahead"]["steps_done"], step)
+        groups = [group for group in state["ahead"]["groups"] if touched is not None and group["draw"] not in touched]
+        rebuilt["ahead"] = {**state["ahead"], "steps_done": step, "groups": groups}
+    return rebuilt

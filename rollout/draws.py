@@ -78,7 +78,7 @@ class Draws:
         self.journal.start(path, *self._restored, prompts=(self.stream.size, self.stream.fingerprint))
 
     def close(self) -> None:
-        self.journal.hold()
+        self.journal.close()
 
     def _follow(self) -> None:
         """The stream is where the ledger is."""
