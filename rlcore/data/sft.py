@@ -76,6 +76,9 @@ class SFTSource:
         """Nothing generates here: no metrics, no samples."""
         return {}, []
 
+    def published(self, step: int, version: int, incarnation: int) -> None:
+        raise AssertionError("nothing generates here, so nothing is published")
+
     def snapshot(self) -> dict[str, Any]:
         return {"stream": self._stream.snapshot()}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,12 @@ def write_rollouts(
     advantages: Sequence[NDArray[np.float32]] | None = None,
     *,
     version: int | None = None,
+    policy_steps: Mapping[int, int] = MappingProxyType({}),
 ) -> None:
     """Write all samples of `step`; `advantages` holds float32 [m] for each, m its trainable tokens.
 
-    A line is `Sample.to_record()` with `step`, `policy_version` (the one trained) and `advantages`. Written aside and
-    renamed: a kill leaves no half file.
+    A line is `Sample.to_record()` with `step`, `policy_version` (the one trained), `policy_steps` (one for each of its spans
+    of versions, where they are given by version) and `advantages`. Written aside and renamed: a kill leaves no half file.
     """
     if advantages is not None and len(advantages) != len(samples):
         raise ValueError(f"step {step}: {len(samples)} samples but {len(advantages)} advantage vectors")
@@ -40,7 +42,7 @@ def write_rollouts(
     with open(aside, "wb") as file:
         with compressor.stream_writer(file, closefd=False) as stream:
             for row, sample in enumerate(samples):
-                stream.write(_line(step, sample, None if advantages is None else advantages[row], version))
+                stream.write(_line(step, sample, None if advantages is None else advantages[row], version, policy_steps))
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
@@ -76,8 +78,12 @@ def decode_samples(content: bytes) -> list[Sample]:
     return [Sample.from_record(json.loads(line)) for line in lines.split(b"\n") if line]
 
 
-def _line(step: int, sample: Sample, advantages: NDArray[np.float32] | None, version: int | None) -> bytes:
+def _line(
+    step: int, sample: Sample, advantages: NDArray[np.float32] | None, version: int | None, policy_steps: Mapping[int, int]
+) -> bytes:
     record = sample.to_record() | {"step": step, "policy_version": version}
+    if policy_steps:
+        record["policy_steps"] = [policy_steps[span.version] for span in sample.versions]
     if advantages is not None:
         if advantages.shape != (sample.num_trainable,):
             raise ValueError(
