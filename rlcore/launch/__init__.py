@@ -1,13 +1,17 @@
-"""Starting runs: in this process, in several processes of this machine, or as one of the ranks that torchrun started."""
+"""Starting runs: in this process, in several of this machine, as one of the ranks of torchrun, or on a Ray cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlcore.config.load import Loaded
 from rlcore.errors import ConfigError, RunFailed
 from rlcore.launch.ranks import supervised, under_torchrun, wait_for_speaker
+
+if TYPE_CHECKING:
+    from rlcore.launch.compose import OpenService
 
 FAILED = 1
 BAD_INPUT = 2
@@ -32,10 +36,19 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
             "cluster.launcher is torchrun, but this process has no RANK: start it with `torchrun ... -m rlcore train ...`, "
             "or set cluster.launcher=local and cluster.processes_per_node"
         )
-    return _train_rank(loaded, resume=resume, overwrite=overwrite)
+    if config.cluster.launcher == "ray":
+        from rlcore.launch.ray.driver import drive
+
+        return drive(loaded, resume=resume, overwrite=overwrite)
+    return train_rank(loaded, resume=resume, overwrite=overwrite)
 
 
-def _train_rank(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
+def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenService | None = None) -> int:
+    """One rank of a run, from joining the others to its exit code.
+
+    Args:
+        service: how rank 0 opens the rollout service; default: in this process.
+    """
     from rlcore.control import PeerFailed
     from rlcore.launch.compose import run_rank
     from rlcore.launch.logs import describe
