@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -232,7 +233,7 @@ def test_a_failure_meets_the_trainer_at_its_next_call_and_then_it_goes_on(make_s
 def test_a_broken_filter_is_named(make_service, engines):
     service = make_service(engines=engines, rollout=rollout(1, filters=["user_parts:broken_filter"]))
     publish(service, engines, 0)
-    with pytest.raises(RunFailed, match="broken_filter failed on .*no groups"):
+    with pytest.raises(RunFailed, match=r"broken_filter failed on .*no groups"):
         service.next_step(1)
 
 
@@ -249,7 +250,7 @@ def test_a_step_that_hangs_names_who_is_waited_for(make_service, engines):
 
 def test_before_the_first_publication_nothing_can_come(make_service, engines):
     service = make_service(engines=engines, rollout=rollout(1, timeout_s=0.2))
-    with pytest.raises(DeadlineExceeded, match="step 1 has no rollouts after 0.2 s .*: weights to be published"):
+    with pytest.raises(DeadlineExceeded, match=r"step 1 has no rollouts after 0\.2 s .*: weights to be published"):
         service.next_step(1)
 
 
@@ -356,7 +357,7 @@ def test_who_asked_may_be_given_up(make_service, engines):
         engine.seconds = lambda draw: 0.3
     service = make_service(engines=engines, rollout=rollout(1))
     publish(service, engines, 0)
-    service.loop.call_soon_threadsafe(service.loop.call_later, 0.05, lambda: service.loop.run_in_executor(None, service.abandon))
+    threading.Timer(0.05, service.abandon).start()
     with pytest.raises(asyncio.CancelledError):
         service.next_step(1)
     assert draws_of(service.next_step(1)) == [0, 1, 2, 3]
