@@ -115,6 +115,12 @@ def export(arguments: argparse.Namespace) -> int:
     return launch.export(arguments.source, arguments.folder)
 
 
+def ledger(arguments: argparse.Namespace) -> int:
+    from rlcore.launch.ledger import show_ledger
+
+    return show_ledger(arguments.run, draw=arguments.draw, as_json=arguments.json, recordings=not arguments.quick)
+
+
 def plan_layouts(arguments: argparse.Namespace) -> int:
     loaded = _load(arguments.settings)
     from rlcore.launch.plan import plan
@@ -211,6 +217,12 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("export", export, "write a training checkpoint as a Hugging Face folder")
     sub.add_argument("source", type=Path, help="a run (its last checkpoint) or a checkpoint folder")
     sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
+    sub = command("ledger", ledger, "what became of every prompt that a run has drawn; exit code 1 unless it balances")
+    sub.add_argument("run", type=Path, help="the folder of a run, one that goes on too")
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument("--draw", type=int, metavar="N", help="everything that happened to this draw")
+    how.add_argument("--json", action="store_true", help="as one JSON object")
+    sub.add_argument("--quick", action="store_true", help="do not read the recorded samples")
     _add_model_options(command("init-model", init_model, "write a small, randomly initialised Hugging Face folder"))
     sub = command("metrics", metrics, "define every metric that a run writes")
     sub.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")

@@ -45,13 +45,12 @@ class LedgerJournal:
         if transition in last and last.get(DETAILS.get(transition, "")) == detail:
             last[transition].append(draw)
             return
-        if self._file is not None:
-            self.flush()
+        self.flush()
         self._held.append({transition: [draw]} | ({} if detail is None else {DETAILS[transition]: detail}))
 
     def flush(self) -> None:
         """Everything that was recorded outlives this process from here on."""
-        if self._file is not None:
+        if self._file is not None and self._held:
             self._write(*self._held)
             self._held = []
 
