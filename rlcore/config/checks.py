@@ -7,8 +7,8 @@ Each check is a function that yields a `Problem` for every key that is wrong; it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
+from rlcore.config.ahead_checks import ahead, ahead_notes
 from rlcore.config.algorithm import EstimatorConfig
 from rlcore.config.algorithm_checks import correction, loss_terms, reward_terms
 from rlcore.config.colocated_checks import colocated, colocated_notes, engine_gpus
@@ -19,7 +19,6 @@ from rlcore.config.derived import (
     pack_multiple,
     truncates,
     updates_per_step,
-    value_at,
 )
 from rlcore.config.engine_checks import engine_kind, engine_notes, engine_servers, engine_transport
 from rlcore.config.policy import CriticConfig, ReferenceConfig, TeacherConfig
@@ -33,11 +32,6 @@ from rlcore.config.server_checks import managed_servers
 Problems = Iterator[Problem]
 Check = Callable[[Config], Problems]
 
-# What the configuration can say and this version cannot do: (key, values that are not available).
-NOT_AVAILABLE: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-)
-
-
 _SIZES = ("tensor", "pipeline", "context", "expert")
 
 
@@ -49,14 +43,6 @@ def check(config: Config) -> list[Problem]:
 def describe_checks() -> list[str]:
     """One line a check."""
     return [(one.__doc__ or one.__name__).splitlines()[0].rstrip(".") for one in CHECKS]
-
-
-def available(config: Config) -> Problems:
-    """Only what this version has built is asked for."""
-    for path, missing in NOT_AVAILABLE:
-        value = value_at(config, path)
-        if missing(value):
-            yield Problem(path, f"{value!r} is not available in this version")
 
 
 def length(config: Config) -> Problems:
@@ -215,7 +201,6 @@ def data(config: Config) -> Problems:
 
 
 CHECKS: tuple[Check, ...] = (
-    available,
     length,
     early_stopping,
     reward_terms,
@@ -233,6 +218,7 @@ CHECKS: tuple[Check, ...] = (
     engine_transport,
     engine_gpus,
     colocated,
+    ahead,
     ray_launcher,
     optimizers,
     debugging,
@@ -259,6 +245,7 @@ def notes_on(config: Config) -> Problems:
         yield Problem("algorithm.correction.max_staleness", message)
     yield from engine_notes(config)
     yield from colocated_notes(config)
+    yield from ahead_notes(config)
     yield from ray_notes(config)
     for path, optimizer in (
         ("policy.optimizer", config.policy.optimizer),

@@ -107,7 +107,7 @@ def run_rank(
         control.main("starting the engines", lambda: present(office).source.start(), timeout_s=starting)
         desk = journal = None
         if run is not None:
-            journal = VersionJournal(run.directory.path / "versions.jsonl")
+            journal = VersionJournal(run.directory.versions_path)
             utilization = build_utilization(config, process, credit)
             desk = build_desk(loaded, process, present(office), run, backend, steps, utilization)
         publisher = build_publisher(config, process, backend, office, journal)
@@ -237,8 +237,11 @@ def build_publisher(
 ) -> Publisher | None:
     if not generates(config):
         return None
-    sink = None if office is None else office.sink
-    return Publisher(backend, process.control, sink=sink, journal=journal, timeout_s=patience_with_engines(config))
+    patience = patience_with_engines(config)
+    if office is None:
+        return Publisher(backend, process.control, sink=None, journal=None, timeout_s=patience)
+    told = office.source.published
+    return Publisher(backend, process.control, sink=office.sink, journal=journal, timeout_s=patience, published=told)
 
 
 def build_turns(config: Config, process: Process, backend: PolicyBackend, office: Office | None) -> Turns | None:
