@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("scripts/slurm/*.sbatch"), *ROOT.glob("benchmarks/*.sh")])
 KEYS = ("RLCORE_ENGINE_API_KEY", "RLCORE_ENGINE_ADMIN_KEY")
 
-# `python`, as the scripts call it. Engines write their URLs and go on until they are ended; the trainer waits for nothing.
+# `python`, as the scripts call it. Engines write their URLs and go on until they are ended; on Ray the run waits for the nodes.
 PYTHON = f"""#!{sys.executable} -S
 import json, os, signal, sys, time
 arguments = sys.argv[1:]
@@ -38,6 +38,11 @@ if "engine" in arguments:
     signal.signal(signal.SIGTERM, lambda *_: (os.unlink(path), sys.exit(0)))
     while True:
         time.sleep(0.1)
+if "cluster.launcher=ray" in arguments:
+    nodes = os.environ.get("NODES", "1").split()
+    said = os.path.join(os.environ["RECORDS"], "ray.txt")
+    while open(said).read().count("start --block") < (len(nodes) - 1) * (1 + int(os.environ.get("SLURM_RESTART_COUNT", "0"))):
+        time.sleep(0.05)
 sys.exit(int(os.environ.get("TRAINER_CODE", "0")))
 """
 SRUN = """#!/usr/bin/env bash
