@@ -58,7 +58,9 @@ def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenSe
     try:
         with join(loaded.config) as process:
             rank, goes_on = process.rank, process.attempt.goes_on       # --overwrite has done its work then
-            outcome = run_rank(process, loaded, resume=resume or goes_on, overwrite=overwrite and not goes_on)
+            outcome = run_rank(
+                process, loaded, resume=resume or goes_on, overwrite=overwrite and not goes_on, service=service
+            )
     except PeerFailed as error:
         if rank != 0 or supervised():       # somebody else tells the user
             wait_for_speaker()

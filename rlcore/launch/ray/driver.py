@@ -25,6 +25,7 @@ from rlcore.config.derived import generates, world_size
 from rlcore.config.load import Loaded
 from rlcore.errors import UserError
 from rlcore.launch.compose import check_input
+from rlcore.launch.engines import engine_name
 from rlcore.launch.ray.board import Board
 from rlcore.launch.ray.calls import NAMESPACE, actor_name
 from rlcore.launch.ray.cluster import Cluster, connected, room
@@ -49,6 +50,11 @@ def drive(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
     check_input(loaded.config, world_size(loaded.config), resume=resume, overwrite=overwrite)
     with connected(loaded.config) as cluster, ExitStack() as stack:
         return Driver(loaded, cluster, stack).run(resume=resume, overwrite=overwrite)
+
+
+def host_name(run: str, index: int) -> str:
+    """Of the actor of an engine."""
+    return actor_name(run, engine_name(index))
 
 
 class Driver:
@@ -148,7 +154,7 @@ class Driver:
         for index, bundle in enumerate(placement.hosts):
             shared, here[bundle] = (here[bundle][:width], here[bundle][width:]) if gpus else ([], [])
             host = ray.remote(EngineHost).options(
-                name=actor_name(self.config.run.name, f"engine-{index}"), namespace=NAMESPACE, max_restarts=-1,
+                name=host_name(self.config.run.name, index), namespace=NAMESPACE, max_restarts=-1,
                 num_cpus=resources.get("CPU", 0.0), num_gpus=resources.get("GPU", 0.0), max_concurrency=CONCURRENT,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=group, placement_group_bundle_index=bundle
@@ -165,7 +171,8 @@ class Driver:
             name=actor_name(self.config.run.name, "service"), namespace=NAMESPACE, max_restarts=-1,
             num_cpus=resources.get("CPU", 0.0), max_concurrency=CONCURRENT, scheduling_strategy=here,
         )  # fmt: skip
-        self._service = service.remote(self._workplace, self.config, self._hosts, self._keys)
+        names = [host_name(self.config.run.name, index) for index in range(len(self._hosts))]
+        self._service = service.remote(self._workplace, self.config, names, self._keys)
 
     def _end_service(self) -> None:
         """With its engines."""

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
 from rlcore.config import Config
 from rlcore.launch.logs import folder_of
-from rlcore.launch.ray.calls import ActorLost
+from rlcore.launch.ray.calls import NAMESPACE, ActorLost
 from rlcore.launch.ray.engines import cluster_engines
 from rlcore.launch.ray.workplace import Workplace, log_to
 from rlcore.protocols import RolloutEngine, StepRollouts
@@ -60,10 +61,10 @@ class ServiceActor:
     """One `RolloutService`. An async actor: who waits for rollouts holds up nobody who asks for something else.
 
     Args:
-        hosts: the actors of the engines, in their order.
+        hosts: the names of the engines' actors, in their order: handles would not outlive the process that was given them.
     """
 
-    def __init__(self, workplace: Workplace, config: Config, hosts: Sequence[Any], keys: Keys) -> None:
+    def __init__(self, workplace: Workplace, config: Config, hosts: Sequence[str], keys: Keys) -> None:
         workplace.enter()
         os.environ |= {API_KEY: keys.api, ADMIN_KEY: keys.admin}
         self._workplace, self._config, self._hosts, self._keys = workplace, config, hosts, keys
@@ -101,7 +102,8 @@ class ServiceActor:
         config = self._config
         seed_rng(config.run.seed)
         tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
-        engines = cluster_engines(config, self._hosts, self._keys)
+        hosts = [ray.get_actor(name, namespace=NAMESPACE) for name in self._hosts]
+        engines = cluster_engines(config, hosts, self._keys)
         service = build_service(config, tokenizer, engines, greedy_baseline=greedy_baseline)
         self._memory = FleetMemory(service.fleet, config.rollout.engine, service.thread)
         return service
