@@ -95,10 +95,10 @@ def settle(draws: Draws, buffer: GroupBuffer, saved: Sequence[Kept], *, step: in
     buffer.clear()
     rolled_back = []
     for draw, kept in sorted((living | {kept.group.draw: kept for kept in saved}).items()):
+        draws.adopt(draw)
         if kept.newest > step:
             rolled_back.append(draw)
         else:
-            draws.adopt(draw)
             buffer.put(kept)
     for draw in draws.ledger.unsettled():
         if draw not in buffer:

@@ -45,14 +45,17 @@ class LedgerJournal:
         if transition in last and last.get(DETAILS.get(transition, "")) == detail:
             last[transition].append(draw)
             return
-        self.flush()
         self._held.append({transition: [draw]} | ({} if detail is None else {DETAILS[transition]: detail}))
+        self._flush(len(self._held) - 1)
 
     def flush(self) -> None:
         """Everything that was recorded outlives this process from here on."""
-        if self._file is not None and self._held:
-            self._write(*self._held)
-            self._held = []
+        self._flush(len(self._held))
+
+    def _flush(self, count: int) -> None:
+        if self._file is not None and count > 0:
+            self._write(*self._held[:count])
+            del self._held[:count]
 
     def cut(self, step: int) -> None:
         """The batch of `step` is handed over; its checkpoint's ledger is the one of now. On the disk when this returns."""
