@@ -109,8 +109,8 @@ class Scheduler:
         """The draws that the next step trains on, the oldest first; None while it has to wait."""
         if self.num_finished < self.rules.groups_per_step:      # most calls
             return None
-        chosen, waits_for = self._next()
-        return chosen if len(chosen) == self.rules.groups_per_step and not waits_for else None
+        chosen, _ = self._next()
+        return chosen if len(chosen) == self.rules.groups_per_step else None
 
     def must_wait_for(self) -> list[int]:
         """The groups in flight without which there is no next batch, the most urgent classes of them; [] if there is one."""
@@ -161,7 +161,7 @@ class Scheduler:
         """The inverse of `snapshot`, under rules that may have changed since: see `expired`."""
         made = cls(rules, policy_step=state["policy_step"], steps_done=state["steps_done"])
         for t, draws in state["finished"]:
-            made._age(t).finished.extend(sorted(draws))
+            made._age(t).finished.extend(draws)
             made._class_of.update(dict.fromkeys(draws, t))
         return made
 
@@ -171,16 +171,15 @@ class Scheduler:
         """The finished draws of the next batch, or as many as there are; the draws in flight that it waits for, or none."""
         wanted = self.rules.groups_per_step
         chosen: list[int] = []
-        in_flight: list[int] = []
-        left = 0                                    # with a place, in this class or an older one, and not chosen
+        in_flight: list[int] = []       # of this class and older ones
         for t, going, finished in self._placed():
-            taken = finished[: wanted - len(chosen)]
-            chosen += taken
+            chosen += finished[: wanted - len(chosen)]
             in_flight += going
-            left += len(going) + len(finished) - len(taken)
-            if left > self._places(t) - wanted:     # the steps after the next cannot take them all in time
-                return chosen, in_flight
-        return chosen, in_flight if len(chosen) < wanted else []
+            if len(chosen) == wanted:   # no class has more groups than places: the steps after the next can take the rest
+                return chosen, []
+            if len(in_flight) > self._places(t) - wanted:       # they cannot: no younger group may go before these
+                break
+        return chosen, in_flight
 
     @property
     def _oldest_allowed(self) -> int:

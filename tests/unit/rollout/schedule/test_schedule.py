@@ -169,22 +169,52 @@ def test_a_snapshot_holds_what_is_finished_and_when() -> None:
     assert stricter.expired() == [4]
 
 
-def test_steps_out_of_order_are_errors() -> None:
-    scheduler = Scheduler(Rules(1, 0))
-    scheduler.started([7])
-    for work, words in [
-        (lambda: scheduler.started([7]), "draw 7 was started already"),
-        (lambda: scheduler.finished(8, 0), "draw 8 is not in flight"),
-        (lambda: scheduler.dropped(8), "draw 8 is neither in flight nor finished"),
-        (lambda: scheduler.hand_over([7]), "draw 7 is not finished"),
-        (lambda: scheduler.hand_over([]), "got 0 groups, a step takes 1"),
-        (lambda: scheduler.published(-1), "policy step -1 after 0: they never go back"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            work()
-    scheduler.finished(7, -1)
-    with pytest.raises(ValueError, match="draw 7 is of policy step -1, too old for step 1: it takes 0 on"):
-        scheduler.hand_over([7])
-    for numbers in [(0, 0, 1.0), (1, -1, 1.0), (1, 0, 0.5), (1, 0, float("nan"))]:
-        with pytest.raises(ValueError, match="expected groups_per_step >= 1"):
-            Rules(*numbers)
+def test_what_has_expired_is_in_no_batch_even_before_it_is_dropped() -> None:
+    state = {"policy_step": 3, "steps_done": 3, "finished": [[0, [5, 6, 7]], [1, [8]], [2, [9]], [3, [12]]]}
+    scheduler = Scheduler.restore(Rules(2, 1), state)
+    assert scheduler.expired() == [5, 6, 7, 8]
+    assert scheduler.batch() == [9, 12]
+    assert Scheduler.restore(Rules(3, 1), state).batch() is None
+
+
+def test_over_sampling_starts_more_for_what_filters_will_drop() -> None:
+    scheduler = Scheduler(Rules(4, 1, 1.5))
+    assert scheduler.room() == 12
+    scheduler.started(range(12))
+    assert scheduler.room() == 0
+    for draw in range(6):
+        scheduler.dropped(draw)
+    assert scheduler.room() == 6
+    for draw in range(6, 10):
+        scheduler.finished(draw, 0)
+    assert scheduler.room() == (8 - 4) * 1.5 - 2
+
+
+def test_of_too_many_groups_the_places_go_by_draw_and_not_by_who_is_quick() -> None:
+    scheduler = Scheduler(Rules(2, 0, 2.0))
+    scheduler.started(range(4))
+    for draw, waited in ((3, [0, 1]), (0, [1]), (2, [1])):
+        scheduler.finished(draw, 0)
+        assert (scheduler.batch(), scheduler.must_wait_for()) == (None, waited)
+    scheduler.dropped(1)                            # by a filter: the next in order has its place
+    assert (scheduler.batch(), scheduler.must_wait_for()) == ([0, 2], [])
+    scheduler.hand_over([0, 2])
+    assert scheduler.expired() == [3]
+
+
+def test_what_older_groups_leave_is_what_places_there_are() -> None:
+    scheduler = Scheduler(Rules(2, 1, 2.0))
+    scheduler.started(range(8))
+    for draw in range(3):
+        scheduler.finished(draw, 0)
+    scheduler.hand_over([0, 1])
+    for draw in range(3, 8):
+        scheduler.dropped(draw)
+    scheduler.published(1)
+    scheduler.started(range(8, 13))
+    for draw in (11, 12):
+        scheduler.finished(draw, 1)
+    # Two steps may take draw 2 and the five after it: four places, of which 2, 8, 9 and 10 have one.
+    assert (scheduler.batch(), scheduler.must_wait_for()) == (None, [8, 9, 10])
+    scheduler.finished(9, 1)
+    assert scheduler.batch() == [2, 9]
