@@ -229,6 +229,39 @@ def test_what_is_missing_is_named(stage: Stage, script: str, missing: str, envir
     assert list(stage.records.glob("*.json")) == []
 
 
+PPO = "examples/recipes/llama-3.1-8b-ppo"
+
+
+def test_ppo_on_two_nodes_trains_on_the_first_and_generates_on_the_second(stage: Stage) -> None:
+    """Each node is told what the recipe's files are for."""
+    job = {"MASTER_ADDR": "10.0.0.1", "HOST_ADDRESS": "10.0.0.2", "ENGINES": str(stage.folder / "engines")}
+    job |= dict(zip(KEYS, ("x", "y"), strict=True))
+    script = str(stage.folder / "checkout" / "scripts" / "ppo_8b_2nodes.sh")
+    engines = subprocess.Popen([script, "model.path=m"], env={**stage.environment, **job, "NODE_RANK": "1"})
+    assert stage.run("ppo_8b_2nodes.sh", "model.path=m", **job, NODE_RANK="0").returncode == 0
+    engines.terminate()
+    assert engines.wait(10) == 0
+    root = stage.folder / "checkout"
+    [trainer], [served] = stage.calls("torch.distributed.run"), stage.calls("engine")
+    told = trainer["arguments"]
+    assert [value_of(told, "--nnodes"), value_of(told, "--nproc-per-node")] == ["1", "8"]
+    assert told[told.index("train") + 1 :] == [
+        f"{root / PPO}.yaml", "model.path=m", "cluster.launcher=torchrun", "rollout.engine.kind=sglang",
+        'rollout.engine.urls=["http://10.0.0.2:30000"]',
+    ]  # fmt: skip
+    assert served["arguments"][3:6] == [f"{root / PPO}.yaml", f"{root / PPO}.servers.yaml", "model.path=m"]
+
+
+def test_ppo_on_two_nodes_of_ray(stage: Stage) -> None:
+    job = {"MASTER_ADDR": "10.0.0.1", "LAUNCHER": "ray", "NODE_RANK": "0"}
+    assert stage.run("ppo_8b_2nodes.sh", "model.path=m", **job).returncode == 0
+    [call] = stage.calls("train")
+    assert [Path(word).name for word in call["arguments"][3:5]] == ["llama-3.1-8b-ppo.yaml", "llama-3.1-8b-ppo.servers.yaml"]
+    done = stage.run("ppo_8b_2nodes.sh", **{**job, "NODE_RANK": "2", "LAUNCHER": "torchrun"})
+    assert done.returncode == 2
+    assert "got torchrun and 2" in done.stderr
+
+
 # --- Ray --------------------------------------------------------------------------------------------------------------
 
 
