@@ -21,6 +21,8 @@ EXIT_INTERRUPTED = 130
 
 _SETTINGS = "FILE.yaml ... and overrides KEY=VALUE (policy.optimizer.lr=2e-6), later ones over earlier ones"
 
+_ADDRESS = "of the cluster; default: the one that Ray knows of on this machine"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
@@ -130,6 +132,21 @@ def plan_layouts(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def status(arguments: argparse.Namespace) -> int:
+    from rlcore import launch
+
+    for line in launch.status(arguments.address):
+        print(line)
+    return 0
+
+
+def stop(arguments: argparse.Namespace) -> int:
+    from rlcore import launch
+
+    print(launch.stop(arguments.run, arguments.address, timeout_s=arguments.timeout))
+    return 0
+
+
 def init_model(arguments: argparse.Namespace) -> int:
     from transformers.utils import logging
 
@@ -223,6 +240,12 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--draw", type=int, metavar="N", help="everything that happened to this draw")
     how.add_argument("--json", action="store_true", help="as one JSON object")
     sub.add_argument("--quick", action="store_true", help="do not read the recorded samples")
+    sub = command("status", status, "the runs on a Ray cluster: their step, processes and engines")
+    sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
+    sub = command("stop", stop, "end a run on a Ray cluster cleanly, after its step at hand")
+    sub.add_argument("run", metavar="RUN", help="its run.name")
+    sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
+    sub.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="how long to wait for its end (600)")
     _add_model_options(command("init-model", init_model, "write a small, randomly initialised Hugging Face folder"))
     sub = command("metrics", metrics, "define every metric that a run writes")
     sub.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlcore.config.load import Loaded
-from rlcore.errors import ConfigError, RunFailed
+from rlcore.errors import ConfigError, RunFailed, UserError
 from rlcore.launch.ranks import supervised, under_torchrun, wait_for_speaker
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
             "or set cluster.launcher=local and cluster.processes_per_node"
         )
     if config.cluster.launcher == "ray":
+        _need_ray()
         from rlcore.launch.ray.driver import drive
 
         return drive(loaded, resume=resume, overwrite=overwrite)
@@ -74,6 +76,27 @@ def evaluate(loaded: Loaded, *, output: Path | None) -> int:
     from rlcore.launch.single import evaluate_model
 
     return evaluate_model(loaded, output)
+
+
+def status(address: str | None) -> Iterator[str]:
+    """Run `rlcore status`: lines about every run on a Ray cluster."""
+    _need_ray()
+    from rlcore.launch.ray import commands
+
+    return commands.status(address)
+
+
+def stop(run: str, address: str | None, *, timeout_s: float) -> str:
+    """Run `rlcore stop`: ask a run on a Ray cluster for a clean end, and wait for it."""
+    _need_ray()
+    from rlcore.launch.ray import commands
+
+    return commands.stop(run, address, timeout_s=timeout_s)
+
+
+def _need_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("Ray is not installed here: `pip install 'rlcore[ray]'`, or use cluster.launcher local or torchrun")
 
 
 def engine(loaded: Loaded, *, urls_file: Path | None = None) -> int:

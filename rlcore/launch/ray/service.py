@@ -175,14 +175,13 @@ class ServiceActor:
         self._check(life)
         return self._engine(name).expectation()
 
-    async def status(self) -> list[dict[str, Any]]:
-        """A row for each engine."""
-        if self._service is None:
-            return []
-        return [
+    async def status(self) -> tuple[int, list[dict[str, Any]]]:
+        """The process id, and a row for each engine."""
+        members = [] if self._service is None else self._service.fleet.members
+        return os.getpid(), [
             {"engine": member.name, "state": str(member.health.state), "version": member.version,
              "restarts": member.health.restarts, "requests": sum(lease.requests for lease in member.leases)}
-            for member in self._service.fleet.members
+            for member in members
         ]  # fmt: skip
 
     async def close(self) -> None:
