@@ -12,6 +12,7 @@ import pytest
 
 from rlcore import cli
 from rlcore.data.sample import Sample
+from rlcore.runs.checkpoints import latest_checkpoint
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts, write_rollouts
 from rollout.audit import Audit, audit
@@ -82,6 +83,35 @@ def test_killed_and_resumed(runs: Runs, whole: Ended, where: str) -> None:
     assert journals[0] is not None
     assert journals[1] is not None
     assert journals[0].snapshot() == journals[1].snapshot()
+
+
+def test_killed_while_generation_runs_ahead(runs: Runs) -> None:
+    """Groups are in flight and in the buffer at every kill; those in the buffer of the checkpoint are trained on after all."""
+    ahead, trained = ("rollout.max_staleness=2", "rollout.oversample=1"), 0
+    saved: list[int] = []
+    for number, kill in enumerate((
+        {"point": "update", "call": 2 * UPDATES + 2},           # of step 3, behind the checkpoint of step 2
+        {"point": "journal cut", "call": 1},
+        {"point": "state", "call": 1, "after": True},           # the checkpoint of step 4 is being written
+        {"point": "commit", "call": 1, "after": True},
+    )):  # fmt: skip
+        ended = runs.train("ahead", *ahead, resume=number > 0, at=kill)
+        assert ended.killed, (kill, ended.output)
+        trained += balanced(runs.path("ahead")).recorded
+        found = latest_checkpoint(runs.path("ahead") / "checkpoints")
+        assert found is not None
+        saved += [group["draw"] for group in found.state["source"]["ahead"]["groups"]]
+    runs.finish("ahead", *ahead)
+    told = balanced(runs.path("ahead"))
+    assert (told.steps, told.checkpoint, told.recorded) == (STEPS, STEPS, STEPS)
+    assert told.states["consumed"] == 3 * STEPS
+    assert told.rewound > 0
+    history = read_journal(runs.path("ahead") / "ledger.jsonl")
+    assert saved
+    for draw in saved:
+        life = [transition for _, transition, _, rewound_by in history.life(draw) if rewound_by is None]
+        assert life == ["drawn", "finished", "consumed"]
+    assert trained > STEPS                                      # some steps were done more than once
 
 
 def test_a_journal_that_is_lost_or_damaged_costs_its_past_alone(runs: Runs, whole: Ended) -> None:
