@@ -11,37 +11,20 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from typing import Any
 
 from rlcore.config import Config
-from rollout.buffer import GroupBuffer, Kept, decode, encode, settle
+from rollout.buffer import GroupBuffer, Kept, decode, settle
 from rollout.collect import DRAWS_PER_GROUP, Collected, Tally
+from rollout.cut import Cut
 from rollout.draws import Draws
 from rollout.filters import FilterChain
-from rollout.policy_steps import PolicySteps, Publication
+from rollout.policy_steps import PolicySteps
 from rollout.schedule import Rules, Scheduler
 from rollout.waves import Group, WaveRunner
 
 STALE = "stale"                 # why a group is given up that no step may train on any more
 CLOSE_S = 5.0
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A moment between two steps. Cheap to take, since nothing in it changes any more; encoded where it is saved."""
-
-    steps_done: int
-    draws: dict[str, Any]
-    finished: Sequence[Kept]                    # and not trained on
-    publications: Sequence[Publication]
-
-    def encoded(self) -> dict[str, Any]:
-        """JSON-able, with the publications that the groups' versions need."""
-        made_by = [span.version for kept in self.finished for one in kept.group.samples for span in one.versions]
-        needed = [astuple(one) for one in self.publications if made_by and one.version >= min(made_by)]
-        ahead = {"steps_done": self.steps_done, "groups": encode(self.finished), "versions": needed}
-        return {**self.draws, "ahead": ahead}
 
 
 class AheadCollector:
@@ -126,7 +109,7 @@ class AheadCollector:
         self._woken = False
         if self._halted or self._failure is not None:
             return
-        count = min(self._wanted(), self._engines_take())
+        count = min(self._wanted(), self._runner.room(self._config.samples_per_prompt))
         if count <= 0:
             return
         try:
@@ -147,15 +130,6 @@ class AheadCollector:
         left = (self._steps - scheduler.steps_done) * self._rules.groups_per_step - scheduler.num_finished
         return min(scheduler.room(), math.ceil(left * self._rules.oversample) - scheduler.num_in_flight)
 
-    def _engines_take(self) -> int:
-        """Groups; where engines batch call by call, those of one wave, when none is at work."""
-        runner, dispatcher = self._runner, self._runner.dispatcher
-        if not runner.batched:
-            return (dispatcher.free_calls - runner.starting) // runner.calls_per_group
-        sequences = self._config.samples_per_prompt + runner.calls_per_group - 1
-        free = 0 if runner.starting else dispatcher.free_sequences
-        return max(1, free // sequences) if free else 0
-
     # --- what becomes of them -------------------------------------------------------------------------------------
 
     async def _make(self, draws: Sequence[int]) -> None:
@@ -165,7 +139,7 @@ class AheadCollector:
                 self._settle(group)
         finally:
             for draw in draws:
-                if draw in self._tasks:             # its samples will not come, or are of no use
+                if self._tasks.get(draw) is asyncio.current_task():     # its samples will not come, or are of no use
                     self._draw_again(draw)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -188,6 +162,7 @@ class AheadCollector:
             self._draw_again(draw)
         else:
             del self._tasks[draw]
+            self._late.discard(draw)                # it came before its end did
             self._draws.ledger.finish(draw)
         if refused_by is not None:
             self._draws.ledger.drop(draw, refused_by)
@@ -201,10 +176,13 @@ class AheadCollector:
         self._check_yield()
 
     def _aged(self, group: Group, now: int) -> Kept:
-        """With the policy steps of its tokens. A version that is not known yet is of the publication that is about to end."""
-        known = [self._versions.of(span.version) for one in group.samples for span in one.versions if span.end > span.start]
-        steps = [now if publication is None else publication.step for publication in known] or [now]
-        return Kept(group, min(steps), max(steps))
+        """With the policy steps of its tokens. A version that is not known yet is of the publication that is about to end: it
+        counts as old where age matters, and as new where a trainer goes back.
+        """
+        made = [self._versions.of(span.version) for one in group.samples for span in one.versions if span.end > span.start]
+        oldest = min((now if publication is None else publication.step for publication in made), default=now)
+        newest = max((now + 1 if publication is None else publication.step for publication in made), default=now)
+        return Kept(group, oldest, newest)
 
     def _give_up_stale(self) -> None:
         """What no step may train on any more is drawn again; what is in flight, when it has ended."""
@@ -296,6 +274,7 @@ class AheadCollector:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_S)
+        self._tasks.clear()                     # one that does not end has no say any more
 
     def _tell(self) -> None:
         self._news.set()

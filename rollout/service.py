@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -85,7 +86,8 @@ class RolloutService:
         self._versions = PolicySteps()
         self._collector = self._build_collector()
         self._errand: Errand[Any] | None = None     # that goes on while the trainer brings an engine its weights
-        self._before: dict[str, float] = {}         # the counters when it began
+        self._busy_before = 0.0                     # when it began: seconds in which engines had worked ...
+        self._failed_before = FailureCounts()       # ... and rewards of evaluations that had failed
         self._seen = self._so_far()                 # at the last hand-over
         self.thread = LoopThread("rollout")
         self.loop = self.thread.loop
@@ -139,18 +141,20 @@ class RolloutService:
             limit = self._config.rollout.timeout_s
             return f"step {step} has no rollouts after {limit:g} s (rollout.timeout_s): {self._collector.stuck()}"
 
+        if self._errand is None:
+            self._busy_before = self._dispatcher.busy_s
         try:
-            found = self._visit(
-                lambda: self._collector.collect(step), stuck, self._training.failures, f"the rollouts of step {step}"
-            )
+            errand = self._visit(lambda: self._collector.collect(step), stuck, f"the rollouts of step {step}")
         except BaseException:
             self._collector.give_up()
             raise
-        if found is None:
+        if errand is None:
             return None
-        done, counts, seconds = found
-        metrics = {"time/generation": seconds, **counts, **done.metrics, **self._faults()}
-        metrics |= self._tallied(done)
+        done: Collected = errand.result()
+        metrics = {
+            "time/generation": errand.seconds, "time/engine": self._dispatcher.busy_s - self._busy_before,
+            **done.metrics, **self._happened(), **self._became(done),
+        }
         engines = self._dispatcher.engines_of(self._config.run.seed, [group.draw for group in done.groups])
         return StepRollouts(done.samples, metrics, done.epoch, done.cut, engines, self._versions.of_samples(done.samples))
 
@@ -163,15 +167,9 @@ class RolloutService:
 
         self._call(published(), CLOSE_S, f"the news of version {version}")
 
-    def _visit(
-        self, work: Callable[[], Coroutine[Any, Any, T]], stuck: Callable[[], str], failures: FailureCounts, what: str
-    ) -> tuple[T, dict[str, float], float] | None:
-        """The result of `work`, what was counted meanwhile, and its seconds; None when an engine waits for weights before.
-
-        Begun by the first visit, and only awaited by those after it.
-        """
+    def _visit(self, work: Callable[[], Coroutine[Any, Any, Any]], stuck: Callable[[], str], what: str) -> Errand[Any] | None:
+        """`work`, done; None when an engine waits for weights before. Begun by the first visit, awaited by later ones."""
         if self._errand is None:
-            self._before = self._counters(failures)
             limit = self._config.rollout.timeout_s
             self._errand = Errand(self.thread, work(), limit_s=limit, what=what, stuck=stuck)
         errand = self._errand
@@ -182,8 +180,7 @@ class RolloutService:
             self._errand = None
             raise
         self._errand = None
-        counts = {name: now - self._before[name] for name, now in self._counters(failures).items()}
-        return errand.result(), counts, errand.seconds
+        return errand
 
     def abandon(self) -> None:
         """Whoever asked is gone: the step or evaluation at hand is given up. From any thread."""
@@ -191,23 +188,16 @@ class RolloutService:
             self._errand = None
             errand.drop()
 
-    def _counters(self, failures: FailureCounts) -> dict[str, float]:
-        return {
-            "time/engine": self._dispatcher.busy_s,
-            "rollout/reward_errors": float(failures.errors),
-            "rollout/reward_timeouts": float(failures.timeouts),
-        }
-
-    def _tallied(self, done: Collected) -> dict[str, float]:
-        """What became of the draws that were not trained on."""
+    def _became(self, done: Collected) -> dict[str, float]:
+        """Draws that the step was not trained on."""
         return {
             "rollout/requeued_prompts": float(done.tally.requeued),
             "rollout/excluded_prompts": float(len(self.prompts.excluded)),
             **{f"rollout/dropped_{name}": float(done.tally.dropped[name]) for name in self._filters.names},
         }
 
-    def _faults(self) -> dict[str, float]:
-        """What happened to requests since the last hand-over, and how many engines there are."""
+    def _happened(self) -> dict[str, float]:
+        """Since the last hand-over; and how many engines there are."""
         before, self._seen = self._seen, self._so_far()
         return {
             **{name: now - before[name] for name, now in self._seen.items()},
@@ -215,8 +205,10 @@ class RolloutService:
         }
 
     def _so_far(self) -> dict[str, float]:
-        partial = self._training.partial
+        partial, failures = self._training.partial, self._training.failures
         return {
+            "rollout/reward_errors": float(failures.errors),
+            "rollout/reward_timeouts": float(failures.timeouts),
             "rollout/engine_restarts": float(self.fleet.restarts),
             "rollout/retried_requests": float(self._dispatcher.retried),
             "rollout/resumed_responses": float(partial.resumed_responses),
@@ -238,14 +230,16 @@ class RolloutService:
             limit = self._config.rollout.timeout_s
             return f"the evaluation has not ended after {limit:g} s (rollout.timeout_s): {self._evaluation.stuck()}"
 
-        found = self._visit(lambda: self._evaluation.run(draws), stuck, self._evaluation.failures, "the evaluation")
-        if found is None:
+        failures = self._evaluation.failures
+        if self._errand is None:
+            self._failed_before = replace(failures)
+        errand = self._visit(lambda: self._evaluation.run(draws), stuck, "the evaluation")
+        if errand is None:
             return None
-        groups, counts, _ = found
-        samples = [sample for group in groups for sample in group.samples]
+        samples = [sample for group in errand.result() for sample in group.samples]
         metrics = evaluation_metrics(samples)
-        metrics["eval/reward_errors"] = counts["rollout/reward_errors"]
-        metrics["eval/reward_timeouts"] = counts["rollout/reward_timeouts"]
+        metrics["eval/reward_errors"] = float(failures.errors - self._failed_before.errors)
+        metrics["eval/reward_timeouts"] = float(failures.timeouts - self._failed_before.timeouts)
         return metrics, samples
 
     # --- state ----------------------------------------------------------------------------------------------------

@@ -146,15 +146,18 @@ class WaveRunner:
         for sample, text in zip(bare, texts, strict=True):
             sample.response_text = text
 
-    @property
-    def starting(self) -> int:
-        """Workflows that have not asked for a generation yet, and soon will."""
-        return sum(stage == "start" for stage in self._stage.values())
+    def room(self, samples: int) -> int:
+        """Groups that engines would begin at once; where they batch call by call, those of one wave when none is at work.
 
-    @property
-    def calls_per_group(self) -> int:
-        """That a workflow with one turn makes."""
-        return 1 if self.greedy is None else 2
+        Args:
+            samples: of a group.
+        """
+        starting = sum(stage == "start" for stage in self._stage.values())      # and will soon ask for a generation
+        kinds = 1 if self.greedy is None else 2
+        if not self.batched:
+            return (self.dispatcher.free_calls - starting) // kinds
+        free = 0 if starting else self.dispatcher.free_sequences
+        return max(1, free // (samples + kinds - 1)) if free else 0
 
     def stuck(self, of: Container[int] | None = None) -> str:
         """Who is being waited for. `of`: looks at these draws alone."""
