@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
@@ -11,6 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
 
 NAMESPACE = "rlcore"        # of all named actors
+POLL_S = 0.2                # from one question to the next, of an actor that is being started
 
 
 class ActorLost(RunFailed):
@@ -37,12 +40,34 @@ def get(ref: Any, *, limit_s: float, what: str, key: str) -> Any:
         raise in_our_words(error, what) from error
 
 
+def get_when_up(call: Callable[[], Any], *, limit_s: float, what: str, key: str) -> Any:
+    """As `get`, of an actor that Ray may be starting again: it is asked until it is there."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        left = max(POLL_S, deadline - time.monotonic())
+        try:
+            return get(call(), limit_s=left, what=what, key=key)
+        except ActorLost as error:
+            if left <= POLL_S:
+                raise DeadlineExceeded(f"{what}: its process was not started again within {limit_s:g} s ({key})") from error
+        time.sleep(POLL_S)
+
+
 async def answer(ref: Awaitable[Any], *, what: str) -> Any:
     """As `get`, without a limit of its own."""
     try:
         return await ref
     except RayError as error:
         raise in_our_words(error, what) from error
+
+
+async def answer_when_up(call: Callable[[], Awaitable[Any]], *, what: str) -> Any:
+    """As `get_when_up`, without a limit of its own."""
+    while True:
+        try:
+            return await answer(call(), what=what)
+        except ActorLost:
+            await asyncio.sleep(POLL_S)
 
 
 def in_our_words(error: RayError, what: str) -> RlcoreError:

@@ -18,7 +18,7 @@ from rlcore.config import Config
 from rlcore.errors import DeadlineExceeded, RlcoreError
 from rlcore.launch.engines import engine_log, engine_name, external_engines, managed_server
 from rlcore.launch.logs import folder_of
-from rlcore.launch.ray.calls import answer
+from rlcore.launch.ray.calls import answer, answer_when_up
 from rlcore.launch.ray.workplace import Workplace
 from rlcore.protocols import RolloutEngine
 from rollout.deadlines import within
@@ -123,7 +123,7 @@ class HostedServer:
 
     async def start(self) -> str:
         """Its URL. Raises what `EngineHost.start` raises, ActorLost, or DeadlineExceeded where Ray finds no place for it."""
-        asked = answer(self._host.start.remote(), what=f"starting engine {self.name}")
+        asked = answer_when_up(self._host.start.remote, what=f"starting engine {self.name}")
         url: str = await within(self._limit_s + START_GRACE_S, asked, self._late)
         self.pid = await answer(self._host.pid.remote(), what=f"engine {self.name}")
         self._ended = asyncio.ensure_future(self._until_ended())

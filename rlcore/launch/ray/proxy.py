@@ -21,7 +21,7 @@ from rlcore.data.sample import Sample
 from rlcore.errors import EngineFailed
 from rlcore.launch.compose import Office, OpenService, patience_with_engines
 from rlcore.launch.process import Process
-from rlcore.launch.ray.calls import ActorLost, answer, get
+from rlcore.launch.ray.calls import ActorLost, answer, get, get_when_up
 from rlcore.launch.ray.service import EngineFacts, Opened
 from rlcore.protocols import MemoryTag, PauseMode, RolloutEngine, StepRollouts, WeightExpectation
 from rlcore.weights import Bucket
@@ -73,8 +73,11 @@ class ServiceLine:
     def open(self) -> Opened:
         """Raises UserError for bad prompts and the like."""
         limit = self.config.cluster.start_timeout_s
-        asked = self.actor.open.remote(greedy_baseline=self._greedy_baseline)
-        opened: Opened = get(asked, limit_s=limit, what=f"opening {SERVICE}", key="cluster.start_timeout_s")
+
+        def ask() -> Any:
+            return self.actor.open.remote(greedy_baseline=self._greedy_baseline)
+
+        opened: Opened = get_when_up(ask, limit_s=limit, what=f"opening {SERVICE}", key="cluster.start_timeout_s")
         self._life, self._said = opened.life, []
         return opened
 
