@@ -1,0 +1,149 @@
+"""How a run of the soak is started, and which of its processes can be killed. A launcher is an entry in LAUNCHERS."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "RLCORE_SOAK_RUN"        # environment of every process of a run: its folder
+GONE_S = 30.0                   # in which everything must be gone after the end of what was started
+POLL_S = 0.005
+
+Command = tuple[list[str], dict[str, str]]      # with what it finds in its environment
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """`commands` are the nodes of a run, each a process group of its own; they are given the arguments of `rlcore train`."""
+
+    name: str
+    kinds: tuple[str, ...]      # what is killed: keys of VICTIMS, or "node": one of `commands` with all that it started
+    commands: Callable[[Sequence[str]], list[Command]]
+
+
+def _local(arguments: Sequence[str]) -> list[Command]:
+    return [([sys.executable, "-m", "rlcore", "train", *arguments, "cluster.processes_per_node=2"], {})]
+
+
+def _torchrun(arguments: Sequence[str]) -> list[Command]:
+    script = [str(ROOT / "scripts" / "torchrun_multinode.sh"), *arguments]
+    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GPUS_PER_NODE": "1",
+              "PYTHON": sys.executable}  # fmt: skip
+    return [(script, {**shared, "NODE_RANK": str(node)}) for node in range(2)]
+
+
+LAUNCHERS = {
+    made.name: made
+    for made in (
+        Launcher("local", ("engine", "rank"), _local),
+        Launcher("torchrun", ("engine", "rank", "node"), _torchrun),
+    )
+}
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    return "rollout.engines.server" in process.cmdline()
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    command = process.cmdline()
+    return "RANK" in process.environ() and "rlcore" in command and "train" in command
+
+
+VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {"engine": _is_engine, "rank": _is_rank}
+
+
+@dataclass
+class Started:
+    """One life of a run: its nodes and all that they start."""
+
+    folder: Path
+    nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, launcher: Launcher, folder: Path, arguments: Sequence[str], log: Path) -> Started:
+        started = cls(folder)
+        with log.open("ab") as output:
+            for command, environment in launcher.commands(arguments):
+                given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: str(folder), **environment}
+                started.nodes.append(
+                    subprocess.Popen(command, stdout=output, stderr=output, env=given, start_new_session=True)
+                )
+        return started
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [node.poll() for node in self.nodes]
+
+    @property
+    def ended(self) -> bool:
+        return None not in self.codes
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all nodes have ended in time; those that have not are left alone."""
+        deadline = time.monotonic() + seconds
+        while not self.ended and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return self.ended
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == str(self.folder):
+                    found.append(process)
+        return found
+
+    def victims(self, kind: str) -> list[list[psutil.Process]]:
+        """Each is what one kill of this kind ends, in an order that does not change."""
+        if kind == "node":
+            return [_with_children(node.pid) for node in self.nodes if node.poll() is None]
+        found: dict[int, psutil.Process] = {}
+        forked = set()          # by one of them, and looks like it
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                if VICTIMS[kind](process):
+                    found[process.pid] = process
+                    forked |= {child.pid for child in process.children()}
+        return [[process] for pid, process in sorted(found.items()) if pid not in forked]
+
+    def left(self) -> list[str]:
+        """What outlives the nodes that have ended, which is a fault; nothing is left of it after this call."""
+        deadline = time.monotonic() + GONE_S
+        while (processes := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        described = []
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                described.append(f"{process.pid} {' '.join(process.cmdline())[:200]}")
+                process.kill()
+        return described
+
+    def kill(self) -> None:
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _with_children(pid: int) -> list[psutil.Process]:
+    node = psutil.Process(pid)
+    return [node, *node.children(recursive=True)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
