@@ -52,6 +52,7 @@ def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenSe
         service: how rank 0 opens the rollout service; default: in this process.
     """
     from rlcore.control import PeerFailed
+    from rlcore.launch.attempts import RunHasEnded, mark_ended
     from rlcore.launch.compose import run_rank
     from rlcore.launch.logs import describe
     from rlcore.launch.process import join
@@ -63,12 +64,17 @@ def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenSe
             outcome = run_rank(
                 process, loaded, resume=resume or goes_on, overwrite=overwrite and not goes_on, service=service
             )
+            code = INTERRUPTED if outcome.status == "interrupted" else 0
+            if rank == 0:
+                mark_ended(process.control.store, code)
+    except RunHasEnded as ended:
+        return ended.code
     except PeerFailed as error:
         if rank != 0 or supervised():       # somebody else tells the user
             wait_for_speaker()
             return FAILED
         raise RunFailed(describe(error.failure, loaded.config.run)) from error
-    return INTERRUPTED if outcome.status == "interrupted" else 0
+    return code
 
 
 def evaluate(loaded: Loaded, *, output: Path | None) -> int:

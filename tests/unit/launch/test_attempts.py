@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from rlcore.errors import DeadlineExceeded
-from rlcore.launch.attempts import Attempt, join_attempt
+from rlcore.launch.attempts import Attempt, RunHasEnded, join_attempt, mark_ended
 from rlcore.launch.run_folder import mark_opened
 
 
@@ -51,6 +51,17 @@ def test_a_rank_that_came_back_first_waits_for_the_next_attempt(store: dist.Stor
     join_attempt(store, 0, timeout_s=5)
     waiting.join(5)
     assert joined == [Attempt(1, goes_on=False)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_started_again_after_the_end_is_told_so(store: dist.Store, rank: int) -> None:
+    """It died on its way out; the others are gone."""
+    for each in (0, 1):
+        attempt = join_attempt(store, each, timeout_s=5)
+    mark_ended(dist.PrefixStore(attempt.prefix, store), 130)
+    with pytest.raises(RunHasEnded) as ended:
+        join_attempt(store, rank, timeout_s=5)
+    assert ended.value.code == 130
 
 
 def test_without_rank_0_the_wait_ends_with_the_key_that_sets_it(store: dist.Store) -> None:
