@@ -22,6 +22,9 @@ def ray_launcher(config: Config) -> Iterator[Problem]:
         yield Problem("rollout.engine.in_process", "got true, but under Ray every engine is an actor: leave it out")
     if engine.gpus:
         yield Problem("rollout.engine.gpus", f"got {engine.gpus}, but Ray chooses GPUs: leave it out")
+    if engine.colocated and cluster.nodes > 1:
+        message = "got true, but engines that share the trainer's GPUs take weights by handles, which hold on one machine: "
+        yield Problem("rollout.engine.colocated", message + "set cluster.nodes to 1, or give engines GPUs of their own")
 
 
 def ray_notes(config: Config) -> Iterator[Problem]:

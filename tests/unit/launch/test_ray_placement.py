@@ -92,6 +92,7 @@ def test_what_a_cluster_lacks_is_said_with_the_numbers() -> None:
         ({"ray": {"address": "ray://head:10001"}}, "cluster.ray.address: got 'ray://head:10001', expected HOST:PORT"),
         ({"in_process": True}, "rollout.engine.in_process: got true, but under Ray every engine is an actor"),
         ({"kind": "sglang", "gpus": [0]}, "rollout.engine.gpus: got [0], but Ray chooses GPUs"),
+        ({"colocated": True, "nodes": 2}, "rollout.engine.colocated: got true, but engines that share the trainer's GPUs take"),
     ],
 )
 def test_what_ray_places_is_left_to_ray(given: dict[str, Any], said: str) -> None:
