@@ -6,6 +6,8 @@
 # Node 0 is the head and runs `rlcore train`, which places ranks and engines where there is room; the other nodes lend what they
 # have until it ends. MASTER_ADDR is node 0's address, RAY_PORT (6379) must be free there. RAY_ARGS: more for `ray start` (as
 # "--num-gpus 4"); JOIN_TIMEOUT_S (600): for the head to be there. On a cluster that runs already, call `rlcore train` yourself.
+# Ray asks for a token: export RAY_AUTH_TOKEN, the same long random word on every node, unless they share a home with
+# ~/.ray/auth_token in it.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 . "$(dirname "$0")/common.sh"
@@ -15,6 +17,7 @@ head_address=$MASTER_ADDR:${RAY_PORT:-6379}
 ray=$(dirname "$python")/ray
 [ -x "$ray" ] || ray=$(command -v ray) || fail "there is no ray beside $python: ./scripts/install.sh ray"
 read -ra more <<< "${RAY_ARGS:-}"
+export RAY_USAGE_STATS_ENABLED=${RAY_USAGE_STATS_ENABLED:-0}
 deadline=$((SECONDS + ${JOIN_TIMEOUT_S:-600}))
 
 until_there() {     # until_there PROCESS: the head answers; PROCESS ("" for none) must live meanwhile
@@ -25,11 +28,25 @@ until_there() {     # until_there PROCESS: the head answers; PROCESS ("" for non
     done
 }
 
+until_ended() {     # until_ended PROCESS: its exit code, in $code; signals are passed on to it
+    # shellcheck disable=SC2064     # the process is known now
+    trap "kill -TERM $1 2> /dev/null || true" TERM
+    # shellcheck disable=SC2064
+    trap "kill -INT $1 2> /dev/null || true" INT
+    code=0
+    wait "$1" || code=$?
+    while kill -0 "$1" 2> /dev/null; do      # a signal ends `wait`, not the process
+        code=0
+        wait "$1" || code=$?
+    done
+}
+
 if [ "$NODE_RANK" != 0 ]; then
     until_there ""
-    if ! "$ray" start --block --address "$head_address" --node-ip-address "$(own_address)" ${more[@]+"${more[@]}"}; then
-        echo "$(basename "$0"): this node has left the cluster of $head_address" >&2     # as it does when the head is gone
-    fi
+    "$ray" start --block --address "$head_address" --node-ip-address "$(own_address)" ${more[@]+"${more[@]}"} &
+    until_ended $!
+    if "$ray" health-check --address "$head_address" > /dev/null 2>&1; then exit "$code"; fi
+    echo "$(basename "$0"): the cluster of $head_address has ended" >&2
     exit 0
 fi
 
@@ -39,13 +56,5 @@ head=$!
 trap 'kill "$head" 2> /dev/null || true; wait "$head" || true' EXIT
 until_there "$head"
 "$python" -m rlcore train "$@" cluster.launcher=ray "cluster.ray.address=$head_address" &
-run=$!
-trap 'kill -TERM "$run" 2> /dev/null || true' TERM
-trap 'kill -INT "$run" 2> /dev/null || true' INT
-code=0
-wait "$run" || code=$?
-while kill -0 "$run" 2> /dev/null; do      # a signal ends `wait`, not the run
-    code=0
-    wait "$run" || code=$?
-done
+until_ended $!
 exit "$code"

@@ -65,7 +65,7 @@ echo "$*" >> "$RECORDS/ray.txt"
 case "$1 $2" in
     health-check*) [ -e "$RECORDS/head" ] ;;
     "start --head") touch "$RECORDS/head"; trap 'rm "$RECORDS/head"; exit' TERM; while :; do sleep 0.1; done ;;
-    "start --block") while [ -e "$RECORDS/head" ]; do sleep 0.1; done; exit 1 ;;
+    "start --block") [ -z "${REFUSED:-}" ] || exit 7; while [ -e "$RECORDS/head" ]; do sleep 0.1; done; exit 1 ;;
 esac
 """
 
@@ -290,6 +290,26 @@ def test_a_node_that_finds_no_head_gives_up(stage: Stage) -> None:
     done = stage.run("ray_multinode.sh", "run.yaml", NODE_RANK="1", MASTER_ADDR="10.0.0.1", JOIN_TIMEOUT_S="0")
     assert done.returncode == 2
     assert "no Ray head at 10.0.0.1:6379 within 0 s (JOIN_TIMEOUT_S)" in done.stderr
+
+
+def test_a_node_that_cannot_join_a_head_that_is_there_says_so(stage: Stage) -> None:
+    (stage.records / "head").touch()
+    node = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "HOST_ADDRESS": "10.0.0.2"}
+    assert stage.run("ray_multinode.sh", "run.yaml", **node, REFUSED="1").returncode == 7
+
+
+def test_a_signal_to_another_node_ends_what_it_lent(stage: Stage) -> None:
+    (stage.records / "head").touch()
+    process = subprocess.Popen(
+        [str(stage.folder / "checkout" / "scripts" / "ray_multinode.sh"), "run.yaml"],
+        env={**stage.environment, "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "HOST_ADDRESS": "10.0.0.2"},
+    )
+    deadline, said = time.monotonic() + 30, stage.records / "ray.txt"
+    while not (said.exists() and "start --block" in said.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 128 + signal.SIGTERM, "as the stub ends"
 
 
 def test_a_signal_to_the_first_node_is_the_run_s_to_answer(stage: Stage) -> None:
