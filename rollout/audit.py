@@ -72,7 +72,7 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
         versions = read_versions(run.versions_path)
         found.contradictions += check_versions(versions)
         if recordings:
-            _compare_recordings(run, config, ledger, recorded, Lineage(versions), found)
+            _compare_recordings(run, config, ledger, history.bounds, recorded, Lineage(versions), found)
     except DataError as error:
         found.contradictions.append(str(error))
     return found
@@ -134,8 +134,9 @@ def check_checkpoint(checkpoint: Checkpoint, history: History) -> Iterator[str]:
 
 
 def _compare_recordings(
-    run: RunDirectory, config: Config, ledger: Ledger, recorded: Sequence[int], lineage: Lineage, found: Audit
-) -> None:
+    run: RunDirectory, config: Config, ledger: Ledger, bounds: Mapping[int, int], recorded: Sequence[int], lineage: Lineage,
+    found: Audit,
+) -> None:  # fmt: skip
     consumed, saved = ledger.consumed(), found.checkpoint or 0
     if config.tracking.save_rollouts:
         missing = sorted(step for step in set(consumed) - set(recorded) if step <= saved)
@@ -143,7 +144,7 @@ def _compare_recordings(
     for step in recorded:
         records = read_rollouts(run.rollouts_path(step))
         found.contradictions += check_recording(step, records, consumed.get(step, []))
-        found.contradictions += lineage.check(step, records, config.rollout.max_staleness)
+        found.contradictions += lineage.check(step, records, bounds.get(step))
         found.recorded += 1
 
 

@@ -73,9 +73,14 @@ class Draws:
         self._restored = (self.ledger.last_step, self.ledger.snapshot())
         self._follow()
 
-    def keep_journal(self, path: Path) -> None:
-        """From here on the journal is in `path`; what that says of the time after the restored state is marked as rewound."""
-        self.journal.start(path, *self._restored, prompts=(self.stream.size, self.stream.fingerprint))
+    def keep_journal(self, path: Path, *, max_staleness: int = 0) -> None:
+        """From here on the journal is in `path`; what that says of the time after the restored state is marked as rewound.
+
+        Args:
+            max_staleness: the bound for the steps to come.
+        """
+        prompts = (self.stream.size, self.stream.fingerprint)
+        self.journal.start(path, *self._restored, prompts=prompts, max_staleness=max_staleness)
 
     def close(self) -> None:
         self.journal.close()

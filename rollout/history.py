@@ -25,7 +25,9 @@ class History:
     starts: list[tuple[int, int]] = field(default_factory=list)     # line number, step that was gone on from
     # What counts no more: line number, entry, line number of the start that rewound it.
     rewound: list[tuple[int, dict[str, Any], int]] = field(default_factory=list)
+    bounds: dict[int, int] = field(default_factory=dict)            # step -> rollout.max_staleness when it was handed over
     prompts: tuple[int, str] | None = None      # of the last start
+    max_staleness: int = 0                      # likewise
 
     def at(self, step: int | None = None) -> Ledger | None:
         """The ledger as it was at the cut of `step`, or at the end; None where there is no such cut.
@@ -73,6 +75,7 @@ class History:
         self.rewound += [(line, entry, number) for line, entry in self.entries[kept:]]
         del self.entries[kept:]
         self.cuts = {at: count for at, count in self.cuts.items() if at <= step}
+        self.bounds = {at: bound for at, bound in self.bounds.items() if at <= step}
         if ledger is not None:
             self.entries, self.cuts = [(number, {"ledger": ledger})], {step: 1}
         self.starts.append((number, step))
@@ -97,9 +100,10 @@ def read_journal(path: Path) -> History:
             raise DataError(f"{path}:{number}: not an entry of a ledger's journal: {error}") from None
         if "start" in entry:
             history.go_on_from(number, entry["start"], entry.get("ledger"))
-            history.prompts = (entry["prompts"][0], entry["prompts"][1])
+            history.prompts, history.max_staleness = (entry["prompts"][0], entry["prompts"][1]), entry["max_staleness"]
         elif "cut" in entry:
             history.cuts[entry["cut"]] = len(history.entries)
+            history.bounds[entry["cut"]] = history.max_staleness
         else:
             history.entries.append((number, entry))
     return history
@@ -109,10 +113,10 @@ def _check(entry: Any) -> None:
     """Raises ValueError unless `entry` has the shape of one."""
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object, got {type(entry).__name__}")
-    for key in ("start", "cut"):
+    for key, others in (("start", {"max_staleness", "prompts"}), ("cut", set[str]())):
         if key in entry:
-            if type(entry[key]) is not int or (key == "start" and len(entry.get("prompts", ())) != 2):
-                raise ValueError(f"expected {key!r} with a step, got {entry}")
+            if type(entry[key]) is not int or not others <= set(entry):
+                raise ValueError(f"expected {key!r} with {', '.join(('a step', *sorted(others)))}, got {entry}")
             return
     found = [name for name in TRANSITIONS if name in entry]
     if len(found) != 1 or not isinstance(entry[found[0]], list):

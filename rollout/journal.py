@@ -1,6 +1,6 @@
 """ledger.jsonl: every transition of every draw of a run, appended as it happens and never deleted.
 
-    {"start": 0, "prompts": [20, "d41d8c…"]}        a start: what was restored is the cut of step 0, the beginning
+    {"start": 0, "prompts": [20, "d41d8c…"], "max_staleness": 0}    what was restored is the cut of step 0, the beginning
     {"drawn": [0, 1, 2, 3]}
     {"finished": [0, 2]}
     {"dropped": [2], "by": "zero_variance"}
@@ -69,16 +69,19 @@ class LedgerJournal:
         self.flush()
         self._release()
 
-    def start(self, path: Path, step: int, ledger: Mapping[str, Any], prompts: tuple[int, str]) -> None:
+    def start(
+        self, path: Path, step: int, ledger: Mapping[str, Any], *, prompts: tuple[int, str], max_staleness: int
+    ) -> None:
         """Go on in `path` from the cut of `step`, at which the ledger was `ledger`, a snapshot.
 
         Args:
             prompts: how many there are, and their fingerprint.
+            max_staleness: the bound for the steps to come.
 
         A file that is damaged is set aside, with a warning.
         """
         self.hold()
-        entry: dict[str, Any] = {"start": step, "prompts": list(prompts)}
+        entry: dict[str, Any] = {"start": step, "prompts": list(prompts), "max_staleness": max_staleness}
         known = _ledger_at(step, path)
         if known is None or known.snapshot() != ledger:
             logger.warning("%s has not the ledger of step %d that the checkpoint has: it is written there anew", path, step)

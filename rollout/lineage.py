@@ -27,8 +27,8 @@ class Lineage:
         self._place = {one.version: place for place, one in enumerate(versions)}
         self._versions = versions
 
-    def check(self, step: int, records: Sequence[Mapping[str, Any]], max_staleness: int) -> Iterator[str]:
-        """Tokens of `step` are of weights that it comes from, and not older than the bound."""
+    def check(self, step: int, records: Sequence[Mapping[str, Any]], max_staleness: int | None) -> Iterator[str]:
+        """Tokens of `step` are of weights that it comes from, and not older than the bound, where that is known."""
         trained = records[0].get("policy_version") if records else None
         if trained not in self._place:
             yield f"step {step} has trained version {trained}, which was never published"
@@ -40,7 +40,7 @@ class Lineage:
         for version in sorted({span[0] for record in records for span in record["versions"]}):
             yield from self._check_token(step, trained, version, max_staleness)
 
-    def _check_token(self, step: int, trained: int, version: int, max_staleness: int) -> Iterator[str]:
+    def _check_token(self, step: int, trained: int, version: int, max_staleness: int | None) -> Iterator[str]:
         if version not in self._place:
             yield f"step {step} was trained on tokens of version {version}, which was never published"
             return
@@ -48,8 +48,8 @@ class Lineage:
         if self._forgotten(version, self._place[trained] + 1, done=made.step):
             gone = f"of step {made.step} of a trainer that was rolled back behind it"
             yield f"step {step} was trained on tokens of version {version}, {gone}"
-        elif not 0 <= step - 1 - made.step <= max_staleness:
-            bound = f"rollout.max_staleness is {max_staleness}"
+        elif not 0 <= step - 1 - made.step <= (step if max_staleness is None else max_staleness):
+            bound = f"rollout.max_staleness was {max_staleness}"
             yield f"step {step} was trained on tokens of version {version}, of policy step {made.step}: {bound}"
 
     def _forgotten(self, version: int, until: int, *, done: int) -> bool:

@@ -260,7 +260,7 @@ class RolloutService:
         self._collector.restore(state)
 
     def keep_ledger(self, path: Path) -> None:
-        self._draws.keep_journal(path)
+        self._draws.keep_journal(path, max_staleness=self._config.rollout.max_staleness)
 
     def close(self) -> None:
         """End engines' clients, reward workers and the thread. May be called twice."""

@@ -41,13 +41,13 @@ def describe(found: Audit) -> Iterator[str]:
     yield f"steps            {found.steps}"
     if found.given_up:
         yield "given up         " + ", ".join(f"{count} {reason}" for reason, count in sorted(found.given_up.items()))
-    yield f"restarts         {found.restarts}, which rewound {found.rewound} lines of the journal"
+    yield f"restarts         {found.restarts}" + (f", which rewound {found.rewound} lines" if found.restarts else "")
     yield "checkpoint       " + ("none" if found.checkpoint is None else f"step {found.checkpoint}")
-    yield f"recorded samples of {found.recorded} steps"
+    yield f"recordings       of {found.recorded} steps"
     if not found.contradictions:
         yield "balanced"
         return
-    yield f"NOT balanced, {len(found.contradictions)} contradictions:"
+    yield "NOT balanced:"
     yield from (f"  {one}" for one in found.contradictions[:MOST])
     if len(found.contradictions) > MOST:
         yield f"  and {len(found.contradictions) - MOST} more"

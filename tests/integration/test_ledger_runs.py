@@ -112,6 +112,12 @@ def test_killed_while_generation_runs_ahead(runs: Runs) -> None:
         life = [transition for _, transition, _, rewound_by in history.life(draw) if rewound_by is None]
         assert life == ["drawn", "finished", "consumed"]
     assert trained > STEPS                                      # some steps were done more than once
+    # Another bound from here on; steps before it are held to theirs.
+    runs.finish("ahead", "rollout.max_staleness=0", f"training.steps={STEPS + 1}")
+    told = balanced(runs.path("ahead"))
+    assert (told.steps, told.states["consumed"]) == (STEPS + 1, 3 * (STEPS + 1))
+    bounds = read_journal(runs.path("ahead") / "ledger.jsonl").bounds
+    assert bounds == dict.fromkeys(range(1, STEPS + 1), 2) | {STEPS + 1: 0}
 
 
 def test_a_journal_that_is_lost_or_damaged_costs_its_past_alone(runs: Runs, whole: Ended) -> None:

@@ -61,7 +61,7 @@ def test_what_a_run_writes(path: Path) -> None:
     draws.give_back_unsettled()
     draws.close()
     assert lines(path) == [
-        '{"start": 0, "prompts": [7, "seven"]}',
+        '{"start": 0, "prompts": [7, "seven"], "max_staleness": 0}',
         '{"drawn": [0, 1, 2, 3]}',
         '{"finished": [0, 1, 2]}',
         '{"dropped": [2], "by": "zero_variance"}',
@@ -158,7 +158,8 @@ def test_a_journal_without_the_cut_gets_the_checkpoints_ledger(path: Path, caplo
         ("[1]", "2: not an entry of a ledger's journal: expected an object, got list"),
         ('{"eaten": [1]}', "expected one of drawn, finished, consumed, dropped, requeued"),
         ('{"cut": "1"}', "expected 'cut' with a step"),
-        ('{"start": 3, "prompts": [7, "seven"]}', "2: a start from step 3, of which there is no cut"),
+        ('{"start": 0}', "expected 'start' with a step, max_staleness, prompts"),
+        ('{"start": 3, "prompts": [7, "seven"], "max_staleness": 0}', "2: a start from step 3, of which there is no cut"),
     ],
 )
 def test_a_line_that_is_no_entry_is_named(path: Path, line: str, said: str) -> None:
@@ -229,7 +230,7 @@ def test_what_is_recorded_during_a_restore_lies_behind_the_start(path: Path) -> 
     assert lines(path)[-1] == '{"cut": 2}'
     draws.keep_journal(path)
     draws.close()
-    assert lines(path)[-2:] == ['{"start": 1, "prompts": [7, "seven"]}', '{"requeued": [2]}']
+    assert lines(path)[-2:] == ['{"start": 1, "prompts": [7, "seven"], "max_staleness": 0}', '{"requeued": [2]}']
 
 
 def test_a_journal_that_was_not_started_holds_what_it_is_told() -> None:

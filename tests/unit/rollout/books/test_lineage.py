@@ -43,11 +43,11 @@ def test_tokens_of_ancestors_are_right(step: int, trained: int, made: list[int])
 @pytest.mark.parametrize(
     ("step", "trained", "made", "message"),
     [
-        (3, 6, [1], "version 1, of policy step 0: rollout.max_staleness is 1"),
+        (3, 6, [1], "version 1, of policy step 0: rollout.max_staleness was 1"),
         (4, 8, [4], "version 4, of step 3 of a trainer that was rolled back behind it"),
         (4, 8, [5], "version 5, of step 4 of a trainer that was rolled back behind it"),
         (5, 11, [10], "version 10, of step 5 of a trainer that was rolled back behind it"),
-        (2, 2, [3], "version 3, of policy step 2: rollout.max_staleness is 1"),     # of the future
+        (2, 2, [3], "version 3, of policy step 2: rollout.max_staleness was 1"),     # of the future
         (2, 2, [7], "version 7, which was never published"),
         (5, 5, [5], "step 5 is recorded of a trainer that was started again from before it"),
         (6, 10, [10], "step 6 is recorded of a trainer that was started again from before it"),
@@ -62,7 +62,7 @@ def test_other_tokens_are_named(step: int, trained: int | None, made: list[int],
 def test_the_bound_is_the_one_that_is_given() -> None:
     assert said(3, 6, 1, max_staleness=2) == []
     assert said(4, 8, 6, max_staleness=0) == [
-        "step 4 was trained on tokens of version 6, of policy step 2: rollout.max_staleness is 0"
+        "step 4 was trained on tokens of version 6, of policy step 2: rollout.max_staleness was 0"
     ]
 
 
