@@ -68,6 +68,7 @@ class LedgerJournal:
         """A state is being restored: what is recorded from here on belongs behind the next start."""
         self.flush()
         self._release()
+        self._held.clear()      # of a state that was restored before this one, and never gone on from
 
     def start(
         self, path: Path, step: int, ledger: Mapping[str, Any], *, prompts: tuple[int, str], max_staleness: int
@@ -80,7 +81,8 @@ class LedgerJournal:
 
         A file that is damaged is set aside, with a warning.
         """
-        self.hold()
+        self.flush()
+        self._release()
         entry: dict[str, Any] = {"start": step, "prompts": list(prompts), "max_staleness": max_staleness}
         known = _ledger_at(step, path)
         if known is None or known.snapshot() != ledger:

@@ -233,6 +233,19 @@ def test_what_is_recorded_during_a_restore_lies_behind_the_start(path: Path) -> 
     assert lines(path)[-2:] == ['{"start": 1, "prompts": [7, "seven"], "max_staleness": 0}', '{"requeued": [2]}']
 
 
+def test_a_state_that_is_replaced_before_it_is_gone_on_from_leaves_no_trace(path: Path) -> None:
+    draws = new(path)
+    saved = step(draws, 1)
+    draws.restore(draws.beginning())
+    draws.take(5)
+    draws.restore(saved)
+    draws.give_back_unsettled()
+    draws.keep_journal(path)
+    draws.close()
+    assert lines(path)[-2:] == ['{"start": 1, "prompts": [7, "seven"], "max_staleness": 0}', '{"requeued": [2]}']
+    assert read_journal(path).at().snapshot() == draws.ledger.snapshot()
+
+
 def test_a_journal_that_was_not_started_holds_what_it_is_told() -> None:
     journal = LedgerJournal()
     journal.record("drawn", 0, None)
