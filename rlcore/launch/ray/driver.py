@@ -79,11 +79,11 @@ class Driver:
         with self._heeding_signals():
             self._stack.callback(self._lines.show)
             self._open_board()
-            self._stack.callback(self._end_service)
             limit, placement = self.config.cluster.start_timeout_s, self._cluster.placement
             engines = self._stack.enter_context(
                 room(placement.engines, "SPREAD", self._cluster, "the engines", limit_s=limit, tick=self._tick)
             )
+            self._stack.callback(self._end_service)     # while the engines still have their bundles
             if not placement.shares_gpus:
                 self._host_engines(engines, [])
                 self._start_service()
