@@ -74,6 +74,7 @@ class Driver:
         self._service: Any = None
         self._hosts: list[Any] = []
         self._restarts = 0
+        self._opened = False                    # the ranks have taken the run's folder
 
     def run(self, *, resume: bool, overwrite: bool) -> int:
         with self._heeding_signals():
@@ -87,11 +88,10 @@ class Driver:
             if not placement.shares_gpus:
                 self._host_engines(engines, [])
                 self._start_service()
-            while True:
-                code = self._attempt(resume=resume, overwrite=overwrite)
-                if code is not None:
-                    return code
-                resume, overwrite = True, False
+            code = None
+            while code is None:     # what an attempt has begun, the next one goes on with
+                code = self._attempt(resume=resume or self._opened, overwrite=overwrite and not self._opened)
+            return code
 
     def _attempt(self, *, resume: bool, overwrite: bool) -> int | None:
         """One start of the ranks: the run's exit code, or None for another one."""
@@ -109,7 +109,8 @@ class Driver:
                 failure = ranks.run(resume=resume, overwrite=overwrite, service=self._service)
                 if failure is None:
                     return max(ranks.codes.values())
-                if not self._goes_on(ranks.is_loss(failure)) or not ranks.was_opened:
+                self._opened |= ranks.was_opened
+                if not self._goes_on(ranks.is_loss(failure)):
                     ranks.wait_for_the_others()
                     self._lines.show()
                     return ranks.report(failure)

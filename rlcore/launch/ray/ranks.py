@@ -127,9 +127,15 @@ class Ranks:
             self._collect()
 
     def is_loss(self, failure: Failure) -> bool:
-        """Whether a process or a node was lost, or hung: not what a rank failed at by itself."""
-        self._collect()
-        if self._silent or failure.waited or isinstance(self.errors.get(failure.rank), ActorLost):
+        """Whether a process or a node was lost, or hung: not what a rank failed at by itself.
+
+        Where that is not clear at once, the ranks are left to end: Ray takes a while to tell of a lost node, and a rank to
+        say what it failed at.
+        """
+        if failure.rank in self._lost or self._silent or failure.waited:
+            return True
+        self.wait_for_the_others()
+        if isinstance(self.errors.get(failure.rank), ActorLost):
             return True
         # A rank that ends itself because another one failed takes longer than this.
         if any(seen < self._failed_at + NOTICE_S for seen in self._lost.values()):
