@@ -32,13 +32,19 @@ def rest_of(whole: GenerateRequest, completions, cut) -> GenerateRequest | None:
     return whole.going_on(prefixes) if prefixes else None
 
 
-@pytest.mark.parametrize("cut", [lambda _: 0, lambda _: 1, lambda _: 7, lambda place: 3 * place, lambda _: 23])
-def test_what_comes_behind_a_prefix_is_what_came_there_before(model, folder, cut):
+@pytest.mark.parametrize(("cut", "retracts"), [
+    (lambda _: 0, False), (lambda _: 1, False), (lambda place: 3 * place, False), (lambda place: 3 * place, True),
+    (lambda _: 23, False),
+])  # fmt: skip
+def test_what_comes_behind_a_prefix_is_what_came_there_before(model, folder, cut, retracts):
     """The same random numbers at the same positions, prefixes of many lengths in one batch, log-probs to round-off."""
 
     async def use(engine):
         requests = asked()
         whole = await engine.generate(requests)
+        if retracts:        # before each token: all keys and values are computed again
+            pass_through = engine._gate.pass_through
+            engine._gate.pass_through = lambda ticket, drop: (drop(), pass_through(ticket, drop))
         rest = [rest_of(one, completions, cut) for one, completions in zip(requests, whole)]
         return whole, rest, await engine.generate([one for one in rest if one is not None])
 
