@@ -18,7 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/soak.sh", description=__doc__)
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the others count on")
-    parser.add_argument("--launcher", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS), help="in turn")
+    parser.add_argument("--launcher", nargs="+", choices=LAUNCHERS, default=["local", "torchrun"], help="in turn")
     parser.add_argument("--kind", nargs="+", help="what is killed, in turn (default: all that a launcher knows)")
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="of models, runs and logs; must be new")
     arguments = parser.parse_args()

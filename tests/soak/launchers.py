@@ -42,11 +42,18 @@ def _torchrun(arguments: Sequence[str]) -> list[Command]:
     return [(script, {**shared, "NODE_RANK": str(node)}) for node in range(2)]
 
 
+def _ray(arguments: Sequence[str]) -> list[Command]:
+    """A cluster of this run's own, on this machine."""
+    given = ["cluster.launcher=ray", "cluster.ray.address=local", "cluster.processes_per_node=2"]
+    return [([sys.executable, "-m", "rlcore", "train", *arguments, *given], {})]
+
+
 LAUNCHERS = {
     made.name: made
     for made in (
         Launcher("local", ("engine", "rank"), _local),
         Launcher("torchrun", ("engine", "rank", "node"), _torchrun),
+        Launcher("ray", ("engine", "rank", "service"), _ray),
     )
 }
 
@@ -60,10 +67,18 @@ def _is_engine(process: psutil.Process) -> bool:
 
 def _is_rank(process: psutil.Process) -> bool:
     command = process.cmdline()
-    return "RANK" in process.environ() and "rlcore" in command and "train" in command
+    return _is_actor(process, "RankActor") or ("RANK" in process.environ() and "rlcore" in command and "train" in command)
 
 
-VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {"engine": _is_engine, "rank": _is_rank}
+def _is_service(process: psutil.Process) -> bool:
+    return _is_actor(process, "ServiceActor")
+
+
+def _is_actor(process: psutil.Process, name: str) -> bool:
+    return any(part.startswith(f"ray::{name}") for part in process.cmdline()[:1])
+
+
+VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {"engine": _is_engine, "rank": _is_rank, "service": _is_service}
 
 
 @dataclass
@@ -100,10 +115,13 @@ class Started:
         return self.ended
 
     def processes(self) -> list[psutil.Process]:
+        """All below the nodes, and what has lost its parents. (Ray's workers write their names over their environment.)"""
+        below = {child.pid for node in self.nodes if node.poll() is None for child in _with_children(node.pid)}
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == str(self.folder):
+                ours = process.pid in below or process.environ().get(MARK) == str(self.folder)
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
@@ -139,8 +157,10 @@ class Started:
 
 
 def _with_children(pid: int) -> list[psutil.Process]:
-    node = psutil.Process(pid)
-    return [node, *node.children(recursive=True)]
+    with suppress(psutil.NoSuchProcess):
+        node = psutil.Process(pid)
+        return [node, *node.children(recursive=True)]
+    return []
 
 
 def _free_port() -> int:
