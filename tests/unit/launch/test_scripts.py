@@ -211,6 +211,10 @@ def test_engines_that_do_not_come_are_waited_for_until_a_deadline(stage: Stage) 
     assert done.returncode == 1
     assert "1 of 2 engine nodes are ready after 0 s (ENGINES_TIMEOUT_S)" in done.stderr
     assert "10.0.0.3.json" in done.stderr
+    (engines / "10.0.0.4.json").write_text('["http://10.0.0.4:1"]')
+    done = stage.run("torchrun_multinode.sh", "run.yaml", **NODE, **given, ENGINES=str(engines), ENGINE_NODES="1")
+    assert done.returncode == 1, "engines of an earlier run, perhaps"
+    assert "has 2 files, expected 1: use a new folder" in done.stderr
     assert stage.calls("torch.distributed.run") == []
 
 
