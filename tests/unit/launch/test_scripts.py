@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.slurm_stubs import job, write_stubs
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("scripts/slurm/*.sbatch"), *ROOT.glob("benchmarks/*.sh")])
 KEYS = ("RLCORE_ENGINE_API_KEY", "RLCORE_ENGINE_ADMIN_KEY")
@@ -45,20 +47,6 @@ if "cluster.launcher=ray" in arguments:
         time.sleep(0.05)
 sys.exit(int(os.environ.get("TRAINER_CODE", "0")))
 """
-SRUN = """#!/usr/bin/env bash
-while [[ $1 == --* ]]; do
-    case $1 in --nodes=*) count=${1#*=} ;; --nodelist=*) IFS=, read -ra nodes <<< "${1#*=}" ;; esac
-    shift
-done
-pids=() code=0
-trap 'kill "${pids[@]}"; wait' TERM
-for ((i = 0; i < count; i++)); do SLURM_PROCID=$i HOST_ADDRESS=${nodes[i]:-10.0.0.$i} "$@" & pids+=($!); done
-for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
-exit $code
-"""
-SCONTROL = """#!/usr/bin/env bash
-[ "$*" = "show hostnames $SLURM_JOB_NODELIST" ] && printf '10.0.0.%s\\n' $NODES
-"""
 # One head at a time: there while its file is. What joins it stays as long.
 RAY = """#!/usr/bin/env bash
 echo "$*" >> "$RECORDS/ray.txt"
@@ -78,7 +66,8 @@ class Stage:
     environment: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, text in {"python": PYTHON, "srun": SRUN, "scontrol": SCONTROL, "ray": RAY}.items():
+        write_stubs(self.folder)
+        for name, text in {"python": PYTHON, "ray": RAY}.items():
             (self.folder / name).write_text(text)
             (self.folder / name).chmod(0o755)
         self.records = self.folder / "records"
@@ -98,8 +87,7 @@ class Stage:
         )  # fmt: skip
 
     def sbatch(self, script: str, nodes: int, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[1-4]", "NODES": " ".join(map(str, range(1, nodes + 1)))}
-        return self.run(f"slurm/{script}", *arguments, **job, **environment)
+        return self.run(f"slurm/{script}", *arguments, **job(nodes), **environment)
 
     def calls(self, word: str) -> list[dict[str, Any]]:
         """How the interpreter was called with `word` among its arguments, by the node's rank."""
@@ -238,11 +226,11 @@ PPO = "examples/recipes/llama-3.1-8b-ppo"
 
 def test_ppo_on_two_nodes_trains_on_the_first_and_generates_on_the_second(stage: Stage) -> None:
     """Each node is told what the recipe's files are for."""
-    job = {"MASTER_ADDR": "10.0.0.1", "HOST_ADDRESS": "10.0.0.2", "ENGINES": str(stage.folder / "engines")}
-    job |= dict(zip(KEYS, ("x", "y"), strict=True))
+    node = {"MASTER_ADDR": "10.0.0.1", "HOST_ADDRESS": "10.0.0.2", "ENGINES": str(stage.folder / "engines")}
+    node |= dict(zip(KEYS, ("x", "y"), strict=True))
     script = str(stage.folder / "checkout" / "scripts" / "ppo_8b_2nodes.sh")
-    engines = subprocess.Popen([script, "model.path=m"], env={**stage.environment, **job, "NODE_RANK": "1"})
-    assert stage.run("ppo_8b_2nodes.sh", "model.path=m", **job, NODE_RANK="0").returncode == 0
+    engines = subprocess.Popen([script, "model.path=m"], env={**stage.environment, **node, "NODE_RANK": "1"})
+    assert stage.run("ppo_8b_2nodes.sh", "model.path=m", **node, NODE_RANK="0").returncode == 0
     engines.terminate()
     assert engines.wait(10) == 0
     root = stage.folder / "checkout"
@@ -257,11 +245,11 @@ def test_ppo_on_two_nodes_trains_on_the_first_and_generates_on_the_second(stage:
 
 
 def test_ppo_on_two_nodes_of_ray(stage: Stage) -> None:
-    job = {"MASTER_ADDR": "10.0.0.1", "LAUNCHER": "ray", "NODE_RANK": "0"}
-    assert stage.run("ppo_8b_2nodes.sh", "model.path=m", **job).returncode == 0
+    node = {"MASTER_ADDR": "10.0.0.1", "LAUNCHER": "ray", "NODE_RANK": "0"}
+    assert stage.run("ppo_8b_2nodes.sh", "model.path=m", **node).returncode == 0
     [call] = stage.calls("train")
     assert [Path(word).name for word in call["arguments"][3:5]] == ["llama-3.1-8b-ppo.yaml", "llama-3.1-8b-ppo.servers.yaml"]
-    done = stage.run("ppo_8b_2nodes.sh", **{**job, "NODE_RANK": "2", "LAUNCHER": "torchrun"})
+    done = stage.run("ppo_8b_2nodes.sh", **{**node, "NODE_RANK": "2", "LAUNCHER": "torchrun"})
     assert done.returncode == 2
     assert "got torchrun and 2" in done.stderr
 
