@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import ray
@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
 
 NAMESPACE = "rlcore"        # of all named actors
+END_S = 10.0
 POLL_S = 0.2                # from one question to the next, of an actor that is being started
 
 
@@ -90,3 +91,15 @@ def first_line(error: BaseException) -> str:
 def actor_name(run: str, part: str) -> str:
     """Of a named actor of a run, in NAMESPACE."""
     return f"{run}/{part}"
+
+
+def end_named(names: Iterable[str]) -> None:
+    """End actors by their names, for good; returns when the names are free again, or after END_S."""
+    left, deadline = set(names), time.monotonic() + END_S
+    while left and time.monotonic() < deadline:
+        for name in sorted(left):
+            try:
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+            except (RayError, ValueError):      # it is gone
+                left.discard(name)
+        time.sleep(POLL_S if left else 0.0)

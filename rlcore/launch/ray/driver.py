@@ -27,11 +27,11 @@ from rlcore.errors import UserError
 from rlcore.launch.compose import check_input
 from rlcore.launch.engines import engine_name
 from rlcore.launch.ray.board import Board
-from rlcore.launch.ray.calls import NAMESPACE, actor_name
+from rlcore.launch.ray.calls import NAMESPACE, actor_name, end_named
 from rlcore.launch.ray.cluster import Cluster, connected, room
 from rlcore.launch.ray.engines import EngineHost
 from rlcore.launch.ray.placement import bundles
-from rlcore.launch.ray.ranks import Ranks, kill_quietly
+from rlcore.launch.ray.ranks import Ranks
 from rlcore.launch.ray.service import ServiceActor
 from rlcore.launch.ray.workplace import Lines, Workplace
 from rollout.engines.sglang.keys import Keys
@@ -138,7 +138,7 @@ class Driver:
                 f"run {name!r} goes on on this cluster already: end it with `rlcore stop {name}`, or choose another run.name"
             ) from error
         self._stop_asked = [self._board.until_stop.remote()]
-        self._stack.callback(lambda: kill_quietly([self._board]))
+        self._stack.callback(lambda: end_named([actor_name(name, "board")]))
         self._board.write.remote({"run": name, "folder": os.path.join(os.getcwd(), self.config.run.dir, name),
                                   "driver": os.getpid(), "began": time.time()})  # fmt: skip
 
@@ -180,7 +180,8 @@ class Driver:
         if self._service is not None:
             with suppress(RayError):
                 ray.get(self._service.close.remote(), timeout=CLOSE_S)
-        kill_quietly([*([self._service] if self._service is not None else []), *self._hosts])
+        name = self.config.run.name
+        end_named([actor_name(name, "service"), *(host_name(name, index) for index in range(len(self._hosts)))])
         self._service, self._hosts = None, []
 
     # --- meanwhile ------------------------------------------------------------------------------------------------

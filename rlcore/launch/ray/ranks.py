@@ -7,8 +7,7 @@ loss (a process, a node, a hang) is worth another start; what a rank refused or 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +33,7 @@ from rlcore.launch.run_folder import conclude_for, was_opened
 
 POLL_S = 0.1
 STORE_S = 60.0
+TELL_S = 3.0            # for Ray to say that a process is gone, which its peers feel at once
 END_S = 30.0            # for Ray to say that a killed actor is gone
 
 
@@ -109,7 +109,7 @@ class Ranks:
             if failure is not None:
                 self._failed_at = time.monotonic()
                 post_failure(self.store, failure)       # the others are told
-                return failure
+                return self._cause(failure)
             if not self._runs:
                 return None
 
@@ -190,10 +190,24 @@ class Ranks:
             except RayError as error:
                 self.errors[rank] = in_our_words(error, f"rank {rank}")
 
-    def _died(self) -> Failure | None:
-        """A rank that is gone, or that ended without a word to the others."""
+    def _cause(self, failure: Failure) -> Failure:
+        """A rank that is gone, where that is why another one failed: Ray may tell it a moment later."""
+        deadline = self._failed_at + TELL_S
+        while self._runs and not self._lost and not failure.bad_input and time.monotonic() < deadline:
+            self._tick()
+            self._collect()
+        return self._gone() or failure
+
+    def _gone(self) -> Failure | None:
+        """The first rank whose process is gone."""
         for rank in self._lost:
             return Failure(rank, f"its process or node is gone (node {self.nodes[rank][:8]}, pid {self.pids[rank]})")
+        return None
+
+    def _died(self) -> Failure | None:
+        """A rank that is gone, or that ended without a word to the others."""
+        if (gone := self._gone()) is not None:
+            return gone
         for rank, error in self.errors.items():
             return Failure(rank, first_line(error), bad_input=isinstance(error, UserError))
         for rank, code in self.codes.items():
@@ -207,10 +221,3 @@ class Ranks:
             return None
         self._silent = True
         return failure
-
-
-def kill_quietly(actors: Sequence[Any]) -> None:
-    """End actors that may be gone."""
-    for actor in actors:
-        with suppress(RayError, ValueError):
-            ray.kill(actor)
