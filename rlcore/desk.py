@@ -243,11 +243,11 @@ class Desk:
     def restore(self) -> str:
         """The folder of the shards to load before training, "" for none; rank 0's own state is taken from a checkpoint."""
         found = self._resume_from
+        self.source.restore(None if found is None else found.state["source"])
         if found is None:
             return str(self._replay_from or "")
         self.step, self.episodes = found.step, int(found.state["episodes"])
         self._seconds_before = float(found.state["seconds"])
-        self.source.restore(found.state["source"])
         return str(found.model)
 
     def go_on(self) -> str:

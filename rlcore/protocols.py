@@ -380,8 +380,11 @@ class RolloutSource(Protocol):
         """The consistent cut after the newest hand-over, JSON-able, from which `restore` goes on: cursor, ledger, buffer."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a snapshot. A source that has gone on since gives up what was made by later weights."""
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a snapshot, None being the one before the first draw.
+
+        A source that has gone on since, with a trainer that is no more, gives up what was made by later weights.
+        """
         ...
 
     def keep_ledger(self, path: Path) -> None:

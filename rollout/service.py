@@ -188,6 +188,10 @@ class RolloutService:
             self._errand = None
             errand.drop()
 
+    def halt(self) -> None:
+        """Nothing is in flight when this returns, and nothing begins before the next publication."""
+        self._call(self._collector.halt(), CLOSE_S, "ending what is in flight")
+
     def _became(self, done: Collected) -> dict[str, float]:
         """Draws that the step was not trained on."""
         return {
@@ -247,13 +251,14 @@ class RolloutService:
     def snapshot(self) -> dict[str, Any]:
         return self._collector.snapshot()
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a snapshot; draws that were in flight when it was taken are drawn again.
 
         Raises:
             DataError: the prompts are not those of the snapshot.
         """
-        self._call(self._restore(state), CLOSE_S, "restoring the rollout service")
+        work = self._restore(self._draws.beginning() if state is None else state)
+        self._call(work, CLOSE_S, "restoring the rollout service")
 
     async def _restore(self, state: Mapping[str, Any]) -> None:
         await self._collector.halt()

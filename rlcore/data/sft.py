@@ -82,8 +82,9 @@ class SFTSource:
     def snapshot(self) -> dict[str, Any]:
         return {"stream": self._stream.snapshot()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._stream.restore(state["stream"])
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None:
+            self._stream.restore(state["stream"])
 
     def keep_ledger(self, path: Path) -> None:
         """Labels are taken in order, each once an epoch: nothing can be lost that the step does not say."""

@@ -67,7 +67,7 @@ class ReplaySource:
     def snapshot(self) -> dict[str, Any]:
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any] | None) -> None:
         pass
 
     def keep_ledger(self, path: Path) -> None:

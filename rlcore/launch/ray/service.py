@@ -71,26 +71,24 @@ class ServiceActor:
         self._life = secrets.token_hex(8)
         self._service: RolloutService | None = None
         self._memory: FleetMemory | None = None
-        self._fresh: dict[str, Any] = {}        # the state before the first draw
         self._started = False
         self._working: set[asyncio.Future[Any]] = set()     # what rank 0 has asked for and not got yet
 
     # --- rank 0 comes ---------------------------------------------------------------------------------------------
 
     async def open(self, *, greedy_baseline: bool) -> Opened:
-        """Read and check what the service needs; one that served another rank 0 begins again, its engines go on.
+        """Read and check what the service needs; one that served another rank 0 waits to be told where to go on from.
 
         Raises UserError as `RolloutService`.
         """
         if self._service is None:
             self._service = await asyncio.to_thread(self._build, greedy_baseline)
-            self._fresh = self._service.snapshot()
         else:
             await asyncio.to_thread(self._service.abandon)
             if self._working:
                 await asyncio.wait(self._working)
             await self._in_loop(self._release_engines())
-            await asyncio.to_thread(self._service.restore, self._fresh)
+            await asyncio.to_thread(self._service.halt)
         return Opened(self._life, len(self._service.prompts), self._service.prompts.lengths)
 
     def _build(self, greedy_baseline: bool) -> RolloutService:
