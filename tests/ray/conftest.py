@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[
     torch.set_num_threads(threads)
 
 
+def add_node(cluster: Any, number: int) -> None:
+    """With an address of its own: a driver is taken to be on the node that has its address."""
+    cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES, node_ip_address=f"127.0.0.{number + 2}")
+
+
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[object]:
+def cluster() -> Iterator[Any]:
     """`ray.cluster_utils.Cluster`. The head has room for a rollout service alone, every node for two ranks or engines."""
     from ray.cluster_utils import Cluster
 
@@ -38,8 +44,8 @@ def cluster() -> Iterator[object]:
             "num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES,
         })  # fmt: skip
         try:
-            for _ in range(NODES):
-                made.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
+            for node in range(NODES):
+                add_node(made, node)
             yield made
         finally:
             made.shutdown()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -103,9 +102,11 @@ def weights(run: Run) -> bytes:
 
 
 def balance(run: Run, step: int) -> dict[str, int]:
-    """Of the ledger in a checkpoint."""
-    from rollout.ledger import Ledger
+    """Of the ledger, which agrees with the checkpoint of `step`, the newest, with the recordings and with the versions."""
+    from rlcore.runs.directory import RunDirectory
+    from rollout.audit import audit
 
-    ledger = Ledger()
-    ledger.restore(json.loads((run.checkpoint(step) / "state.json").read_text())["source"]["ledger"])
-    return ledger.balance()
+    found = audit(RunDirectory(run.folder))
+    assert found.contradictions == []
+    assert found.checkpoint == found.steps == found.recorded == step
+    return found.states

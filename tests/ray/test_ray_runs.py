@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integration.lab import Lab, Run
+from tests.ray.conftest import NODES, add_node
 from tests.ray.ray_runs import TWO_RANKS, Going, RayRuns, balance, command, learned, weights
 
 STEPS = 8
@@ -103,7 +104,7 @@ def test_a_lost_node_moves_its_ranks(ray_runs: RayRuns, cluster: Any, local: Run
     run = ray_runs.train(
         "node_lost", *COMMON, acts=[(3, lose), (7, lambda going: nodes.append(going.ranks()[0]["node"]))]
     )
-    cluster.add_node(num_cpus=2)
+    add_node(cluster, NODES)
     check_as_undisturbed(run, local)
     assert nodes[0] != nodes[1]
 

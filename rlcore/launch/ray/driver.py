@@ -57,6 +57,11 @@ def host_name(run: str, index: int) -> str:
     return actor_name(run, engine_name(index))
 
 
+def here() -> NodeAffinitySchedulingStrategy:
+    """On the driver's node, if there is room: with that the run is lost anyway."""
+    return NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
+
+
 class Driver:
     """One run. What it makes ends with `stack`."""
 
@@ -130,9 +135,12 @@ class Driver:
     def _open_board(self) -> None:
         """Raises UserError where a run of this name goes on already."""
         name = self.config.run.name
-        options = {"name": actor_name(name, "board"), "namespace": NAMESPACE, "num_cpus": 0, "max_concurrency": CONCURRENT}
+        board = ray.remote(Board).options(
+            name=actor_name(name, "board"), namespace=NAMESPACE, num_cpus=0, max_concurrency=CONCURRENT,
+            scheduling_strategy=here(),
+        )  # fmt: skip
         try:
-            self._board = ray.remote(Board).options(**options).remote()
+            self._board = board.remote()
         except ValueError as error:
             raise UserError(
                 f"run {name!r} goes on on this cluster already: end it with `rlcore stop {name}`, or choose another run.name"
@@ -150,10 +158,10 @@ class Driver:
         """An actor an engine, in its bundle. `gpus`: of each rank, for engines that share them."""
         placement, width = self._cluster.placement, self.config.rollout.engine.tensor_parallel
         resources = bundles([placement.engine])[0]
-        here = {node: [gpu for place, mine in zip(placement.ranks, gpus) if place.node == node for gpu in mine]
+        free = {node: [gpu for place, mine in zip(placement.ranks, gpus) if place.node == node for gpu in mine]
                 for node in range(len(placement.trainer))}  # fmt: skip
         for index, bundle in enumerate(placement.hosts):
-            shared, here[bundle] = (here[bundle][:width], here[bundle][width:]) if gpus else ([], [])
+            shared, free[bundle] = (free[bundle][:width], free[bundle][width:]) if gpus else ([], [])
             host = ray.remote(EngineHost).options(
                 name=host_name(self.config.run.name, index), namespace=NAMESPACE, max_restarts=-1,
                 num_cpus=resources.get("CPU", 0.0), num_gpus=resources.get("GPU", 0.0), max_concurrency=CONCURRENT,
@@ -166,11 +174,10 @@ class Driver:
     def _start_service(self) -> None:
         if not generates(self.config):
             return
-        here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
         resources = bundles([self._cluster.placement.service])[0]
         service = ray.remote(ServiceActor).options(
             name=actor_name(self.config.run.name, "service"), namespace=NAMESPACE, max_restarts=-1,
-            num_cpus=resources.get("CPU", 0.0), max_concurrency=CONCURRENT, scheduling_strategy=here,
+            num_cpus=resources.get("CPU", 0.0), max_concurrency=CONCURRENT, scheduling_strategy=here(),
         )  # fmt: skip
         names = [host_name(self.config.run.name, index) for index in range(len(self._hosts))]
         self._service = service.remote(self._workplace, self.config, names, self._keys)
@@ -190,8 +197,10 @@ class Driver:
         """Show what the actors print; pass on that the run shall end."""
         self._lines.show()
         if self._stop_asked and ray.wait(self._stop_asked, timeout=0)[0]:
+            with suppress(RayError):            # the board is lost: nobody can say it any more
+                ray.get(self._stop_asked)
+                self._signals += 1
             self._stop_asked = []
-            self._signals += 1
         if self._signals and self._ranks is None:
             raise KeyboardInterrupt         # nothing is trained yet, or at the moment
         if self._signals and self._ranks is not None and not self._asked:
