@@ -79,8 +79,8 @@ class EngineCheck:
         worst = samples[int(torch.searchsorted(batch.cu_seqlens, gaps.argmax(), right=True)) - 1]
         by = ", ".join(f"those of engine {name} by {mean:.3g}" for name, mean in wrong.items())
         return metrics, (
-            f"log-probs differ from the trainer's: {by} nats on average over its tokens of policy step {batch.version}, at most "
-            f"{self.limit:g} is expected (rollout.engine.max_logprob_diff); the largest difference, {float(gaps.max()):.3g}, "
+            f"log-probs differ from the trainer's: {by} nats on average over its tokens of policy step {batch.version}, "
+            f"at most {self.limit:g} is expected (rollout.engine.max_logprob_diff); the largest difference, {float(gaps.max()):.3g}, "
             f"is in {worst.response_text[:40]!r}, a response to {worst.prompt_id}. Likely causes: {CAUSES}"
         )
 
