@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "RLCORE_SOAK_RUN"        # environment of every process of a run: its folder
 GONE_S = 30.0                   # in which everything must be gone after the end of what was started
+SETTLE_S = 1.0                  # for a node that was killed to be seen as such
 POLL_S = 0.005
 
 Command = tuple[list[str], dict[str, str]]      # with what it finds in its environment
@@ -86,18 +88,28 @@ class Started:
     """One life of a run: its nodes and all that they start."""
 
     folder: Path
+    log: Path
+    commands: list[Command]
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @classmethod
     def start(cls, launcher: Launcher, folder: Path, arguments: Sequence[str], log: Path) -> Started:
-        started = cls(folder)
-        with log.open("ab") as output:
-            for command, environment in launcher.commands(arguments):
-                given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: str(folder), **environment}
-                started.nodes.append(
-                    subprocess.Popen(command, stdout=output, stderr=output, env=given, start_new_session=True)
-                )
+        started = cls(folder, log, launcher.commands(arguments))
+        started.nodes = [started._node(command) for command in started.commands]
         return started
+
+    def bring_back(self) -> None:
+        """Start the nodes again that were killed, but for the first: without it the others end."""
+        time.sleep(SETTLE_S)
+        for number, command in enumerate(self.commands):
+            if number and self.nodes[number].poll() == -signal.SIGKILL:
+                self.nodes[number] = self._node(command)
+
+    def _node(self, command: Command) -> subprocess.Popen[bytes]:
+        words, environment = command
+        given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: str(self.folder), **environment}
+        with self.log.open("ab") as output:
+            return subprocess.Popen(words, stdout=output, stderr=output, env=given, start_new_session=True)
 
     @property
     def codes(self) -> list[int | None]:

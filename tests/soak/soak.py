@@ -13,6 +13,7 @@ import psutil
 
 from rlcore.runs.checkpoints import committed_steps
 from rlcore.runs.directory import RunDirectory
+from rollout.audit import audit
 from tests.integration.accounts import faults_of
 from tests.soak.launchers import POLL_S, Launcher, Started
 from tests.soak.progress import Moment, Progress, Timeline
@@ -99,6 +100,7 @@ class Soak:
             started.kill()
             return None
         survivor = Survivor(launcher.name, *victim)
+        started.bring_back()
         survivor.faults += _end(started)
         if _how_it_ended(started):
             after = max(committed_steps(started.folder / "checkpoints"), default=0)
@@ -115,7 +117,7 @@ class Soak:
     def _faults(self, run: Path, launcher: Launcher) -> list[str]:
         if (status := _status(run)) != "completed":
             return [f"the run is {status}"]
-        faults = faults_of(run, steps=STEPS)
+        faults = [*faults_of(run, steps=STEPS), *audit(RunDirectory(run)).contradictions]
         weights, expected = (
             (folder / "hf" / "model.safetensors").read_bytes() for folder in (run, self._run(f"undisturbed_{launcher.name}"))
         )
