@@ -63,7 +63,7 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
         return found
     assert ledger is not None
     found.draws, found.states, found.steps = len(ledger), ledger.balance(), ledger.last_step
-    found.given_up, found.restarts, found.rewound = _given_up(history), len(history.starts) - 1, len(history.rewound)
+    found.given_up, found.restarts, found.rewound = _given_up(history), len(history.starts[1:]), len(history.rewound)
     found.contradictions += check_steps(history)
     if checkpoint is not None:
         found.checkpoint = checkpoint.step
