@@ -80,8 +80,9 @@ class EngineCheck:
         by = ", ".join(f"those of engine {name} by {mean:.3g}" for name, mean in wrong.items())
         return metrics, (
             f"log-probs differ from the trainer's: {by} nats on average over its tokens of policy step {batch.version}, "
-            f"at most {self.limit:g} is expected (rollout.engine.max_logprob_diff); the largest difference, {float(gaps.max()):.3g}, "
-            f"is in {worst.response_text[:40]!r}, a response to {worst.prompt_id}. Likely causes: {CAUSES}"
+            f"at most {self.limit:g} is expected (rollout.engine.max_logprob_diff); the largest difference, "
+            f"{float(gaps.max()):.3g}, is in {worst.response_text[:40]!r}, a response to {worst.prompt_id}. "
+            f"Likely causes: {CAUSES}"
         )
 
     def _means(self, gaps: Tensor, current: Tensor, cu_seqlens: Tensor, names: Sequence[str]) -> dict[str, float]:

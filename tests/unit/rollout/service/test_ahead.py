@@ -7,10 +7,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from rlcore.data.sample import VersionSpan
 from rlcore.errors import DeadlineExceeded, EmptyBatch, RunFailed
 from rlcore.protocols import Completion, GenerateRequest
 from rollout.engines.fake import FakeEngine, random_reply
@@ -39,8 +40,15 @@ class Continuous(FakeEngine):
             made = [[self._complete(r, place, False) for place in range(r.n)] for r in requests]
         finally:
             self.running -= len(requests)
-        assert version <= self.version
-        return made
+        return [[crossed(one, version, self.version) for one in group] for group in made]
+
+
+def crossed(made: Completion, first: int, last: int) -> Completion:
+    """Of a response that was begun by one version and ended by another: its first token is the older one's."""
+    m = len(made.tokens)
+    if first == last or m < 2:
+        return replace(made, versions=(VersionSpan(first, 0, m),))
+    return replace(made, versions=(VersionSpan(first, 0, 1), VersionSpan(last, 1, m)))
 
 
 def rollout(staleness: int, **more: object) -> dict[str, object]:
@@ -132,6 +140,19 @@ def test_the_trainer_waits_for_a_long_answer_rather_than_leave_it_behind(make_se
         publish(service, engines, step)
     assert 1 not in steps[0], "nobody waits as long as it is in time"
     assert 1 in steps[1], "the last step that may take it"
+
+
+def test_a_group_is_as_old_as_its_oldest_token(make_service, engines):
+    for engine in engines:
+        engine.seconds = lambda draw: 0.2 if draw > 7 else 0.0
+    service = make_service(engines=engines, rollout=rollout(2), training={"steps": 3})
+    publish(service, engines, 0)
+    wait_until(lambda: service.ledger.balance()["finished"] == 8)
+    publish(service, engines, 1)
+    wait_until(lambda: service.ledger.balance()["finished"] == 12)
+    service.next_step(1)
+    kept = {group["draw"]: group["policy_steps"] for group in service.snapshot()["ahead"]["groups"]}
+    assert kept == {draw: [0, 0] if draw < 8 else [0, 1] for draw in range(4, 12)}
 
 
 def test_nothing_is_made_for_steps_that_the_run_does_not_have(make_service, engines):
