@@ -17,7 +17,7 @@ import ray
 from rlcore.launch.ray.calls import NAMESPACE, actor_name
 from tests.integration.lab import LEARNING, Lab, Run
 
-REACH_S = 150.0
+REACH_S = 240.0
 TWO_RANKS = ("policy.parallel.tensor=2", "cluster.processes_per_node=2", "rollout.engine.in_process=false", *LEARNING)
 
 
