@@ -54,7 +54,7 @@ class Going:
 
 
 class RayRuns:
-    """Args: cluster: `ray.cluster_utils.Cluster`."""
+    """`rlcore train` on the cluster at `address`, in this process."""
 
     def __init__(self, lab: Lab, address: str) -> None:
         self.lab, self.address = lab, address

@@ -31,7 +31,6 @@ class Cluster:
 
     placement: Placement
     address: str            # of this node, for the others
-    is_ours: bool
 
 
 @contextmanager
@@ -40,17 +39,15 @@ def connected(config: Config) -> Iterator[Cluster]:
 
     Raises UserError where there is none at that address.
     """
-    asked = config.cluster.ray
-    is_ours = _connect(asked.address, config)
+    _connect(config.cluster.ray.address, config)
     try:
         placement = place(config, has_gpus=ray.cluster_resources().get("GPU", 0.0) > 0)
-        yield Cluster(placement, ray.util.get_node_ip_address(), is_ours)
+        yield Cluster(placement, ray.util.get_node_ip_address())
     finally:
         ray.shutdown()
 
 
-def _connect(address: str | None, config: Config) -> bool:
-    """Whether the cluster is our own."""
+def _connect(address: str | None, config: Config) -> None:
     options: dict[str, Any] = {
         "namespace": NAMESPACE, "runtime_env": runtime_env(config.cluster.ray.runtime_env), "log_to_driver": False,
         "logging_level": logging.ERROR,
@@ -58,14 +55,13 @@ def _connect(address: str | None, config: Config) -> bool:
     if address != LOCAL:
         try:
             ray.init(address=address or "auto", **options)
-            return False
+            return
         except (ConnectionError, RuntimeError, ValueError) as error:
             if address is not None:
                 raise UserError(f"cluster.ray.address: no Ray cluster at {address!r}: {first_line(error)}") from error
     # Ray counts CPUs, and has no more than it is told of: a machine with few runs a small job all the same.
     cpus = max(os.cpu_count() or 1, *(place(config, has_gpus=some).total["CPU"] for some in (False, True)))
     ray.init(address=LOCAL, num_cpus=int(-(-cpus // 1)), include_dashboard=False, **options)
-    return True
 
 
 def runtime_env(given: dict[str, Any]) -> dict[str, Any]:
