@@ -21,6 +21,8 @@ EXIT_INTERRUPTED = 130
 
 _SETTINGS = "FILE.yaml ... and overrides KEY=VALUE (policy.optimizer.lr=2e-6), later ones over earlier ones"
 
+_ADDRESS = "of the cluster; default: the one that Ray knows of on this machine"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
@@ -106,7 +108,7 @@ def engine(arguments: argparse.Namespace) -> int:
     loaded = _load(arguments.settings)
     from rlcore import launch
 
-    return launch.engine(loaded)
+    return launch.engine(loaded, urls_file=arguments.urls_file)
 
 
 def export(arguments: argparse.Namespace) -> int:
@@ -115,12 +117,33 @@ def export(arguments: argparse.Namespace) -> int:
     return launch.export(arguments.source, arguments.folder)
 
 
+def ledger(arguments: argparse.Namespace) -> int:
+    from rlcore.launch.ledger import show_ledger
+
+    return show_ledger(arguments.run, draw=arguments.draw, as_json=arguments.json, recordings=not arguments.quick)
+
+
 def plan_layouts(arguments: argparse.Namespace) -> int:
     loaded = _load(arguments.settings)
     from rlcore.launch.plan import plan
 
     for line in plan(loaded.config, gpus=arguments.gpus, gpu_memory=arguments.gpu_memory, gpu=arguments.gpu):
         print(line)
+    return 0
+
+
+def status(arguments: argparse.Namespace) -> int:
+    from rlcore import launch
+
+    for line in launch.status(arguments.address):
+        print(line)
+    return 0
+
+
+def stop(arguments: argparse.Namespace) -> int:
+    from rlcore import launch
+
+    print(launch.stop(arguments.run, arguments.address, timeout_s=arguments.timeout))
     return 0
 
 
@@ -201,7 +224,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = configured("eval", evaluate, "score a model on the evaluation prompts")
     sub.add_argument("--model", type=Path, help="a Hugging Face folder or a checkpoint, instead of the configured one")
     sub.add_argument("--output", type=Path, help="also write the scores to this JSON file")
-    configured("engine", engine, "run the SGLang engines of a configuration alone, for a trainer that is given their URLs")
+    text = "run the SGLang engines of a configuration alone, for a trainer that is given their URLs"
+    sub = configured("engine", engine, text)
+    sub.add_argument("--urls-file", type=Path, help="a JSON file with their URLs, there while they are ready")
     sub = configured("plan", plan_layouts, "which layouts fit on so many GPUs, and about how fast; needs no weights")
     sub.add_argument("--gpus", type=_positive, required=True, metavar="N")
     sub.add_argument("--gpu-memory", type=_gibibytes, default=80 << 30, metavar="SIZE", help="of one GPU, as 80G (the default)")
@@ -209,6 +234,18 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("export", export, "write a training checkpoint as a Hugging Face folder")
     sub.add_argument("source", type=Path, help="a run (its last checkpoint) or a checkpoint folder")
     sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
+    sub = command("ledger", ledger, "what became of every prompt that a run has drawn; exit code 1 unless it balances")
+    sub.add_argument("run", type=Path, help="the folder of a run, one that goes on too")
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument("--draw", type=int, metavar="N", help="everything that happened to this draw")
+    how.add_argument("--json", action="store_true", help="as one JSON object")
+    sub.add_argument("--quick", action="store_true", help="do not read the recorded samples")
+    sub = command("status", status, "the runs on a Ray cluster: their step, processes and engines")
+    sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
+    sub = command("stop", stop, "end a run on a Ray cluster cleanly, after its step at hand")
+    sub.add_argument("run", metavar="RUN", help="its run.name")
+    sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
+    sub.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="how long to wait for its end (600)")
     _add_model_options(command("init-model", init_model, "write a small, randomly initialised Hugging Face folder"))
     sub = command("metrics", metrics, "define every metric that a run writes")
     sub.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import split_minibatches
@@ -79,6 +82,7 @@ class Desk:
         self._resume_from, self._replay_from, self._origins = resume_from, replay_from, origins
         self._rollouts: StepRollouts | None = None
         self._batch: RolloutBatch | None = None
+        self._version: int | None = None        # of the weights that `_batch` is trained on
         self._evaluation: dict[str, float] = {}
         self._evaluated: list[Sample] = []
         self._seconds_before = 0.0              # of earlier incarnations
@@ -112,10 +116,13 @@ class Desk:
         """The samples of `step`, which policy `version` is to be trained on, cut into optimizer steps."""
         assert self._rollouts is not None
         batch = RolloutBatch.from_samples(self._rollouts.samples)
-        batch.version = self._rollouts.recorded_version if version is None else version
+        self._version = batch.version = self._rollouts.recorded_version if version is None else version
         if self.config.is_sft:
             for name in ENGINE_VECTORS:
                 del batch.vectors[name]
+        if self._rollouts.policy_steps:
+            batch.version = (self._rollouts.recorded_step or step) - 1
+            batch.set("versions", in_policy_steps(batch.vectors["versions"], self._rollouts.policy_steps))
         self.minibatches = split_minibatches(
             batch.num_sequences,
             self.config.algorithm.minibatches,
@@ -185,7 +192,8 @@ class Desk:
         if self.config.tracking.save_rollouts:
             credit = self._batch.vectors["advantages"].split(self._batch.num_trainable_each)
             self.directory.write_rollouts(
-                step, self._rollouts.samples, [part.numpy() for part in credit], version=self._batch.version
+                step, self._rollouts.samples, [part.numpy() for part in credit], version=self._version,
+                policy_steps=self._rollouts.policy_steps,
             )
         if step % self.config.tracking.show_every == 0:
             self._show(step, self._rollouts.samples)
@@ -215,7 +223,7 @@ class Desk:
                 "episodes": self.episodes,
                 "seconds": self._elapsed,
                 "objective_kl": self.metrics.get("objective/kl"),
-                "source": self._rollouts.snapshot,
+                "source": self.source.snapshot(),
                 "tracker": self.tracker.state(),
                 "rng": rng_state(),     # of this rank: estimators, workflows and filters run here
             },
@@ -235,11 +243,11 @@ class Desk:
     def restore(self) -> str:
         """The folder of the shards to load before training, "" for none; rank 0's own state is taken from a checkpoint."""
         found = self._resume_from
+        self.source.restore(None if found is None else found.state["source"])
         if found is None:
             return str(self._replay_from or "")
         self.step, self.episodes = found.step, int(found.state["episodes"])
         self._seconds_before = float(found.state["seconds"])
-        self.source.restore(found.state["source"])
         return str(found.model)
 
     def go_on(self) -> str:
@@ -248,6 +256,7 @@ class Desk:
         The status is `CONTINUE`, unless a kill came between the last checkpoint and the result: then only the end is to do.
         """
         self.directory.rewind(self.step)
+        self.source.keep_ledger(self.directory.ledger_path)     # last: a recording that it does not know is a contradiction
         self.directory.write_config(self.config.model_dump(mode="json"), self._origins)
         found = self._resume_from
         if found is None:
@@ -294,3 +303,8 @@ class Desk:
     def _elapsed(self) -> float:
         return self._seconds_before + time.monotonic() - self._began
 
+
+def in_policy_steps(versions: Tensor, policy_steps: Mapping[int, int]) -> Tensor:
+    """int64 [M]: of each token, the updates behind the weights that made it. Versions count publications: failed ones too."""
+    known, place = versions.unique(return_inverse=True)
+    return torch.tensor([policy_steps[version] for version in known.tolist()], dtype=torch.int64)[place]

@@ -27,7 +27,8 @@ CAUSES = (
 class EngineCheck:
     """Compares log-probs on the first step of a process, before anything is trained, and then every few steps.
 
-    Only tokens of the version that is about to be trained count: older ones may differ.
+    Only tokens of the weights that are about to be trained count: older ones may differ. Where there are none, as may be when
+    generation runs ahead, nothing is compared.
     """
 
     def __init__(self, limit: float, every: int, kind: str) -> None:
@@ -78,9 +79,10 @@ class EngineCheck:
         worst = samples[int(torch.searchsorted(batch.cu_seqlens, gaps.argmax(), right=True)) - 1]
         by = ", ".join(f"those of engine {name} by {mean:.3g}" for name, mean in wrong.items())
         return metrics, (
-            f"log-probs differ from the trainer's: {by} nats on average over its tokens of version {batch.version}, at most "
-            f"{self.limit:g} is expected (rollout.engine.max_logprob_diff); the largest difference, {float(gaps.max()):.3g}, "
-            f"is in {worst.response_text[:40]!r}, a response to {worst.prompt_id}. Likely causes: {CAUSES}"
+            f"log-probs differ from the trainer's: {by} nats on average over its tokens of policy step {batch.version}, "
+            f"at most {self.limit:g} is expected (rollout.engine.max_logprob_diff); the largest difference, "
+            f"{float(gaps.max()):.3g}, is in {worst.response_text[:40]!r}, a response to {worst.prompt_id}. "
+            f"Likely causes: {CAUSES}"
         )
 
     def _means(self, gaps: Tensor, current: Tensor, cu_seqlens: Tensor, names: Sequence[str]) -> dict[str, float]:

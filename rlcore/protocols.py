@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -152,8 +152,20 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Prefix:
+    """What there is of a response that was cut."""
+
+    sample: int
+    tokens: NDArray[np.int32]               # [p]; empty where it was cut before its first token
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
-    """One prompt, `n` samples. The address (seed, draw, sample, turn, token position) fixes every random number."""
+    """One prompt, `n` samples. The address (seed, draw, sample, turn, token position) fixes every random number.
+
+    With `prefixes` the samples are those of the prefixes, and go on behind them: a completion holds what is new. Positions
+    and `max_new_tokens` count from the beginning of the response, as if it had never been cut.
+    """
 
     prompt: NDArray[np.int32]               # [P]
     sampling: SamplingParams
@@ -162,10 +174,30 @@ class GenerateRequest:
     first_sample: int = 0                   # index of the first of the n samples
     turn: int = 0
     seed: int = 0
+    prefixes: tuple[Prefix, ...] = ()       # n of them, or none; each shorter than max_new_tokens
 
     @property
     def rid(self) -> str:
         return f"{self.seed}-{self.draw}-{self.first_sample}-{self.turn}"
+
+    @property
+    def samples(self) -> Sequence[int]:
+        """The index of each of the n samples."""
+        if self.prefixes:
+            return [prefix.sample for prefix in self.prefixes]
+        return range(self.first_sample, self.first_sample + self.n)
+
+    def made(self, place: int) -> NDArray[np.int32]:
+        """[p]: what there is of the response number `place` of the n."""
+        return self.prefixes[place].tokens if self.prefixes else np.zeros(0, dtype=np.int32)
+
+    def going_on(self, prefixes: Sequence[Prefix]) -> GenerateRequest:
+        """The request for the rest of some of its responses."""
+        return replace(self, n=len(prefixes), first_sample=prefixes[0].sample, prefixes=tuple(prefixes))
+
+    def alone(self, place: int) -> GenerateRequest:
+        """The request for the response number `place` of the n."""
+        return replace(self, n=1, first_sample=self.samples[place], prefixes=self.prefixes[place : place + 1])
 
 
 @dataclass(frozen=True)
@@ -312,10 +344,11 @@ class StepRollouts:
     samples: list[Sample]
     metrics: dict[str, float]               # rollout/*, time/generation: what only the source knows
     epoch: float                            # passes over the prompts so far
-    snapshot: dict[str, Any]                # the consistent cut after this step's hand-over, JSON-able
+    snapshot: dict[str, Any]                # right after this step's hand-over, JSON-able: as the source's, without a buffer
     engines: Mapping[int, str] = field(default_factory=dict)   # draw -> the engine that answered it, where that is known
+    policy_steps: Mapping[int, int] = field(default_factory=dict)   # version in `samples` -> updates behind those weights
     recorded_step: int | None = None        # of a replay: the step that these samples were made for
-    recorded_version: int | None = None     # ... and the policy version that was trained on them
+    recorded_version: int | None = None     # ... and the version of the weights that were trained on them
 
 
 class RolloutSource(Protocol):
@@ -336,11 +369,30 @@ class RolloutSource(Protocol):
         """Score the evaluation prompts with the current weights. None as above."""
         ...
 
-    def snapshot(self) -> dict[str, Any]:
-        """JSON-able state from which `restore` continues exactly: cursor, ledger, buffer."""
+    def published(self, step: int, version: int, incarnation: int) -> None:
+        """Weights of policy step `step`, the number of updates behind them, are in force at the engines as `version`.
+
+        Said after each publication that succeeded, but not of a catch-up.
+        """
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def snapshot(self) -> dict[str, Any]:
+        """The consistent cut after the newest hand-over, JSON-able, from which `restore` goes on: cursor, ledger, buffer."""
+        ...
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a snapshot, None being the one before the first draw.
+
+        A source that has gone on since, with a trainer that is no more, gives up what was made by later weights.
+        """
+        ...
+
+    def keep_ledger(self, path: Path) -> None:
+        """From here on append every draw's transitions to `path`, which `restore` has gone back to the cut of a step in.
+
+        Where nothing is drawn, there is nothing to write.
+        """
+        ...
 
     def close(self) -> None: ...
 

@@ -11,13 +11,14 @@ others go on serving.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlcore.control import Control
-from rlcore.errors import PublicationFailed, RlcoreError, RunFailed
+from rlcore.errors import DataError, PublicationFailed, RlcoreError, RunFailed
 from rlcore.protocols import PolicyBackend, WeightSink
+from rlcore.runs.files import cut_torn_line
 from rlcore.weights import Bucket
 
 MAX_ATTEMPTS = 5
@@ -31,17 +32,27 @@ class Version:
     incarnation: int        # how often the trainer was started before in this run
 
 
+def read_versions(path: Path) -> list[Version]:
+    """Every version that a run took, in order. A last line that a kill tore apart was never used, and is left out.
+
+    Raises:
+        DataError: a line is no version; names it.
+    """
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    try:
+        return [Version(**json.loads(line)) for line in lines]
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{path}: not a journal of versions: {error}") from error
+
+
 class VersionJournal:
     """Every version that was ever published by a run, one line each (rank 0)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # A line that a kill tore apart was never used: the number is taken before anything moves.
-        text = path.read_text() if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            path.write_text(whole)
-        known = [Version(**json.loads(line)) for line in whole.splitlines()]
+        known = read_versions(path)
+        if path.exists():
+            cut_torn_line(path)
         self.last = known[-1].version if known else 0
         self.incarnation = known[-1].incarnation + 1 if known else 0
 
@@ -55,7 +66,11 @@ class VersionJournal:
 
 
 class Publisher:
-    """Publishes the policy. One object a rank; `sink` and `journal` on rank 0 only."""
+    """Publishes the policy. One object a rank; `sink`, `journal` and `published` on rank 0 only.
+
+    Args:
+        published: is told each version that is in force, once all engines that are left have it: step, version, incarnation.
+    """
 
     def __init__(
         self,
@@ -65,8 +80,10 @@ class Publisher:
         sink: WeightSink | None,
         journal: VersionJournal | None,
         timeout_s: float,
+        published: Callable[[int, int, int], None] = lambda step, version, incarnation: None,
     ) -> None:
         self.backend, self.control, self.sink, self.journal = backend, control, sink, journal
+        self.published = published
         self.timeout_s = timeout_s
         self.version = 0        # of the newest publication: what the engines hold when `publish` has returned (rank 0)
 
@@ -99,7 +116,7 @@ class Publisher:
                     self.sink.send(bucket, flat)
                 except RlcoreError as error:        # recovery: gather to the end, where every rank learns of it
                     failure = error
-        return self.control.decide("closing a publication", lambda: self._close(failure), timeout_s=self.timeout_s)
+        return self.control.decide("closing a publication", lambda: self._close(failure, step), timeout_s=self.timeout_s)
 
     def _open(self, step: int | None, buckets: Sequence[Bucket]) -> str:
         assert self.sink is not None
@@ -112,15 +129,19 @@ class Publisher:
             return self._give_up(error)
         return OPEN
 
-    def _close(self, failure: RlcoreError | None) -> str:
+    def _close(self, failure: RlcoreError | None, step: int | None) -> str:
         assert self.sink is not None
+        assert self.journal is not None
         if failure is None:
             try:
                 self.sink.finish(self.version)
-                return DONE
             except RlcoreError as error:
                 failure = error
-        return self._give_up(failure)
+        if failure is not None:
+            return self._give_up(failure)
+        if step is not None:
+            self.published(step, self.version, self.journal.incarnation)
+        return DONE
 
     def _give_up(self, failure: RlcoreError) -> str:
         assert self.sink is not None

@@ -40,7 +40,7 @@ def step_metrics(
     }
     if not config.is_sft:
         metrics["perf/trainer_idle_fraction"] = seconds["generation"] / seconds["step"]
-    if "time/engine" in metrics:
+    if "time/engine" in metrics and config.rollout.max_staleness == 0:      # else the source knows
         metrics["perf/engine_idle_fraction"] = max(0.0, 1.0 - metrics["time/engine"] / seconds["step"])
     return metrics
 

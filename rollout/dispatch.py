@@ -28,7 +28,7 @@ class Dispatcher:
         self.retried = 0                        # requests that were sent again, so far
         self._calls = 0                         # running
         self._busy_since = 0.0
-        self.busy_s = 0.0                       # seconds in which any engine had work
+        self._busy_s = 0.0                      # up to the last time that none was
 
     async def one(self, request: GenerateRequest) -> list[Completion]:
         """To the least loaded engine, or where the conversation was before: for engines that batch continuously."""
@@ -127,7 +127,22 @@ class Dispatcher:
     def _end(self) -> None:
         self._calls -= 1
         if not self._calls:
-            self.busy_s += time.perf_counter() - self._busy_since
+            self._busy_s += time.perf_counter() - self._busy_since
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which any engine had work, so far."""
+        return self._busy_s + (time.perf_counter() - self._busy_since if self._calls else 0.0)
+
+    @property
+    def free_calls(self) -> int:
+        """That engines which batch continuously would take at once; those that wait are counted off."""
+        return self.fleet.free(self.config.max_in_flight)
+
+    @property
+    def free_sequences(self) -> int:
+        """That engines which batch call by call would take at once: none while one of them is at work."""
+        return 0 if self.fleet.busy else self.fleet.serving * self.config.max_batch
 
     def engines_of(self, seed: int, draws: Iterable[int]) -> dict[int, str]:
         """Who answered each draw last, as far as that is known: whole batches and routers do not tell."""

@@ -36,7 +36,7 @@ class Errand(Generic[T]):
             if done:
                 self._task.result()
         except BaseException:
-            self._drop()
+            self.drop()
             raise
         return done
 
@@ -49,7 +49,8 @@ class Errand(Generic[T]):
         """Since it began."""
         return time.perf_counter() - self._began
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """End the work, if it goes on; who waits for it gets CancelledError."""
         if not self._task.done():
             self._thread.call(_cancelled(self._task), seconds=DROP_S, what=f"giving up {self._what}")
 

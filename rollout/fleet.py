@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any
 
 from rlcore.config.rollout import EngineConfig
@@ -38,6 +38,7 @@ class Fleet:
         self._changed = asyncio.Event()         # renewed at each change of a state
         self._may_start = asyncio.Event()       # restarts wait for it
         self._may_start.set()
+        self.on_room: Callable[[], None] = lambda: None    # called when an engine may have room that it had not before
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -62,6 +63,16 @@ class Fleet:
     def release(self, lease: Lease) -> None:
         """The call has ended, however it did."""
         self._router.release(lease)
+        self.on_room()
+
+    def free(self, room: int) -> int:
+        """See `Router.free`."""
+        return self._router.free(room)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an engine has a call, or a call waits for one."""
+        return self._router.waiting > 0 or any(member.leases for member in self.members)
 
     def home(self, key: Hashable) -> str | None:
         """See `Router.home`."""
@@ -217,6 +228,7 @@ class Fleet:
 
     def _tell(self) -> None:
         self._router.grant()
+        self.on_room()
         self._changed.set()
         self._changed = asyncio.Event()
 

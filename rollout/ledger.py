@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 import numpy as np
+
+Transition = Literal["drawn", "finished", "consumed", "dropped", "requeued"]
+Record = Callable[[Transition, int, int | str | None], None]
+"""Is told each transition, its draw, and: the step of `consumed`, the filter of `dropped`, the reason of `requeued`."""
 
 IN_FLIGHT, FINISHED, REQUEUED = -1, -2, -3
 FIRST_FILTER = -10                              # dropped by filter k: FIRST_FILTER - k
@@ -17,13 +21,17 @@ class Ledger:
     """The state of each draw, as one integer: a step >= 1 that consumed it, or one of the codes above.
 
         draw -> in flight -> finished -> consumed by step s
-                    |            \\--> dropped by filter f
-                    \\--> requeued -> in flight ...
+                    |            |---> dropped by filter f
+                    |------------'---> requeued -> in flight ...
+
+    Args:
+        record: is told every transition, once it is made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, record: Record = lambda transition, draw, detail: None) -> None:
         self._codes = array("q")                # by draw
         self._filters: list[str] = []
+        self._record = record
 
     def __len__(self) -> int:
         return len(self._codes)
@@ -33,32 +41,39 @@ class Ledger:
         for draw in draws:
             if draw == len(self._codes):
                 self._codes.append(IN_FLIGHT)
+                self._record("drawn", draw, None)
             else:
-                self._move(draw, {REQUEUED}, IN_FLIGHT)
+                self._move("drawn", draw, {REQUEUED}, IN_FLIGHT)
 
     def finish(self, draw: int) -> None:
-        self._move(draw, {IN_FLIGHT}, FINISHED)
+        self._move("finished", draw, {IN_FLIGHT}, FINISHED)
 
     def consume(self, draw: int, step: int) -> None:
         if step < 1:
             raise ValueError(f"steps count from 1, got {step}")
-        self._move(draw, {FINISHED}, step)
+        self._move("consumed", draw, {FINISHED}, step, step)
 
     def drop(self, draw: int, filter_name: str) -> None:
-        if filter_name not in self._filters:
+        new = filter_name not in self._filters
+        number = len(self._filters) if new else self._filters.index(filter_name)
+        self._move("dropped", draw, {FINISHED}, FIRST_FILTER - number, filter_name)
+        if new:
             self._filters.append(filter_name)
-        self._move(draw, {FINISHED}, FIRST_FILTER - self._filters.index(filter_name))
 
-    def requeue(self, draw: int) -> None:
-        self._move(draw, {IN_FLIGHT, FINISHED}, REQUEUED)
+    def requeue(self, draw: int, reason: str = "") -> None:
+        """It goes back to the stream. `reason`: where samples were given up, by which rule ("stale", "rolled_back")."""
+        self._move("requeued", draw, {IN_FLIGHT, FINISHED}, REQUEUED, reason or None)
 
-    def _move(self, draw: int, allowed: set[int], code: int) -> None:
+    def _move(
+        self, transition: Transition, draw: int, allowed: set[int], code: int, detail: int | str | None = None
+    ) -> None:
         if not 0 <= draw < len(self._codes):
             raise ValueError(f"draw {draw} is unknown: {len(self._codes)} draws were made")
         if self._codes[draw] not in allowed:
             wanted = " or ".join(STATE_NAMES[c] for c in sorted(allowed, reverse=True))
             raise ValueError(f"draw {draw} is {self.state(draw)}, expected {wanted}")
         self._codes[draw] = code
+        self._record(transition, draw, detail)
 
     def state(self, draw: int) -> str:
         """"in flight" | "finished" | "requeued" | "consumed by step S" | "dropped by F"."""
@@ -75,6 +90,23 @@ class Ledger:
         """Draws that are in flight or finished, in order: what a restart has to draw again."""
         codes = self._array()
         return np.flatnonzero((codes == IN_FLIGHT) | (codes == FINISHED)).tolist()
+
+    def requeued(self) -> list[int]:
+        """Draws that went back to the stream, in order."""
+        return np.flatnonzero(self._array() == REQUEUED).tolist()
+
+    def consumed(self) -> dict[int, list[int]]:
+        """The draws that each step consumed, in order."""
+        codes = self._array()
+        draws = np.flatnonzero(codes >= 1)
+        draws = draws[np.argsort(codes[draws], kind="stable")]
+        steps, starts = np.unique(codes[draws], return_index=True)
+        return dict(zip(steps.tolist(), (part.tolist() for part in np.split(draws, starts[1:]))))
+
+    @property
+    def last_step(self) -> int:
+        """That consumed draws; 0 before the first."""
+        return max(int(self._array().max(initial=0)), 0)
 
     def balance(self) -> dict[str, int]:
         """How many draws are in each kind of state; the counts sum to the draws made.

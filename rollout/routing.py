@@ -120,6 +120,11 @@ class Router:
     def waiting(self) -> int:
         return sum(not waiting.granted.done() for waiting in self._waiting)
 
+    def free(self, room: int) -> int:
+        """Calls that would be granted at once, up to `room` a member."""
+        free = sum(max(0, room - len(m.leases)) for m in self._members if m.health.state is State.SERVING)
+        return max(0, free - self.waiting)
+
     def home(self, key: Hashable) -> str | None:
         """The engine that the newest call of `key` went to."""
         member = self._homes.get(key)

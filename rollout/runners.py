@@ -11,6 +11,7 @@ from rlcore.config.derived import recorded_fields
 from rlcore.data.tokenizer import stop_token_ids
 from rlcore.protocols import Prompt, SamplingParams, Workflow
 from rollout.dispatch import Dispatcher
+from rollout.partial import PartialRollouts
 from rollout.rewards.scorer import Scorer
 from rollout.waves import WaveRunner
 from rollout.workflows import WorkflowContext, build_workflow
@@ -72,6 +73,7 @@ class Runners:
             dispatcher=self.dispatcher,
             scorer=self.scorer,
             tokenizer=self.tokenizer,
+            partial=PartialRollouts(self.tokenizer),
             batched=self.config.rollout.engine.kind == "embedded",
             greedy=greedy,
         )

@@ -8,29 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlcore.config import Config
-from rlcore.data.prompts import PromptSet, PromptStream
+from rlcore.config.derived import total_steps
+from rlcore.data.prompts import PromptStream
 from rlcore.data.sample import Sample
-from rlcore.errors import ConfigError, DataError, DeadlineExceeded, EmptyBatch
+from rlcore.errors import ConfigError, DeadlineExceeded
 from rlcore.protocols import RolloutEngine, StepRollouts
+from rollout.collect import Collected, StepCollector
+from rollout.collect_ahead import AheadCollector
 from rollout.deadlines import LoopThread, together
 from rollout.dispatch import Dispatcher
+from rollout.draws import Draws
 from rollout.errand import Errand
 from rollout.filters import FilterChain
 from rollout.fleet import Fleet
-from rollout.ledger import Ledger
+from rollout.policy_steps import PolicySteps, Publication
+from rollout.prompt_files import load_prompts
 from rollout.rewards.build import build_scorer
 from rollout.rewards.pool import START_TIMEOUT_S as REWARD_START_TIMEOUT_S
-from rollout.rewards.scorer import VERIFIERS, FailureCounts
+from rollout.rewards.scorer import FailureCounts
 from rollout.runners import Runners
 from rollout.vocabulary import check_vocabulary
-from rollout.waves import Group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,18 +42,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
-DRAWS_PER_GROUP = 16                            # a step gives up after so many draws for each group it needs
-
-
-@dataclass
-class _Step:
-    """What happened while the groups of one step were collected."""
-
-    kept: list[Group] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
-    requeued: int = 0
-    draws: int = 0
-
 
 class RolloutService:
     """Implements `rlcore.protocols.RolloutSource`. Construction reads and checks; `start` starts engines and reward workers.
@@ -71,29 +62,33 @@ class RolloutService:
         *,
         greedy_baseline: bool = False,
     ) -> None:
-        if config.rollout.max_staleness != 0:
-            raise ConfigError(f"rollout.max_staleness: {config.rollout.max_staleness}: only 0 (on-policy) is supported so far")
         if not engines:
             raise ConfigError("the rollout service needs at least one engine")
-        self._config, self._tokenizer = config, tokenizer
+        self._config = config
         self.fleet = Fleet(engines, config.rollout.engine)
         vocab_size = check_vocabulary(config.model.path, tokenizer)
-        self.prompts = self._load(config.data.paths, None)
-        paths = config.evaluation.paths
-        self._evaluation_prompts = self._load(paths, config.evaluation.max_prompts) if paths else None
+        self.prompts = load_prompts(config, tokenizer, config.data.paths)
+        given = config.evaluation
+        self._evaluation_prompts = (
+            load_prompts(config, tokenizer, given.paths, max_prompts=given.max_prompts) if given.paths else None
+        )
         self._filters = FilterChain(config.rollout.filters, samples_per_prompt=config.rollout.samples_per_prompt)
         self._scorer = build_scorer(config.reward, vocab_size=vocab_size, device=config.rollout.engine.device)
-        self._stream = PromptStream(
+        self._draws = Draws(PromptStream(
             len(self.prompts), seed=config.run.seed, shuffle=config.data.shuffle, fingerprint=self.prompts.fingerprint()
-        )
-        self.ledger = Ledger()
+        ))
+        self.ledger = self._draws.ledger
         self._dispatcher = Dispatcher(self.fleet, config.rollout.engine)
         runners = Runners(config, tokenizer, self._dispatcher, self._scorer)
-        self._training = runners.training(lambda draw: self.prompts[self._stream.row(draw)], greedy_baseline=greedy_baseline)
+        row_of = self._draws.stream.row
+        self._training = runners.training(lambda draw: self.prompts[row_of(draw)], greedy_baseline=greedy_baseline)
         self._evaluation = runners.evaluation((self._evaluation_prompts or self.prompts).__getitem__)
+        self._versions = PolicySteps()
+        self._collector = self._build_collector()
         self._errand: Errand[Any] | None = None     # that goes on while the trainer brings an engine its weights
-        self._before: dict[str, float] = {}         # the counters when it began
-        self._seen = {"rollout/engine_restarts": 0.0, "rollout/retried_requests": 0.0}     # at the last hand-over
+        self._busy_before = 0.0                     # when it began: seconds in which engines had worked ...
+        self._failed_before = FailureCounts()       # ... and rewards of evaluations that had failed
+        self._seen = self._so_far()                 # at the last hand-over
         self.thread = LoopThread("rollout")
         self.loop = self.thread.loop
 
@@ -110,31 +105,14 @@ class RolloutService:
             self.close()
             raise
 
-    # --- construction ---------------------------------------------------------------------------------------------
-
-    def _load(self, paths: Sequence[str], max_prompts: int | None) -> PromptSet:
-        data = self._config.data
-        prompts = PromptSet.load(
-            paths,
-            self._tokenizer,
-            prompt_key=data.prompt_key,
-            label_key=data.label_key,
-            max_prompt_tokens=data.max_prompt_tokens,
-            max_prompts=max_prompts,
-        )
-        self._check_labels(prompts)
-        return prompts
-
-    def _check_labels(self, prompts: PromptSet) -> None:
-        verifiers = [n for n, part in self._config.reward.parts.items() if part.function in VERIFIERS]
-        if verifiers and self._config.data.label_key is None:
-            raise ConfigError(f"reward.parts.{verifiers[0]} compares with a label, but data.label_key is null")
-        for example in prompts.examples if verifiers else ():
-            if isinstance(example.label, bool) or not isinstance(example.label, str | int | float):
-                raise DataError(
-                    f"{example.where}: the label must be text or a number for reward.parts.{verifiers[0]}, "
-                    f"got {type(example.label).__name__}"
-                )
+    def _build_collector(self) -> StepCollector | AheadCollector:
+        parts = (self._config, self._draws, self._training, self._filters)
+        if self._config.rollout.max_staleness == 0:
+            return StepCollector(*parts)
+        steps = total_steps(self._config, len(self.prompts))
+        ahead = AheadCollector(*parts, self._versions, steps=steps, busy_s=lambda: self._dispatcher.busy_s)
+        self.fleet.on_room = ahead.room_changed
+        return ahead
 
     async def _start(self) -> None:
         await together(self._scorer.start(), self.fleet.start())
@@ -155,110 +133,91 @@ class RolloutService:
             NoEngineLeft: none serves, and none can be started again.
             RunFailed: an engine or workflow failed.
 
-        The draws of a step that failed are requeued.
+        With `max_staleness` 0 the draws of a step that failed are requeued; else what failed since the last step is raised,
+        and only its own draws are.
         """
 
         def stuck() -> str:
             limit = self._config.rollout.timeout_s
-            return f"step {step} has no rollouts after {limit:g} s (rollout.timeout_s): {self._training.stuck()}"
+            return f"step {step} has no rollouts after {limit:g} s (rollout.timeout_s): {self._collector.stuck()}"
 
-        try:
-            found = self._visit(lambda: self._collect(step), stuck, self._training.failures, f"the rollouts of step {step}")
-        except BaseException:
-            for draw in self.ledger.unsettled():
-                self._requeue(draw)
-            raise
-        if found is None:
-            return None
-        done, counts, seconds = found
-        for group in done.kept:
-            self.ledger.consume(group.draw, step)
-        metrics = {
-            "time/generation": seconds,
-            **counts,
-            **self._faults(),
-            "rollout/requeued_prompts": float(done.requeued),
-            "rollout/excluded_prompts": float(len(self.prompts.excluded)),
-            **{f"rollout/dropped_{name}": float(done.dropped[name]) for name in self._filters.names},
-        }
-        samples = [sample for group in done.kept for sample in group.samples]
-        engines = self._dispatcher.engines_of(self._config.run.seed, [group.draw for group in done.kept])
-        return StepRollouts(samples, metrics, self._stream.epoch, self.snapshot(), engines)
-
-    def _visit(
-        self, work: Callable[[], Coroutine[Any, Any, T]], stuck: Callable[[], str], failures: FailureCounts, what: str
-    ) -> tuple[T, dict[str, float], float] | None:
-        """The result of `work`, what was counted meanwhile, and its seconds; None when an engine waits for weights before.
-
-        Begun by the first visit, and only awaited by those after it.
-        """
         if self._errand is None:
-            self._before = self._counters(failures)
+            self._busy_before = self._dispatcher.busy_s
+        try:
+            errand = self._visit(lambda: self._collector.collect(step), stuck, f"the rollouts of step {step}")
+        except BaseException:
+            self._collector.give_up()
+            raise
+        if errand is None:
+            return None
+        done: Collected = errand.result()
+        metrics = {
+            "time/generation": errand.seconds, "time/engine": self._dispatcher.busy_s - self._busy_before,
+            **done.metrics, **self._happened(), **self._became(done),
+        }
+        engines = self._dispatcher.engines_of(self._config.run.seed, [group.draw for group in done.groups])
+        return StepRollouts(done.samples, metrics, done.epoch, done.cut, engines, self._versions.of_samples(done.samples))
+
+    def published(self, step: int, version: int, incarnation: int) -> None:
+        """Weights of policy step `step` are in force as `version`."""
+
+        async def published() -> None:
+            self._versions.add(Publication(version, step, incarnation))
+            self._collector.published(step)
+
+        self._call(published(), CLOSE_S, f"the news of version {version}")
+
+    def _visit(self, work: Callable[[], Coroutine[Any, Any, Any]], stuck: Callable[[], str], what: str) -> Errand[Any] | None:
+        """`work`, done; None when an engine waits for weights before. Begun by the first visit, awaited by later ones."""
+        if self._errand is None:
             limit = self._config.rollout.timeout_s
             self._errand = Errand(self.thread, work(), limit_s=limit, what=what, stuck=stuck)
-        errand, self._errand = self._errand, None
-        if not errand.done_before(self.fleet.someone_waits):
-            self._errand = errand
-            return None
-        counts = {name: now - self._before[name] for name, now in self._counters(failures).items()}
-        return errand.result(), counts, errand.seconds
+        errand = self._errand
+        try:
+            if not errand.done_before(self.fleet.someone_waits):
+                return None
+        except BaseException:
+            self._errand = None
+            raise
+        self._errand = None
+        return errand
 
-    def _counters(self, failures: FailureCounts) -> dict[str, float]:
+    def abandon(self) -> None:
+        """Whoever asked is gone: the step or evaluation at hand is given up. From any thread."""
+        if (errand := self._errand) is not None:
+            self._errand = None
+            errand.drop()
+
+    def halt(self) -> None:
+        """Nothing is in flight when this returns, and nothing begins before the next publication."""
+        self._call(self._collector.halt(), CLOSE_S, "ending what is in flight")
+
+    def _became(self, done: Collected) -> dict[str, float]:
+        """Draws that the step was not trained on."""
         return {
-            "time/engine": self._dispatcher.busy_s,
-            "rollout/reward_errors": float(failures.errors),
-            "rollout/reward_timeouts": float(failures.timeouts),
+            "rollout/requeued_prompts": float(done.tally.requeued),
+            "rollout/excluded_prompts": float(len(self.prompts.excluded)),
+            **{f"rollout/dropped_{name}": float(done.tally.dropped[name]) for name in self._filters.names},
         }
 
-    def _faults(self) -> dict[str, float]:
-        """What engines did since the last hand-over, and how many there are."""
-        before, self._seen = self._seen, {
-            "rollout/engine_restarts": float(self.fleet.restarts), "rollout/retried_requests": float(self._dispatcher.retried),
-        }
+    def _happened(self) -> dict[str, float]:
+        """Since the last hand-over; and how many engines there are."""
+        before, self._seen = self._seen, self._so_far()
         return {
             **{name: now - before[name] for name, now in self._seen.items()},
             "rollout/engines_serving": float(self.fleet.serving),
         }
 
-    async def _collect(self, step: int) -> _Step:
-        """Draw waves of prompts until enough groups are kept; groups that are over go back to the stream."""
-        done, wanted = _Step(), self._config.rollout.prompts_per_step
-        while len(done.kept) < wanted:
-            room = DRAWS_PER_GROUP * wanted - done.draws
-            if room <= 0:
-                raise EmptyBatch(self._too_little(step, done, wanted))
-            count = min(room, math.ceil((wanted - len(done.kept)) * self._config.rollout.oversample))
-            draws = self._stream.take(count)
-            self.ledger.draw(draws)
-            done.draws += count
-            for group in await self._training.run(draws):
-                self._sort_out(group, done, wanted)
-        return done
-
-    def _sort_out(self, group: Group, done: _Step, wanted: int) -> None:
-        self.ledger.finish(group.draw)
-        refused_by = None if group.aborted else self._filters.refusal(group.samples)
-        if refused_by is not None:
-            self.ledger.drop(group.draw, refused_by)
-            done.dropped[refused_by] += 1
-        elif group.aborted or len(done.kept) == wanted:
-            self._requeue(group.draw)
-            done.requeued += 1
-        else:
-            done.kept.append(group)
-
-    def _requeue(self, draw: int) -> None:
-        self.ledger.requeue(draw)
-        self._stream.requeue(draw)
-
-    def _too_little(self, step: int, done: _Step, wanted: int) -> str:
-        reasons = [f"{name} dropped {count}" for name, count in done.dropped.most_common()]
-        if done.requeued:
-            reasons.append(f"{done.requeued} were aborted by an engine")
-        return (
-            f"step {step} has {len(done.kept)} of {wanted} groups after {done.draws} draws: {', '.join(reasons)}; "
-            "use other prompts, a higher temperature, more rollout.samples_per_prompt or fewer rollout.filters"
-        )
+    def _so_far(self) -> dict[str, float]:
+        partial, failures = self._training.partial, self._training.failures
+        return {
+            "rollout/reward_errors": float(failures.errors),
+            "rollout/reward_timeouts": float(failures.timeouts),
+            "rollout/engine_restarts": float(self.fleet.restarts),
+            "rollout/retried_requests": float(self._dispatcher.retried),
+            "rollout/resumed_responses": float(partial.resumed_responses),
+            "rollout/resumed_tokens": float(partial.resumed_tokens),
+        }
 
     # --- evaluation -----------------------------------------------------------------------------------------------
 
@@ -275,31 +234,38 @@ class RolloutService:
             limit = self._config.rollout.timeout_s
             return f"the evaluation has not ended after {limit:g} s (rollout.timeout_s): {self._evaluation.stuck()}"
 
-        found = self._visit(lambda: self._evaluation.run(draws), stuck, self._evaluation.failures, "the evaluation")
-        if found is None:
+        failures = self._evaluation.failures
+        if self._errand is None:
+            self._failed_before = replace(failures)
+        errand = self._visit(lambda: self._evaluation.run(draws), stuck, "the evaluation")
+        if errand is None:
             return None
-        groups, counts, _ = found
-        samples = [sample for group in groups for sample in group.samples]
+        samples = [sample for group in errand.result() for sample in group.samples]
         metrics = evaluation_metrics(samples)
-        metrics["eval/reward_errors"] = counts["rollout/reward_errors"]
-        metrics["eval/reward_timeouts"] = counts["rollout/reward_timeouts"]
+        metrics["eval/reward_errors"] = float(failures.errors - self._failed_before.errors)
+        metrics["eval/reward_timeouts"] = float(failures.timeouts - self._failed_before.timeouts)
         return metrics, samples
 
     # --- state ----------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        return {"stream": self._stream.snapshot(), "ledger": self.ledger.snapshot()}
+        return self._collector.snapshot()
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a snapshot; draws that were unsettled when it was taken are drawn again.
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a snapshot; draws that were in flight when it was taken are drawn again.
 
         Raises:
             DataError: the prompts are not those of the snapshot.
         """
-        self._stream.restore(state["stream"])
-        self.ledger.restore(state["ledger"])
-        for draw in self.ledger.unsettled():
-            self._requeue(draw)
+        work = self._restore(self._draws.beginning() if state is None else state)
+        self._call(work, CLOSE_S, "restoring the rollout service")
+
+    async def _restore(self, state: Mapping[str, Any]) -> None:
+        await self._collector.halt()
+        self._collector.restore(state)
+
+    def keep_ledger(self, path: Path) -> None:
+        self._draws.keep_journal(path, max_staleness=self._config.rollout.max_staleness)
 
     def close(self) -> None:
         """End engines' clients, reward workers and the thread. May be called twice."""
@@ -311,8 +277,10 @@ class RolloutService:
             logger.warning("%s", error)         # the daemon thread ends with the process
         finally:
             self.thread.close()
+            self._draws.close()
 
     async def _stop(self) -> None:
+        await self._collector.halt()
         await self.fleet.close()
         closing = {asyncio.ensure_future(engine.close()): f"engine {engine.name}" for engine in self.fleet.engines}
         closing[asyncio.ensure_future(self._scorer.close())] = "the reward"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from rlcore.protocols import Completion, Generate, GenerateRequest, Prompt, Work
 from rollout.deadlines import together
 from rollout.dispatch import Dispatcher
 from rollout.gate import BatchGate
+from rollout.partial import PartialRollouts
 from rollout.rewards.scorer import FailureCounts, Scorer
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class WaveRunner:
     dispatcher: Dispatcher
     scorer: Scorer
     tokenizer: PreTrainedTokenizerBase
+    partial: PartialRollouts
     batched: bool
     greedy: Workflow | None = None
     # Fields that every sample but the greedy ones must have, with the key that asks for them.
@@ -63,9 +65,10 @@ class WaveRunner:
             RunFailed: an engine or the workflow failed; names it, and the prompt.
         """
         kinds = (False,) if self.greedy is None else (False, True)
-        self._stage = {(draw, greedy): "workflow" for draw in draws for greedy in kinds}
+        members = [(draw, greedy) for draw in draws for greedy in kinds]
+        self._stage |= dict.fromkeys(members, "start")
         gate = BatchGate(self.dispatcher.batch) if self.batched else None
-        generators = {member: gate.enter(member) if gate else self.dispatcher.one for member in self._stage}
+        generators = {member: gate.enter(member) if gate else self.dispatcher.one for member in members}
 
         async def group(draw: int) -> Group:
             made = await together(*(self._samples((draw, kind), generators[draw, kind], gate) for kind in kinds))
@@ -74,6 +77,8 @@ class WaveRunner:
         try:
             return await together(*(group(draw) for draw in draws))
         finally:
+            for member in members:
+                self._stage.pop(member, None)
             if gate:
                 await gate.close()
 
@@ -114,7 +119,7 @@ class WaveRunner:
     def _staged(self, member: Member, generate: Generate) -> Generate:
         async def staged(request: GenerateRequest) -> list[Completion]:
             self._stage[member] = "generation"
-            completions = await generate(request)
+            completions = await self.partial.whole(generate, request)
             self._stage[member] = "workflow"
             return completions
 
@@ -141,15 +146,29 @@ class WaveRunner:
         for sample, text in zip(bare, texts, strict=True):
             sample.response_text = text
 
-    def stuck(self) -> str:
-        """Who is being waited for."""
+    def room(self, samples: int) -> int:
+        """Groups that engines would begin at once; where they batch call by call, those of one wave when none is at work.
+
+        Args:
+            samples: of a group.
+        """
+        starting = sum(stage == "start" for stage in self._stage.values())      # and will soon ask for a generation
+        kinds = 1 if self.greedy is None else 2
+        if not self.batched:
+            return (self.dispatcher.free_calls - starting) // kinds
+        free = 0 if starting else self.dispatcher.free_sequences
+        return max(1, free // (samples + kinds - 1)) if free else 0
+
+    def stuck(self, of: Container[int] | None = None) -> str:
+        """Who is being waited for. `of`: looks at these draws alone."""
         parts = []
-        for stage, party in (
-            ("workflow", f"workflow {self.workflow_name}"),
-            ("generation", self.dispatcher.waiting_for() or "the gate (other workflows have not asked for generation)"),
-            ("reward", "the reward"),
+        for stages, party in (
+            (("start", "workflow"), f"workflow {self.workflow_name}"),
+            (("generation",), self.dispatcher.waiting_for() or "the gate (other workflows have not asked for generation)"),
+            (("reward",), "the reward"),
         ):
-            draws = list(dict.fromkeys(draw for (draw, _), at in self._stage.items() if at == stage))
+            at_them = (draw for (draw, _), stage in self._stage.items() if stage in stages and (of is None or draw in of))
+            draws = list(dict.fromkeys(at_them))
             if draws:
                 parts.append(f"{len(draws)} of the prompts wait for {party}, the first is {self.prompt_of(draws[0]).prompt_id}")
         return "; ".join(parts) or "no prompt is unfinished"

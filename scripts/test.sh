@@ -20,7 +20,7 @@ step() {    # step NAME COMMAND...
     echo "   $((SECONDS - from)) s"
 }
 
-step install ./scripts/install.sh dev tensorboard wandb plot
+step install ./scripts/install.sh dev ray tensorboard wandb plot
 step engine ./scripts/install_sglang.sh
 PATH="$PWD/.venv/bin:$PATH"
 step lint ruff check .

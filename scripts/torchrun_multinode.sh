@@ -1,20 +1,36 @@
 #!/usr/bin/env bash
-# Train on several nodes without Ray: run this on every node with the same arguments.
+# Train on several nodes without Ray: run this on every trainer node with the same arguments.
 #
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 GPUS_PER_NODE=8 ./scripts/torchrun_multinode.sh CONFIG.yaml [key=value ...]
 #
 # NODE_RANK counts from 0 and MASTER_ADDR is node 0's address, the same everywhere. MASTER_PORT (29400) must be free on node 0.
+# MAX_RESTARTS (3): how often a node starts its ranks again when one fails; they go on from the last checkpoint by themselves.
 # PYTHON picks the interpreter (default: .venv/bin/python of this checkout, else python3).
+#
+# Engines on other nodes: engines.sh there, and here the folder that they share and how many such nodes there are:
+#
+#   ENGINES=/shared/run1/engines ENGINE_NODES=2 NNODES=... ./scripts/torchrun_multinode.sh CONFIG.yaml [key=value ...]
+#
+# They are waited for (ENGINES_TIMEOUT_S, 1800); their keys are exported as on their nodes. Or, where URLs are known:
+# ENGINE_URLS=http://10.0.0.3:30000,http://10.0.0.4:30000
 set -euo pipefail
-: "${NNODES:?the number of nodes}" "${NODE_RANK:?the rank of this node, from 0}" "${MASTER_ADDR:?the address of node 0}"
+# shellcheck source=scripts/common.sh
+. "$(dirname "$0")/common.sh"
+: "${NNODES:?the number of trainer nodes}" "${NODE_RANK:?the rank of this node, from 0}" "${MASTER_ADDR:?the address of node 0}"
 : "${GPUS_PER_NODE:?processes on each node: one a GPU}"
-[ $# -gt 0 ] || { echo "usage: $0 CONFIG.yaml [key=value ...]" >&2; exit 2; }
+[ $# -gt 0 ] || fail "usage: $0 CONFIG.yaml [key=value ...]"
 
-root=$(cd "$(dirname "$0")/.." && pwd)
-python=${PYTHON:-$root/.venv/bin/python}
-[ -x "$python" ] || python=python3
+engines=()
+if [ -n "${ENGINES:-}" ]; then
+    : "${ENGINE_NODES:?the number of nodes that run engines.sh}"
+    need_keys
+    urls=$("$python" "$root/scripts/engine_urls.py" "$ENGINES" "$ENGINE_NODES" "${ENGINES_TIMEOUT_S:-1800}")
+    engines=(rollout.engine.kind=sglang "rollout.engine.urls=$urls")
+elif [ -n "${ENGINE_URLS:-}" ]; then
+    engines=(rollout.engine.kind=sglang "rollout.engine.urls=[${ENGINE_URLS//,/, }]")
+fi
 
 exec "$python" -m torch.distributed.run \
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$GPUS_PER_NODE" \
-    --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29400}" \
-    -m rlcore train "$@" cluster.launcher=torchrun
+    --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29400}" --max-restarts "${MAX_RESTARTS:-3}" \
+    -m rlcore train "$@" cluster.launcher=torchrun ${engines[@]+"${engines[@]}"}

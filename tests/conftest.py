@@ -12,7 +12,8 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
-BUDGET_S = {"unit": 300, "parity": 360, "checkpoint": 240, "integration": 600, "sglang": 360}     # of a tier, on two cores
+# Of a tier, on two cores.
+BUDGET_S = {"unit": 300, "parity": 360, "checkpoint": 240, "integration": 600, "ray": 240, "sglang": 360}
 
 
 @pytest.fixture(scope="session")

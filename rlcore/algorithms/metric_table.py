@@ -38,12 +38,19 @@ _ROWS = (
     # rollout service
     ("rollout/reward_errors", "samples whose reward raised or returned no number, scored reward.on_error", "-", "samples"),
     ("rollout/reward_timeouts", "samples whose reward took longer than reward.timeout_s, scored so too", "-", "samples"),
-    ("rollout/requeued_prompts", "prompts given back to the data set: aborted, or more than the step needed", "-",
+    ("rollout/requeued_prompts", "prompts given back to the data set: cut again and again, or more than the step needed", "-",
      "prompts"),
     ("rollout/excluded_prompts", "rows of the data left out as longer than data.max_prompt_tokens", "-", "prompts"),
     ("rollout/engine_restarts", "engines started again after they failed, since the row before", "-", "engines"),
     ("rollout/retried_requests", "requests sent again because their engine failed, since the row before", "-", "requests"),
+    ("rollout/resumed_responses", "responses that were cut (rollout.on_update abort) and went on, since the row before; one "
+     "that was cut twice counts twice", "-", "responses"),
+    ("rollout/resumed_tokens", "tokens that these had when they went on", "-", "tokens"),
     ("rollout/engines_serving", "engines with the policy's weights when the samples were complete", "-", "engines"),
+    ("rollout/buffered_groups", "groups that were finished and left for later steps at the hand-over (rollout.max_staleness "
+     "above 0)", "-", "groups"),
+    ("rollout/in_flight_groups", "groups that were in flight then", "-", "groups"),
+    ("rollout/dropped_stale", "groups too old for any step to come, drawn again, since the row before", "-", "groups"),
     ("rollout/dropped_<filter>", "groups that this filter of rollout.filters dropped", "-", "groups"),
     # evaluation, in the row of its step
     ("eval/score", "reward of the held-out prompts", "samples", "reward"),
@@ -57,7 +64,8 @@ _ROWS = (
     ("time/from_scratch", "wall clock since the run began, resumed parts included", "-", "s"),
     ("time/step", "all of one step but its evaluation, log and checkpoint", "-", "s"),
     ("time/generation", "wait of the trainer for rollouts in one step", "-", "s"),
-    ("time/engine", "of that, time in which the engines had a request", "-", "s"),
+    ("time/engine", "engines had a request: while the trainer waited, or (rollout.max_staleness above 0) since the hand-over "
+     "before", "-", "s"),
     ("time/transfer", "laying the batch out and sending each rank its share", "-", "s"),
     ("time/logprobs", "passes for log-probs, KL and values in one step", "-", "s"),
     ("time/advantages", "estimator, loss weights, and sending them to the ranks", "-", "s"),
@@ -73,7 +81,8 @@ _ROWS = (
     ("perf/mfu", "model FLOPs of the policy's passes, an update as three forward ones, by what the trainer's GPUs could have "
      "done in the time of the step; only where their peak is known", "seconds x peak FLOP/s", "share"),
     ("perf/trainer_idle_fraction", "time that the trainer waited", "time of the step", "share"),
-    ("perf/engine_idle_fraction", "time that the engines had no request", "time of the step", "share"),
+    ("perf/engine_idle_fraction", "time that the engines had no request", "time of the step, or between two hand-overs "
+     "(rollout.max_staleness above 0)", "share"),
 )  # fmt: skip
 
 _SECTIONS = ("", "objective", "loss", "policy", "train", "val", "rollout", "correction", "eval", "time", "perf")

@@ -183,9 +183,9 @@ def _distances(inputs: EstimatorInputs) -> dict[str, float]:
 
 
 _STALENESS = (
-    MetricSpec("rollout/staleness_mean", "policy version trained minus the version that made the token", "tokens",
-               "versions"),
-    MetricSpec("rollout/staleness_max", "largest such difference", "-", "versions"),
+    MetricSpec("rollout/staleness_mean", "training steps between the weights that made the token and those that it trains",
+               "tokens", "steps"),
+    MetricSpec("rollout/staleness_max", "most such steps", "-", "steps"),
     MetricSpec("correction/stale_fraction", "1 where the token is older than allowed, and so not trained on", "tokens",
                "share"),
 )  # fmt: skip

@@ -7,8 +7,8 @@ Each check is a function that yields a `Problem` for every key that is wrong; it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
+from rlcore.config.ahead_checks import ahead, ahead_notes
 from rlcore.config.algorithm import EstimatorConfig
 from rlcore.config.algorithm_checks import correction, loss_terms, reward_terms
 from rlcore.config.colocated_checks import colocated, colocated_notes, engine_gpus
@@ -19,11 +19,11 @@ from rlcore.config.derived import (
     pack_multiple,
     truncates,
     updates_per_step,
-    value_at,
 )
 from rlcore.config.engine_checks import engine_kind, engine_notes, engine_servers, engine_transport
 from rlcore.config.policy import CriticConfig, ReferenceConfig, TeacherConfig
 from rlcore.config.problems import Problem
+from rlcore.config.ray_checks import ray_launcher, ray_notes
 from rlcore.config.reward import RewardConfig
 from rlcore.config.rollout import RolloutConfig
 from rlcore.config.root import Config
@@ -31,13 +31,6 @@ from rlcore.config.server_checks import managed_servers
 
 Problems = Iterator[Problem]
 Check = Callable[[Config], Problems]
-
-# What the configuration can say and this version cannot do: (key, values that are not available).
-NOT_AVAILABLE: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-    ("rollout.max_staleness", lambda versions: versions > 0),
-    ("cluster.launcher", lambda launcher: launcher == "ray"),
-)
-
 
 _SIZES = ("tensor", "pipeline", "context", "expert")
 
@@ -50,14 +43,6 @@ def check(config: Config) -> list[Problem]:
 def describe_checks() -> list[str]:
     """One line a check."""
     return [(one.__doc__ or one.__name__).splitlines()[0].rstrip(".") for one in CHECKS]
-
-
-def available(config: Config) -> Problems:
-    """Only what this version has built is asked for."""
-    for path, missing in NOT_AVAILABLE:
-        value = value_at(config, path)
-        if missing(value):
-            yield Problem(path, f"{value!r} is not available in this version")
 
 
 def length(config: Config) -> Problems:
@@ -117,11 +102,12 @@ def layout(config: Config) -> Problems:
             yield Problem(f"policy.parallel.{key}", "there is one stage: leave it out, or set policy.parallel.pipeline")
     model, processes = model_parallel_size(config), cluster.nodes * cluster.processes_per_node
     if cluster.launcher == "local" and cluster.nodes > 1:
-        yield Problem("cluster.nodes", "the local launcher starts processes on this machine alone: use torchrun")
-    elif cluster.launcher == "local" and processes < model:
+        yield Problem("cluster.nodes", "the local launcher starts processes on this machine alone: use torchrun or ray")
+    elif cluster.launcher != "torchrun" and processes < model:
         path = "policy.parallel." + next(axis for axis in _SIZES if getattr(parallel, axis) > 1)
-        message = f"the layout needs {model} processes and the local launcher starts {processes}: set "
-        yield Problem(path, message + f"cluster.processes_per_node={model}, or cluster.launcher=torchrun")
+        message = f"the layout needs {model} processes and the {cluster.launcher} launcher starts {processes}: set "
+        other = "cluster.launcher=torchrun" if cluster.launcher == "local" else "cluster.nodes"
+        yield Problem(path, message + f"cluster.processes_per_node={model}, or {other}")
     elif processes > 1 and processes % model:
         message = f"{processes} processes do not divide into models of {model} (tensor x pipeline x context, and experts): set "
         message += f"cluster.processes_per_node to a multiple of {model}"
@@ -215,7 +201,6 @@ def data(config: Config) -> Problems:
 
 
 CHECKS: tuple[Check, ...] = (
-    available,
     length,
     early_stopping,
     reward_terms,
@@ -233,6 +218,8 @@ CHECKS: tuple[Check, ...] = (
     engine_transport,
     engine_gpus,
     colocated,
+    ahead,
+    ray_launcher,
     optimizers,
     debugging,
     data,
@@ -258,6 +245,8 @@ def notes_on(config: Config) -> Problems:
         yield Problem("algorithm.correction.max_staleness", message)
     yield from engine_notes(config)
     yield from colocated_notes(config)
+    yield from ahead_notes(config)
+    yield from ray_notes(config)
     for path, optimizer in (
         ("policy.optimizer", config.policy.optimizer),
         ("critic.optimizer", config.critic.optimizer),

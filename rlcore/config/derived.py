@@ -161,7 +161,7 @@ def world_size(config: Config) -> int:
     """Ranks of the run, where the configuration says how many; else the fewest that the layout fits."""
     cluster = config.cluster
     processes = cluster.nodes * cluster.processes_per_node
-    return processes if cluster.launcher == "local" or processes > 1 else model_parallel_size(config)
+    return processes if cluster.launcher != "torchrun" or processes > 1 else model_parallel_size(config)
 
 
 def pack_multiple(config: Config) -> int:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -67,6 +67,18 @@ class TrackingConfig(Section):
     peak_tflops: PositiveFloat | None = None    # of one GPU, for perf/mfu; default: the data sheet's, for a GPU that we know
 
 
+class RayConfig(Section):
+    """What the ray launcher asks a cluster for. CPUs and GPUs are Ray's: shares that it counts, and does not enforce."""
+
+    address: str | None = None                  # HOST:PORT; default: the running cluster that Ray knows of, else a local one
+    rank_cpus: NonNegativeFloat = 1.0           # of a trainer process
+    rank_gpus: NonNegativeFloat = 1.0           # ... where the cluster has GPUs
+    engine_cpus: NonNegativeFloat = 1.0
+    engine_gpus: NonNegativeFloat = 1.0         # of each tensor-parallel rank of an engine
+    service_cpus: NonNegativeFloat = 1.0        # of the rollout service
+    runtime_env: dict[str, Any] = Field(default_factory=dict)   # Ray's: env_vars, working_dir, ...
+
+
 class ClusterConfig(Section):
     launcher: Literal["local", "torchrun", "ray"] = "local"
     nodes: PositiveInt = 1
@@ -74,3 +86,5 @@ class ClusterConfig(Section):
     collective_timeout_s: PositiveFloat = 600.0     # a collective that takes longer ends the run
     heartbeat_timeout_s: PositiveFloat = 120.0      # a process that is silent for longer is taken for hung and named
     start_timeout_s: PositiveFloat = 600.0
+    max_restarts: NonNegativeInt = 3            # ray: of the trainer's ranks, when one is lost
+    ray: RayConfig = Field(default_factory=RayConfig)

@@ -63,7 +63,7 @@ class RolloutBatch:
     cu_tokens: Tensor           # int64 [B+1]
     loss_mask: Tensor           # bool [T]
     vectors: dict[str, Tensor] = field(default_factory=dict)
-    version: int | None = None  # of the policy that is about to be trained on it
+    version: int | None = None  # of the policy that is about to be trained on it, counted as `vectors["versions"]` are
     keep_sets: KeepSets | None = None       # of the M trainable tokens; None: all were drawn from the whole vocabulary
     routed_experts: Tensor | None = None    # int16 [T, layers with experts, k], -1 where the engine recorded none
 

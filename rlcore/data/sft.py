@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,11 +76,18 @@ class SFTSource:
         """Nothing generates here: no metrics, no samples."""
         return {}, []
 
+    def published(self, step: int, version: int, incarnation: int) -> None:
+        raise AssertionError("nothing generates here, so nothing is published")
+
     def snapshot(self) -> dict[str, Any]:
         return {"stream": self._stream.snapshot()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._stream.restore(state["stream"])
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None:
+            self._stream.restore(state["stream"])
+
+    def keep_ledger(self, path: Path) -> None:
+        """Labels are taken in order, each once an epoch: nothing can be lost that the step does not say."""
 
     def close(self) -> None: ...
 

@@ -1,13 +1,18 @@
-"""Starting runs: in this process, in several processes of this machine, or as one of the ranks that torchrun started."""
+"""Starting runs: in this process, in several of this machine, as one of the ranks of torchrun, or on a Ray cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlcore.config.load import Loaded
-from rlcore.errors import ConfigError, RunFailed
+from rlcore.errors import ConfigError, RunFailed, UserError
 from rlcore.launch.ranks import supervised, under_torchrun, wait_for_speaker
+
+if TYPE_CHECKING:
+    from rlcore.launch.compose import OpenService
 
 FAILED = 1
 BAD_INPUT = 2
@@ -32,11 +37,22 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
             "cluster.launcher is torchrun, but this process has no RANK: start it with `torchrun ... -m rlcore train ...`, "
             "or set cluster.launcher=local and cluster.processes_per_node"
         )
-    return _train_rank(loaded, resume=resume, overwrite=overwrite)
+    if config.cluster.launcher == "ray":
+        _need_ray()
+        from rlcore.launch.ray.driver import drive
+
+        return drive(loaded, resume=resume, overwrite=overwrite)
+    return train_rank(loaded, resume=resume, overwrite=overwrite)
 
 
-def _train_rank(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
+def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenService | None = None) -> int:
+    """One rank of a run, from joining the others to its exit code.
+
+    Args:
+        service: how rank 0 opens the rollout service; default: in this process.
+    """
     from rlcore.control import PeerFailed
+    from rlcore.launch.attempts import RunHasEnded, mark_ended
     from rlcore.launch.compose import run_rank
     from rlcore.launch.logs import describe
     from rlcore.launch.process import join
@@ -44,14 +60,21 @@ def _train_rank(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
     rank = 0
     try:
         with join(loaded.config) as process:
-            rank = process.rank
-            outcome = run_rank(process, loaded, resume=resume, overwrite=overwrite)
+            rank, goes_on = process.rank, process.attempt.goes_on       # --overwrite has done its work then
+            outcome = run_rank(
+                process, loaded, resume=resume or goes_on, overwrite=overwrite and not goes_on, service=service
+            )
+            code = INTERRUPTED if outcome.status == "interrupted" else 0
+            if rank == 0:
+                mark_ended(process.control.store, code)
+    except RunHasEnded as ended:
+        return ended.code
     except PeerFailed as error:
         if rank != 0 or supervised():       # somebody else tells the user
             wait_for_speaker()
             return FAILED
         raise RunFailed(describe(error.failure, loaded.config.run)) from error
-    return INTERRUPTED if outcome.status == "interrupted" else 0
+    return code
 
 
 def evaluate(loaded: Loaded, *, output: Path | None) -> int:
@@ -61,11 +84,32 @@ def evaluate(loaded: Loaded, *, output: Path | None) -> int:
     return evaluate_model(loaded, output)
 
 
-def engine(loaded: Loaded) -> int:
+def status(address: str | None) -> Iterator[str]:
+    """Run `rlcore status`: lines about every run on a Ray cluster."""
+    _need_ray()
+    from rlcore.launch.ray import commands
+
+    return commands.status(address)
+
+
+def stop(run: str, address: str | None, *, timeout_s: float) -> str:
+    """Run `rlcore stop`: ask a run on a Ray cluster for a clean end, and wait for it."""
+    _need_ray()
+    from rlcore.launch.ray import commands
+
+    return commands.stop(run, address, timeout_s=timeout_s)
+
+
+def _need_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("Ray is not installed here: `pip install 'rlcore[ray]'`, or use cluster.launcher local or torchrun")
+
+
+def engine(loaded: Loaded, *, urls_file: Path | None = None) -> int:
     """Run `rlcore engine`: the SGLang engines of a configuration alone, for a trainer that is given their URLs."""
     from rlcore.launch.serve import serve_engines
 
-    return serve_engines(loaded.config)
+    return serve_engines(loaded.config, urls_file=urls_file)
 
 
 def export(source: Path, folder: Path) -> int:

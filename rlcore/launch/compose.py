@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from rlcore.loop import Trainer
 from rlcore.mfu import Utilization
 from rlcore.objective import Objective
 from rlcore.planning.devices import peak_flops
-from rlcore.protocols import EngineMemory, PolicyBackend, RolloutSource, WeightSink
+from rlcore.protocols import EngineMemory, PolicyBackend, RolloutEngine, RolloutSource, WeightSink
 from rlcore.publish import Publisher, VersionJournal
 from rlcore.runs.directory import Status, check_run_name
 from rlcore.tracking import build_trackers
@@ -43,6 +44,8 @@ from rlcore.turns import Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rollout.service import RolloutService
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +61,22 @@ class Office:
     memory: EngineMemory | None = None
 
 
-def run_rank(process: Process, loaded: Loaded, *, resume: bool, overwrite: bool) -> Outcome:
-    """Everything that one rank does, from the configuration to the result."""
+class OpenService(Protocol):
+    """How rank 0 comes to its rollout service: in its own process by default, or as a launcher knows."""
+
+    def __call__(
+        self, config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, *, greedy_baseline: bool
+    ) -> Office: ...
+
+
+def run_rank(
+    process: Process, loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenService | None = None
+) -> Outcome:
+    """Everything that one rank does, from the configuration to the result.
+
+    Args:
+        service: opens the rollout service (rank 0); default: `open_service`.
+    """
     check_input(loaded.config, process.world_size, resume=resume, overwrite=overwrite)
     loaded = pin_initial_policy(loaded, resume=resume)
     config, control, patience = loaded.config, process.control, loaded.config.cluster.start_timeout_s
@@ -68,7 +85,7 @@ def run_rank(process: Process, loaded: Loaded, *, resume: bool, overwrite: bool)
         # What the user may have got wrong is looked at before a run of the same name is touched.
         office = control.main(
             "reading the data",
-            lambda: open_office(config, process, stack, greedy_baseline=credit.needs_baseline),
+            lambda: open_office(config, process, stack, greedy_baseline=credit.needs_baseline, service=service),
             timeout_s=patience,
         )
         if config.tracking.hub.repo:
@@ -90,7 +107,7 @@ def run_rank(process: Process, loaded: Loaded, *, resume: bool, overwrite: bool)
         control.main("starting the engines", lambda: present(office).source.start(), timeout_s=starting)
         desk = journal = None
         if run is not None:
-            journal = VersionJournal(run.directory.path / "versions.jsonl")
+            journal = VersionJournal(run.directory.versions_path)
             utilization = build_utilization(config, process, credit)
             desk = build_desk(loaded, process, present(office), run, backend, steps, utilization)
         publisher = build_publisher(config, process, backend, office, journal)
@@ -170,7 +187,9 @@ def build_backend(
     )
 
 
-def open_office(config: Config, process: Process, stack: ExitStack, *, greedy_baseline: bool = False) -> Office:
+def open_office(
+    config: Config, process: Process, stack: ExitStack, *, greedy_baseline: bool = False, service: OpenService | None = None
+) -> Office:
     """Read the prompts and make, without starting them, the engines and the service."""
     from rlcore.data.tokenizer import load_tokenizer
 
@@ -187,17 +206,16 @@ def open_office(config: Config, process: Process, stack: ExitStack, *, greedy_ba
             Path(config.training.replay), greedy_baseline=greedy_baseline, recorded=recorded_fields(config)
         )
         return Office(replay, None, 1)
-    return open_service(config, process, tokenizer, stack, greedy_baseline=greedy_baseline)
+    return (service or open_service)(config, process, tokenizer, stack, greedy_baseline=greedy_baseline)
 
 
 def open_service(
     config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, *, greedy_baseline: bool
 ) -> Office:
     from rollout.memory import FleetMemory
-    from rollout.service import RolloutService
     from rollout.wire import EngineSink
 
-    service = RolloutService(config, tokenizer, build_engines(config, process), greedy_baseline=greedy_baseline)
+    service = build_service(config, tokenizer, build_engines(config, process), greedy_baseline=greedy_baseline)
     stack.callback(service.close)
     sink = EngineSink(config, service.fleet, service.loop, device=process.device)
     stack.callback(sink.close)
@@ -205,13 +223,25 @@ def open_service(
     return Office(service, sink, len(service.prompts), service.prompts.lengths, memory)
 
 
+def build_service(
+    config: Config, tokenizer: PreTrainedTokenizerBase, engines: Sequence[RolloutEngine], *, greedy_baseline: bool
+) -> RolloutService:
+    """Made, not started: in rank 0's process, or in one of its own."""
+    from rollout.service import RolloutService
+
+    return RolloutService(config, tokenizer, engines, greedy_baseline=greedy_baseline)
+
+
 def build_publisher(
     config: Config, process: Process, backend: PolicyBackend, office: Office | None, journal: VersionJournal | None
 ) -> Publisher | None:
     if not generates(config):
         return None
-    sink = None if office is None else office.sink
-    return Publisher(backend, process.control, sink=sink, journal=journal, timeout_s=patience_with_engines(config))
+    patience = patience_with_engines(config)
+    if office is None:
+        return Publisher(backend, process.control, sink=None, journal=None, timeout_s=patience)
+    told = office.source.published
+    return Publisher(backend, process.control, sink=office.sink, journal=journal, timeout_s=patience, published=told)
 
 
 def build_turns(config: Config, process: Process, backend: PolicyBackend, office: Office | None) -> Turns | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,11 @@ def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
     from rollout.engines.remote import RemoteEngine
 
     return [
-        RemoteEngine(model, config=engine, dtype=config.model.dtype, tokenizer=tokenizer, name=name, log=log)
-        for name, log in _names(config, folder_of(config.run))
+        RemoteEngine(
+            model, config=engine, dtype=config.model.dtype, tokenizer=tokenizer, name=engine_name(index),
+            log=engine_log(folder_of(config.run), index),
+        )
+        for index in range(engine.count)
     ]
 
 
@@ -60,17 +64,24 @@ def managed_engines(config: Config, *, ranks: int) -> list[SGLangEngine]:
 
 def managed_servers(config: Config, keys: Keys, *, ranks: int, logs: Path) -> list[ManagedServer]:
     """Made, not started. `ranks`: trainer processes on this machine, which have its first GPUs; 0 where there are none."""
+    gpus = assign_gpus(config.rollout.engine, visible=torch.cuda.device_count(), ranks=ranks)
+    return [
+        managed_server(config, keys, index, logs=logs, gpus=names_of(chosen, os.environ), on_gpu=bool(chosen))
+        for index, chosen in enumerate(gpus)
+    ]
+
+
+def managed_server(
+    config: Config, keys: Keys, index: int, *, logs: Path, gpus: Sequence[str], on_gpu: bool
+) -> ManagedServer:
+    """Engine `index`, made and not started, on GPUs of these names; none: on what is visible."""
     from rollout.engines.sglang.process import ManagedServer
 
-    engine = config.rollout.engine
-    gpus = assign_gpus(engine, visible=torch.cuda.device_count(), ranks=ranks)
-    return [
-        ManagedServer(
-            name, config.model.path, config=engine, dtype=config.model.dtype, tokenizer=config.model.tokenizer, log=log,
-            keys=keys, gpus=names_of(chosen, os.environ), arguments=_arguments(config, on_gpu=bool(chosen)),
-        )
-        for (name, log), chosen in zip(_names(config, logs), gpus, strict=True)
-    ]
+    return ManagedServer(
+        engine_name(index), config.model.path, config=config.rollout.engine, dtype=config.model.dtype,
+        tokenizer=config.model.tokenizer, log=engine_log(logs, index), keys=keys, gpus=gpus,
+        arguments=_arguments(config, on_gpu=on_gpu),
+    )  # fmt: skip
 
 
 def external_engines(config: Config) -> list[SGLangEngine]:
@@ -95,6 +106,10 @@ def _arguments(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     return {name: True for name, is_needed in needed.items() if is_needed}
 
 
-def _names(config: Config, logs: Path) -> list[tuple[str, Path]]:
-    """The name and the log of each engine that we start."""
-    return [(f"engine-{index}", logs / f"engine_{index}.log") for index in range(config.rollout.engine.count)]
+def engine_name(index: int) -> str:
+    """Of an engine that we start."""
+    return f"engine-{index}"
+
+
+def engine_log(logs: Path, index: int) -> Path:
+    return logs / f"engine_{index}.log"

@@ -82,7 +82,7 @@ class RankLog:
                 logging.getLogger().removeHandler(handler)
 
 
-class _Terminal(logging.Handler):
+class Terminal(logging.Handler):
     """Warnings of ours, on the standard error of the moment: a progress display may have put itself before it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -96,7 +96,7 @@ class _Terminal(logging.Handler):
 def rank_log(rank: int) -> Iterator[RankLog]:
     """Collect this process's records, Python's warnings among them, while open."""
     root, log = logging.getLogger(), RankLog(rank)
-    handlers: list[logging.Handler] = [log._early] + ([_Terminal()] if rank == 0 else [])
+    handlers: list[logging.Handler] = [log._early] + ([Terminal()] if rank == 0 else [])
     levels = {name: logging.getLogger(name).level for name in (None, *CHATTY)}
     root.setLevel(logging.INFO)
     for name in CHATTY:

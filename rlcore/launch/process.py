@@ -19,9 +19,10 @@ from rlcore.config import Config
 from rlcore.config.run import RunConfig
 from rlcore.control import Control, Failure, LocalStore
 from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
+from rlcore.launch.attempts import FIRST, Attempt, join_attempt
 from rlcore.launch.logs import RankLog, describe, rank_log
 from rlcore.launch.pulse import Pulse, Watch
-from rlcore.launch.ranks import orphaned, store_prefix, supervised, under_torchrun
+from rlcore.launch.ranks import orphaned, supervised, under_torchrun
 from rlcore.runs.rng import seed_rng
 
 STORE_S = 60.0          # to reach a store that is known to be there
@@ -43,6 +44,7 @@ class Process:
     log: RankLog
     last_words: list[Callable[[Failure], None]] = field(default_factory=list)   # said where the main thread cannot any more
     pulse: Pulse | None = None
+    attempt: Attempt = FIRST
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
@@ -95,7 +97,8 @@ def _set_up_torch(run: RunConfig) -> None:
 def _among_ranks(config: Config, log: RankLog) -> Iterator[Process]:
     local_rank, cluster = int(os.environ.get("LOCAL_RANK", "0")), config.cluster
     device = pick_device(local_rank)
-    store, rank, world_size = _meet(device, cluster.start_timeout_s, cluster.collective_timeout_s)
+    launcher, rank, world_size, attempt = _meet(device, cluster.start_timeout_s, cluster.collective_timeout_s)
+    store = dist.PrefixStore(attempt.prefix, launcher)
     control = Control(store, rank, world_size)
     watched = [0] if rank else range(1, world_size)
     last_words: list[Callable[[Failure], None]] = [log.dump_stacks]
@@ -105,7 +108,7 @@ def _among_ranks(config: Config, log: RankLog) -> Iterator[Process]:
     beats = store.clone()   # type: ignore[attr-defined]  # torch's type stub lacks it
     watch = Watch(beats, watched, limit_s=cluster.heartbeat_timeout_s, start_limit_s=cluster.start_timeout_s)
     pulse = Pulse(beats, control, watch, last_words)
-    process = Process(rank, world_size, local_rank, device, control, log, last_words, pulse)
+    process = Process(rank, world_size, local_rank, device, control, log, last_words, pulse, attempt)
     try:
         with process.blaming(), _signals(control):
             yield process
@@ -118,8 +121,10 @@ def _among_ranks(config: Config, log: RankLog) -> Iterator[Process]:
         dist.destroy_process_group()
 
 
-def _meet(device: torch.device, start_timeout_s: float, collective_timeout_s: float) -> tuple[dist.Store, int, int]:
-    """Join the default process group; the run's store, this rank and the world size.
+def _meet(
+    device: torch.device, start_timeout_s: float, collective_timeout_s: float
+) -> tuple[dist.Store, int, int, Attempt]:
+    """Join the default process group; the launcher's store, this rank, the world size, and which start of the ranks it is.
 
     Raises:
         RunFailed: the others cannot be reached, or do not come.
@@ -131,9 +136,10 @@ def _meet(device: torch.device, start_timeout_s: float, collective_timeout_s: fl
         start_timeout_s = min(start_timeout_s, STORE_S)
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=start_timeout_s)))
+        attempt = join_attempt(store, rank, timeout_s=start_timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore("ranks", store),
+            store=dist.PrefixStore(f"{attempt.prefix}/ranks", store),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=collective_timeout_s),
@@ -141,7 +147,7 @@ def _meet(device: torch.device, start_timeout_s: float, collective_timeout_s: fl
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
         raise RunFailed(f"rank {os.environ['RANK']} cannot meet the other ranks at {address}: {reason}") from error
-    return dist.PrefixStore(store_prefix(), store), rank, world_size
+    return store, rank, world_size, attempt
 
 
 def _in_our_words(error: BaseException, process: Process) -> BaseException:

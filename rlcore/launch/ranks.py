@@ -37,6 +37,6 @@ def wait_for_speaker() -> None:
         time.sleep(SPEAKER_S)
 
 
-def store_prefix() -> str:
+def store_prefix(attempt: int = 0) -> str:
     """Keys of the ranks in the launcher's store; torchrun keeps it over restarts."""
-    return f"rlcore/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return f"rlcore/{attempt}"

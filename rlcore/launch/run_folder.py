@@ -6,11 +6,12 @@ import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlcore.config import Config
 from rlcore.config.load import Loaded
-from rlcore.control import Store, in_one_line
+from rlcore.control import Failure, Store, in_one_line
 from rlcore.desk import FINISHED
 from rlcore.early_stopping import EarlyStopping
 from rlcore.errors import UserError
@@ -50,6 +51,19 @@ def conclude(directory: RunDirectory, status: Status, reason: str) -> None:
         directory.write_result(status, rows[-1]["step"] if rows else 0, reason)
     except OSError as second:
         logger.error("result.json could not be written: %s", second)
+
+
+def conclude_for(config: Config, store: Store, failure: Failure, *, began: float) -> None:
+    """The result of a run whose ranks have ended, unless rank 0 has written it: it does, but not when it was killed.
+
+    Args:
+        store: of the ranks.
+        began: when they were started, in seconds since the epoch.
+    """
+    directory = RunDirectory(Path(config.run.dir) / config.run.name)
+    is_written = directory.result_path.exists() and directory.result_path.stat().st_mtime >= began
+    if was_opened(store) and not is_written:
+        conclude(directory, "failed", str(failure))
 
 
 def open_run(loaded: Loaded, steps: int, stack: ExitStack, *, resume: bool, overwrite: bool) -> OpenRun:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import orjson
 
 from rlcore.config import Config
 from rlcore.errors import ConfigError, RunFailed
+from rlcore.runs.files import write_atomic
 
 Follow = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
 
@@ -32,8 +34,11 @@ class Server(Protocol):
     async def stop(self) -> None: ...
 
 
-def serve_engines(config: Config) -> int:
+def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
     """Run them until SIGINT or SIGTERM. The exit code, 0.
+
+    Args:
+        urls_file: holds a JSON list of their URLs while they are ready, for a trainer that waits for it.
 
     Raises:
         ConfigError: the configuration has no SGLang engines for us to start.
@@ -49,11 +54,13 @@ def serve_engines(config: Config) -> int:
         raise ConfigError("rollout.engine.urls: these engines run already: leave it out to start others")
     if engine.colocated:
         raise ConfigError("rollout.engine.colocated: the trainer itself starts engines that share its GPUs: leave it out")
+    if urls_file is not None and not urls_file.parent.is_dir():
+        raise ConfigError(f"--urls-file: there is no folder {urls_file.parent}")
     follow = follower(config)
     keys = Keys.from_environment()
     generated = {name: key for name, key in ((API_KEY, keys.api), (ADMIN_KEY, keys.admin)) if not os.environ.get(name)}
-    # Beside the run's own folder, which the trainer will want to be the first to make.
-    logs = Path(config.run.dir) / f"{config.run.name}-engines"
+    # Beside the run's own folder, which the trainer will want to be the first to make; several machines may share it.
+    logs = Path(config.run.dir) / f"{config.run.name}-engines" / socket.gethostname()
     servers = managed_servers(config, keys, ranks=0, logs=logs)
     print(f"starting {len(servers)} engine{'s' * (len(servers) != 1)}; logs in {logs}", flush=True)
 
@@ -61,8 +68,16 @@ def serve_engines(config: Config) -> int:
         exports = [f"export {name}={key}" for name, key in generated.items()]
         told = f"rollout.engine.kind=sglang rollout.engine.urls='{orjson.dumps(list(urls)).decode()}'"
         print("ready. For the trainer:", *exports, f"rlcore train ... {told}", sep="\n  ", flush=True)
+        if urls_file is not None:
+            write_atomic(urls_file, orjson.dumps(list(urls)))
 
-    asyncio.run(run_servers(servers, announce, follow))
+    if urls_file is not None:
+        urls_file.unlink(missing_ok=True)       # of engines that were killed
+    try:
+        asyncio.run(run_servers(servers, announce, follow))
+    finally:
+        if urls_file is not None:
+            urls_file.unlink(missing_ok=True)
     return 0
 
 

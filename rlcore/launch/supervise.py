@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -25,8 +24,7 @@ from rlcore.launch import BAD_INPUT, INTERRUPTED
 from rlcore.launch.logs import LAST_LINES, describe, folder_of, path_of
 from rlcore.launch.pulse import LEAVE_S, NOTICE_S, Watch, read_stuck
 from rlcore.launch.ranks import SUPERVISED, store_prefix
-from rlcore.launch.run_folder import conclude, was_opened
-from rlcore.runs.directory import RunDirectory
+from rlcore.launch.run_folder import conclude_for
 
 POLL_S = 0.1
 DUMP_S = 1.0            # for a stuck process to write its stacks
@@ -107,20 +105,13 @@ class _Ranks:
         speaker, stuck = self.codes[0], read_stuck(self.store)
         if speaker in (BAD_INPUT, INTERRUPTED):
             return int(speaker)
-        self._conclude(failure)
+        conclude_for(self.config, self.store, failure, began=self._began)
         if failure.waited and stuck is not None:
             late = Failure(stuck, "it did not come to where the others waited for it, and was ended")
             raise RunFailed(describe(late, self.config.run, lines=LAST_LINES_OF_A_STACK))
         if failure.rank == 0 and speaker is not None and speaker > 0:
             return speaker
         raise RunFailed(describe(failure, self.config.run, lines=self.lines))
-
-    def _conclude(self, failure: Failure) -> None:
-        """Rank 0 writes the run's result, but not when it was killed."""
-        directory = RunDirectory(Path(self.config.run.dir) / self.config.run.name)
-        is_written = directory.result_path.exists() and directory.result_path.stat().st_mtime >= self._began
-        if was_opened(self.store) and not is_written:
-            conclude(directory, "failed", str(failure))
 
     def end(self) -> None:
         """SIGTERM asks for a clean end that a rank stuck in a collective cannot give: SIGKILL follows."""

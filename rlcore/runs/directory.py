@@ -3,6 +3,8 @@
     runs/<name>/config.yaml                        resolved, with the origin of each value
                 metrics.jsonl                      one object a step
                 rollouts/step_000001.jsonl.zst     every sample
+                versions.jsonl                     every publication of weights
+                ledger.jsonl                       every transition of every draw
                 checkpoints/step_000010/           see checkpoints.py
                 logs/                              one file a process
                 result.json                        how the run ended; absent while it goes on
@@ -18,6 +20,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -84,6 +87,14 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def versions_path(self) -> Path:
+        return self.path / "versions.jsonl"
+
+    @property
+    def ledger_path(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
     def result_path(self) -> Path:
         return self.path / "result.json"
 
@@ -102,6 +113,11 @@ class RunDirectory:
     def rollouts_path(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.jsonl.zst"
 
+    def recorded_steps(self) -> list[int]:
+        """Steps whose samples were recorded, in order."""
+        found = (_ROLLOUT.fullmatch(path.name) for path in self.rollouts.iterdir()) if self.rollouts.is_dir() else ()
+        return sorted(int(match[1]) for match in found if match)
+
     def write_config(self, values: Mapping[str, Any], origins: Mapping[str, object] | None = None) -> None:
         """Write the resolved configuration; `origins` maps dotted keys to where their values came from."""
         write_atomic(self.config_path, render_config(values, origins or {}).encode())
@@ -113,10 +129,11 @@ class RunDirectory:
         advantages: Sequence[NDArray[np.float32]] | None = None,
         *,
         version: int | None = None,
+        policy_steps: Mapping[int, int] = MappingProxyType({}),
     ) -> Path:
-        """Write every sample of `step`, with its advantages (float32 [m] each) and the policy `version` trained, if given."""
+        """Write every sample of `step`, with its advantages (float32 [m] each), and of which weights: see `write_rollouts`."""
         path = self.rollouts_path(step)
-        write_rollouts(path, step, samples, advantages, version=version)
+        write_rollouts(path, step, samples, advantages, version=version, policy_steps=policy_steps)
         return path
 
     def write_result(self, status: Status, steps: int, reason: str = "", **details: Any) -> None:

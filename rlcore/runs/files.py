@@ -19,6 +19,15 @@ def write_atomic(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
+def cut_torn_line(path: Path) -> None:
+    """Cut off what stands behind the last newline of a file of lines: a kill tore it apart, so it was never relied on."""
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with open(path, "r+b") as file:
+            file.truncate(whole)
+
+
 def sync(path: Path) -> None:
     """Wait until the file or folder is on the disk; for a folder this means its names, not the files in it."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import DataError
-from rlcore.runs.files import write_atomic
+from rlcore.runs.files import cut_torn_line, write_atomic
 
 
 class MetricsFile:
@@ -19,7 +19,8 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        _cut_torn_line(path)
+        if path.exists():
+            cut_torn_line(path)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the line of `step`. Once this returns, a kill of the process does not lose it."""
@@ -56,13 +57,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _line(row: Mapping[str, Any]) -> bytes:
     return json.dumps(row).encode() + b"\n"
-
-
-def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with open(path, "r+b") as file:
-            file.truncate(whole)

@@ -45,24 +45,33 @@ class ReplaySource:
         self.recorded_step: int | None = records[0].get("step")
         newest = max((span.version for sample in self.samples for span in sample.versions), default=None)
         self.recorded_version: int | None = records[0].get("policy_version", newest)
+        self._policy_steps = {
+            span[0]: step for record in records for span, step in zip(record["versions"], record.get("policy_steps", ()))
+        }
 
     def start(self) -> None:
         pass
 
     def next_step(self, step: int) -> StepRollouts:
         return StepRollouts(
-            list(self.samples), {}, epoch=float(step), snapshot={}, recorded_step=self.recorded_step,
-            recorded_version=self.recorded_version,
+            list(self.samples), {}, epoch=float(step), snapshot={}, policy_steps=self._policy_steps,
+            recorded_step=self.recorded_step, recorded_version=self.recorded_version,
         )  # fmt: skip
 
     def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
         raise AssertionError("a replay has no engine to evaluate with")
 
+    def published(self, step: int, version: int, incarnation: int) -> None:
+        raise AssertionError("a replay has no engine to publish to")
+
     def snapshot(self) -> dict[str, Any]:
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any] | None) -> None:
         pass
+
+    def keep_ledger(self, path: Path) -> None:
+        """Nothing is drawn."""
 
     def close(self) -> None:
         pass

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,12 @@ def write_rollouts(
     advantages: Sequence[NDArray[np.float32]] | None = None,
     *,
     version: int | None = None,
+    policy_steps: Mapping[int, int] = MappingProxyType({}),
 ) -> None:
     """Write all samples of `step`; `advantages` holds float32 [m] for each, m its trainable tokens.
 
-    A line is `Sample.to_record()` with `step`, `policy_version` (the one trained) and `advantages`. Written aside and
-    renamed: a kill leaves no half file.
+    A line is `Sample.to_record()` with `step`, `policy_version` (the one trained), `policy_steps` (one for each of its spans
+    of versions, where they are given by version) and `advantages`. Written aside and renamed: a kill leaves no half file.
     """
     if advantages is not None and len(advantages) != len(samples):
         raise ValueError(f"step {step}: {len(samples)} samples but {len(advantages)} advantage vectors")
@@ -40,7 +42,7 @@ def write_rollouts(
     with open(aside, "wb") as file:
         with compressor.stream_writer(file, closefd=False) as stream:
             for row, sample in enumerate(samples):
-                stream.write(_line(step, sample, None if advantages is None else advantages[row], version))
+                stream.write(_line(step, sample, None if advantages is None else advantages[row], version, policy_steps))
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
@@ -61,13 +63,27 @@ def read_rollouts(path: Path | str) -> list[dict[str, Any]]:
         raise DataError(f"{path}: not a readable rollout file: {error}") from error
 
 
-def _line(step: int, sample: Sample, advantages: NDArray[np.float32] | None, version: int | None) -> bytes:
-    record = sample.to_record()
-    record["step"], record["policy_version"] = step, version
-    # As arrays, float32 is written with its own shortest digits: a third of the size, and it reads back exactly.
-    record["rollout_logprobs"] = np.ascontiguousarray(sample.rollout_logprobs)
-    if sample.token_rewards is not None:
-        record["token_rewards"] = np.ascontiguousarray(sample.token_rewards)
+def encode_samples(samples: Sequence[Sample]) -> bytes:
+    """The same format for samples that no step was trained on yet; `decode_samples` gives them back."""
+    lines = b"".join(_encoded(sample.to_record(), sample) for sample in samples)
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(lines)
+
+
+def decode_samples(content: bytes) -> list[Sample]:
+    """The inverse of `encode_samples`. Raises ValueError for what it has not made."""
+    try:
+        lines = zstandard.ZstdDecompressor().decompress(content)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"not encoded samples: {error}") from error
+    return [Sample.from_record(json.loads(line)) for line in lines.split(b"\n") if line]
+
+
+def _line(
+    step: int, sample: Sample, advantages: NDArray[np.float32] | None, version: int | None, policy_steps: Mapping[int, int]
+) -> bytes:
+    record = sample.to_record() | {"step": step, "policy_version": version}
+    if policy_steps:
+        record["policy_steps"] = [policy_steps[span.version] for span in sample.versions]
     if advantages is not None:
         if advantages.shape != (sample.num_trainable,):
             raise ValueError(
@@ -75,6 +91,14 @@ def _line(step: int, sample: Sample, advantages: NDArray[np.float32] | None, ver
                 f"expected ({sample.num_trainable},)"
             )
         record["advantages"] = np.ascontiguousarray(advantages, dtype=np.float32)
+    return _encoded(record, sample)
+
+
+def _encoded(record: dict[str, Any], sample: Sample) -> bytes:
+    # As arrays, float32 is written with its own shortest digits: a third of the size, and it reads back exactly.
+    record["rollout_logprobs"] = np.ascontiguousarray(sample.rollout_logprobs)
+    if sample.token_rewards is not None:
+        record["token_rewards"] = np.ascontiguousarray(sample.token_rewards)
     try:
         return orjson.dumps(record, default=str, option=_OPTIONS)
     except TypeError:   # orjson takes no integer beyond 64 bits; a label may hold one

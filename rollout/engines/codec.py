@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rlcore.data.routed_experts import decode_experts, encode_experts
 from rlcore.data.sample import VersionSpan
 from rlcore.data.token_sets import TokenSets
-from rlcore.protocols import Completion, GenerateRequest, SamplingParams
+from rlcore.protocols import Completion, GenerateRequest, Prefix, SamplingParams
 from rlcore.weights import Bucket, TensorSpec
 
 
@@ -26,15 +26,16 @@ def decode_array(text: str, dtype: str) -> NDArray[Any]:
 
 
 def encode_request(request: GenerateRequest) -> dict[str, Any]:
-    return asdict(request) | {"prompt": encode_array(request.prompt, "<i4")}
+    prefixes = [[prefix.sample, encode_array(prefix.tokens, "<i4")] for prefix in request.prefixes]
+    return asdict(replace(request, prefixes=())) | {"prompt": encode_array(request.prompt, "<i4"), "prefixes": prefixes}
 
 
 def decode_request(value: dict[str, Any]) -> GenerateRequest:
     sampling = dict(value["sampling"])
     sampling["stop_token_ids"], sampling["stop"] = tuple(sampling["stop_token_ids"]), tuple(sampling["stop"])
-    return GenerateRequest(
-        **value | {"prompt": decode_array(value["prompt"], "<i4"), "sampling": SamplingParams(**sampling)}
-    )
+    prefixes = tuple(Prefix(sample, decode_array(tokens, "<i4")) for sample, tokens in value["prefixes"])
+    prompt = decode_array(value["prompt"], "<i4")
+    return GenerateRequest(**value | {"prompt": prompt, "sampling": SamplingParams(**sampling), "prefixes": prefixes})
 
 
 def encode_completion(completion: Completion) -> dict[str, Any]:

@@ -6,7 +6,8 @@ Prompts are padded on the left, so that every row's newest token is in the same 
     row 0       . . a b | x y eos       pad 2
     row 1       c d e f | z w v         pad 0
 
-Each prompt is run through the model once; its keys and values are then copied to its samples.
+Each prompt is run through the model once; its keys and values are then copied to its samples. A response that goes on from
+a prefix has its own text to run: prompt and prefix, and its tokens are those behind it.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ COMPACT_BELOW = 0.75            # finished rows leave when fewer than this share
 
 @dataclass(frozen=True)
 class Slot:
-    """One response to be made: sample `sample` of request number `request` of the call."""
+    """One response to be made: number `place` of the `n` of request number `request` of the call."""
 
     request: int
-    sample: int
+    place: int
 
 
 class Decoding:
@@ -55,16 +56,24 @@ class Decoding:
         own = [requests[slot.request] for slot in slots]        # the request of each row
         sampling = [request.sampling for request in own]
         device, rows = model.device, len(slots)
-        self.max_new = torch.tensor([p.max_new_tokens for p in sampling], device=device)
-        self.most_new = max(p.max_new_tokens for p in sampling)
-        self.shortest_limit = min(p.max_new_tokens for p in sampling)
+        prefixes = [request.made(slot.place) for request, slot in zip(own, slots)]
+        prompts = [np.asarray(request.prompt, dtype=np.int64) for request in requests]
+        self.texts = [      # [R]: what comes before each response; one array for the samples of a prompt
+            np.concatenate([prompts[slot.request], prefix]) if len(prefix) else prompts[slot.request]
+            for slot, prefix in zip(slots, prefixes)
+        ]
+        self.before = np.array([len(prefix) for prefix in prefixes])    # [R]: the position of each row's first token
+        limits = [p.max_new_tokens - len(prefix) for p, prefix in zip(sampling, prefixes)]
+        self.max_new = torch.tensor(limits, device=device)
+        self.most_new, self.shortest_limit = max(limits), min(limits)
         self.stop_ids = stop_id_table([p.stop_token_ids for p in sampling], device)
         self.strings = {row: stop_strings(p.stop) for row, p in enumerate(sampling) if p.stop}
         self.table = SamplingTable.build(sampling, model.vocab_size, device)
         self.keep_sets = KeepSetLog() if any(p.keep_sets for p in sampling) else None
         self.experts = ExpertLog() if any(p.routed_experts for p in sampling) else None
         self._chosen: list[Tensor] = []         # by the routers in the last forward passes: int16 [A, Q, layers, k]
-        self.addresses = np.array([(r.seed, r.draw, s.sample, r.turn) for r, s in zip(own, slots)], dtype=np.uint64)
+        addresses = [(r.seed, r.draw, r.samples[s.place], r.turn) for r, s in zip(own, slots)]
+        self.addresses = np.array(addresses, dtype=np.uint64)
 
         width = min(self.most_new, BLOCK)
         self.tokens = torch.zeros(rows, width, dtype=torch.int64, device=device)
@@ -168,7 +177,8 @@ class Decoding:
             for value in np.unique(seed):
                 rows = seed == value
                 block[rows] = uniforms(
-                    int(value), draw[rows, None], sample[rows, None], turn[rows, None], positions[None, :]
+                    int(value), draw[rows, None], sample[rows, None], turn[rows, None],
+                    self.before[rows, None] + positions[None, :],
                 )
             self._uniforms = torch.from_numpy(block).to(self.model.device)
         numbers = self._uniforms[:, column]
@@ -179,14 +189,14 @@ class Decoding:
     def _prefill(self) -> Tensor:
         """Keys and values of everything so far; logits `[A, V]` of what comes next."""
         rows = list(range(len(self.slots))) if self.active is None else self.active.tolist()
-        if self.made == 0:      # every prompt once; samples of one request are next to each other
-            chosen = list(dict.fromkeys(self.slots[row].request for row in rows))
-            texts = [np.asarray(self.requests[index].prompt, dtype=np.int64) for index in chosen]
-            place = {request: i for i, request in enumerate(chosen)}
-            copies = [place[self.slots[row].request] for row in rows]
+        if self.made == 0:      # every text once; samples of one request are next to each other
+            own = [self.texts[row] for row in rows]
+            distinct = {id(text): text for text in own}
+            place = {key: i for i, key in enumerate(distinct)}
+            texts, copies = list(distinct.values()), [place[id(text)] for text in own]
         else:
             made = self.tokens[:, : self.made].cpu().numpy()
-            texts = [np.concatenate([self.requests[self.slots[row].request].prompt, made[row]]) for row in rows]
+            texts = [np.concatenate([self.texts[row], made[row]]) for row in rows]
             copies = list(range(len(rows)))
         width = max(map(len, texts))
         self._most_columns = width - self.made + self.most_new

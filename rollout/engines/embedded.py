@@ -229,7 +229,7 @@ def plan_slots(requests: Sequence[GenerateRequest]) -> list[Slot]:
         return request.draw, request.first_sample, request.turn, request.seed
 
     order = sorted(range(len(requests)), key=address)
-    return [Slot(i, requests[i].first_sample + k) for i in order for k in range(requests[i].n)]
+    return [Slot(i, place) for i in order for place in range(requests[i].n)]
 
 
 def check_request(request: GenerateRequest, model: CausalLM) -> None:

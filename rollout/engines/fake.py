@@ -41,7 +41,7 @@ class FakeEngine:
     name: str = "fake"
     delay_s: float = 0.0
     failure: Exception | None = None
-    abort_next: int = 0                         # so many calls end with finish reason "abort"
+    abort_next: int = 0                         # so many calls end half-way, with finish reason "abort"
     version: int = 0
     transports: tuple[str, ...] = ("copy",)
     managed: bool = True
@@ -67,11 +67,14 @@ class FakeEngine:
         aborted = self.abort_next > 0
         self.abort_next = max(0, self.abort_next - 1)
         return [
-            [self._complete(request, request.first_sample + i, aborted) for i in range(request.n)] for request in requests
+            [self._complete(request, place, aborted) for place in range(request.n)] for request in requests
         ]
 
-    def _complete(self, request: GenerateRequest, sample: int, aborted: bool) -> Completion:
-        tokens = np.array(self.reply(request, sample), dtype=np.int32)
+    def _complete(self, request: GenerateRequest, place: int, aborted: bool) -> Completion:
+        reply = self.reply(request, request.samples[place])
+        tokens = np.array(reply[len(request.made(place)) :], dtype=np.int32)
+        if aborted:
+            tokens = tokens[: len(tokens) // 2]
         stopped = len(tokens) > 0 and int(tokens[-1]) in request.sampling.stop_token_ids
         spans = (VersionSpan(self.version, 0, len(tokens)),) if len(tokens) else ()
         return Completion(

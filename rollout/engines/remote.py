@@ -1,15 +1,12 @@
-"""An embedded engine in a process of its own, as a `RolloutEngine`: starts the process, talks to it, notices its death."""
+"""An embedded engine in a process of its own, as a `RolloutEngine`: has it started, talks to it, notices its death."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import orjson
@@ -19,25 +16,49 @@ from rlcore.config.rollout import EngineConfig
 from rlcore.errors import DeadlineExceeded, EngineFailed, EngineHangs, ModelError, RlcoreError, RunFailed, UserError
 from rlcore.protocols import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import DTYPES, Bucket
-from rollout.engines.child import Child
 from rollout.engines.codec import decode_completion, encode_buckets, encode_request
+from rollout.engines.embedded_server import EmbeddedServer
 from rollout.engines.expectation import Fingerprints
-from rollout.engines.server import ServerConfig, config_json
 from rollout.engines.weight_group import GroupAddress
 
-MODULE = "rollout.engines.server"
 ERRORS: dict[str, type[RlcoreError]] = {
     UserError.__name__: UserError, ModelError.__name__: ModelError, DeadlineExceeded.__name__: EngineHangs,
 }  # what else goes wrong there is EngineFailed
 GRACE_S = 5.0       # the server keeps its own deadlines; ours comes a little later, for a server that hangs
 
 
+class EngineProcess(Protocol):
+    """Who starts the server process and ends it: we ourselves (`EmbeddedServer`), or a launcher on another machine."""
+
+    name: str
+    key: str                    # every request carries it
+
+    async def start(self) -> str:
+        """Its URL. Again after `kill`."""
+        ...
+
+    @property
+    def ended(self) -> asyncio.Future[Any] | None:
+        """Done once it has ended; None before the first start."""
+        ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def describe_end(self) -> str: ...
+
+    async def stop(self) -> None: ...
+
+    async def kill(self) -> None: ...
+
+
 class RemoteEngine:
-    """`rlcore.protocols.RolloutEngine` over a server process that it starts. Use it from one event loop.
+    """`rlcore.protocols.RolloutEngine` over a server process. Use it from one event loop.
 
     Args:
         model_path, dtype, tokenizer: as for `EmbeddedEngine`.
         log: file for the process's output.
+        process: who starts it; default: we do, on this machine.
     """
 
     group_ranks = 1
@@ -45,14 +66,11 @@ class RemoteEngine:
 
     def __init__(
         self, model_path: str, *, config: EngineConfig, dtype: str = "bf16", tokenizer: str | None = None,
-        name: str = "engine-0", log: Path,
+        name: str = "engine-0", log: Path, process: EngineProcess | None = None,
     ) -> None:
         self.name, self.config, self.managed = name, config, True
-        self._server = ServerConfig(
-            name, model_path, tokenizer, dtype, config.model_dump(mode="json"), key=secrets.token_urlsafe(32),
-            parent_pid=os.getpid(),
-        )
-        self._child = Child(f"engine {name}", log)
+        self._dtype = dtype
+        self._process = process or EmbeddedServer(name, model_path, config=config, dtype=dtype, tokenizer=tokenizer, log=log)
         self._session: aiohttp.ClientSession | None = None
         self._url = ""
         self.in_group: str | None = None        # the process group for weights that the server is in
@@ -63,24 +81,19 @@ class RemoteEngine:
         """Raises RunFailed or DeadlineExceeded with the last lines of the process's log."""
         if self._session is not None:
             return
-
-        def config(ready_fd: int) -> bytes:
-            return config_json(ServerConfig(**asdict(self._server) | {"ready_fd": ready_fd}))
-
-        port = await self._child.start([sys.executable, "-m", MODULE], config, timeout_s=self.config.start_timeout_s)
-        self._url, self.in_group = f"http://{self._server.host}:{port}", None
-        self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._server.key}"})
+        self._url, self.in_group = await self._process.start(), None
+        self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._process.key}"})
         await self.health()
 
     async def close(self) -> None:
         """Ask the process to end, then end it."""
         await self._hang_up()
-        await self._child.terminate()
+        await self._process.stop()
 
     async def kill(self) -> None:
         """End the process at once: for one that does not answer."""
         await self._hang_up()
-        await self._child.kill()
+        await self._process.kill()
 
     async def _hang_up(self) -> None:
         session, self._session = self._session, None
@@ -88,9 +101,9 @@ class RemoteEngine:
             await session.close()
 
     @property
-    def ended(self) -> asyncio.Task[int] | None:
+    def ended(self) -> asyncio.Future[Any] | None:
         """Done once the process has ended; None before the first start."""
-        return self._child.ended
+        return self._process.ended
 
     @property
     def url(self) -> str:
@@ -99,7 +112,7 @@ class RemoteEngine:
 
     @property
     def pid(self) -> int | None:
-        return self._child.process.pid if self._child.process is not None else None
+        return self._process.pid
 
     # --- the verbs ------------------------------------------------------------------------------------------------
 
@@ -141,7 +154,7 @@ class RemoteEngine:
         await self._update("set_version", {"version": version})
 
     def expectation(self) -> Fingerprints:
-        return Fingerprints(DTYPES[self.config.dtype or self._server.dtype])
+        return Fingerprints(DTYPES[self.config.dtype or self._dtype])
 
     async def checksum(self) -> str:
         return str(await self._update("checksum"))
@@ -165,7 +178,7 @@ class RemoteEngine:
 
     async def _call(self, verb: str, body: dict[str, Any], timeout_s: float, key: str, *, grace_s: float | None = None) -> Any:
         """The verb's result. Raises what the server raised, EngineFailed when it died or talks nonsense, EngineHangs."""
-        session, ended = self._session, self._child.ended
+        session, ended = self._session, self._process.ended
         if session is None or session.closed or ended is None:
             raise EngineFailed(f"engine {self.name} does not run (asked to {verb}); start it first")
         request = asyncio.ensure_future(self._post(session, verb, body))
@@ -192,7 +205,7 @@ class RemoteEngine:
                 request.exception()     # seen: where the process died, that is the error to report
 
     def _death(self, verb: str) -> EngineFailed:
-        return EngineFailed(f"engine {self.name} (pid {self.pid}) died during /{verb}: {self._child.describe_end()}")
+        return EngineFailed(f"engine {self.name} (pid {self.pid}) died during /{verb}: {self._process.describe_end()}")
 
     async def _post(self, session: aiohttp.ClientSession, verb: str, body: dict[str, Any]) -> Any:
         unlimited = aiohttp.ClientTimeout(total=None)       # `_call` keeps the deadline

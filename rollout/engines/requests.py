@@ -20,6 +20,8 @@ def check_request(request: GenerateRequest, *, vocab_size: int, total_tokens: in
         raise UserError(f"{what}: the prompt has shape {prompt.shape}, expected at least one token")
     if prompt.min() < 0 or prompt.max() >= vocab_size:
         raise UserError(f"{what}: a prompt token lies outside the model's vocabulary of {vocab_size}")
+    if any(len(prefix.tokens) >= wanted for prefix in request.prefixes):
+        raise UserError(f"{what}: a prefix has all of max_new_tokens {wanted} already, nothing is left to make")
     if wanted < 1:
         raise UserError(f"{what}: max_new_tokens is {wanted}, expected at least 1")
     if len(prompt) + wanted > total_tokens:

@@ -1,10 +1,14 @@
-"""What a whole run must show whatever happened to its engines: no sample lost or counted twice, versions that never go back."""
+"""What a whole run must show whatever happened to its processes: no sample lost or counted twice, versions that count up."""
 
 from __future__ import annotations
 
 import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 from rlcore.data.sample import Sample
+from rlcore.runs.checkpoints import latest_checkpoint
 from rlcore.runs.rollouts import read_rollouts
 from rollout.ledger import Ledger
 from tests.integration.lab import Run
@@ -13,23 +17,58 @@ PROMPTS, SAMPLES = 4, 4         # of a step
 
 
 def samples_of(run: Run, step: int) -> list[Sample]:
-    return [Sample.from_record(record) for record in read_rollouts(run.rollouts(step))]
+    return read_samples(run.folder, step)
+
+
+def read_samples(folder: Path, step: int) -> list[Sample]:
+    return [Sample.from_record(record) for record in read_rollouts(folder / "rollouts" / f"step_{step:06d}.jsonl.zst")]
 
 
 def check_accounts(run: Run, *, steps: int) -> None:
-    """Every draw was consumed by one step, and every token was made by the version that its step trains."""
+    """Of a run that was on-policy and complete: every draw was consumed by one step, each token is of the version it trains."""
+    found = latest_checkpoint(run.folder / "checkpoints")
+    assert found is not None
+    assert found.step == steps
+    assert faults_of(run.folder, steps=steps) == []
     ledger = Ledger()
-    state = json.loads((run.checkpoint(steps) / "state.json").read_text())
-    ledger.restore(state["source"]["ledger"])
-    assert ledger.balance()["consumed"] == len(ledger) == PROMPTS * steps
-    versions = [json.loads(line) for line in (run.folder / "versions.jsonl").read_text().splitlines()]
-    assert [one["version"] for one in versions] == list(range(1, len(versions) + 1))
-    assert [one["step"] for one in versions] == sorted(one["step"] for one in versions)
-    draws: list[int] = []
+    ledger.restore(found.state["source"]["ledger"])
+    assert len(ledger) == PROMPTS * steps
+
+
+def faults_of(folder: Path, *, steps: int, max_staleness: int = 0) -> list[str]:
+    """What is wrong with the books of a run that has trained `steps` steps, in words; killed and resumed ones too."""
+    found = latest_checkpoint(folder / "checkpoints")
+    if found is None or found.step != steps:
+        return [f"the newest checkpoint is {'none' if found is None else found.folder.name}, expected one of step {steps}"]
+    versions = [json.loads(line) for line in (folder / "versions.jsonl").read_text().splitlines()]
+    ledger = Ledger()
+    ledger.restore(found.state["source"]["ledger"])
+    balance, faults = ledger.balance(), faults_of_versions(versions)
+    if balance["consumed"] != PROMPTS * steps:
+        faults.append(f"{balance['consumed']} draws are consumed, expected {PROMPTS} in each of {steps} steps: {balance}")
+    policy_step = {one["version"]: one["step"] for one in versions}
     for step in range(1, steps + 1):
-        samples = samples_of(run, step)
-        trained = {one["version"] for one in versions if one["step"] == step - 1}
-        assert {version for sample in samples for version in sample.token_versions().tolist()} <= trained
-        assert [sample.index for sample in samples] == list(range(SAMPLES)) * PROMPTS
-        draws += [sample.draw for sample in samples[::SAMPLES]]
-    assert sorted(draws) == list(range(PROMPTS * steps))
+        groups = [list(group) for _, group in groupby(read_samples(folder, step), key=lambda sample: sample.draw)]
+        if [[sample.index for sample in group] for group in groups] != [list(range(SAMPLES))] * PROMPTS:
+            faults.append(f"step {step} was not trained on {PROMPTS} whole groups of {SAMPLES}")
+        for group in groups:
+            if (state := ledger.state(group[0].draw)) != f"consumed by step {step}":
+                faults.append(f"step {step} was trained on draw {group[0].draw}, which the ledger calls {state}")
+            made_by = {policy_step.get(version) for sample in group for version in sample.token_versions().tolist()}
+            if not made_by <= set(range(step - 1 - max_staleness, step)):
+                faults.append(f"step {step} was trained on tokens of policy steps {made_by}, max_staleness {max_staleness}")
+    return faults
+
+
+def faults_of_versions(versions: list[dict[str, Any]]) -> list[str]:
+    """They count up by one; steps never go back, but where the trainer was started again."""
+    faults = []
+    if [one["version"] for one in versions] != list(range(1, len(versions) + 1)):
+        faults.append(f"versions do not count up by one: {[one['version'] for one in versions]}")
+    if [one["incarnation"] for one in versions] != sorted(one["incarnation"] for one in versions):
+        faults.append("an incarnation came back")
+    for incarnation, lines in groupby(versions, key=lambda one: one["incarnation"]):
+        steps = [one["step"] for one in lines]
+        if steps != sorted(steps):
+            faults.append(f"steps went back in incarnation {incarnation}: {steps}")
+    return faults

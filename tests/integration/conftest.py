@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))     # lab
 
 from lab import Lab
 from rank_runs import RankRuns
+from torchrun_runs import Launcher
 
 from tests.integration.resume_runs import Runs
 
@@ -35,3 +36,11 @@ def rank_runs(tmp_path_factory: pytest.TempPathFactory, lab: Lab) -> Iterator[Ra
     runs = RankRuns(tmp_path_factory.mktemp("rank_runs"), lab.base, lab.folder / "runs")
     yield runs
     runs.close()
+
+
+@pytest.fixture
+def launcher(lab: Lab, tmp_path: Path) -> Iterator[Launcher]:
+    made = Launcher(lab, tmp_path)
+    yield made
+    for launched in made.launched:
+        launched.kill()

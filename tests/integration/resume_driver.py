@@ -52,6 +52,8 @@ POINTS = {
     "result": ("rlcore.runs.directory", "RunDirectory.write_result"),
     "rename": ("os", "rename"),
     "replace": ("os", "replace"),
+    "journal start": ("rollout.journal", "LedgerJournal.start"),
+    "journal cut": ("rollout.journal", "LedgerJournal.cut"),
     "fsync": ("os", "fsync"),
     "write shard": ("megatron.core.dist_checkpointing.strategies.filesystem_async", "_write_item"),
 }
@@ -130,6 +132,23 @@ def tear_line(passed: Counter[str], call: int) -> None:
     MetricsFile.append = append     # type: ignore[method-assign, assignment]
 
 
+def tear_ledger(passed: Counter[str], call: int) -> None:
+    """Die when half of what write number `call` to ledger.jsonl says is in it."""
+    from rollout.journal import LedgerJournal
+
+    real = LedgerJournal._write
+
+    def write(self: LedgerJournal, *entries: dict[str, Any]) -> None:
+        before = os.fstat(self._file or 0).st_size
+        real(self, *entries)
+        passed["torn ledger"] += 1
+        if passed["torn ledger"] == call:
+            os.ftruncate(self._file or 0, (before + os.fstat(self._file or 0).st_size + 1) // 2)
+            kill_all()
+
+    LedgerJournal._write = write    # type: ignore[method-assign, assignment]
+
+
 def run_rank(job: dict[str, Any]) -> int:
     from rlcore.cli import main
 
@@ -146,6 +165,8 @@ def run_rank(job: dict[str, Any]) -> int:
         spec = {}
     if spec.get("point") == "torn line":
         tear_line(passed, spec["call"])
+    elif spec.get("point") == "torn ledger":
+        tear_ledger(passed, spec["call"])
     else:
         watch(passed, spec)
     code = main(job["arguments"])

@@ -68,7 +68,7 @@ def test_rollout_only_generates_and_scores_and_trains_nothing(lab: Lab) -> None:
 def training_metrics(row: dict[str, Any]) -> dict[str, Any]:
     """All but the clock, the counters of the run, and what only an engine and its rewards can tell."""
     others = ("time/", "perf/", "episode", "epoch", "step", "eval/", "rollout/requeued", "rollout/excluded", "rollout/reward_e",
-              "rollout/reward_t", "rollout/engine", "rollout/retried")  # fmt: skip
+              "rollout/reward_t", "rollout/engine", "rollout/retried", "rollout/resumed")  # fmt: skip
     return {name: value for name, value in row.items() if not name.startswith(others)}
 
 
@@ -282,7 +282,9 @@ def test_every_metric_is_defined_and_every_definition_is_written(lab: Lab, train
         "policy.megatron={moe_aux_loss_coeff: 0.01, moe_z_loss_coeff: 0.001}", "rollout.engine.colocated=true",
     )  # fmt: skip
     assert experts.code == 0, experts.err
-    written = {name for run in (trained, with_critic, verified, experts) for row in run.metrics for name in row}
+    ahead = lab.train("ahead of its trainer", "rollout.max_staleness=1", "training.steps=1")
+    assert ahead.code == 0, ahead.err
+    written = {name for run in (trained, with_critic, verified, experts, ahead) for row in run.metrics for name in row}
     assert {name for name in written if metric_spec(name) is None} == set()
     everything = {name for name in METRICS if "<" not in name}
     assert everything - written == set()

@@ -3,98 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import psutil
 import pytest
-from lab import LEARNING, ROOT, Lab
-from rank_runs import InFolder, RankRuns
+from lab import LEARNING
+from rank_runs import RankRuns
+from torchrun_runs import Launcher
 
 LIMIT_S = 150.0
 TWO_RANKS = ("policy.parallel.tensor=2", *LEARNING, "rollout.engine.in_process=true")
-
-
-@dataclass
-class Launched(InFolder):
-    """The agents of a run, one a node."""
-
-    agents: Sequence[subprocess.Popen[bytes]]
-    logs: Sequence[Path]
-    folder: Path
-
-    def wait(self) -> list[int]:
-        deadline = time.monotonic() + LIMIT_S
-        return [agent.wait(timeout=max(1.0, deadline - time.monotonic())) for agent in self.agents]
-
-    @property
-    def said(self) -> str:
-        return "".join(log.read_text() for log in self.logs)
-
-    def rank(self, rank: int) -> psutil.Process:
-        return next(p for agent in self.agents for p in psutil.Process(agent.pid).children()
-                    if p.environ().get("RANK") == str(rank))  # fmt: skip
-
-    def processes(self) -> list[str]:
-        """Everything that still runs for this run, agents not counted."""
-        agents, found = {agent.pid for agent in self.agents}, []
-        for process in psutil.process_iter():
-            with suppress(psutil.NoSuchProcess):        # a zombie counts as such
-                command = " ".join(process.cmdline())
-                if process.pid not in agents and f"run.name={self.folder.name}" in command:
-                    found.append(command)
-        return found
-
-    def kill(self) -> None:
-        for agent in self.agents:
-            with suppress(ProcessLookupError):
-                os.killpg(agent.pid, signal.SIGKILL)
-
-
-class Launcher:
-    def __init__(self, lab: Lab, folder: Path) -> None:
-        self.lab, self.folder = lab, folder
-        self.launched: list[Launched] = []
-
-    def torchrun(self, name: str, *arguments: str) -> Launched:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-                   "-m", "rlcore", "train"]  # fmt: skip
-        return self._start(name, [(command, {})], arguments)
-
-    def two_nodes(self, name: str, *arguments: str) -> Launched:
-        shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GPUS_PER_NODE": "1",
-                  "PYTHON": sys.executable}  # fmt: skip
-        script = [str(ROOT / "scripts" / "torchrun_multinode.sh")]
-        return self._start(name, [(script, {**shared, "NODE_RANK": str(node)}) for node in range(2)], arguments)
-
-    def _start(self, name: str, commands: Sequence[tuple[list[str], dict[str, str]]], arguments: Sequence[str]) -> Launched:
-        given, agents, logs = [str(self.lab.base), f"run.name={name}", *arguments], [], []
-        for node, (command, environment) in enumerate(commands):
-            logs.append(self.folder / f"{name}-{node}.log")
-            with logs[-1].open("wb") as log:
-                agents.append(subprocess.Popen(
-                    [*command, *given], stdout=log, stderr=log, start_new_session=True,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
-                ))  # fmt: skip
-        self.launched.append(Launched(agents, logs, self.lab.folder / "runs" / name))
-        return self.launched[-1]
-
-
-@pytest.fixture
-def launcher(lab: Lab, tmp_path: Path) -> Iterator[Launcher]:
-    made = Launcher(lab, tmp_path)
-    yield made
-    for launched in made.launched:
-        launched.kill()
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +22,6 @@ def supervised(rank_runs: RankRuns) -> list[dict[str, Any]]:
     run = rank_runs.train("supervised", *TWO_RANKS)
     assert run.code == 0, run.said
     return run.rows
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def assert_same_metrics(rows: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:
@@ -146,10 +59,7 @@ def test_torchrun_on_one_node_needs_no_setting(launcher: Launcher, supervised: l
 @pytest.mark.full
 def test_a_rank_that_dies_ends_the_run(launcher: Launcher) -> None:
     run = launcher.torchrun("dead-rank", *TWO_RANKS, "training.steps=100000")
-    deadline = time.monotonic() + 60
-    while not (run.folder / "metrics.jsonl").exists() or len(run.rows) < 2:
-        assert time.monotonic() < deadline, run.said
-        time.sleep(0.05)
+    run.reach(2)
     run.rank(1).kill()
     killed = time.monotonic()
     assert run.wait() == [1], run.said

@@ -98,11 +98,14 @@ class Oracle:
             for name, held in as_published(self._model):
                 held.copy_(weights[name])
 
+    def distributions(self, prompt: Sequence[int], completion: Completion) -> torch.Tensor:
+        """Log-probs [m, V] at temperature 1."""
+        with torch.no_grad():
+            logits = self._model(torch.tensor([[*prompt, *completion.tokens.tolist()]])).logits[0]
+        return logits.log_softmax(-1)[len(prompt) - 1 : -1]
+
     def errors(self, prompt: Sequence[int], completion: Completion) -> NDArray[np.float64]:
         """|log-prob of the engine - of this model| of each token, [m]."""
-        tokens = completion.tokens.tolist()
-        with torch.no_grad():
-            logits = self._model(torch.tensor([[*prompt, *tokens]])).logits[0]
-        rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-        expected = rows[torch.arange(len(tokens)), torch.tensor(tokens)].numpy()
+        tokens = torch.tensor(completion.tokens.tolist())
+        expected = self.distributions(prompt, completion)[torch.arange(len(tokens)), tokens].numpy()
         return np.abs(expected - completion.logprobs)

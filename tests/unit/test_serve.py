@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -102,13 +104,17 @@ def test_what_does_not_run_alone_is_refused(engine: dict[str, object], message: 
         serve_engines(config)
 
 
+def served(run_dir: Path) -> Config:
+    return Config.model_validate({
+        "run": {"name": "test", "dir": str(run_dir)}, "model": {"path": "none"}, "data": {"paths": "none.jsonl"},
+        "training": {"steps": 1}, "rollout": {"engine": {"kind": "sglang"}},
+    })  # fmt: skip
+
+
 def test_keys_that_were_given_are_not_printed_and_made_ones_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = Config.model_validate({
-        "run": {"name": "test", "dir": str(tmp_path)}, "model": {"path": "none"}, "data": {"paths": "none.jsonl"},
-        "training": {"steps": 1}, "rollout": {"engine": {"kind": "sglang"}},
-    })
+    config = served(tmp_path)
     made: list[Keys] = []
 
     def servers(config: Config, keys: Keys, **_: object) -> list[FakeServer]:
@@ -128,6 +134,30 @@ def test_keys_that_were_given_are_not_printed_and_made_ones_are(
     assert API_KEY not in said
     assert "a-key-of-mine" not in said
     assert """rollout.engine.urls='["http://a:1"]'""" in said
+
+
+def test_the_file_with_the_urls_is_there_only_while_the_engines_are_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, seen = tmp_path / "urls.json", list[object]()
+    file.write_text('["http://killed:1"]')
+
+    async def run_both(servers, announce, follow) -> None:
+        seen.append(file.exists())
+        announce(["http://a:1", "http://a:2"])
+        seen.append(json.loads(file.read_text()))
+        raise RunFailed("a ended")
+
+    monkeypatch.setattr(engines, "managed_servers", lambda config, keys, *, ranks, logs: logs_of.append(logs) or [])
+    monkeypatch.setattr(serve, "run_servers", run_both)
+    logs_of: list[Path] = []
+    with pytest.raises(RunFailed, match="a ended"):
+        serve_engines(served(tmp_path), urls_file=file)
+    assert seen == [False, ["http://a:1", "http://a:2"]]
+    assert not file.exists()
+    assert logs_of == [tmp_path / "test-engines" / socket.gethostname()], "several machines share the folder"
+    with pytest.raises(ConfigError, match="--urls-file: there is no folder"):
+        serve_engines(served(tmp_path), urls_file=tmp_path / "none" / "urls.json")
 
 
 def test_what_runs_beside_the_servers_knows_their_urls_and_ends_with_them() -> None:

@@ -26,20 +26,22 @@ def decode(answer: Any, request: GenerateRequest, limits: Limits, *, engine: str
         if not isinstance(answer, list) or len(answer) != request.n:
             got = f"{len(answer)} completions" if isinstance(answer, list) else type(answer).__name__
             raise ValueError(f"{got}, expected a list of {request.n} completions")
-        return [_completion(part, request, limits) for part in answer]
+        return [_completion(part, request, limits, place) for place, part in enumerate(answer)]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise EngineFailed(f"engine {engine} answered request {request.rid} with what is no completion: {why}") from error
 
 
-def _completion(part: dict[str, Any], request: GenerateRequest, limits: Limits) -> Completion:
+def _completion(part: dict[str, Any], request: GenerateRequest, limits: Limits, place: int) -> Completion:
+    """What came behind the prefix of response number `place` of the request."""
     meta, sampling = part["meta_info"], request.sampling
+    before = len(request.made(place))
     tokens = _tokens(part["output_ids"], limits.vocab_size)
     made, reason = len(tokens), meta["finish_reason"]["type"]
     if reason not in ("stop", "length", "abort"):
         raise ValueError(f"finish reason {reason!r}, expected stop, length or abort")
-    if made > sampling.max_new_tokens or (made == 0 and reason != "abort"):
-        raise ValueError(f"{made} tokens, expected 1 to {sampling.max_new_tokens}")
+    if before + made > sampling.max_new_tokens or (made == 0 and reason != "abort"):
+        raise ValueError(f"{made} tokens, expected 1 to {sampling.max_new_tokens - before}")
     matched = meta["finish_reason"].get("matched")
     if reason == "stop" and isinstance(matched, int) and tokens[-1] != matched:
         raise ValueError(f"it says to have stopped at token {matched}, but the last one is {tokens[-1]}")
@@ -50,7 +52,7 @@ def _completion(part: dict[str, Any], request: GenerateRequest, limits: Limits) 
         if made and asks_keep_sets(sampling):
             sets = _keep_sets(meta["output_token_sampling_mask"], tokens, limits.vocab_size)
             logprobs = _finite(meta["output_token_sampling_logprobs"], made)
-    experts = _experts(meta, request, limits, made) if sampling.routed_experts else None
+    experts = _experts(meta, limits, len(request.prompt) + before, made) if sampling.routed_experts else None
     return Completion(tokens, logprobs, cast(FinishReason, reason), _spans(meta["weight_versions"], made), sets, experts)
 
 
@@ -87,13 +89,13 @@ def _keep_sets(rows: list[list[int]], tokens: NDArray[np.int32], vocab_size: int
     return sets
 
 
-def _experts(meta: dict[str, Any], request: GenerateRequest, limits: Limits, made: int) -> Experts:
-    """Of the prompt, and of the response but its last token; empty when the request never ran."""
+def _experts(meta: dict[str, Any], limits: Limits, given: int, made: int) -> Experts:
+    """Of the tokens given, and of those made but the last; empty when the request never ran."""
     if limits.experts is None:
         raise ValueError("routed experts of a model without any")
     if made == 0:
         return np.zeros((0, 0, 0), dtype=np.int16)
-    return limits.experts.decode(meta["routed_experts"], len(request.prompt) + made - 1)
+    return limits.experts.decode(meta["routed_experts"], given + made - 1)
 
 
 def _spans(values: list[dict[str, Any]], made: int) -> tuple[VersionSpan, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -29,14 +29,31 @@ from rollout.engines.sglang.turnstile import Turnstile
 from rollout.engines.weight_group import GroupAddress
 from rollout.engines.weight_state import WeightState
 
-if TYPE_CHECKING:
-    from rollout.engines.sglang.external import ExternalServer
-    from rollout.engines.sglang.process import ManagedServer
-
 UPDATE_KEY = "rollout.engine.update_timeout_s"
 HEALTH_KEY = "rollout.engine.health_timeout_s"
 DEATH_S = 0.5           # from a broken connection to the end of the process that held it
 ABORT_AGAIN_S = 0.2     # a request that was on its way when all were aborted is caught by the next time
+
+
+class Server(Protocol):
+    """Who starts and ends the server: `ManagedServer`, `ExternalServer`, or a launcher on another machine."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def managed(self) -> bool: ...
+
+    @property
+    def ended(self) -> asyncio.Future[Any] | None: ...
+
+    async def start(self) -> str: ...
+
+    def describe_end(self) -> str: ...
+
+    async def stop(self) -> None: ...
+
+    async def kill(self) -> None: ...
 
 
 class SGLangEngine:
@@ -50,7 +67,7 @@ class SGLangEngine:
     transports: tuple[str, ...] = ("distributed", "tensor", "disk", "delta")
 
     def __init__(
-        self, server: ManagedServer | ExternalServer, *, config: EngineConfig, keys: Keys, model_path: str
+        self, server: Server, *, config: EngineConfig, keys: Keys, model_path: str
     ) -> None:
         self.server, self.config, self.model_path = server, config, model_path
         self.name, self.managed = server.name, server.managed

@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import itertools
 import secrets
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from rlcore.protocols import Completion, GenerateRequest, SamplingParams
 from rollout.deadlines import together
 from rollout.engines.sglang.answers import decode
 from rollout.engines.sglang.http import ServerClient
-from rollout.engines.sglang.limits import Limits, asks_keep_sets, check_request, stop_pattern
+from rollout.engines.sglang.limits import Limits, asks_keep_sets, check_request, stop_pattern, takes_prefixes
 
 ROUTE = "/generate"
 LIMIT_KEY = "rollout.engine.request_timeout_s"
@@ -67,6 +66,8 @@ class Generation:
             EngineFailed: the server died, hangs, or answered what is no completion.
         """
         check_request(request, self.limits)
+        if not takes_prefixes(request, self.limits):
+            return [aborted(request)] * request.n
         if self.through_router:
             return await self._each(request, cache_key)
         if request.n > 1 and len(request.prompt) >= SHARED_PROMPT_TOKENS and await self._prefill(request, cache_key):
@@ -78,7 +79,7 @@ class Generation:
         """A call for each sample: sglang-router 0.3.2 takes no list of them."""
 
         async def sample(index: int) -> Completion:
-            one = replace(request, n=1, first_sample=request.first_sample + index)
+            one = request.alone(index)
             body = encode(one, self._attempt(), cache_key)
             alone = {name: value[0] if isinstance(value, list) else value for name, value in body.items()}
             return decode([await self._post(alone)], one, self.limits, engine=self.client.name)[0]
@@ -88,7 +89,7 @@ class Generation:
     async def _prefill(self, request: GenerateRequest, cache_key: str | None) -> bool:
         """Bring the prompt into the server's cache. Whether it was aborted."""
         answer = await self._post({
-            "rid": rid(request, self._attempt()), "input_ids": tokens(request), "extra_key": cache_key,
+            "rid": rid(request, self._attempt()), "input_ids": tokens(request.prompt), "extra_key": cache_key,
             "sampling_params": {"max_new_tokens": 0},
         })
         try:
@@ -107,11 +108,14 @@ def encode(request: GenerateRequest, attempt: str, cache_key: str | None = None)
     """The body of /generate for one attempt at the `n` samples of a request."""
     sampling = request.sampling
     common = encode_sampling(sampling)
-    samples = range(request.first_sample, request.first_sample + request.n)
+    made = [request.made(place) for place in range(request.n)]
     body: dict[str, Any] = {
-        "rid": [rid(request, f"{attempt}.{sample}") for sample in samples],
-        "input_ids": [tokens(request)] * request.n,
-        "sampling_params": [common | {"sampling_seed": seed(request, sample)} for sample in samples],
+        "rid": [rid(request, f"{attempt}.{sample}") for sample in request.samples],
+        "input_ids": [tokens(request.prompt, prefix) for prefix in made],
+        "sampling_params": [
+            common | {"sampling_seed": seed(request, sample), "max_new_tokens": sampling.max_new_tokens - len(prefix)}
+            for sample, prefix in zip(request.samples, made)
+        ],
         "extra_key": cache_key,
         "return_logprob": True,
     }
@@ -136,9 +140,9 @@ def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
     }
 
 
-def tokens(request: GenerateRequest) -> NDArray[np.int32]:
-    """[P], as orjson writes them."""
-    return np.ascontiguousarray(request.prompt, dtype=np.int32)
+def tokens(*parts: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Prompt and prefix as one array, as orjson writes it."""
+    return np.ascontiguousarray(np.concatenate(parts), dtype=np.int32)
 
 
 def rid(request: GenerateRequest, attempt: str) -> str:

@@ -76,6 +76,11 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
         )
 
 
+def takes_prefixes(request: GenerateRequest, limits: Limits) -> bool:
+    """Whether its responses can go on: what is cut within its last tokens may be too long a prompt by then."""
+    return all(len(request.prompt) + len(prefix.tokens) <= limits.prompt_tokens for prefix in request.prefixes)
+
+
 def _check_stops(what: str, sampling: SamplingParams, limits: Limits) -> None:
     outside = [token for token in sampling.stop_token_ids if not 0 <= token < limits.vocab_size]
     if outside:

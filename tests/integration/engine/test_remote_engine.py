@@ -179,7 +179,7 @@ def test_the_server_wants_its_key(loop, pair):
             return answer.status
 
     assert run(loop, ask("guess")) == 401
-    assert run(loop, ask(pair[0]._server.key)) == 200
+    assert run(loop, ask(pair[0]._process.key)) == 200
 
 
 def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypatch):

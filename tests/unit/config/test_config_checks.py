@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlcore.config.checks import CHECKS, NOT_AVAILABLE, describe_checks
+from rlcore.config.checks import CHECKS, describe_checks
 
 SFT = "algorithm.loss.name=sft"
 PPO = "algorithm.estimator.name=ppo"
@@ -73,6 +73,8 @@ def paths(lines: list[str]) -> list[str]:
         ([PPO, "rollout.samples_per_prompt=1", "algorithm.normalize_advantages=group"], ["rollout.samples_per_prompt"]),
         (["rollout.prompts_per_step=4", "algorithm.minibatches=5"], ["algorithm.minibatches"]),
         ([SFT, "training.batch_size=4", "algorithm.minibatches=5"], ["algorithm.minibatches"]),
+        (["rollout.max_staleness=-1"], ["rollout.max_staleness"]),
+        (["rollout.max_staleness=1", "training.debug=rollout_only"], ["rollout.max_staleness"]),
         # the layout
         ([*TWO, "policy.parallel.sequence=true"], ["policy.parallel.sequence"]),
         ([*TWO, "policy.parallel.virtual_pipeline=2"], ["policy.parallel.virtual_pipeline"]),
@@ -211,18 +213,6 @@ def test_all_problems_are_reported_together(refusal):
     assert paths(lines) == ["training.epochs", "cluster.nodes", "evaluation.paths"]
 
 
-UNBUILT = {
-    "rollout.max_staleness": "1",
-    "cluster.launcher": "ray",
-}
-
-
-@pytest.mark.parametrize("path", [path for path, _ in NOT_AVAILABLE])
-def test_what_is_not_built_yet_says_so(refusal, path):
-    lines = refusal(f"{path}={UNBUILT[path]}")
-    assert any(line.startswith(f"{path} (override): ") and "not available in this version" in line for line in lines)
-
-
 # --- noted ------------------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +221,11 @@ def test_what_is_not_built_yet_says_so(refusal, path):
     [
         (["training.target_kl=0.1"], ["training.target_kl"]),
         (["rollout.on_update=in_place"], ["rollout.on_update"]),
+        (["rollout.max_staleness=1", "rollout.on_update=retract"], []),
+        (["rollout.max_staleness=2"], ["algorithm.correction.name"]),
+        (["rollout.max_staleness=2", TIS], []),
+        (["rollout.max_staleness=2", "algorithm.old_logprobs=rollout"], []),
+        (["rollout.max_staleness=2", "algorithm.loss.name=decoupled_ppo"], []),
         ([SGLANG, "run.deterministic=true"], ["run.deterministic"]),
         (["training.target_kl=0"], []),
         (["training.max_update_kl=0.1"], ["training.max_update_kl"]),

@@ -122,7 +122,7 @@ def test_the_same_tokens_in_any_chunks_order_and_company(model, folder):
 
 def test_chunks_are_cut_by_address_and_not_by_the_order_of_the_requests():
     asked = [request([1], draw=draw, n=2, first_sample=first) for draw, first in [(3, 0), (1, 2), (2, 0), (1, 0)]]
-    order = [(asked[slot.request].draw, slot.sample) for slot in plan_slots(asked)]
+    order = [(asked[slot.request].draw, asked[slot.request].samples[slot.place]) for slot in plan_slots(asked)]
     assert order == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (3, 0), (3, 1)]
 
 

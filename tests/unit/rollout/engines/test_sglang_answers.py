@@ -12,6 +12,7 @@ from engine_kit import VOCAB, request
 
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed
+from rlcore.protocols import Prefix
 from rollout.engines.sglang.answers import decode
 from rollout.engines.sglang.experts import ExpertLayers
 from rollout.engines.sglang.limits import Limits
@@ -82,6 +83,16 @@ def test_routed_experts_of_the_layers_that_have_any():
     [completion] = read([one(routed_experts=encoded(chosen))], request([1, 2], routed_experts=True))
     assert completion.routed_experts.dtype == np.int16
     assert np.array_equal(completion.routed_experts, chosen[:, [0, 2]])
+
+
+def test_what_goes_on_has_the_experts_of_its_prefix_too_and_room_for_the_rest_alone():
+    rest = request([1, 2], routed_experts=True, max_new_tokens=5).going_on([Prefix(0, np.array([9, 9], np.int32))])
+    chosen = np.arange(6 * 3 * 2).reshape(6, 3, 2) % 8      # prompt, prefix, and 2 of 3 that are new
+    [completion] = read([one(routed_experts=encoded(chosen))], rest)
+    assert completion.tokens.tolist() == [5, 6, 7]
+    assert np.array_equal(completion.routed_experts, chosen[:, [0, 2]])
+    with pytest.raises(EngineFailed, match="3 tokens, expected 1 to 2"):
+        read([one()], request([1], max_new_tokens=4).going_on([Prefix(0, np.array([9, 9], np.int32))]))
 
 
 SETS = {"output_token_sampling_mask": [[9, 5], [6], list(range(VOCAB))], "output_token_sampling_logprobs": [-0.2, 0.0, -3.0]}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
+import numpy as np
 import pytest
 from aiohttp import web
 from engine_kit import request, with_client
 
 from rlcore.errors import EngineFailed, EngineHangs, UserError
+from rlcore.protocols import Prefix
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.keys import Keys
 from rollout.engines.sglang.limits import Limits
@@ -258,6 +260,30 @@ def test_a_prompt_that_was_aborted_has_no_samples():
     completions = with_client(server, use)
     assert [(c.finish_reason, len(c.tokens)) for c in completions] == [("abort", 0)] * 2
     assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(("made", "sent"), [(50, True), (51, False)])
+def test_what_is_too_long_a_prompt_to_go_on_is_cut_again(made, sent):
+    """SGLang takes prompts a little shorter than prompt and response together."""
+    server, asked = Recorder(), request([1] * (LIMITS.prompt_tokens - 50), n=2, max_new_tokens=60)
+    rest = asked.going_on([Prefix(1, np.ones(made, np.int32))])
+    completions = with_client(server, lambda client: Generation(client, LIMITS).one(rest))
+    assert [(c.finish_reason, len(c.tokens)) for c in completions] == [("length", 1) if sent else ("abort", 0)]
+    assert len(server.bodies) == sent
+
+
+def test_a_router_is_asked_for_the_rest_of_each_response():
+    bodies = []
+
+    async def handler(asked):
+        bodies.append(await asked.json())
+        return web.json_response(completion_of([len(bodies)]))
+
+    rest = request([7], n=3).going_on([Prefix(0, np.array([4], np.int32)), Prefix(2, np.array([5, 6], np.int32))])
+    completions = with_client(handler, lambda client: Generation(client, LIMITS, through_router=True).one(rest))
+    assert sorted(body["input_ids"] for body in bodies) == [[7, 4], [7, 5, 6]]
+    assert sorted(body["sampling_params"]["max_new_tokens"] for body in bodies) == [6, 7]
+    assert len(completions) == 2
 
 
 def test_attempts_at_one_request_have_ids_of_their_own():

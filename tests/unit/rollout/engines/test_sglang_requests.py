@@ -10,7 +10,7 @@ import pytest
 from engine_kit import VOCAB, request, tiny_qwen3
 
 from rlcore.errors import EngineFailed, UserError
-from rlcore.protocols import GenerateRequest, SamplingParams
+from rlcore.protocols import GenerateRequest, Prefix, SamplingParams
 from rollout.engines.sglang.experts import ExpertLayers
 from rollout.engines.sglang.generation import encode, encode_sampling, rid, seed
 from rollout.engines.sglang.limits import Limits, check_request, stop_pattern
@@ -44,6 +44,19 @@ def test_a_seed_is_a_function_of_the_address_alone():
         *(seed(GenerateRequest(asked.prompt, asked.sampling, 7, **other), 2) for other in ({"turn": 1}, {"seed": 1})),
     ]
     assert len({seed(asked, 2), *others}) == 5
+
+
+def test_what_goes_on_is_asked_for_behind_its_prefix():
+    """As the sample that it is: its own seed, and no more tokens than it has left."""
+    asked = request([3, 4], draw=7, n=4, max_new_tokens=9)
+    rest = asked.going_on([Prefix(1, np.array([5, 6, 7], np.int32)), Prefix(3, np.zeros(0, np.int32))])
+    whole, body = body_of(asked), body_of(rest, "ab")
+    assert body["input_ids"] == [[3, 4, 5, 6, 7], [3, 4]]
+    assert body["rid"] == ["0-7-1-0.ab.1.", "0-7-1-0.ab.3."]
+    assert [params["max_new_tokens"] for params in body["sampling_params"]] == [6, 9]
+    seeds = [params["sampling_seed"] for params in whole["sampling_params"]]
+    assert [params["sampling_seed"] for params in body["sampling_params"]] == [seeds[1], seeds[3]]
+    assert body_of(rest.alone(0))["input_ids"] == [[3, 4, 5, 6, 7]]
 
 
 def test_no_id_is_the_beginning_of_another():
@@ -96,6 +109,7 @@ def test_a_stop_pattern_matches_the_string_alone_and_looks_far_enough_back(text)
     (request([1, VOCAB]), "a prompt token lies outside the model's vocabulary of 31"),
     (request([-1]), "outside"),
     (request([1], max_new_tokens=0), "max_new_tokens is 0"),
+    (request([1], max_new_tokens=2).going_on([Prefix(0, np.array([1, 2], np.int32))]), "a prefix has all of max_new_tokens 2"),
     (request([1] * 20, max_new_tokens=11), "20 tokens and max_new_tokens 11 exceed what the server takes .* of 30"),
     (request([1] * 21, max_new_tokens=1), "the prompt has 21 tokens, the server takes 20"),
     (request([1], top_p=0.0), "top_p"),

@@ -13,6 +13,7 @@ from rlcore.data.sample import Sample
 from rlcore.errors import RunFailed
 from rlcore.protocols import Completion, GenerateRequest
 from rollout.engines.fake import FakeEngine
+from rollout.partial import MOST_IN_VAIN
 
 GREEDY = {"greedy_baseline": True}
 
@@ -77,22 +78,25 @@ def test_a_workflow_of_several_turns_has_one_too(make_service, engine):
 
 
 @dataclass
-class AbortsOneGreedy(FakeEngine):
-    aborted: int | None = None
+class CutsOneGreedy(FakeEngine):
+    """After its first token, and then at once, as often as anybody asks for the rest."""
 
-    def _complete(self, request: GenerateRequest, sample: int, aborted: bool) -> Completion:
-        if self.aborted is None and is_greedy(request):
-            self.aborted, aborted = request.draw, True
-        return super()._complete(request, sample, aborted)
+    cut_draw: int | None = None
+    cuts_left: int = 1 + MOST_IN_VAIN
+
+    def _complete(self, request: GenerateRequest, place: int, aborted: bool) -> Completion:
+        if is_greedy(request) and self.cuts_left and self.cut_draw in (None, request.draw):
+            self.cut_draw, self.cuts_left, aborted = request.draw, self.cuts_left - 1, True
+        return super()._complete(request, place, aborted)
 
 
-def test_a_group_whose_baseline_was_aborted_is_drawn_again(make_service, uneven):
-    engine = AbortsOneGreedy(uneven.reply)
+def test_a_group_whose_baseline_does_not_end_is_drawn_again(make_service, uneven):
+    engine = CutsOneGreedy(uneven.reply)
     service = make_service(engines=[engine], options=GREEDY, rollout={"prompts_per_step": 4, "engine": {"kind": "sglang"}})
     rollouts = service.next_step(1)
-    assert engine.aborted is not None
+    assert engine.cuts_left == 0
     assert rollouts.metrics["rollout/requeued_prompts"] == 1.0
-    assert sum(is_greedy(r) for call in engine.calls for r in call) == 5
+    assert sum(is_greedy(r) for call in engine.calls for r in call) == 5 + MOST_IN_VAIN
     assert sorted({s.draw for s in rollouts.samples}) == [0, 1, 2, 3]
     assert all(s.baseline_reward == (s.draw + 1) % 2 for s in rollouts.samples)
 

@@ -33,6 +33,7 @@ def test_the_life_of_a_draw():
         (lambda ledger: ledger.consume(1, 1), "draw 1 is in flight, expected finished"),
         (lambda ledger: ledger.consume(0, 2), "draw 0 is consumed by step 1, expected finished"),
         (lambda ledger: ledger.drop(0, "f"), "draw 0 is consumed by step 1"),
+        (lambda ledger: ledger.drop(1, "f"), "draw 1 is in flight, expected finished"),
         (lambda ledger: ledger.requeue(0), "draw 0 is consumed by step 1"),
         (lambda ledger: ledger.draw([0]), "draw 0 is consumed by step 1, expected requeued"),
         (lambda ledger: ledger.draw([5]), "draw 5 is unknown"),
@@ -76,6 +77,31 @@ def test_a_snapshot_of_many_steps_is_small():
         ledger.finish(draw)
         ledger.consume(draw, draw // 32 + 1)
     assert len(json.dumps(ledger.snapshot())) < 20_000
+
+
+def test_it_knows_what_each_step_consumed():
+    ledger = Ledger()
+    assert (ledger.consumed(), ledger.last_step, ledger.requeued()) == ({}, 0, [])
+    ledger.draw(range(6))
+    for draw, step in ((4, 1), (0, 2), (2, 1), (5, 2)):
+        ledger.finish(draw)
+        ledger.consume(draw, step)
+    ledger.requeue(1)
+    assert (ledger.consumed(), ledger.last_step, ledger.requeued()) == ({1: [2, 4], 2: [0, 5]}, 2, [1])
+
+
+def test_every_transition_is_told_once_it_is_made():
+    told: list[tuple[str, int, object]] = []
+    ledger = Ledger(lambda *one: told.append(one))
+    ledger.draw([0, 1])
+    ledger.finish(0)
+    with pytest.raises(ValueError, match="draw 1 is in flight"):
+        ledger.drop(1, "f")
+    ledger.drop(0, "f")
+    ledger.requeue(1, "stale")
+    ledger.draw([1])
+    assert told == [("drawn", 0, None), ("drawn", 1, None), ("finished", 0, None), ("dropped", 0, "f"),
+                    ("requeued", 1, "stale"), ("drawn", 1, None)]  # fmt: skip
 
 
 def test_a_corrupt_snapshot_is_refused():

@@ -14,6 +14,7 @@ import pytest
 from rlcore.data.batch import RolloutBatch
 from rlcore.errors import ConfigError, DataError, DeadlineExceeded, ModelError, RunFailed
 from rollout.engines.fake import FakeEngine, random_reply
+from rollout.partial import MOST_IN_VAIN
 
 
 def addresses(rollouts) -> list[tuple[int, int, str, tuple[int, ...]]]:
@@ -268,9 +269,22 @@ def test_an_engine_that_does_not_start_is_named(make_service, engine, monkeypatc
     assert engine.closed
 
 
-def test_aborted_groups_are_drawn_again(make_service, engine):
-    expected = addresses(make_service().next_step(1))
+def test_cut_responses_go_on(make_service, engine):
+    whole = make_service().next_step(1)
+    assert whole.metrics["rollout/resumed_responses"] == whole.metrics["rollout/resumed_tokens"] == 0.0
     engine.abort_next = 1
+    service = make_service()
+    rollouts = service.next_step(1)
+    assert addresses(rollouts) == addresses(whole)
+    assert rollouts.metrics["rollout/requeued_prompts"] == 0.0
+    assert rollouts.metrics["rollout/resumed_responses"] == 8.0
+    assert rollouts.metrics["rollout/resumed_tokens"] == sum(s.num_trainable // 2 for s in whole.samples)
+    assert service.next_step(2).metrics["rollout/resumed_responses"] == 0.0
+
+
+def test_groups_that_are_cut_again_and_again_are_drawn_again(make_service, engine):
+    expected = addresses(make_service().next_step(1))
+    engine.abort_next = MOST_IN_VAIN + 5
     rollouts = make_service().next_step(1)
     assert addresses(rollouts) == expected
     assert rollouts.metrics["rollout/requeued_prompts"] == 4.0
@@ -299,11 +313,6 @@ def test_a_verifier_needs_labels(make_service, tmp_path):
     (tmp_path / "sums.jsonl").write_text('{"prompt": "1=", "label": "1"}\n{"prompt": "2=", "label": null}\n')
     with pytest.raises(DataError, match=r"sums\.jsonl:2: the label must be text or a number.*NoneType"):
         make_service()
-
-
-def test_staleness_is_refused_for_now(make_service):
-    with pytest.raises(ConfigError, match=r"rollout\.max_staleness: 2"):
-        make_service(rollout={"max_staleness": 2})
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------

@@ -77,6 +77,10 @@ def even_draws(group: Sequence[Sample]) -> bool:
     return group[0].draw % 2 == 0
 
 
+def no_draws(group: Sequence[Sample]) -> bool:
+    return False
+
+
 def pairs(group: Sequence[Sample]) -> bool:
     return len(group) == 2
 

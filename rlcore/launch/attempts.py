@@ -1,0 +1,90 @@
+"""Which start of the ranks this is, where torchrun starts them again (`--max-restarts`), and whether the run goes on in it.
+
+torchrun counts restarts a node, and a node that came back counts from 0. So ranks do not go by that: rank 0 announces an
+attempt in the launcher's store, which outlives the ranks, and the others join the newest one in which their place is free.
+A rank that died when the run was over already, and is started again, has nobody to meet: it is told so there too.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from rlcore.control import Store
+from rlcore.errors import DeadlineExceeded
+from rlcore.launch.ranks import store_prefix
+from rlcore.launch.run_folder import was_opened
+
+POLL_S = 0.1
+_COUNT = "rlcore/attempts"
+_NEWEST = "rlcore/newest_attempt"
+_ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A start of all ranks. `goes_on`: one before it had taken the run's folder, so that this one resumes it."""
+
+    number: int
+    goes_on: bool
+
+    @property
+    def prefix(self) -> str:
+        """Of everything that its ranks say in the store."""
+        return store_prefix(self.number)
+
+
+FIRST = Attempt(0, False)
+
+
+class RunHasEnded(Exception):
+    """There is nothing to join. `code`: the exit code of the run."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the run has ended with exit code {code}")
+        self.code = code
+
+
+def mark_ended(store: Store, code: int) -> None:
+    """Said by rank 0, in the store of its attempt."""
+    store.set(_ENDED, str(code))
+
+
+def join_attempt(store: dist.Store, rank: int, *, timeout_s: float) -> Attempt:
+    """Rank 0 begins a new attempt; another rank waits for one that it has not been in.
+
+    Raises:
+        DeadlineExceeded: rank 0 began none (cluster.start_timeout_s).
+        RunHasEnded: it needs none.
+    """
+    if rank == 0:
+        _leave_what_has_ended(store)
+        number = store.add(_COUNT, 1) - 1
+        goes_on = any(was_opened(dist.PrefixStore(store_prefix(before), store)) for before in range(number))
+        store.set(_goes_on(number), str(int(goes_on)))
+        store.set(_NEWEST, str(number))
+        return Attempt(number, goes_on)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        _leave_what_has_ended(store)
+        if store.check([_NEWEST]):
+            number = int(store.get(_NEWEST))
+            if store.add(f"{store_prefix(number)}/joined/{rank}", 1) == 1:
+                return Attempt(number, store.get(_goes_on(number)) == b"1")
+        time.sleep(POLL_S)
+    raise DeadlineExceeded(
+        f"rank {rank} waited {timeout_s:g} s (cluster.start_timeout_s) for rank 0 to start: look at the first node's output"
+    )
+
+
+def _leave_what_has_ended(store: dist.Store) -> None:
+    if store.check([_NEWEST]):
+        attempt = dist.PrefixStore(store_prefix(int(store.get(_NEWEST))), store)
+        if attempt.check([_ENDED]):
+            raise RunHasEnded(int(attempt.get(_ENDED)))
+
+
+def _goes_on(number: int) -> str:
+    return f"{store_prefix(number)}/goes_on"

@@ -1,0 +1,29 @@
+"""The notice board of a run: a small named actor where other shells see that it goes on, and ask it to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+
+class Board:
+    """Written by the driver, read by `rlcore status` and `rlcore stop`."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, Any] = {}
+        self._stop = asyncio.Event()
+
+    async def write(self, facts: dict[str, Any]) -> None:
+        """These facts, beside those that were written before."""
+        self._facts |= facts
+
+    async def read(self) -> dict[str, Any]:
+        return self._facts
+
+    async def stop(self) -> None:
+        """Ask for a clean end after the step at hand."""
+        self._stop.set()
+
+    async def until_stop(self) -> None:
+        """Returns when the run shall stop."""
+        await self._stop.wait()

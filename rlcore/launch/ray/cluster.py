@@ -1,0 +1,108 @@
+"""The cluster of a run: a running one, or a local one that we start; and room in it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+
+from rlcore.config import Config
+from rlcore.errors import RunFailed, UserError
+from rlcore.launch.ray.calls import NAMESPACE, first_line
+from rlcore.launch.ray.placement import Placement, Resources, bundles, lacking, place
+
+LOCAL = "local"             # as cluster.ray.address: always a cluster of our own
+ROOT = Path(__file__).resolve().parents[3]
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that this process is connected to."""
+
+    placement: Placement
+    address: str            # of this node, for the others
+
+
+@contextmanager
+def connected(config: Config) -> Iterator[Cluster]:
+    """Connected to the cluster of `cluster.ray.address`; one that was started for it ends with it.
+
+    Raises UserError where there is none at that address.
+    """
+    _connect(config.cluster.ray.address, config)
+    try:
+        placement = place(config, has_gpus=ray.cluster_resources().get("GPU", 0.0) > 0)
+        yield Cluster(placement, ray.util.get_node_ip_address())
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str | None, config: Config) -> None:
+    options: dict[str, Any] = {
+        "namespace": NAMESPACE, "runtime_env": runtime_env(config.cluster.ray.runtime_env), "log_to_driver": False,
+        "logging_level": logging.ERROR,
+    }  # fmt: skip
+    if address != LOCAL:
+        try:
+            ray.init(address=address or "auto", **options)
+            return
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if address is not None:
+                raise UserError(f"cluster.ray.address: no Ray cluster at {address!r}: {first_line(error)}") from error
+    # Ray counts CPUs, and has no more than it is told of: a machine with few runs a small job all the same.
+    cpus = max(os.cpu_count() or 1, *(place(config, has_gpus=some).total["CPU"] for some in (False, True)))
+    ray.init(address=LOCAL, num_cpus=int(-(-cpus // 1)), include_dashboard=False, **options)
+
+
+def runtime_env(given: dict[str, Any]) -> dict[str, Any]:
+    """The user's, with this checkout importable where he says nothing of it."""
+    variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return given | {"env_vars": variables | given.get("env_vars", {})}
+
+
+@contextmanager
+def room(
+    parts: Sequence[Resources], strategy: str, cluster: Cluster, what: str, *, limit_s: float, tick: Callable[[], None]
+) -> Iterator[PlacementGroup | None]:
+    """A placement group of these bundles, while open; None where there are none.
+
+    Args:
+        strategy: PACK | SPREAD.
+        tick: called while we wait.
+
+    Raises RunFailed where there is no room within `limit_s` (cluster.start_timeout_s).
+    """
+    if not parts:
+        yield None
+        return
+    group = placement_group(bundles(parts), strategy=strategy)
+    try:
+        deadline = time.monotonic() + limit_s
+        while not group.wait(timeout_seconds=POLL_S):
+            tick()
+            if time.monotonic() > deadline:
+                raise RunFailed(_no_room(parts, cluster, what, limit_s))
+        yield group
+    finally:
+        if ray.is_initialized():
+            remove_placement_group(group)
+
+
+def _no_room(parts: Sequence[Resources], cluster: Cluster, what: str, limit_s: float) -> str:
+    asked = "; ".join(", ".join(f"{amount:g} {name}" for name, amount in part.items()) for part in parts)
+    short = lacking(cluster.placement, ray.cluster_resources())
+    why = f"it lacks {short}" if short else "others use it, or no node has a whole bundle free (`ray status`)"
+    return (
+        f"the Ray cluster has no room for {what} within {limit_s:g} s (cluster.start_timeout_s): asked is [{asked}]; "
+        f"{why}; free nodes, ask for less (cluster.ray), or use fewer processes or engines"
+    )

@@ -1,0 +1,106 @@
+"""`rlcore status` and `rlcore stop RUN`: what other shells see of the runs on a cluster, and how they end one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from rlcore.errors import DeadlineExceeded, RlcoreError, UserError
+from rlcore.launch.ray.calls import NAMESPACE, actor_name, first_line, get
+from rlcore.runs.directory import RunDirectory
+from rlcore.runs.metrics import read_metrics
+
+ANSWER_S = 15.0
+POLL_S = 0.5
+KEY = "a fixed limit"
+
+
+def status(address: str | None) -> Iterator[str]:
+    """Lines to print: every run on the cluster, its processes and engines.
+
+    Raises UserError where there is no cluster.
+    """
+    with _connected(address):
+        runs = sorted(name for name in _named() if name.endswith("/board"))
+        if not runs:
+            yield "no run goes on"
+        for name in runs:
+            yield from _describe(name.removesuffix("/board"))
+
+
+def stop(run: str, address: str | None, *, timeout_s: float) -> str:
+    """Ask a run for a clean end after its step at hand, and wait for it. A line to print.
+
+    Raises:
+        UserError: no such run, or no cluster.
+        DeadlineExceeded: it goes on after `timeout_s`.
+    """
+    with _connected(address):
+        try:
+            board = ray.get_actor(actor_name(run, "board"), namespace=NAMESPACE)
+        except ValueError as error:
+            there = ", ".join(sorted(name.removesuffix("/board") for name in _named() if name.endswith("/board")))
+            raise UserError(f"no run {run!r} goes on here; there is {there or 'none'}") from error
+        get(board.stop.remote(), limit_s=ANSWER_S, what=f"run {run}", key=KEY)
+        deadline = time.monotonic() + timeout_s
+        while actor_name(run, "board") in _named():
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"run {run} was asked to stop and goes on after {timeout_s:g} s (--timeout): its step at hand may take "
+                    "longer; it ends after that"
+                )
+            time.sleep(POLL_S)
+    return f"run {run} has ended: continue it with --resume"
+
+
+@contextmanager
+def _connected(address: str | None) -> Iterator[None]:
+    try:
+        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"at {address!r}" if address else "that Ray knows of here"
+        raise UserError(f"no Ray cluster {where} (--address HOST:PORT): {first_line(error)}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _named() -> set[str]:
+    """The named actors of all runs."""
+    return {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE}
+
+
+def _describe(run: str) -> Iterator[str]:
+    try:
+        board = ray.get_actor(actor_name(run, "board"), namespace=NAMESPACE)
+        facts: dict[str, Any] = get(board.read.remote(), limit_s=ANSWER_S, what=f"run {run}", key=KEY)
+    except (RlcoreError, ValueError):       # it has ended meanwhile
+        return
+    folder = Path(facts["folder"])
+    yield f"{run}: step {_step(folder)}, for {time.time() - facts['began']:.0f} s, in {folder}"
+    yield f"  restarts of the ranks: {facts.get('restarts', 0)}"
+    yield from (f"  rank {rank['rank']}: pid {rank['pid']} on node {rank['node'][:12]}" for rank in facts.get("ranks", ()))
+    with suppress(RlcoreError, RayError, ValueError):       # it is being started, or has ended meanwhile
+        service = ray.get_actor(actor_name(run, "service"), namespace=NAMESPACE)
+        pid, engines = get(service.status.remote(), limit_s=ANSWER_S, what=f"the service of {run}", key=KEY)
+        yield f"  service: pid {pid}"
+        for engine in engines:
+            yield (
+                f"  {engine['engine']}: {engine['state']}, version {engine['version']}, {engine['requests']} requests, "
+                f"{engine['restarts']} restarts"
+            )
+
+
+def _step(folder: Path) -> str:
+    """The last one in metrics.jsonl, where this machine has it."""
+    path = RunDirectory(folder).metrics_path
+    rows = read_metrics(path) if path.is_file() else []
+    return str(rows[-1]["step"]) if rows else "0"

@@ -1,0 +1,199 @@
+"""Engines on a cluster. An actor owns an engine's server process; requests and weights go to that directly, by its URL.
+
+Actors belong to the driver, so that an engine outlives the service. Ray starts an actor again whose node is lost, elsewhere;
+the server in it is started by the service's fleet, as any engine that failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import ray
+
+from rlcore.config import Config
+from rlcore.errors import DeadlineExceeded, RlcoreError
+from rlcore.launch.engines import engine_log, engine_name, external_engines, managed_server
+from rlcore.launch.logs import folder_of
+from rlcore.launch.ray.calls import answer, answer_when_up
+from rlcore.launch.ray.workplace import Workplace
+from rlcore.protocols import RolloutEngine
+from rollout.deadlines import within
+from rollout.engines.sglang.keys import Keys
+
+LOOPBACK = "127.0.0.1"
+KILL_S = 15.0           # for an actor to end its server, before it is ended with it
+START_GRACE_S = 30.0    # for an actor to be there, beyond what its server gets
+
+logger = logging.getLogger(__name__)
+
+
+class Server(Protocol):
+    """Of `ManagedServer` and `EmbeddedServer`, what is needed here."""
+
+    async def start(self) -> str: ...
+
+    @property
+    def ended(self) -> asyncio.Future[Any] | None: ...
+
+    def describe_end(self) -> str: ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    async def stop(self) -> None: ...
+
+    async def kill(self) -> None: ...
+
+
+class EngineHost:
+    """The actor of one engine: starts its server on this node, watches it, ends it. The server ends with the actor.
+
+    Args:
+        keys: of SGLang's servers; an embedded engine takes one of them.
+        gpus: by name, where Ray has not chosen them; empty: what Ray lets this process see.
+    """
+
+    def __init__(self, workplace: Workplace, config: Config, index: int, keys: Keys, gpus: Sequence[str] = ()) -> None:
+        workplace.enter()
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        self._server = _server(config, index, keys, gpus)
+        self._url = ""
+
+    async def start(self) -> str:
+        """The server's URL. One that runs is left alone: the service that had it started may be gone."""
+        ended = self._server.ended
+        if ended is None or ended.done():
+            self._url = await self._server.start()
+        return self._url
+
+    async def wait_ended(self) -> str:
+        """Returns when the server has ended: how, with the last lines of its log."""
+        ended = self._server.ended
+        if ended is not None:
+            await asyncio.wait({ended})
+        return self._server.describe_end()
+
+    async def pid(self) -> int | None:
+        return self._server.pid
+
+    async def stop(self) -> None:
+        await self._server.stop()
+
+    async def kill(self) -> None:
+        await self._server.kill()
+
+
+def _server(config: Config, index: int, keys: Keys, gpus: Sequence[str]) -> Server:
+    """Made, not started. It listens where other nodes reach it."""
+    engine = config.rollout.engine.model_copy()
+    if engine.host == LOOPBACK:
+        engine.host = ray.util.get_node_ip_address()
+    config = config.model_copy(deep=True)
+    config.rollout.engine = engine
+    logs = folder_of(config.run)
+    if engine.kind == "sglang":
+        import torch
+
+        return managed_server(config, keys, index, logs=logs, gpus=gpus, on_gpu=torch.cuda.is_available())
+    from rollout.engines.embedded_server import EmbeddedServer
+
+    return EmbeddedServer(
+        engine_name(index), config.model.path, config=engine, dtype=config.model.dtype, tokenizer=config.model.tokenizer,
+        log=engine_log(logs, index), key=keys.api, host=engine.host,
+    )  # fmt: skip
+
+
+class HostedServer:
+    """The server behind an `EngineHost`, as the service sees it. Use it from one event loop.
+
+    It is both a `rollout.engines.remote.EngineProcess` and what `SGLangEngine` takes for a server of ours.
+    """
+
+    managed = True
+
+    def __init__(self, host: Any, name: str, key: str, *, start_timeout_s: float) -> None:
+        self._host, self.name, self.key, self._limit_s = host, name, key, start_timeout_s
+        self._ended: asyncio.Task[str] | None = None
+        self.pid: int | None = None
+
+    async def start(self) -> str:
+        """Its URL. Raises what `EngineHost.start` raises, ActorLost, or DeadlineExceeded where Ray finds no place for it."""
+        asked = answer_when_up(self._host.start.remote, what=f"starting engine {self.name}")
+        url: str = await within(self._limit_s + START_GRACE_S, asked, self._late)
+        self.pid = await answer(self._host.pid.remote(), what=f"engine {self.name}")
+        self._ended = asyncio.ensure_future(self._until_ended())
+        return url
+
+    def _late(self) -> str:
+        return (
+            f"engine {self.name} was not started within {self._limit_s:g} s (rollout.engine.start_timeout_s): if its log says "
+            "nothing, the cluster has no room for it (`ray status`)"
+        )
+
+    async def _until_ended(self) -> str:
+        try:
+            return str(await answer(self._host.wait_ended.remote(), what=f"engine {self.name}"))
+        except RlcoreError as error:        # its actor, or the node, is gone
+            return str(error)
+
+    @property
+    def ended(self) -> asyncio.Future[Any] | None:
+        """Done once it has ended, or its actor has."""
+        return self._ended
+
+    def describe_end(self) -> str:
+        return self._ended.result() if self._ended is not None and self._ended.done() else "it still runs"
+
+    async def stop(self) -> None:
+        await self._end("stop")
+
+    async def kill(self) -> None:
+        await self._end("kill")
+
+    async def _end(self, how: str) -> None:
+        """Where the actor does not do it, it is ended itself; Ray starts it again, empty."""
+        if self._ended is None or self._ended.done():
+            return
+        try:
+            call = answer(getattr(self._host, how).remote(), what=f"engine {self.name}")
+            await within(KILL_S, call, lambda: f"the actor of engine {self.name} does not answer")
+        except DeadlineExceeded as error:
+            logger.warning("%s; it is killed", error)
+            ray.kill(self._host, no_restart=False)
+        except RlcoreError as error:        # recovery: none is needed, it is gone
+            logger.info("%s", error)
+        await asyncio.wait({self._ended}, timeout=KILL_S)
+
+
+def cluster_engines(config: Config, hosts: Sequence[Any], keys: Keys) -> list[RolloutEngine]:
+    """The engines of a run on a cluster, not started.
+
+    Args:
+        hosts: the handles of their actors; none where they are given by URL.
+    """
+    engine = config.rollout.engine
+    if engine.urls:
+        return [*external_engines(config)]
+    servers = [
+        HostedServer(host, engine_name(index), keys.api, start_timeout_s=engine.start_timeout_s)
+        for index, host in enumerate(hosts)
+    ]
+    if engine.kind == "sglang":
+        from rollout.engines.sglang.engine import SGLangEngine
+
+        return [SGLangEngine(one, config=engine, keys=keys, model_path=config.model.path) for one in servers]
+    from rollout.engines.remote import RemoteEngine
+
+    return [
+        RemoteEngine(
+            config.model.path, config=engine, dtype=config.model.dtype, tokenizer=config.model.tokenizer, name=one.name,
+            log=engine_log(folder_of(config.run), index), process=one,
+        )
+        for index, one in enumerate(servers)
+    ]
+

@@ -1,0 +1,107 @@
+"""What a run asks a Ray cluster for, and where its parts belong. Pure: no ray, no torch.
+
+A trainer node is one bundle, so that its ranks share a machine; the bundles are packed. Engines are a bundle each, spread, or
+they share the trainer's bundles where they take turns with it on the same GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlcore.config import Config
+from rlcore.config.derived import generates
+
+Resources = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is."""
+
+    rank: int
+    node: int               # the trainer's bundle
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Resources by Ray's names; an engine without a bundle is in that of a trainer node."""
+
+    ranks: tuple[Place, ...]
+    rank: Resources                         # of one rank
+    trainer: tuple[Resources, ...]          # a bundle a node
+    engine: Resources                       # of one engine
+    engines: tuple[Resources, ...]          # a bundle an engine; () where there are none, or they share the trainer's
+    hosts: tuple[int, ...]                  # the bundle of each engine: of `engines`, else of `trainer`
+    service: Resources                      # {} where nothing generates
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Engines are in the trainer's bundles."""
+        return bool(self.hosts) and not self.engines
+
+    @property
+    def total(self) -> Resources:
+        """Of everything together."""
+        return added(*self.trainer, *self.engines, self.service)
+
+
+def place(config: Config, *, has_gpus: bool) -> Placement:
+    """The placement of a run on a cluster with GPUs, or of CPUs only."""
+    cluster, engine, asked = config.cluster, config.rollout.engine, config.cluster.ray
+    on_gpu = has_gpus and engine.device != "cpu"
+    count = engine.count if generates(config) and not engine.urls else 0
+    rank = _resources(asked.rank_cpus, asked.rank_gpus if has_gpus else 0.0)
+    one_engine = _resources(asked.engine_cpus, asked.engine_gpus * engine.tensor_parallel if on_gpu else 0.0)
+    node = times(rank, cluster.processes_per_node)
+    if engine.colocated:        # the GPUs are those of the ranks; CPUs are counted beside theirs
+        one_engine = _resources(asked.engine_cpus, 0.0)
+        hosts = tuple(index % cluster.nodes for index in range(count))
+        trainer = tuple(added(node, times(one_engine, hosts.count(index))) for index in range(cluster.nodes))
+        engines: tuple[Resources, ...] = ()
+    else:
+        hosts, trainer, engines = tuple(range(count)), (node,) * cluster.nodes, (one_engine,) * count
+    return Placement(
+        ranks=tuple(
+            Place(index * cluster.processes_per_node + local, index, local)
+            for index in range(cluster.nodes)
+            for local in range(cluster.processes_per_node)
+        ),
+        rank=rank,
+        trainer=trainer,
+        engine=one_engine,
+        engines=engines,
+        hosts=hosts,
+        service=_resources(asked.service_cpus, 0.0) if generates(config) else {},
+    )
+
+
+def lacking(placement: Placement, cluster: Mapping[str, float]) -> str | None:
+    """What the whole cluster has too little of, or None.
+
+    Args:
+        cluster: its resources, used and free.
+    """
+    wanted = placement.total
+    short = [name for name, amount in wanted.items() if amount > cluster.get(name, 0.0) + 1e-6]
+    if not short:
+        return None
+    return ", ".join(f"{wanted[name]:g} {name} (the cluster has {cluster.get(name, 0.0):g})" for name in short)
+
+
+def added(*parts: Resources) -> Resources:
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in dict.fromkeys(n for part in parts for n in part)}
+
+
+def times(one: Resources, count: int) -> Resources:
+    return {name: amount * count for name, amount in one.items()}
+
+
+def bundles(parts: Sequence[Resources]) -> list[Resources]:
+    """As Ray takes them: it refuses an empty one, and amounts of nothing."""
+    return [{name: amount for name, amount in part.items() if amount} or {"CPU": 0.001} for part in parts]
+
+
+def _resources(cpus: float, gpus: float) -> Resources:
+    return {"CPU": cpus, **({"GPU": gpus} if gpus else {})}

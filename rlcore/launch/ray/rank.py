@@ -1,0 +1,79 @@
+"""A trainer rank as an actor: torchrun's environment, then the very loop that torchrun runs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from rlcore.config.load import Loaded
+from rlcore.launch.ranks import SUPERVISED
+from rlcore.launch.ray.workplace import Workplace
+
+if TYPE_CHECKING:
+    from rlcore.launch.compose import OpenService
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank's place among the others, and where their store is."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+    port: int
+
+    def environment(self) -> dict[str, str]:
+        """What torchrun would set."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",     # the driver has it: no rank makes one
+        }
+
+
+class RankActor:
+    """Runs one rank, in the main thread of a process of its own, once."""
+
+    def __init__(self, workplace: Workplace) -> None:
+        workplace.enter()
+        self._workplace = workplace
+
+    def where(self) -> tuple[str, int, list[str]]:
+        """The node's id, the process id, the GPUs that Ray gave it."""
+        gpus = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        return ray.get_runtime_context().get_node_id(), os.getpid(), gpus
+
+    def run(self, seat: Seat, loaded: Loaded, *, resume: bool, overwrite: bool, service: Any) -> int:
+        """The rank's exit code.
+
+        Args:
+            service: the handle of the service actor; None where nothing generates.
+
+        Raises:
+            RlcoreError: as `rlcore.launch.train_rank`.
+        """
+        # A rank sees its own GPUs alone, and numbers them from 0; with several a rank, or none, it is as under torchrun.
+        gpus = self.where()[2]
+        local = {"LOCAL_RANK": "0"} if len(gpus) == 1 else {}
+        os.environ.update(seat.environment() | local | {SUPERVISED: str(os.getppid())})
+        from rlcore.launch import train_rank
+
+        if seat.rank == 0:
+            self._workplace.speak()
+        opener = None if service is None or seat.rank != 0 else _opener(service)
+        return train_rank(loaded, resume=resume, overwrite=overwrite, service=opener)
+
+
+def _opener(service: Any) -> OpenService:
+    from rlcore.launch.ray.proxy import opener
+
+    return opener(service)

@@ -1,0 +1,223 @@
+"""One start of the trainer's ranks: their actors, the store in which they meet, and what their end means.
+
+The first rank that dies or falls silent ends them all, as under our own supervisor (rlcore/launch/supervise.py). What was a
+loss (a process, a node, a hang) is worth another start; what a rank refused or failed at by itself would only fail again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch.distributed as dist
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlcore.config.load import Loaded
+from rlcore.control import Failure, post_failure, read_failure
+from rlcore.errors import EmptyBatch, RlcoreError, RunFailed, UserError
+from rlcore.launch import INTERRUPTED
+from rlcore.launch.logs import describe
+from rlcore.launch.pulse import LEAVE_S, NOTICE_S, Watch
+from rlcore.launch.ranks import store_prefix
+from rlcore.launch.ray.calls import ActorLost, first_line, get, in_our_words
+from rlcore.launch.ray.cluster import Cluster
+from rlcore.launch.ray.placement import bundles
+from rlcore.launch.ray.rank import RankActor, Seat
+from rlcore.launch.ray.workplace import Workplace
+from rlcore.launch.run_folder import conclude_for, was_opened
+
+POLL_S = 0.1
+STORE_S = 60.0
+TELL_S = 3.0            # for Ray to say that a process is gone, which its peers feel at once
+END_S = 30.0            # for Ray to say that a killed actor is gone
+
+
+class Ranks:
+    """The actors of all ranks, from their start to their end.
+
+    Args:
+        group: the trainer's bundles.
+        tick: called all the time while we wait.
+    """
+
+    def __init__(
+        self, cluster: Cluster, group: PlacementGroup, loaded: Loaded, workplace: Workplace, tick: Callable[[], None]
+    ) -> None:
+        self._cluster, self._group, self._loaded, self._workplace, self._tick = cluster, group, loaded, workplace, tick
+        self.config = loaded.config
+        self._began = time.time()
+        self._host = dist.TCPStore(
+            cluster.address, 0, None, True, timedelta(seconds=STORE_S), wait_for_workers=False
+        )
+        self.store = dist.PrefixStore(store_prefix(), self._host)
+        limits = self.config.cluster
+        self._watch = Watch(
+            self.store, range(len(cluster.placement.ranks)), limit_s=limits.heartbeat_timeout_s,
+            start_limit_s=limits.start_timeout_s,
+        )
+        self.actors: list[Any] = []
+        self.nodes: list[str] = []              # of each rank: its node's id
+        self.pids: list[int] = []
+        self.gpus: list[list[str]] = []
+        self._runs: dict[Any, int] = {}         # the call of each rank that has not ended -> the rank
+        self.codes: dict[int, int] = {}         # of ranks that ended by themselves
+        self.errors: dict[int, RlcoreError] = {}        # ... with an error of ours
+        self._lost: dict[int, float] = {}       # ranks whose process is gone -> when that was seen
+        self._silent = False
+        self._failed_at = 0.0
+
+    # --- start ----------------------------------------------------------------------------------------------------
+
+    def place(self) -> None:
+        """Make the actors. Raises RunFailed where one of them does not come up in time."""
+        limit, resources = self.config.cluster.start_timeout_s, bundles([self._cluster.placement.rank])[0]
+        for place in self._cluster.placement.ranks:
+            actor = ray.remote(RankActor).options(
+                num_cpus=resources.get("CPU", 0.0), num_gpus=resources.get("GPU", 0.0), max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._group, placement_group_bundle_index=place.node
+                ),
+            )  # fmt: skip
+            self.actors.append(actor.remote(self._workplace))
+        asked = [actor.where.remote() for actor in self.actors]
+        deadline = time.monotonic() + limit
+        while len(ray.wait(asked, num_returns=len(asked), timeout=POLL_S)[0]) < len(asked) and time.monotonic() < deadline:
+            self._tick()
+        for rank, ref in enumerate(asked):
+            node, pid, gpus = get(ref, limit_s=POLL_S, what=f"starting rank {rank}", key="cluster.start_timeout_s")
+            self.nodes.append(node)
+            self.pids.append(pid)
+            self.gpus.append(gpus)
+
+    def run(self, *, resume: bool, overwrite: bool, service: Any) -> Failure | None:
+        """Until all have ended well, or for what ends the run."""
+        places, address = self._cluster.placement.ranks, self._cluster.address
+        for place, actor in zip(places, self.actors, strict=True):
+            ranks_there = sum(other.node == place.node for other in places)
+            seat = Seat(place.rank, len(places), place.local_rank, ranks_there, address, self._host.port)
+            ref = actor.run.remote(seat, self._loaded, resume=resume, overwrite=overwrite, service=service)
+            self._runs[ref] = place.rank
+        while True:
+            self._tick()
+            self._collect()
+            failure = read_failure(self.store) or self._died() or self._fell_silent()
+            if failure is not None:
+                self._failed_at = time.monotonic()
+                post_failure(self.store, failure)       # the others are told
+                return self._cause(failure)
+            if not self._runs:
+                return None
+
+    def interrupt(self) -> None:
+        """Ask for a clean end after the step at hand."""
+        self.store.set("interrupt", "the driver")
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def wait_for_the_others(self) -> None:
+        """They know of the failure: they close what is open and leave, or end themselves."""
+        deadline = time.monotonic() + NOTICE_S + LEAVE_S
+        while self._runs and time.monotonic() < deadline:
+            self._tick()
+            self._collect()
+
+    def is_loss(self, failure: Failure) -> bool:
+        """Whether a process or a node was lost, or hung: not what a rank failed at by itself.
+
+        Where that is not clear at once, the ranks are left to end: Ray takes a while to tell of a lost node, and a rank to
+        say what it failed at.
+        """
+        if failure.rank in self._lost or self._silent or failure.waited:
+            return True
+        self.wait_for_the_others()
+        if isinstance(self.errors.get(failure.rank), ActorLost):
+            return True
+        # A rank that ends itself because another one failed takes longer than this.
+        if any(seen < self._failed_at + NOTICE_S for seen in self._lost.values()):
+            return True
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return any(node not in alive for node in self.nodes)
+
+    @property
+    def was_opened(self) -> bool:
+        """These ranks have taken the run's folder: another start goes on with it."""
+        return was_opened(self.store)
+
+    def report(self, failure: Failure) -> int:
+        """The exit code, or what rank 0 raised.
+
+        Raises:
+            RlcoreError: the run's failure.
+        """
+        spoken = self.errors.get(0)
+        if isinstance(spoken, UserError | EmptyBatch):
+            raise spoken
+        if self.codes.get(0) == INTERRUPTED:
+            return INTERRUPTED
+        conclude_for(self.config, self.store, failure, began=self._began)
+        if failure.rank == 0 and spoken is not None:
+            raise spoken
+        if failure.bad_input:
+            raise UserError(f"rank {failure.rank}: {failure.error}")
+        raise RunFailed(describe(failure, self.config.run))
+
+    def end(self) -> None:
+        """End every actor at once; returns when Ray says that they are gone."""
+        for actor in self.actors:
+            ray.kill(actor)
+        if self._runs:
+            ray.wait(list(self._runs), num_returns=len(self._runs), timeout=END_S)
+        self.actors = []
+
+    # --- what happens ---------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Note every rank that has ended."""
+        if not self._runs:
+            return
+        ended, _ = ray.wait(list(self._runs), num_returns=len(self._runs), timeout=POLL_S)
+        for ref in ended:
+            rank = self._runs.pop(ref)
+            try:
+                self.codes[rank] = ray.get(ref)
+            except RayActorError:
+                self._lost[rank] = time.monotonic()
+            except RayError as error:
+                self.errors[rank] = in_our_words(error, f"rank {rank}")
+
+    def _cause(self, failure: Failure) -> Failure:
+        """A rank that is gone, where that is why another one failed: Ray may tell it a moment later."""
+        deadline = self._failed_at + TELL_S
+        while self._runs and not self._lost and not failure.bad_input and time.monotonic() < deadline:
+            self._tick()
+            self._collect()
+        return self._gone() or failure
+
+    def _gone(self) -> Failure | None:
+        """The first rank whose process is gone."""
+        for rank in self._lost:
+            return Failure(rank, f"its process or node is gone (node {self.nodes[rank][:8]}, pid {self.pids[rank]})")
+        return None
+
+    def _died(self) -> Failure | None:
+        """A rank that is gone, or that ended without a word to the others."""
+        if (gone := self._gone()) is not None:
+            return gone
+        for rank, error in self.errors.items():
+            return Failure(rank, first_line(error), bad_input=isinstance(error, UserError))
+        for rank, code in self.codes.items():
+            if code not in (0, INTERRUPTED):
+                return Failure(rank, f"it ended with exit code {code}")
+        return None
+
+    def _fell_silent(self) -> Failure | None:
+        failure = self._watch.failure()
+        if failure is None or failure.rank not in self._runs.values():
+            return None
+        self._silent = True
+        return failure

@@ -1,0 +1,281 @@
+"""Groups made while the trainer trains, up to `rollout.max_staleness` policy steps ahead of it.
+
+`rollout/schedule.py` decides; this page does what it says. Everything happens on the rollout loop, and three things make a
+move: a publication, a hand-over, and an engine that has room. Each group that is finished waits in the buffer for its step.
+What goes wrong meanwhile is raised where the trainer asks next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlcore.config import Config
+from rollout.buffer import GroupBuffer, Kept, decode, settle
+from rollout.collect import DRAWS_PER_GROUP, Collected, Tally
+from rollout.cut import Cut
+from rollout.draws import Draws
+from rollout.filters import FilterChain
+from rollout.policy_steps import PolicySteps
+from rollout.schedule import Rules, Scheduler
+from rollout.waves import Group, WaveRunner
+
+STALE = "stale"                 # why a group is given up that no step may train on any more
+CLOSE_S = 5.0
+
+
+class AheadCollector:
+    """For `rollout.max_staleness` above 0. Generation begins with the first publication.
+
+    Args:
+        steps: of the run; nothing is made for more.
+        busy_s: seconds in which any engine had work, so far.
+    """
+
+    def __init__(
+        self, config: Config, draws: Draws, runner: WaveRunner, filters: FilterChain, versions: PolicySteps, *,
+        steps: int, busy_s: Callable[[], float],
+    ) -> None:
+        rollout = config.rollout
+        self._config, self._draws, self._runner, self._filters = rollout, draws, runner, filters
+        self._versions, self._steps, self._busy_s = versions, steps, busy_s
+        self._rules = Rules(rollout.prompts_per_step, rollout.max_staleness, rollout.oversample)
+        self._scheduler = Scheduler(self._rules)
+        self._buffer = GroupBuffer()
+        self._tasks: dict[int, asyncio.Task[None]] = {}     # what makes each draw in flight; a wave makes several
+        self._late: set[int] = set()                    # of those, the ones that were given up as stale
+        self._tally, self._stale = Tally(), 0           # since the last hand-over
+        self._failure: BaseException | None = None
+        self._news = asyncio.Event()                    # renewed each time
+        self._woken, self._halted = False, True
+        self._cut = self._cut_now()
+        self._handed_over: tuple[float, float] | None = None    # when the last hand-over was; how busy engines had been then
+
+    # --- what the trainer asks ------------------------------------------------------------------------------------
+
+    async def collect(self, step: int) -> Collected:
+        """The groups that `step` trains on, once the scheduler gives them.
+
+        Raises what went wrong since the last call, in an engine, a workflow, a reward or a filter; then it goes on.
+        """
+        if step != self._scheduler.steps_done + 1:
+            raise ValueError(f"step {step} was asked for, step {self._scheduler.steps_done + 1} is the next")
+        while True:
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                self._wake()
+                raise failure
+            if (chosen := self._scheduler.batch()) is not None:
+                return self._hand_over(sorted(chosen))
+            await self._news.wait()
+
+    def published(self, step: int) -> None:
+        """Weights of policy step `step` are in force; generation begins, or goes on, with them."""
+        self._halted = False
+        self._handed_over = self._handed_over or (time.perf_counter(), self._busy_s())
+        self._scheduler.published(step)
+        self._wake()
+
+    def room_changed(self) -> None:
+        """An engine may have room that it had not before."""
+        self._wake()
+
+    def stuck(self) -> str:
+        """Who is waited for."""
+        scheduler = self._scheduler
+        if self._halted:
+            return "weights to be published"
+        if waits_for := scheduler.must_wait_for():
+            return self._runner.stuck(set(waits_for))
+        there = f"{scheduler.num_finished} groups are finished and {scheduler.num_in_flight} in flight"
+        return f"{there}: {self._runner.dispatcher.waiting_for() or 'no engine has room'}"
+
+    def give_up(self) -> None:
+        """The trainer got an error instead of its groups; these stay for its next call."""
+
+    # --- when groups are started ----------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """See what may be started, soon: several things may happen at once."""
+        if not self._woken and not self._halted:
+            self._woken = True
+            asyncio.get_running_loop().call_soon(self._start)
+
+    def _start(self) -> None:
+        """As many as are wanted, and as engines would begin at once: one that waits in a queue ages for nothing."""
+        self._woken = False
+        if self._halted or self._failure is not None:
+            return
+        count = min(self._wanted(), self._runner.room(self._config.samples_per_prompt))
+        if count <= 0:
+            return
+        try:
+            draws = self._draws.take(count)
+        except OSError as error:                # of the journal, on a full disk
+            self._failed(error)
+            return
+        self._tally.draws += count
+        self._scheduler.started(draws)
+        for wave in [draws] if self._runner.batched else [[draw] for draw in draws]:
+            task = asyncio.get_running_loop().create_task(self._make(wave))
+            self._tasks |= dict.fromkeys(wave, task)
+            task.add_done_callback(self._ended)
+
+    def _wanted(self) -> int:
+        """Groups that there is room for, and that a step of the run is left for."""
+        scheduler = self._scheduler
+        left = (self._steps - scheduler.steps_done) * self._rules.groups_per_step - scheduler.num_finished
+        return min(scheduler.room(), math.ceil(left * self._rules.oversample) - scheduler.num_in_flight)
+
+    # --- what becomes of them -------------------------------------------------------------------------------------
+
+    async def _make(self, draws: Sequence[int]) -> None:
+        """From prompts to finished groups."""
+        try:
+            for group in await self._runner.run(draws):
+                self._settle(group)
+        finally:
+            for draw in draws:
+                if self._tasks.get(draw) is asyncio.current_task():     # its samples will not come, or are of no use
+                    self._draw_again(draw)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Whatever went wrong in it, the trainer learns of it at its next call."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed(error)
+        self._tell()
+        self._wake()
+
+    def _failed(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._tell()
+
+    def _settle(self, group: Group) -> None:
+        """A group is there: kept, or dropped by a filter, or drawn again."""
+        draw, scheduler = group.draw, self._scheduler
+        refused_by = None if group.aborted else self._filters.refusal(group.samples)
+        if group.aborted:
+            self._tally.requeued += 1
+            self._draw_again(draw)
+        else:
+            del self._tasks[draw]
+            self._late.discard(draw)                # it came before its end did
+            self._draws.ledger.finish(draw)
+        if refused_by is not None:
+            self._draws.ledger.drop(draw, refused_by)
+            scheduler.dropped(draw)
+            self._tally.dropped[refused_by] += 1
+        elif not group.aborted:
+            kept = self._aged(group, scheduler.policy_step)
+            self._buffer.put(kept)
+            scheduler.finished(draw, kept.oldest)
+            self._give_up_stale()
+        self._check_yield()
+
+    def _aged(self, group: Group, now: int) -> Kept:
+        """With the policy steps of its tokens. A version that is not known yet is of the publication that is about to end: it
+        counts as old where age matters, and as new where a trainer goes back.
+        """
+        made = [self._versions.of(span.version) for one in group.samples for span in one.versions if span.end > span.start]
+        oldest = min((now if publication is None else publication.step for publication in made), default=now)
+        newest = max((now + 1 if publication is None else publication.step for publication in made), default=now)
+        return Kept(group, oldest, newest)
+
+    def _give_up_stale(self) -> None:
+        """What no step may train on any more is drawn again; what is in flight, when it has ended."""
+        for draw in self._scheduler.expired():
+            if draw in self._buffer:
+                self._buffer.take(draw)
+                self._scheduler.dropped(draw)
+                self._draws.give_back(draw, STALE)
+                self._stale += 1
+            elif not self._runner.batched and draw not in self._late:    # those of a wave end together
+                self._late.add(draw)
+                self._tasks[draw].cancel()
+
+    def _draw_again(self, draw: int) -> None:
+        """It is not in flight any more, and no samples are kept of it."""
+        late = draw in self._late
+        self._late.discard(draw)
+        self._stale += late
+        del self._tasks[draw]
+        self._scheduler.dropped(draw)
+        self._draws.give_back(draw, STALE if late else "")
+
+    def _check_yield(self) -> None:
+        """Raises EmptyBatch where the filters leave too little for a step."""
+        tally, wanted = self._tally, self._rules.groups_per_step
+        if tally.dropped.total() + tally.requeued >= DRAWS_PER_GROUP * wanted:
+            self._tally = Tally()
+            raise tally.too_little(self._scheduler.steps_done + 1, len(self._buffer), wanted)
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, chosen: Sequence[int]) -> Collected:
+        groups = [self._buffer.take(draw).group for draw in chosen]
+        self._scheduler.hand_over(chosen)
+        self._give_up_stale()
+        self._draws.hand_over(chosen, self._scheduler.steps_done)
+        metrics = {
+            "rollout/buffered_groups": float(self._scheduler.num_finished),
+            "rollout/in_flight_groups": float(self._scheduler.num_in_flight),
+            "rollout/dropped_stale": float(self._stale),
+            **self._measured(),
+        }
+        tally, self._tally, self._stale = self._tally, Tally(), 0
+        self._wake()
+        self._cut = self._cut_now()
+        return Collected(groups, tally, self._draws.stream.epoch, self._cut.draws, metrics)
+
+    def _measured(self) -> dict[str, float]:
+        """How busy engines were since the last hand-over."""
+        assert self._handed_over is not None
+        since, busy_before = self._handed_over
+        now, busy = self._handed_over = time.perf_counter(), self._busy_s()
+        share = (busy - busy_before) / max(now - since, 1e-9)
+        return {"time/engine": busy - busy_before, "perf/engine_idle_fraction": max(0.0, 1.0 - share)}
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    def _cut_now(self) -> Cut:
+        return Cut(self._scheduler.steps_done, self._draws.snapshot(), tuple(self._buffer), self._versions.known)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state right after the last hand-over, before anything else was drawn. JSON-able."""
+        return self._cut.encoded()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a cut, once `halt` has returned.
+
+        What was finished since stays, unless a later policy step than that of the cut made a token of it: the trainer has
+        forgotten those weights.
+        """
+        self._draws.restore(state)
+        step = self._draws.ledger.last_step
+        ahead = state.get("ahead", {"groups": (), "versions": ()})      # a run with max_staleness 0 has none
+        self._versions.learn(ahead["versions"])
+        settle(self._draws, self._buffer, decode(ahead["groups"]), step=step)
+        restored = {"policy_step": step, "steps_done": step, "finished": self._buffer.ages()}
+        self._scheduler = Scheduler.restore(self._rules, restored)
+        self._tally, self._stale, self._failure = Tally(), 0, None
+        self._give_up_stale()
+        self._cut = self._cut_now()
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    async def halt(self) -> None:
+        """Nothing is in flight when this returns, and nothing begins before the next publication."""
+        self._halted = True
+        tasks = set(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
+        self._tasks.clear()                     # one that does not end has no say any more
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()

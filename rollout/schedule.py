@@ -1,0 +1,220 @@
+"""When to start groups of responses, and which of them the next step is trained on: a pure class, no clock, no I/O.
+
+Words. A group is the samples of one draw of a prompt. Policy step p: the weights after p updates. Step s (from 1) trains the
+weights of policy step s - 1. A group of age class t has its oldest token from policy step t (in flight: it was started under
+t, and can only turn out younger). With `max_staleness` k it may be trained on by steps up to t + k + 1, and never later.
+
+Two rules give that bound without dropping anything:
+
+- A group is started only if the steps that will come in time have places for it and for everything started before it.
+- A step takes the oldest finished groups, but waits while taking them would leave more groups behind, in flight ones counted,
+  than the steps after it can take in time: earliest deadline first, as in scheduling (Liu and Layland, 1973). So the trainer
+  waits for a long response instead of leaving it behind, and no length of response is disfavoured.
+
+With `oversample` above 1 more is started than there are places, since filters will drop some. What they did not drop is kept
+for later steps; which of the groups of one class have the places is said by their draws, never by who finished first.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Raises ValueError for numbers that make no sense."""
+
+    groups_per_step: int
+    max_staleness: int
+    oversample: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.groups_per_step < 1 or self.max_staleness < 0 or not self.oversample >= 1:
+            raise ValueError(f"expected groups_per_step >= 1, max_staleness >= 0 and oversample >= 1, got {self}")
+
+
+@dataclass
+class _AgeClass:
+    """The groups that no step trained on yet, of one oldest policy step; sorted draws."""
+
+    in_flight: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.in_flight) + len(self.finished)
+
+    def first(self, count: int) -> tuple[list[int], list[int]]:
+        """Of its first `count` draws, those in flight and those finished."""
+        if count >= len(self):
+            return self.in_flight, self.finished
+        low, high = 0, len(self.finished)       # how many of them are finished
+        while low < high:
+            middle = (low + high + 1) // 2
+            if bisect_left(self.in_flight, self.finished[middle - 1]) + middle <= count:
+                low = middle
+            else:
+                high = middle - 1
+        return self.in_flight[: count - low], self.finished[:low]
+
+
+class Scheduler:
+    """The groups of a run that are in flight, or finished and not trained on.
+
+    Args:
+        policy_step: of the weights in force at the engines.
+        steps_done: training steps whose groups were handed over.
+    """
+
+    def __init__(self, rules: Rules, *, policy_step: int = 0, steps_done: int = 0) -> None:
+        self.rules, self.policy_step, self.steps_done = rules, policy_step, steps_done
+        self._classes: dict[int, _AgeClass] = {}
+        self._class_of: dict[int, int] = {}         # draw -> age class
+
+    # --- starting ---------------------------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        """How many groups may be started now."""
+        places = (self.policy_step + self.rules.max_staleness + 1 - self.steps_done) * self.rules.groups_per_step
+        free = places - self.num_finished
+        return max(0, math.ceil(free * self.rules.oversample) - self.num_in_flight)
+
+    def started(self, draws: Iterable[int]) -> None:
+        """They are in flight, under the policy step in force."""
+        for draw in draws:
+            if draw in self._class_of:
+                raise ValueError(f"draw {draw} was started already")
+            self._class_of[draw] = self.policy_step
+            insort(self._age(self.policy_step).in_flight, draw)
+
+    def finished(self, draw: int, oldest: int) -> None:
+        """A whole group is there, worth training on; `oldest`: policy step of its oldest token."""
+        self._leave(draw, self._in_flight_class(draw).in_flight)
+        self._class_of[draw] = oldest
+        insort(self._age(oldest).finished, draw)
+
+    def dropped(self, draw: int) -> None:
+        """A group in flight or finished that no step will train on; its place is free."""
+        if draw not in self._class_of:
+            raise ValueError(f"draw {draw} is neither in flight nor finished")
+        age = self._classes[self._class_of[draw]]
+        self._leave(draw, age.in_flight if _has(age.in_flight, draw) else age.finished)
+
+    # --- the next step ----------------------------------------------------------------------------------------------
+
+    def batch(self) -> list[int] | None:
+        """The draws that the next step trains on, the oldest first; None while it has to wait."""
+        if self.num_finished < self.rules.groups_per_step:      # most calls
+            return None
+        chosen, _ = self._next()
+        return chosen if len(chosen) == self.rules.groups_per_step else None
+
+    def must_wait_for(self) -> list[int]:
+        """The groups in flight without which there is no next batch, the most urgent classes of them; [] if there is one."""
+        return self._next()[1]
+
+    def hand_over(self, draws: Sequence[int]) -> None:
+        """The next step is trained on these, which `batch` gave."""
+        if len(draws) != self.rules.groups_per_step:
+            raise ValueError(f"got {len(draws)} groups, a step takes {self.rules.groups_per_step}")
+        for draw in draws:
+            t = self._class_of.get(draw)
+            if t is None or not _has(self._classes[t].finished, draw):
+                raise ValueError(f"draw {draw} is not finished")
+            if t < self._oldest_allowed:
+                step, oldest = self.steps_done + 1, self._oldest_allowed
+                raise ValueError(f"draw {draw} is of policy step {t}, too old for step {step}: it takes {oldest} on")
+            self._leave(draw, self._classes[t].finished)
+        self.steps_done += 1
+
+    def published(self, policy_step: int) -> None:
+        """These weights are in force at the engines."""
+        if policy_step < self.policy_step:
+            raise ValueError(f"policy step {policy_step} after {self.policy_step}: they never go back")
+        self.policy_step = policy_step
+
+    def expired(self) -> list[int]:
+        """Groups, in flight or finished, that no step to come may train on. With `oversample` 1 there are none."""
+        late = [age for t, age in sorted(self._classes.items()) if t < self._oldest_allowed]
+        return [draw for age in late for draw in sorted((*age.in_flight, *age.finished))]
+
+    # --- what there is ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_in_flight(self) -> int:
+        return sum(len(age.in_flight) for age in self._classes.values())
+
+    @property
+    def num_finished(self) -> int:
+        return sum(len(age.finished) for age in self._classes.values())
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-able. Groups in flight are not in it: who restores it gives their draws back to the stream."""
+        finished = [[t, age.finished.copy()] for t, age in sorted(self._classes.items()) if age.finished]
+        return {"policy_step": self.policy_step, "steps_done": self.steps_done, "finished": finished}
+
+    @classmethod
+    def restore(cls, rules: Rules, state: Mapping[str, Any]) -> Scheduler:
+        """The inverse of `snapshot`, under rules that may have changed since: see `expired`."""
+        made = cls(rules, policy_step=state["policy_step"], steps_done=state["steps_done"])
+        for t, draws in state["finished"]:
+            made._age(t).finished.extend(draws)
+            made._class_of.update(dict.fromkeys(draws, t))
+        return made
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _next(self) -> tuple[list[int], list[int]]:
+        """The finished draws of the next batch, or as many as there are; the draws in flight that it waits for, or none."""
+        wanted = self.rules.groups_per_step
+        chosen: list[int] = []
+        in_flight: list[int] = []       # of this class and older ones
+        for t, going, finished in self._placed():
+            chosen += finished[: wanted - len(chosen)]
+            in_flight += going
+            if len(chosen) == wanted:   # no class has more groups than places: the steps after the next can take the rest
+                return chosen, []
+            if len(in_flight) > self._places(t) - wanted:       # they cannot: no younger group may go before these
+                break
+        return chosen, in_flight
+
+    @property
+    def _oldest_allowed(self) -> int:
+        """The age class that the next step may still take."""
+        return self.steps_done - self.rules.max_staleness
+
+    def _places(self, t: int) -> int:
+        """Of all steps that may take groups of age class `t`, from the next one on."""
+        return (t - self._oldest_allowed + 1) * self.rules.groups_per_step
+
+    def _placed(self) -> Iterator[tuple[int, list[int], list[int]]]:
+        """(age class, draws in flight, draws finished) of the groups that have a place, the oldest class first."""
+        placed = 0
+        for t in sorted(t for t in self._classes if t >= self._oldest_allowed):
+            age = self._classes[t]
+            count = min(len(age), self._places(t) - placed)
+            placed += count
+            yield t, *age.first(count)
+
+    def _age(self, t: int) -> _AgeClass:
+        return self._classes.setdefault(t, _AgeClass())
+
+    def _in_flight_class(self, draw: int) -> _AgeClass:
+        age = self._classes.get(self._class_of.get(draw, -1))
+        if age is None or not _has(age.in_flight, draw):
+            raise ValueError(f"draw {draw} is not in flight")
+        return age
+
+    def _leave(self, draw: int, draws: list[int]) -> None:
+        del draws[bisect_left(draws, draw)]
+        t = self._class_of.pop(draw)
+        if not len(self._classes[t]):
+            del self._classes[t]
+
+
+def _has(draws: Sequence[int], draw: int) -> bool:
+    at = bisect_right(draws, draw)
+    return at > 0 and draws[at - 1] == draw

@@ -1,0 +1,36 @@
+"""The URLs that `rlcore engine --urls-file` has written into a folder, as one JSON list: `engine_urls.py FOLDER NODES SECONDS`.
+
+Waits until as many nodes have written theirs. Needs nothing installed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+POLL_S = 1.0
+
+
+def main(folder: Path, nodes: int, seconds: float) -> int:
+    deadline = time.monotonic() + seconds
+    while len(files := sorted(folder.glob("*.json"))) < nodes:
+        if time.monotonic() > deadline:
+            found = ", ".join(file.name for file in files) or "none"
+            print(
+                f"engine_urls.py: {len(files)} of {nodes} engine nodes are ready after {seconds:g} s (ENGINES_TIMEOUT_S) in "
+                f"{folder}: {found}; look at the output of engines.sh on the others",
+                file=sys.stderr,
+            )
+            return 1
+        time.sleep(POLL_S)
+    if len(files) > nodes:
+        print(f"engine_urls.py: {folder} has {len(files)} files, expected {nodes}: use a new folder", file=sys.stderr)
+        return 1
+    print(json.dumps([url for file in files for url in json.loads(file.read_text())]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# The SGLang engines of one node, for a trainer on other nodes (torchrun_multinode.sh): run this on every engine node.
+#
+#   ENGINES=/shared/run1/engines ./scripts/engines.sh CONFIG.yaml [SERVERS.yaml] [key=value ...]
+#
+# ENGINES             a folder that all nodes share, new for each run: once the engines are ready, their URLs are put there
+# ENGINES_PER_NODE    rollout.engine.count of this node (default: as configured)
+# HOST_ADDRESS        of this node, as the trainer reaches it (default: its first)
+# RLCORE_ENGINE_API_KEY and RLCORE_ENGINE_ADMIN_KEY must be exported, the same on every node.
+# It runs until SIGINT or SIGTERM, or until an engine ends; its URLs are taken away then.
+set -euo pipefail
+# shellcheck source=scripts/common.sh
+. "$(dirname "$0")/common.sh"
+[ $# -gt 0 ] || fail "usage: $0 CONFIG.yaml [SERVERS.yaml] [key=value ...]"
+: "${ENGINES:?a folder that all nodes share}"
+need_keys
+
+address=$(own_address)
+mkdir -p "$ENGINES"
+exec "$python" -m rlcore engine "$@" ${ENGINES_PER_NODE:+"rollout.engine.count=$ENGINES_PER_NODE"} \
+    rollout.engine.kind=sglang "rollout.engine.host=$address" --urls-file "$ENGINES/$address.json"

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Train on a Ray cluster made for one run: run this on every node, trainer and engine nodes alike, with the same arguments.
+#
+#   NODE_RANK=0 MASTER_ADDR=10.0.0.1 ./scripts/ray_multinode.sh CONFIG.yaml [SERVERS.yaml] [key=value ...]
+#
+# Node 0 is the head and runs `rlcore train`, which places ranks and engines where there is room; the other nodes lend what they
+# have until it ends. MASTER_ADDR is node 0's address, RAY_PORT (6379) must be free there. RAY_ARGS: more for `ray start` (as
+# "--num-gpus 4"); JOIN_TIMEOUT_S (600): for the head to be there. On a cluster that runs already, call `rlcore train` yourself.
+# Ray asks for a token: export RAY_AUTH_TOKEN, the same long random word on every node, unless they share a home with
+# ~/.ray/auth_token in it.
+set -euo pipefail
+# shellcheck source=scripts/common.sh
+. "$(dirname "$0")/common.sh"
+: "${NODE_RANK:?the rank of this node, from 0}" "${MASTER_ADDR:?the address of node 0}"
+[ $# -gt 0 ] || fail "usage: $0 CONFIG.yaml [SERVERS.yaml] [key=value ...]"
+head_address=$MASTER_ADDR:${RAY_PORT:-6379}
+ray=$(dirname "$python")/ray
+[ -x "$ray" ] || ray=$(command -v ray) || fail "there is no ray beside $python: ./scripts/install.sh ray"
+read -ra more <<< "${RAY_ARGS:-}"
+export RAY_USAGE_STATS_ENABLED=${RAY_USAGE_STATS_ENABLED:-0}
+deadline=$((SECONDS + ${JOIN_TIMEOUT_S:-600}))
+
+until_there() {     # until_there PROCESS: the head answers; PROCESS ("" for none) must live meanwhile
+    until "$ray" health-check --address "$head_address" > /dev/null 2>&1; do
+        [ $SECONDS -lt $deadline ] || fail "no Ray head at $head_address within ${JOIN_TIMEOUT_S:-600} s (JOIN_TIMEOUT_S)"
+        [ -z "$1" ] || kill -0 "$1" 2> /dev/null || fail "the Ray head has not started, see above"
+        sleep 1
+    done
+}
+
+until_ended() {     # until_ended PROCESS: its exit code, in $code; signals are passed on to it
+    # shellcheck disable=SC2064     # the process is known now
+    trap "kill -TERM $1 2> /dev/null || true" TERM
+    # shellcheck disable=SC2064
+    trap "kill -INT $1 2> /dev/null || true" INT
+    code=0
+    wait "$1" || code=$?
+    while kill -0 "$1" 2> /dev/null; do      # a signal ends `wait`, not the process
+        code=0
+        wait "$1" || code=$?
+    done
+}
+
+if [ "$NODE_RANK" != 0 ]; then
+    until_there ""
+    "$ray" start --block --address "$head_address" --node-ip-address "$(own_address)" ${more[@]+"${more[@]}"} &
+    until_ended $!
+    if "$ray" health-check --address "$head_address" > /dev/null 2>&1; then exit "$code"; fi
+    echo "$(basename "$0"): the cluster of $head_address has ended" >&2
+    exit 0
+fi
+
+# A session of its own: Ctrl-C is for the run, which saves and ends while its cluster is still there.
+setsid "$ray" start --head --block --node-ip-address "$MASTER_ADDR" --port "${RAY_PORT:-6379}" ${more[@]+"${more[@]}"} &
+head=$!
+trap 'kill "$head" 2> /dev/null || true; wait "$head" || true' EXIT
+until_there "$head"
+"$python" -m rlcore train "$@" cluster.launcher=ray "cluster.ray.address=$head_address" &
+until_ended $!
+exit "$code"

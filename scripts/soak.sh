@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Short runs, one process of each killed at a moment drawn from a seed; what they leave behind is compared with an undisturbed run.
+#
+#   ./scripts/soak.sh                                             30 runs, about an hour on two cores
+#   ./scripts/soak.sh --runs 4 --launcher torchrun --kind rank --folder runs/few
+#
+# Prints the table of docs/soak.md. Exit code 1: a run did not end well, or its books or weights are wrong. Logs are in --folder.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-.venv/bin/python}
+[ -x "$python" ] || python=python3
+export PYTHONPATH="$PWD" OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+exec "$python" -m tests.soak "$@"

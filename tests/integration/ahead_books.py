@@ -1,0 +1,32 @@
+"""What a run must show that generated ahead of its trainer: books that balance, and no token that was too old."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlcore.data.sample import Sample
+from rlcore.publish import read_versions
+from rlcore.runs.directory import RunDirectory
+from rlcore.runs.rollouts import read_rollouts
+from rollout.audit import audit
+
+
+def ages(folder: Path, step: int) -> list[list[int]]:
+    """Of each sample of `step`, the staleness of its parts, by what was recorded and, independently, by versions.jsonl."""
+    step_of = {version.version: version.step for version in read_versions(folder / "versions.jsonl")}
+    found = []
+    for record in read_rollouts(folder / "rollouts" / f"step_{step:06d}.jsonl.zst"):
+        spans = Sample.from_record(record).versions
+        assert [step_of[span.version] for span in spans] == record["policy_steps"]
+        found.append([step - 1 - policy_step for policy_step in record["policy_steps"]])
+    return found
+
+
+def check(folder: Path, *, steps: int, staleness: int) -> list[int]:
+    """Books that balance, whole steps, no token above the bound. Returns the staleness of every part of a sample."""
+    found = audit(RunDirectory(folder))
+    assert found.contradictions == []
+    assert found.steps == found.recorded == steps
+    everything = [age for step in range(1, steps + 1) for parts in ages(folder, step) for age in parts]
+    assert 0 <= min(everything) <= max(everything) <= staleness
+    return everything

@@ -1,0 +1,207 @@
+"""Generation ahead of training, through the whole loop: it learns, no token is too old, nothing is lost, and time is saved."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab import LEARNING, Lab, Run
+
+from rlcore.protocols import Completion, GenerateRequest
+from rlcore.runs.directory import RunDirectory
+from rlcore.runs.rollouts import read_rollouts
+from rollout.audit import audit
+from rollout.engines.decoding import Decoding
+from rollout.engines.embedded import EmbeddedEngine
+from rollout.waves import WaveRunner
+from tests.integration.ahead_books import ages, check
+from tests.integration.resume_runs import UPDATES, Runs, result_of
+
+MODES = ("drain", "retract", "in_place", "abort")
+CORRECTED = ("algorithm.correction={name: tis}",)
+
+
+@pytest.fixture
+def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generation takes longer than training, so that publications meet responses in flight."""
+    step = Decoding.step
+
+    def slow(self: Decoding, version: int) -> None:
+        time.sleep(0.02)
+        step(self, version)
+
+    monkeypatch.setattr(Decoding, "step", slow)
+
+
+# --- it learns --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_run_ahead_of_its_trainer_learns(lab: Lab, staleness: int) -> None:
+    run = lab.train(
+        f"ahead {staleness}", *LEARNING, *CORRECTED, "training.steps=32", f"rollout.max_staleness={staleness}",
+        "rollout.on_update=in_place", "rollout.samples_per_prompt=8",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    seen = check(run.folder, steps=32, staleness=staleness)
+    assert max(seen) == staleness
+    rewards = [row["rollout/reward"] for row in run.metrics]
+    assert statistics.fmean(rewards[-8:]) > statistics.fmean(rewards[:8]) + 0.8
+    for step in range(1, 33):
+        row, parts = run.rows[step], [age for parts in ages(run.folder, step) for age in parts]
+        assert row["rollout/staleness_max"] == max(parts), "counted in policy steps"
+        assert min(parts) <= row["rollout/staleness_mean"] <= max(parts)
+        assert 0.0 <= row["perf/engine_idle_fraction"] <= 1.0
+        assert 0.0 <= row["perf/trainer_idle_fraction"] <= 1.0
+        assert row["rollout/buffered_groups"] <= 4 * staleness
+    assert run.rows[32]["rollout/buffered_groups"] == run.rows[32]["rollout/in_flight_groups"] == 0.0, "none was made in vain"
+    states = audit(RunDirectory(run.folder)).states
+    assert states["consumed"] == sum(states.values()) == 32 * 4
+
+
+def test_a_step_trained_on_older_tokens_is_replayed_to_the_bit(lab: Lab) -> None:
+    every = ("checkpoint.every=1", "checkpoint.keep=9", "algorithm.correction={name: tis, max_staleness: 0}")
+    run = lab.train("ahead, recorded", *LEARNING, *every, "training.steps=5", "rollout.max_staleness=2")
+    assert run.code == 0, run.err
+    row = run.rows[4]
+    assert row["rollout/staleness_max"] > 0
+    assert row["correction/stale_fraction"] > 0, "the bound of the correction counts policy steps too"
+    again = lab.command(
+        "train", str(run.folder / "config.yaml"), "run.name=replayed ahead", "training.debug=train_only", "training.steps=1",
+        f"training.replay={run.rollouts(4)}", f"training.replay_from={run.checkpoint(3)}", name="replayed ahead",
+    )  # fmt: skip
+    assert again.code == 0, again.err
+    for name in ("loss/policy_avg", "train/grad_norm", "rollout/staleness_mean", "rollout/staleness_max",
+                 "correction/stale_fraction"):  # fmt: skip
+        assert again.rows[1][name] == row[name], name
+
+
+# --- publications that meet responses in flight -----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("slow_tokens")
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_publication_does_to_responses_in_flight(lab: Lab, mode: str) -> None:
+    run = lab.train(
+        f"ahead {mode}", *LEARNING, *CORRECTED, "training.steps=6", "rollout.max_staleness=1", f"rollout.on_update={mode}",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    check(run.folder, steps=6, staleness=1)
+    crossed = [parts for step in range(1, 7) for parts in ages(run.folder, step) if len(parts) > 1]
+    if mode == "drain":
+        assert crossed == []
+    else:
+        assert crossed, "some responses were begun by one version and ended by another"
+        assert all(parts == sorted(parts, reverse=True) for parts in crossed)
+    resumed = sum(row["rollout/resumed_responses"] for row in run.metrics)
+    assert (resumed > 0) == (mode == "abort")
+    assert all(row["rollout/requeued_prompts"] == 0 for row in run.metrics)
+
+
+# --- filters, evaluation ----------------------------------------------------------------------------------------------
+
+
+def test_filters_refill_and_over_sampling_loses_nothing(lab: Lab) -> None:
+    digits = "reward.parts={digits: {function: 'tests.integration.resume_rewards:share_of_digits'}}"
+    run = lab.train(
+        "ahead, filtered", *LEARNING, *CORRECTED, digits, "reward.workers=1", "rollout.filters=[zero_variance]",
+        "rollout.oversample=1.5", "rollout.max_staleness=2", "training.steps=8",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    check(run.folder, steps=8, staleness=2)
+    states = audit(RunDirectory(run.folder)).states
+    assert states["consumed"] == 32
+    assert all(row["rollout/zero_std_groups"] == 0 for row in run.metrics)
+    dropped = sum(row["rollout/dropped_zero_variance"] for row in run.metrics)
+    assert dropped <= states.get("dropped by zero_variance", 0)
+
+
+@pytest.mark.usefixtures("slow_tokens")
+def test_an_evaluation_beside_uses_the_newest_weights(lab: Lab, tmp_path: Path) -> None:
+    heldout = f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]"
+    given = (heldout, "evaluation.max_prompts=8", "evaluation.every=2", "checkpoint.every=2", "checkpoint.keep=9")
+    run = lab.train("ahead, evaluated", *LEARNING, *given, "rollout.max_staleness=1", "training.steps=4")
+    assert run.code == 0, run.err
+    for step in (0, 2, 4):
+        model = lab.model if step == 0 else run.checkpoint(step)
+        output = ("--output", str(tmp_path / "scores.json"))
+        scored = lab.command("eval", str(run.folder / "config.yaml"), "--model", str(model), *output)
+        assert scored.code == 0, scored.err
+        assert json.loads((tmp_path / "scores.json").read_text())["eval/score"] == run.rows[step]["eval/score"]
+
+
+# --- the end, and after -----------------------------------------------------------------------------------------------
+
+
+AHEAD = ("rollout.max_staleness=2", "rollout.on_update=retract", "training.steps=8")
+
+
+def test_asked_to_end_while_groups_are_made_it_saves_and_goes_on(runs: Runs) -> None:
+    at: dict[str, Any] = {"point": "update", "call": 2 * UPDATES + 1, "action": "terminate"}
+    ended = runs.train("asked", *AHEAD, at=at)
+    assert ended.codes == [130], ended.output
+    assert ended.orphans == []
+    assert (result_of(runs.path("asked"))["status"], result_of(runs.path("asked"))["steps"]) == ("interrupted", 3)
+    check(runs.path("asked"), steps=3, staleness=2)
+    runs.finish("asked", *AHEAD)
+    assert max(check(runs.path("asked"), steps=8, staleness=2)) > 0
+
+
+@pytest.mark.parametrize("at", [
+    {"point": "rollouts", "call": 4, "after": True},
+    {"point": "publish", "call": 6},
+    {"point": "commit", "call": 1, "after": True},
+], ids=lambda at: at["point"].replace(" ", "_"))  # fmt: skip
+def test_killed_while_groups_are_made_it_goes_on(runs: Runs, at: dict[str, Any]) -> None:
+    name = f"killed at {at['point']}"
+    ended = runs.train(name, *AHEAD, at=at)
+    assert ended.killed, ended.output
+    runs.finish(name, *AHEAD)
+    check(runs.path(name), steps=8, staleness=2)
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+class LongTailed(EmbeddedEngine):
+    """Answers each request by itself, after a time of its own: one in eight takes ten times as long."""
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        dice = random.Random(requests[0].draw)
+        await asyncio.sleep(0.5 if dice.random() < 0.125 else 0.05)
+        return await super().generate(requests)
+
+
+def slow_run(lab: Lab, staleness: int) -> Run:
+    return lab.train(
+        f"long-tailed {staleness}", *LEARNING, *CORRECTED, "training.steps=16", f"rollout.max_staleness={staleness}",
+        "rollout.on_update=in_place", "checkpoint.export_hf=false",
+    )  # fmt: skip
+
+
+def test_with_long_tails_running_ahead_takes_less_time_for_the_same_steps(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.engines.embedded.EmbeddedEngine", LongTailed)
+    build = WaveRunner.__init__
+
+    def continuous(self: WaveRunner, **parts: Any) -> None:
+        build(self, **{**parts, "batched": False})
+
+    monkeypatch.setattr(WaveRunner, "__init__", continuous)
+    lock_step, ahead = slow_run(lab, 0), slow_run(lab, 2)
+    for run, staleness in ((lock_step, 0), (ahead, 2)):
+        assert run.code == 0, run.err
+        check(run.folder, steps=16, staleness=staleness)
+    seconds = [sum(row["time/step"] for row in run.metrics) for run in (lock_step, ahead)]
+    idle = [statistics.fmean(row["perf/trainer_idle_fraction"] for row in run.metrics) for run in (lock_step, ahead)]
+    print(f"16 steps in {seconds[0]:.2f} s and {seconds[1]:.2f} s; the trainer waits {idle[0]:.2f} and {idle[1]:.2f} of it")
+    assert seconds[1] < 0.75 * seconds[0]
+    assert idle[1] < idle[0]
+    draws = [sorted({r["draw"] for s in range(1, 17) for r in read_rollouts(run.rollouts(s))}) for run in (lock_step, ahead)]
+    assert draws[0] == draws[1] == list(range(64)), "long answers are trained on as short ones are"

@@ -1,0 +1,95 @@
+"""torchrun starts ranks that failed again (`--max-restarts`): the run goes on from its last checkpoint, as if undisturbed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from accounts import faults_of
+from lab import LEARNING
+from rank_runs import Ended, RankRuns
+from safetensors.torch import load_file
+from torchrun_runs import Launched, Launcher
+
+STEPS = 12
+SETTINGS = (
+    "policy.parallel.tensor=2", *LEARNING, "rollout.engine.in_process=true", f"training.steps={STEPS}", "checkpoint.every=3",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(rank_runs: RankRuns) -> Ended:
+    run = rank_runs.train("never-restarted", *SETTINGS)
+    assert run.code == 0, run.said
+    return run
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def assert_ended_as(run: Launched, other: Ended) -> None:
+    """The same metrics but for times, each step once, and the same weights, bit for bit."""
+    assert run.result["status"] == "completed"
+    assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
+    for row, expected in zip(run.rows, other.rows, strict=True):
+        for key, value in row.items():
+            assert key.startswith(("time/", "perf/")) or value == expected[key], (row["step"], key)
+    own, expected_weights = weights(run.folder / "hf"), weights(other.folder / "hf")
+    assert own.keys() == expected_weights.keys()
+    assert all(torch.equal(own[name], tensor) for name, tensor in expected_weights.items())
+    assert run.processes() == []
+
+
+def test_a_killed_rank_is_started_again_and_the_run_ends_as_undisturbed(launcher: Launcher, undisturbed: Ended) -> None:
+    run = launcher.two_nodes("rank-comes-back", *SETTINGS, restarts=1)
+    run.reach(5)
+    run.rank(1).kill()
+    assert run.wait() == [0, 0], run.said
+    assert "rank 0 lost a peer in a collective" in run.said
+    assert_ended_as(run, undisturbed)
+
+
+@pytest.mark.full
+def test_a_lost_node_that_comes_back_joins_the_next_attempt(launcher: Launcher, undisturbed: Ended) -> None:
+    """Its new agent counts restarts from 0, the other node's goes on counting."""
+    run = launcher.two_nodes("node-comes-back", *SETTINGS, restarts=2)
+    run.reach(4)
+    run.lose(1)
+    run.bring_back(1)
+    assert run.wait() == [0, 0], run.said
+    assert_ended_as(run, undisturbed)
+
+
+@pytest.mark.full
+def test_a_first_start_on_an_existing_run_stays_refused_however_often_it_is_tried(
+    launcher: Launcher, undisturbed: Ended
+) -> None:
+    before = (undisturbed.folder / "metrics.jsonl").read_bytes()
+    run = launcher.two_nodes("never-restarted", *SETTINGS, f"training.steps={STEPS + 1}", restarts=1)
+    assert run.wait() == [1, 1], run.said
+    assert run.said.count("run 'never-restarted' exists") == 4, "each node, each time"
+    assert (undisturbed.folder / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.full
+def test_a_run_ahead_of_its_trainer_loses_nothing_when_it_is_started_again(launcher: Launcher) -> None:
+    ahead = ("rollout.max_staleness=2", "rollout.on_update=retract", "algorithm.correction={name: tis}")
+    run = launcher.two_nodes("ahead-comes-back", *SETTINGS, *ahead, restarts=1)
+    run.reach(5)
+    run.rank(1).kill()
+    assert run.wait() == [0, 0], run.said
+    assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
+    assert faults_of(run.folder, steps=STEPS, max_staleness=2) == []
+    assert run.processes() == []
+
+
+@pytest.mark.full
+def test_overwriting_is_done_once(launcher: Launcher, undisturbed: Ended, rank_runs: RankRuns) -> None:
+    assert rank_runs.train("overwritten", *SETTINGS, "training.steps=1").code == 0
+    run = launcher.two_nodes("overwritten", *SETTINGS, "--overwrite", restarts=1)
+    run.reach(5)
+    run.rank(0).kill()
+    assert run.wait() == [0, 0], run.said
+    assert_ended_as(run, undisturbed)

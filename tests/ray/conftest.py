@@ -1,0 +1,51 @@
+"""One Ray cluster for all tests here: a head and three nodes, each a raylet with its own workers on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.lab import ROOT, Lab
+
+NODES = 3
+STORE_BYTES = 100 << 20         # of each node's objects
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Lab]:
+    threads = torch.get_num_threads()
+    yield Lab(tmp_path_factory.mktemp("lab"), tiny_model)
+    torch.set_num_threads(threads)
+
+
+def add_node(cluster: Any, number: int) -> None:
+    """With an address of its own: a driver is taken to be on the node that has its address."""
+    cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES, node_ip_address=f"127.0.0.{number + 2}")
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """`ray.cluster_utils.Cluster`. The head has room for a rollout service alone, every node for two ranks or engines."""
+    from ray.cluster_utils import Cluster
+
+    # Workers that are not runs' own get the path of this checkout from here.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    with TemporaryDirectory(prefix="ray", dir="/tmp") as folder:        # a socket's path must be short
+        os.environ["RAY_TMPDIR"] = folder
+        made = Cluster(initialize_head=True, head_node_args={
+            "num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES,
+        })  # fmt: skip
+        try:
+            for node in range(NODES):
+                add_node(made, node)
+            yield made
+        finally:
+            made.shutdown()

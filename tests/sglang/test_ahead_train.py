@@ -1,0 +1,41 @@
+"""Runs that generate ahead of their trainer on a real SGLang server, which batches continuously."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from server_kit import Served
+
+from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY
+from tests.integration.ahead_books import ages, check
+from tests.integration.lab import LEARNING, Lab
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Lab]:
+    yield Lab(tmp_path_factory.mktemp("ahead"), tiny_model)
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("mode", ["drain", "retract", "in_place", "abort"])
+def test_a_run_two_steps_ahead(lab: Lab, served: Served, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    monkeypatch.setenv(API_KEY, served.keys.api)
+    monkeypatch.setenv(ADMIN_KEY, served.keys.admin)
+    run = lab.train(
+        mode, *LEARNING, "rollout.engine.kind=sglang", f"rollout.engine.urls=[{served.url}]", f"training.steps={STEPS}",
+        "rollout.max_staleness=2", f"rollout.on_update={mode}", "rollout.sampling.max_new_tokens=32",
+        "algorithm.correction={name: tis}", "rollout.engine.max_in_flight=4",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    assert max(check(run.folder, steps=STEPS, staleness=2)) > 0
+    crossed = [parts for step in range(1, STEPS + 1) for parts in ages(run.folder, step) if len(parts) > 1]
+    if mode == "drain":
+        assert crossed == []
+    assert all(parts == sorted(parts, reverse=True) for parts in crossed)
+    assert (sum(row["rollout/resumed_responses"] for row in run.metrics) > 0) <= (mode == "abort")
+    print(f"{mode}: {len(crossed)} of {STEPS * 16} responses were made by several versions")

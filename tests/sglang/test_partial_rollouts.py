@@ -1,0 +1,158 @@
+"""Responses of a real server that are cut and go on: log-probs against transformers, versions, stops, records."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from publication_kit import (
+    TOLERANCE,
+    Oracle,
+    connect,
+    folder_weights,
+    publish,
+    random_weights,
+    request,
+    run_config,
+    sink_over,
+)
+from server_kit import Served
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlcore.protocols import Completion, Generate, GenerateRequest
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.partial import PartialRollouts
+from rollout.wire import EngineSink
+
+LONG = list(range(1, 30)) * 3       # a prompt that is computed once for all its samples
+TOKENS = 300
+
+
+@pytest.fixture
+def sink(served: Served, engine: SGLangEngine, tmp_path: Path) -> Iterator[EngineSink]:
+    """Publishes by aborting. The server is left with its own weights."""
+    config = run_config(str(served.model), tmp_path, served.config, on_update="abort", verify_every=0)
+    sink, _ = sink_over(config, [engine], served.loop)
+    yield sink
+    publish(sink, folder_weights(served.model), 99)     # versions never go back
+    sink.close()
+
+
+@pytest.fixture
+def engine(served: Served, tmp_path: Path) -> Iterator[SGLangEngine]:
+    engine = connect(run_config(str(served.model), tmp_path, served.config), served.url, served.keys, served.loop)
+    yield engine
+    served.call(engine.close())
+
+
+def partial_of(served: Served) -> PartialRollouts:
+    return PartialRollouts(AutoTokenizer.from_pretrained(served.model))
+
+
+def generate_of(engine: SGLangEngine) -> Generate:
+    async def generate(asked: GenerateRequest) -> list[Completion]:
+        [answer] = await engine.generate([asked])
+        return answer
+
+    return generate
+
+
+def cut_after(generate: Generate, made: int) -> Generate:
+    """The first answer ends after `made` tokens, as by an abort."""
+
+    async def cut(asked: GenerateRequest) -> list[Completion]:
+        if asked.prefixes:
+            return await generate(asked)
+        short = replace(asked, sampling=replace(asked.sampling, max_new_tokens=made))
+        return [replace(one, finish_reason="abort") if one.finish_reason == "length" else one for one in await generate(short)]
+
+    return cut
+
+
+def test_responses_go_on_through_two_publications(served: Served, engine: SGLangEngine, sink: EngineSink) -> None:
+    """Every token has the log-prob that transformers gives it with the weights of its version."""
+    oracles = {}
+    partial, asked = partial_of(served), replace(request(LONG, tokens=TOKENS), n=3)
+    running = None
+    for version in (10, 11, 12):
+        weights = random_weights(served.model, version)
+        oracles[version] = Oracle(served.model, weights)
+        publish(sink, weights, version)
+        running = running or asyncio.run_coroutine_threadsafe(partial.whole(generate_of(engine), asked), served.loop.loop)
+        time.sleep(0.4)
+    assert running is not None
+    completions = running.result(120)
+    for one in completions:
+        assert (len(one.tokens), one.finish_reason) == (TOKENS, "length")
+        errors = {version: oracle.errors(LONG, one) for version, oracle in oracles.items()}
+        for span in one.versions:
+            assert errors[span.version][span.start : span.end].max() < TOLERANCE
+            others = [errors[version][span.start : span.end] for version in oracles if version != span.version]
+            assert span.end - span.start < 3 or min(other.max() for other in others) > 0.1
+    assert {span.version for one in completions for span in one.versions} == {10, 11, 12}
+    assert 3 < partial.resumed_responses <= 6
+    assert partial.resumed_tokens > 0
+
+
+def test_stops_across_the_cut(served: Served, engine: SGLangEngine, sink: EngineSink) -> None:
+    """Greedy responses end at the same token with the same reason, wherever they were cut."""
+    publish(sink, random_weights(served.model, 32), 5)      # whose greedy response repeats nothing for a while
+    generate, partial = generate_of(engine), partial_of(served)
+    greedy = request(LONG, tokens=24)
+    greedy = replace(greedy, sampling=replace(greedy.sampling, temperature=0.0))
+    [free] = served.call(generate(greedy))
+    text = AutoTokenizer.from_pretrained(served.model).decode(free.tokens[9:12])
+    ways: list[dict[str, Any]] = [{"stop": (text, "never said")}, {"stop_token_ids": (int(free.tokens[12]),)}, {}]
+    for way in ways:
+        asked = replace(greedy, sampling=replace(greedy.sampling, **way))
+        [whole] = served.call(generate(asked))
+        assert (whole.finish_reason, len(whole.tokens)) == (("stop", 12 + ("stop_token_ids" in way)) if way else ("length", 24))
+        for made in {1, len(whole.tokens) - 2, len(whole.tokens) - 1, len(whole.tokens)} - {0, -1}:
+            [found] = served.call(partial.whole(cut_after(generate, made), asked))
+            assert (found.tokens.tolist(), found.finish_reason) == (whole.tokens.tolist(), whole.finish_reason)
+            np.testing.assert_allclose(found.logprobs, whole.logprobs, atol=TOLERANCE)
+    assert partial.resumed_responses > 6
+
+
+def test_keep_sets_of_both_parts(served: Served, engine: SGLangEngine, sink: EngineSink) -> None:
+    weights = random_weights(served.model, 6)
+    publish(sink, weights, 6)
+    asked = replace(request(LONG, tokens=16), n=2)
+    asked = replace(asked, sampling=replace(asked.sampling, top_k=6, top_p=0.7, keep_sets=True))
+    oracle = Oracle(served.model, weights)
+    for one in served.call(partial_of(served).whole(cut_after(generate_of(engine), 5), asked)):
+        assert one.keep_sets is not None
+        assert len(one.keep_sets.counts) == len(one.tokens) == 16
+        assert not len(one.keep_sets.missing(one.tokens))
+        full = oracle.distributions(LONG, one)
+        sets = np.split(one.keep_sets.tokens, one.keep_sets.counts.cumsum()[:-1])
+        for place, (kept, token) in enumerate(zip(sets, one.tokens)):
+            expected = full[place, token] - full[place, torch.from_numpy(kept).long()].logsumexp(0)
+            assert one.logprobs[place] == pytest.approx(expected.item(), abs=TOLERANCE)
+
+
+@pytest.mark.full
+def test_routed_experts_of_both_parts(served_moe: Served, moe_model: Path, tmp_path: Path) -> None:
+    config = run_config(str(moe_model), tmp_path, served_moe.config)
+    engine = connect(config, served_moe.url, served_moe.keys, served_moe.loop)
+    sink, _ = sink_over(config, [engine], served_moe.loop)
+    publish(sink, folder_weights(moe_model), 3)
+    asked = replace(request(LONG, tokens=16), n=2)
+    asked = replace(asked, sampling=replace(asked.sampling, routed_experts=True))
+    model = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.float32).eval()
+    for one in served_moe.call(partial_of(served_moe).whole(cut_after(generate_of(engine), 5), asked)):
+        fed = torch.tensor([[*LONG, *one.tokens.tolist()]])[:, :-1]
+        with torch.no_grad():
+            routers = model(fed, output_router_logits=True).router_logits
+        chosen = torch.stack([scores.topk(2).indices for scores in routers], dim=1)
+        assert one.routed_experts is not None
+        assert np.array_equal(np.sort(one.routed_experts), np.sort(chosen.numpy()))
+    sink.close()
+    served_moe.call(engine.close())

@@ -1,0 +1,36 @@
+"""Stand-ins for Slurm's commands, for a job whose nodes are addresses of this machine.
+
+`scontrol` names 10.0.0.N ($PREFIX.N) for each N of $NODES; `srun` starts its command once a node, here and at the same time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do
+    case $1 in --nodes=*) count=${1#*=} ;; --nodelist=*) IFS=, read -ra nodes <<< "${1#*=}" ;; esac
+    shift
+done
+pids=() code=0
+trap 'kill "${pids[@]}"; wait' TERM
+for ((i = 0; i < count; i++)); do SLURM_PROCID=$i HOST_ADDRESS=${nodes[i]:-10.0.0.$i} "$@" & pids+=($!); done
+for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
+exit $code
+"""
+SCONTROL = """#!/usr/bin/env bash
+[ "$*" = "show hostnames $SLURM_JOB_NODELIST" ] && printf "${PREFIX:-10.0.0}.%s\\n" $NODES
+"""
+
+
+def write_stubs(folder: Path) -> None:
+    """`srun` and `scontrol` in `folder`, which goes in front of PATH."""
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+
+def job(nodes: int) -> dict[str, str]:
+    """What Slurm says in the environment of a job with so many nodes."""
+    numbers = " ".join(map(str, range(1, nodes + 1)))
+    return {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": f"gpu[1-{nodes}]", "NODES": numbers}

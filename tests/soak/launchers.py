@@ -1,0 +1,181 @@
+"""How a run of the soak is started, and which of its processes can be killed. A launcher is an entry in LAUNCHERS."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "RLCORE_SOAK_RUN"        # environment of every process of a run: its folder
+GONE_S = 30.0                   # in which everything must be gone after the end of what was started
+SETTLE_S = 1.0                  # for a node that was killed to be seen as such
+POLL_S = 0.005
+
+Command = tuple[list[str], dict[str, str]]      # with what it finds in its environment
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """`commands` are the nodes of a run, each a process group of its own; they are given the arguments of `rlcore train`."""
+
+    name: str
+    kinds: tuple[str, ...]      # what is killed: keys of VICTIMS, or "node": one of `commands` with all that it started
+    commands: Callable[[Sequence[str]], list[Command]]
+
+
+def _local(arguments: Sequence[str]) -> list[Command]:
+    return [([sys.executable, "-m", "rlcore", "train", *arguments, "cluster.processes_per_node=2"], {})]
+
+
+def _torchrun(arguments: Sequence[str]) -> list[Command]:
+    script = [str(ROOT / "scripts" / "torchrun_multinode.sh"), *arguments]
+    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GPUS_PER_NODE": "1",
+              "PYTHON": sys.executable}  # fmt: skip
+    return [(script, {**shared, "NODE_RANK": str(node)}) for node in range(2)]
+
+
+def _ray(arguments: Sequence[str]) -> list[Command]:
+    """A cluster of this run's own, on this machine."""
+    given = ["cluster.launcher=ray", "cluster.ray.address=local", "cluster.processes_per_node=2"]
+    return [([sys.executable, "-m", "rlcore", "train", *arguments, *given], {})]
+
+
+LAUNCHERS = {
+    made.name: made
+    for made in (
+        Launcher("local", ("engine", "rank"), _local),
+        Launcher("torchrun", ("engine", "rank", "node"), _torchrun),
+        Launcher("ray", ("engine", "rank", "service"), _ray),
+    )
+}
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    return "rollout.engines.server" in process.cmdline()
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    command = process.cmdline()
+    return _is_actor(process, "RankActor") or ("RANK" in process.environ() and "rlcore" in command and "train" in command)
+
+
+def _is_service(process: psutil.Process) -> bool:
+    return _is_actor(process, "ServiceActor")
+
+
+def _is_actor(process: psutil.Process, name: str) -> bool:
+    return any(part.startswith(f"ray::{name}") for part in process.cmdline()[:1])
+
+
+VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {"engine": _is_engine, "rank": _is_rank, "service": _is_service}
+
+
+@dataclass
+class Started:
+    """One life of a run: its nodes and all that they start."""
+
+    folder: Path
+    log: Path
+    commands: list[Command]
+    nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, launcher: Launcher, folder: Path, arguments: Sequence[str], log: Path) -> Started:
+        started = cls(folder, log, launcher.commands(arguments))
+        started.nodes = [started._node(command) for command in started.commands]
+        return started
+
+    def bring_back(self) -> None:
+        """Start the nodes again that were killed, but for the first: without it the others end."""
+        time.sleep(SETTLE_S)
+        for number, command in enumerate(self.commands):
+            if number and self.nodes[number].poll() == -signal.SIGKILL:
+                self.nodes[number] = self._node(command)
+
+    def _node(self, command: Command) -> subprocess.Popen[bytes]:
+        words, environment = command
+        given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: str(self.folder), **environment}
+        with self.log.open("ab") as output:
+            return subprocess.Popen(words, stdout=output, stderr=output, env=given, start_new_session=True)
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [node.poll() for node in self.nodes]
+
+    @property
+    def ended(self) -> bool:
+        return None not in self.codes
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all nodes have ended in time; those that have not are left alone."""
+        deadline = time.monotonic() + seconds
+        while not self.ended and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return self.ended
+
+    def processes(self) -> list[psutil.Process]:
+        """All below the nodes, and what has lost its parents. (Ray's workers write their names over their environment.)"""
+        below = {child.pid for node in self.nodes if node.poll() is None for child in _with_children(node.pid)}
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                ours = process.pid in below or process.environ().get(MARK) == str(self.folder)
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def victims(self, kind: str) -> list[list[psutil.Process]]:
+        """Each is what one kill of this kind ends, in an order that does not change."""
+        if kind == "node":
+            return [_with_children(node.pid) for node in self.nodes if node.poll() is None]
+        found: dict[int, psutil.Process] = {}
+        forked = set()          # by one of them, and looks like it
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                if VICTIMS[kind](process):
+                    found[process.pid] = process
+                    forked |= {child.pid for child in process.children()}
+        return [[process] for pid, process in sorted(found.items()) if pid not in forked]
+
+    def left(self) -> list[str]:
+        """What outlives the nodes that have ended, which is a fault; nothing is left of it after this call."""
+        deadline = time.monotonic() + GONE_S
+        while (processes := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        described = []
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                described.append(f"{process.pid} {' '.join(process.cmdline())[:200]}")
+                process.kill()
+        return described
+
+    def kill(self) -> None:
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _with_children(pid: int) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        node = psutil.Process(pid)
+        return [node, *node.children(recursive=True)]
+    return []
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

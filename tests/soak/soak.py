@@ -1,0 +1,177 @@
+"""One run of the soak: started, struck once, resumed where it did not go on by itself, and looked through."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from rlcore.runs.checkpoints import committed_steps
+from rlcore.runs.directory import RunDirectory
+from rollout.audit import audit
+from tests.integration.accounts import faults_of
+from tests.soak.launchers import POLL_S, Launcher, Started
+from tests.soak.progress import Moment, Progress, Timeline
+from tests.soak.workload import STEPS, prepare
+
+LIMIT_S = 180.0         # for one life of a run
+SLOWLY_S = 0.1          # from one look for victims to the next
+DRAWS = 20              # moments that may come to nothing before a kill is found that hits
+
+
+@dataclass(frozen=True)
+class Kill:
+    kind: str
+    which: int          # of the victims there are, in their order
+    moment: Moment
+
+
+@dataclass
+class Survivor:
+    """What became of one run."""
+
+    launcher: str
+    kind: str
+    where: str                                      # it was hit
+    outcome: str = "went on"
+    seconds: float = 0.0                            # of all its lives
+    faults: list[str] = field(default_factory=list)
+
+    def cells(self) -> list[str]:
+        return [self.launcher, self.kind, self.where, self.outcome, f"{self.seconds:.0f}", "; ".join(self.faults) or "none"]
+
+
+class Soak:
+    """A folder with a model, problems and runs, and under each launcher one run that nothing disturbed.
+
+    Raises RuntimeError where that one fails: there is nothing to compare with then.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.config = folder, prepare(folder)
+        self._timelines: dict[str, Timeline] = {}
+
+    def timeline(self, launcher: Launcher) -> Timeline:
+        """Of the undisturbed run, which the first call makes."""
+        if launcher.name not in self._timelines:
+            self._timelines[launcher.name] = self._undisturbed(launcher)
+        return self._timelines[launcher.name]
+
+    def one(self, name: str, launcher: Launcher, kind: str, chance: random.Random) -> Survivor:
+        """A run with one kill of this kind. A moment that comes only after its end is drawn again, for a run of its own.
+
+        Raises RuntimeError when none of the moments hits.
+        """
+        for draw in range(DRAWS):
+            kill = Kill(kind, chance.randrange(2), self.timeline(launcher).draw(chance))
+            survivor = self._disturbed(f"{name}_{draw}" if draw else name, launcher, kill)
+            if survivor is not None:
+                return survivor
+        raise RuntimeError(f"{name}: no {kind} was there to be killed at any of {DRAWS} moments")
+
+    # --- its parts ------------------------------------------------------------------------------------------------
+
+    def _undisturbed(self, launcher: Launcher) -> Timeline:
+        name = f"undisturbed_{launcher.name}"
+        began, started = time.monotonic(), self._start(name, launcher)
+        changes = [(0.0, Progress())]
+        while not started.ended and time.monotonic() - began < LIMIT_S:
+            progress = Progress.of(started.folder)
+            if progress != changes[-1][1]:
+                changes.append((time.monotonic() - began, progress))
+            time.sleep(POLL_S)
+        timeline = Timeline(changes, time.monotonic() - began)
+        started.kill()
+        if faults := [*_how_it_ended(started), *faults_of(started.folder, steps=STEPS)]:
+            raise RuntimeError(f"the undisturbed run failed: {'; '.join(faults)}: see {self._log(name)}")
+        return timeline
+
+    def _disturbed(self, name: str, launcher: Launcher, kill: Kill) -> Survivor | None:
+        """None when the run had ended before it could be hit."""
+        began, started = time.monotonic(), self._start(name, launcher)
+        victim = strike(started, kill)
+        if victim is None:
+            started.wait(LIMIT_S)
+            started.kill()
+            return None
+        survivor = Survivor(launcher.name, *victim)
+        started.bring_back()
+        survivor.faults += _end(started)
+        if _how_it_ended(started):
+            after = max(committed_steps(started.folder / "checkpoints"), default=0)
+            if _status(started.folder) == "completed":
+                survivor.outcome = "was complete"
+            else:
+                survivor.outcome = f"resumed after step {after}" if after else "began anew"
+                started = self._start(name, launcher, "--resume")
+                survivor.faults += [*_end(started), *_how_it_ended(started)]
+        survivor.seconds = time.monotonic() - began
+        survivor.faults += self._faults(started.folder, launcher)
+        return survivor
+
+    def _faults(self, run: Path, launcher: Launcher) -> list[str]:
+        if (status := _status(run)) != "completed":
+            return [f"the run is {status}"]
+        faults = [*faults_of(run, steps=STEPS), *audit(RunDirectory(run)).contradictions]
+        weights, expected = (
+            (folder / "hf" / "model.safetensors").read_bytes() for folder in (run, self._run(f"undisturbed_{launcher.name}"))
+        )
+        if weights != expected:
+            faults.append("the final weights are not those of the undisturbed run")
+        return faults
+
+    def _start(self, name: str, launcher: Launcher, *arguments: str) -> Started:
+        return Started.start(launcher, self._run(name), [str(self.config), f"run.name={name}", *arguments], self._log(name))
+
+    def _run(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+
+def strike(started: Started, kill: Kill) -> tuple[str, str] | None:
+    """Kill at the moment, or once there is a victim: its kind and number, and where the run was. None: the run had ended."""
+    while not Progress.of(started.folder).reached(kill.moment.after):
+        if started.ended:
+            return None
+        time.sleep(POLL_S)
+    due = time.monotonic() + kill.moment.seconds
+    victims = started.victims(kill.kind)
+    while True:
+        while (wait := due - time.monotonic()) > 0:
+            time.sleep(min(wait, POLL_S))
+        if started.ended:
+            return None
+        if victims and all(process.is_running() for process in victims[kill.which % len(victims)]):
+            break
+        time.sleep(SLOWLY_S)
+        victims = started.victims(kill.kind)
+    where = str(Progress.of(started.folder))
+    number = kill.which % len(victims)
+    for process in victims[number]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    return kill.kind if len(victims) == 1 else f"{kill.kind} {number}", where
+
+
+def _end(started: Started) -> list[str]:
+    """Wait for the end; what is wrong with it but the exit codes. Nothing runs any more then."""
+    ended = started.wait(LIMIT_S)
+    left = started.left() if ended else []
+    started.kill()
+    return [f"outlived its run: {process}" for process in left] if ended else [f"did not end within {LIMIT_S:g} s"]
+
+
+def _status(run: Path) -> str:
+    return str((RunDirectory(run).read_result() or {"status": "without a result"})["status"])
+
+
+def _how_it_ended(started: Started) -> list[str]:
+    codes: Sequence[int | None] = started.codes
+    return [] if set(codes) == {0} else [f"exit codes {codes}"]

@@ -1,0 +1,112 @@
+"""Each recipe in examples/recipes is valid for a model of the real sizes, and the plan says that its trainer fits 80 GB."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rlcore import cli
+from rlcore.config import Config
+from rlcore.config.load import load_config
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+FOLDER = EXAMPLES / "recipes"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """On how many nodes of 8 GPUs, and which of examples/models has the sizes."""
+
+    name: str
+    model: str
+    nodes: int
+
+    @property
+    def files(self) -> list[Path]:
+        servers = FOLDER / f"{self.name}.servers.yaml"
+        return [FOLDER / f"{self.name}.yaml", *([servers] if servers.exists() else [])]
+
+    @property
+    def config(self) -> Config:
+        return load_config(self.files).config
+
+
+RECIPES = [
+    Recipe("llama-3.1-8b-ppo", "Llama-3.1-8B", 2),
+    Recipe("qwen2.5-7b-grpo-1node", "Qwen2.5-7B", 1),
+    Recipe("qwen2.5-7b-grpo-2nodes", "Qwen2.5-7B", 2),
+    Recipe("qwen3-30b-a3b-grpo-4nodes", "Qwen3-30B-A3B", 4),
+    Recipe("qwen3-235b-a22b-gspo-32nodes", "Qwen3-235B-A22B", 32),
+]
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+
+
+def test_no_recipe_is_left_out() -> None:
+    assert sorted(path for recipe in RECIPES for path in recipe.files) == sorted(FOLDER.glob("*.yaml"))
+
+
+@pytest.fixture
+def models(recipe: Recipe, tmp_path: Path) -> list[str]:
+    """Overrides that name folders with the model's sizes and, of weights, no more than the name."""
+    given = json.loads((EXAMPLES / "models" / recipe.model / "config.json").read_text())
+    written = {"policy": given}
+    if recipe.config.critic.path is not None:
+        written["critic"] = {**given, "architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    for name, config in written.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        (tmp_path / name / "model.safetensors.index.json").write_text("{}")
+    critic = [f"critic.path={tmp_path / 'critic'}"] if "critic" in written else []
+    return [f"model.path={tmp_path / 'policy'}", *critic]
+
+
+@each_recipe
+def test_it_is_valid_for_its_model(recipe: Recipe, models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["validate", *map(str, recipe.files), *models])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "The model can be converted, and the layout and policy.megatron fit it" in said.out
+    assert "# notes:" not in said.out
+
+
+@each_recipe
+def test_its_trainer_fits_80_gigabytes(recipe: Recipe, models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = recipe.config.cluster
+    code = cli.main(["plan", *map(str, recipe.files), *models, "--gpus", str(cluster.nodes * cluster.processes_per_node)])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    own = said.out[said.out.index("The configuration's layout:") :].splitlines()[1]
+    assert re.search(r": fits, [\d.]+ GiB of 73\.6 GiB; about ", own), own
+
+
+@each_recipe
+def test_trainer_and_engines_take_all_of_the_nodes(recipe: Recipe) -> None:
+    cluster, engine = recipe.config.cluster, recipe.config.rollout.engine
+    assert cluster.processes_per_node == 8
+    if engine.colocated:
+        assert engine.count * engine.tensor_parallel == 8 == 8 * recipe.nodes
+    else:
+        assert cluster.nodes * 8 + engine.count * engine.tensor_parallel == 8 * recipe.nodes
+
+
+@each_recipe
+def test_without_ray_its_engines_are_given_by_url(recipe: Recipe) -> None:
+    """As scripts/torchrun_multinode.sh does: what only servers read is in a file of its own."""
+    if not recipe.config.rollout.engine.colocated:
+        given = ["cluster.launcher=torchrun", 'rollout.engine.urls=["http://10.0.0.7:30000"]']
+        assert load_config(recipe.files[:1], given).config.rollout.engine.urls == ["http://10.0.0.7:30000"]
+
+
+@pytest.mark.parametrize("files", [
+    ["addition/sft.yaml"], *(["addition/base.yaml", f"addition/{name}.yaml"] for name in ("grpo", "ppo", "reinforce_pp")),
+    ["addition/base.yaml", "addition/grpo.yaml", "addition/sglang.yaml"], ["models/grpo.yaml"],
+], ids=lambda files: "+".join(files))  # fmt: skip
+def test_other_examples_are_planned_too(files: list[str], tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = [f"model.path={tiny_model}"] if "addition" in files[0] else ["model.path=examples/models/Qwen2.5-7B"]
+    gpus = "1" if "addition" in files[0] else "8"
+    assert cli.main(["plan", *(str(EXAMPLES / file) for file in files), *model, "--gpus", gpus]) == 0
+    assert ": fits, " in capsys.readouterr().out
