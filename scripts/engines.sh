@@ -18,4 +18,4 @@ need_keys
 address=$(own_address)
 mkdir -p "$ENGINES"
 exec "$python" -m rlcore engine "$@" ${ENGINES_PER_NODE:+"rollout.engine.count=$ENGINES_PER_NODE"} \
-    rollout.engine.kind=sglang "rollout.engine.host=$address" --urls-file "$ENGINES/$address.json"
+    cluster.launcher=torchrun rollout.engine.kind=sglang "rollout.engine.host=$address" --urls-file "$ENGINES/$address.json"

@@ -242,6 +242,7 @@ def test_ppo_on_two_nodes_trains_on_the_first_and_generates_on_the_second(stage:
         'rollout.engine.urls=["http://10.0.0.2:30000"]',
     ]  # fmt: skip
     assert served["arguments"][3:6] == [f"{root / PPO}.yaml", f"{root / PPO}.servers.yaml", "model.path=m"]
+    assert "cluster.launcher=torchrun" in served["arguments"], "or the trainer's layout is held to one local process"
 
 
 def test_ppo_on_two_nodes_of_ray(stage: Stage) -> None:
