@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from lab import ROOT, Lab
-from rank_runs import InFolder
+
+from tests.integration.lab import ROOT, Lab
+from tests.integration.rank_runs import InFolder
 
 LIMIT_S = 150.0
 REACH_S = 120.0                 # for a run to get to where something is done to it; agents import everything twice

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.lab import ROOT, Lab
+from tests.integration.lab import ROOT, Lab, Run
+from tests.ray.ray_runs import COMMON, RayRuns
 
 NODES = 3
 STORE_BYTES = 100 << 20         # of each node's objects
@@ -49,3 +50,16 @@ def cluster() -> Iterator[Any]:
             yield made
         finally:
             made.shutdown()
+
+
+@pytest.fixture(scope="session")
+def ray_runs(lab: Lab, cluster: Any) -> RayRuns:
+    return RayRuns(lab, cluster.address)
+
+
+@pytest.fixture(scope="session")
+def local(lab: Lab) -> Run:
+    """The undisturbed run, of processes that the local launcher starts."""
+    run = lab.train("local", *COMMON)
+    assert run.code == 0, run.err
+    return run

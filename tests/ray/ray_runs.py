@@ -19,6 +19,8 @@ from tests.integration.lab import LEARNING, Lab, Run
 
 REACH_S = 240.0
 TWO_RANKS = ("policy.parallel.tensor=2", "cluster.processes_per_node=2", "rollout.engine.in_process=false", *LEARNING)
+STEPS = 8
+COMMON = (*TWO_RANKS, f"training.steps={STEPS}", "checkpoint.every=2")      # of runs that end alike
 
 
 class Going:
@@ -110,3 +112,12 @@ def balance(run: Run, step: int) -> dict[str, int]:
     assert found.contradictions == []
     assert found.checkpoint == found.steps == found.recorded == step
     return found.states
+
+
+def check_as_undisturbed(run: Run, local: Run) -> None:
+    """Of a run of COMMON: metrics, weights and books are those of `local`."""
+    assert run.code == 0, run.err
+    assert run.result["status"] == "completed"
+    assert learned(run) == learned(local)
+    assert weights(run) == weights(local)
+    assert balance(run, STEPS)["consumed"] == 4 * STEPS

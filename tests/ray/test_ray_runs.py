@@ -6,35 +6,9 @@ import os
 import signal
 from typing import Any
 
-import pytest
-
 from tests.integration.lab import Lab, Run
 from tests.ray.conftest import NODES, add_node
-from tests.ray.ray_runs import TWO_RANKS, Going, RayRuns, balance, command, learned, weights
-
-STEPS = 8
-COMMON = (*TWO_RANKS, f"training.steps={STEPS}", "checkpoint.every=2")
-
-
-@pytest.fixture(scope="session")
-def ray_runs(lab: Lab, cluster: Any) -> RayRuns:
-    return RayRuns(lab, cluster.address)
-
-
-@pytest.fixture(scope="session")
-def local(lab: Lab) -> Run:
-    """The undisturbed run, of processes that the local launcher starts."""
-    run = lab.train("local", *COMMON)
-    assert run.code == 0, run.err
-    return run
-
-
-def check_as_undisturbed(run: Run, local: Run) -> None:
-    assert run.code == 0, run.err
-    assert run.result["status"] == "completed"
-    assert learned(run) == learned(local)
-    assert weights(run) == weights(local)
-    assert balance(run, STEPS)["consumed"] == 4 * STEPS
+from tests.ray.ray_runs import COMMON, TWO_RANKS, Going, RayRuns, check_as_undisturbed, command
 
 
 def test_a_run_on_a_cluster_equals_a_local_one(ray_runs: RayRuns, local: Run) -> None:
