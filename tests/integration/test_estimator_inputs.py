@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hf_logprobs import logprobs
 from lab import LEARNING, Lab, Run, same
 from rank_runs import Ended, RankRuns
 from torch import Tensor
@@ -157,21 +158,6 @@ def larger(lab: Lab) -> Path:
     folder = lab.folder / "larger"
     init_model(folder, ModelSpec(hidden=48, layers=3, heads=4, kv_heads=4, intermediate=80, tied=False, seed=9))
     return folder
-
-
-@torch.no_grad()
-def logprobs(folder: Path, samples: list[Sample], temperature: float) -> list[Tensor]:
-    """[m] of each sample at its trainable tokens."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    out = []
-    for sample in samples:
-        tokens = torch.from_numpy(sample.tokens).long()
-        logits = model(tokens[None]).logits[0, :-1] / temperature
-        of_tokens = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-        out.append(of_tokens[torch.from_numpy(sample.loss_mask[1:]).bool()])
-    return out
 
 
 def assert_taught(run: Run | Ended, step: int, policy: Path, teacher: Path, *, temperature: float = 1.0) -> None:

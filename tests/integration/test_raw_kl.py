@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_logprobs import logprobs
 from lab import LEARNING, Lab, Run, same
 from torch import Tensor
 
@@ -24,21 +25,6 @@ class Fresh:
 
     per_token: float        # mean over trainable tokens
     per_sequence: float     # mean over sequences of the token sum
-
-
-@torch.no_grad()
-def logprobs(folder: Path, samples: list[Sample]) -> list[Tensor]:
-    """[m] of each sample at its trainable tokens, at temperature 1."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    out = []
-    for sample in samples:
-        tokens = torch.from_numpy(sample.tokens).long()
-        logits = model(tokens[None]).logits[0, :-1]
-        of_tokens = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-        out.append(of_tokens[torch.from_numpy(sample.loss_mask[1:]).bool()])
-    return out
 
 
 def estimate(kind: str, d: Tensor) -> Tensor:
