@@ -50,11 +50,11 @@ def run(command: Sequence[str | Path], *, log: Path, threads: int, deadline_s: f
     if ended is None:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        raise ProgramFailedError(_failure(words, f"took longer than {deadline_s:.0f} s and was stopped", log))
+        raise ProgramFailedError(failure(words, f"took longer than {deadline_s:.0f} s and was stopped", log))
     status, usage = ended
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode != 0:
-        raise ProgramFailedError(_failure(words, f"ended with exit code {child.returncode}", log))
+        raise ProgramFailedError(failure(words, f"ended with exit code {child.returncode}", log))
     others = busy_seconds() - busy_before - usage.ru_utime - usage.ru_stime
     return Finished(seconds, usage.ru_maxrss * 1024, max(0.0, others / seconds))
 
@@ -78,6 +78,6 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def _failure(words: Sequence[str], what: str, log: Path) -> str:
+def failure(words: Sequence[str], what: str, log: Path) -> str:
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
     return f"`{' '.join(words)}` {what}; the end of {log}:\n{tail}"
