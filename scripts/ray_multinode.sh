@@ -18,13 +18,14 @@ ray=$(dirname "$python")/ray
 [ -x "$ray" ] || ray=$(command -v ray) || fail "there is no ray beside $python: ./scripts/install.sh ray"
 read -ra more <<< "${RAY_ARGS:-}"
 export RAY_USAGE_STATS_ENABLED=${RAY_USAGE_STATS_ENABLED:-0}
+export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}        # else `ray health-check` does not look into ~/.ray/auth_token
 deadline=$((SECONDS + ${JOIN_TIMEOUT_S:-600}))
 
 until_there() {     # until_there PROCESS: the head answers; PROCESS ("" for none) must live meanwhile
     until "$ray" health-check --address "$head_address" > /dev/null 2>&1; do
         [ $SECONDS -lt $deadline ] || fail "no Ray head at $head_address within ${JOIN_TIMEOUT_S:-600} s (JOIN_TIMEOUT_S)"
         [ -z "$1" ] || kill -0 "$1" 2> /dev/null || fail "the Ray head has not started, see above"
-        sleep 1
+        sleep 3         # the check itself starts a Python
     done
 }
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 
-from tests.soak.launchers import LAUNCHERS
-from tests.soak.soak import Soak
+from tests.soak.launchers import LAUNCHERS, Launcher
+from tests.soak.soak import LIMIT_S, Soak
 from tests.soak.workload import STEPS
 
 COLUMNS = ("seed", "launcher", "killed", "when", "the run", "seconds", "faults")
@@ -18,25 +22,43 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/soak.sh", description=__doc__)
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the others count on")
-    parser.add_argument("--launcher", nargs="+", choices=LAUNCHERS, default=["local", "torchrun"], help="in turn")
+    parser.add_argument("--launcher", nargs="+", action="append", choices=LAUNCHERS,
+                        help="in turn (default: all); given several times: so many runs at a time")  # fmt: skip
     parser.add_argument("--kind", nargs="+", help="what is killed, in turn (default: all that a launcher knows)")
+    parser.add_argument("--reference", choices=LAUNCHERS, help="whose undisturbed run all are compared with (default: its own)")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="for one life of a run (%(default)g)")
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="of models, runs and logs; must be new")
     arguments = parser.parse_args()
+    lanes = [[LAUNCHERS[name] for name in names] for names in arguments.launcher or [list(LAUNCHERS)]]
+    for launcher in (one for lane in lanes for one in lane):
+        if not kinds_of(launcher, arguments.kind):
+            parser.error(f"--kind: {launcher.name} knows {', '.join(dict.fromkeys(launcher.kinds))}")
     if arguments.folder.exists():
         parser.error(f"{arguments.folder} exists: name another --folder, or delete it")
     arguments.folder.mkdir(parents=True)
-    soak, failed, turns = Soak(arguments.folder.resolve()), 0, len(arguments.launcher)
-    print(f"{arguments.runs} runs of {STEPS} steps\n\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-    for seed in range(arguments.seed, arguments.seed + arguments.runs):
-        launcher = LAUNCHERS[arguments.launcher[seed % turns]]
-        kinds = [kind for kind in launcher.kinds if kind in (arguments.kind or launcher.kinds)]
-        if not kinds:
-            parser.error(f"--kind: {launcher.name} knows {', '.join(launcher.kinds)}")
-        survivor = soak.one(f"seed_{seed}", launcher, kinds[seed // turns % len(kinds)], random.Random(seed))
-        failed += bool(survivor.faults)
-        print("| " + " | ".join([str(seed), *survivor.cells()]) + " |", flush=True)
+    soak = Soak(arguments.folder.resolve(), limit_s=arguments.limit, reference=LAUNCHERS.get(arguments.reference))
+    print(f"{arguments.runs} runs of {STEPS} steps\n\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+    seeds = iter(range(arguments.seed, arguments.seed + arguments.runs))
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        failed = sum(pool.map(lambda lane: run(soak, lane, arguments.kind, seeds), lanes))
     print(f"{failed} of {arguments.runs} runs have faults")
     return 1 if failed else 0
+
+
+def run(soak: Soak, launchers: Sequence[Launcher], asked: Sequence[str] | None, seeds: Iterator[int]) -> int:
+    """Runs with the next of the seeds, launchers and kinds in turn, until there is no seed any more. How many have faults."""
+    failed, turns = 0, Counter[str]()
+    for launcher, seed in zip(cycle(launchers), seeds):
+        kinds = kinds_of(launcher, asked)
+        survivor = soak.one(f"seed_{seed}", launcher, kinds[turns[launcher.name] % len(kinds)], random.Random(seed))
+        turns[launcher.name] += 1
+        failed += bool(survivor.faults)
+        print("| " + " | ".join([str(seed), *survivor.cells()]) + " |", flush=True)
+    return failed
+
+
+def kinds_of(launcher: Launcher, asked: Sequence[str] | None) -> list[str]:
+    return [kind for kind in launcher.kinds if kind in (asked or launcher.kinds)]
 
 
 if __name__ == "__main__":

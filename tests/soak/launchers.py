@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
+import secrets
 import socket
 import subprocess
 import sys
@@ -17,9 +17,10 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "RLCORE_SOAK_RUN"        # environment of every process of a run: its folder
-GONE_S = 30.0                   # in which everything must be gone after the end of what was started
+GONE_S = 60.0                   # in which everything must be gone after the end of what was started
 SETTLE_S = 1.0                  # for a node that was killed to be seen as such
-POLL_S = 0.005
+STORE_BYTES = 100 << 20         # of each Ray node's objects
+POLL_S = 0.01
 
 Command = tuple[list[str], dict[str, str]]      # with what it finds in its environment
 
@@ -29,7 +30,7 @@ class Launcher:
     """`commands` are the nodes of a run, each a process group of its own; they are given the arguments of `rlcore train`."""
 
     name: str
-    kinds: tuple[str, ...]      # what is killed: keys of VICTIMS, or "node": one of `commands` with all that it started
+    kinds: tuple[str, ...]      # what is killed, in turn: keys of VICTIMS, or of NODES
     commands: Callable[[Sequence[str]], list[Command]]
 
 
@@ -45,9 +46,21 @@ def _torchrun(arguments: Sequence[str]) -> list[Command]:
 
 
 def _ray(arguments: Sequence[str]) -> list[Command]:
-    """A cluster of this run's own, on this machine."""
-    given = ["cluster.launcher=ray", "cluster.ray.address=local", "cluster.processes_per_node=2"]
-    return [([sys.executable, "-m", "rlcore", "train", *arguments, *given], {})]
+    """A head and a node, each with an address of its own; together they have one CPU more than the run takes."""
+    from ray.util import get_node_ip_address
+
+    head = get_node_ip_address()        # Ray takes no loopback address for a head's
+    shared = {
+        "MASTER_ADDR": head, "RAY_PORT": str(_free_port()), "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHON": sys.executable,
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "10",     # a node ends so soon after the head, not after 60 s
+    }  # fmt: skip
+    script = [str(ROOT / "scripts" / "ray_multinode.sh"), *arguments, "cluster.processes_per_node=2"]
+    own = (f"--num-cpus 2 --include-dashboard false --ray-client-server-port {_free_port()}", "--num-cpus 3")
+    ports = f"--object-store-memory {STORE_BYTES} --min-worker-port 0 --max-worker-port 0"
+    return [
+        (script, {**shared, "NODE_RANK": str(node), "HOST_ADDRESS": f"127.0.0.{node + 1}", "RAY_ARGS": f"{more} {ports}"})
+        for node, more in enumerate(own)
+    ]
 
 
 LAUNCHERS = {
@@ -55,7 +68,7 @@ LAUNCHERS = {
     for made in (
         Launcher("local", ("engine", "rank"), _local),
         Launcher("torchrun", ("engine", "rank", "node"), _torchrun),
-        Launcher("ray", ("engine", "rank", "service"), _ray),
+        Launcher("ray", ("raylet", "service", "engine", "raylet", "service", "rank"), _ray),    # others have no service
     )
 }
 
@@ -76,11 +89,16 @@ def _is_service(process: psutil.Process) -> bool:
     return _is_actor(process, "ServiceActor")
 
 
+def _is_raylet(process: psutil.Process) -> bool:
+    return any(Path(part).name == "raylet" for part in process.cmdline()[:1])
+
+
 def _is_actor(process: psutil.Process, name: str) -> bool:
     return any(part.startswith(f"ray::{name}") for part in process.cmdline()[:1])
 
 
 VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {"engine": _is_engine, "rank": _is_rank, "service": _is_service}
+NODES = ("node", "raylet")      # with all that they run: one of `commands`; the raylet of one that is not the head
 
 
 @dataclass
@@ -99,11 +117,14 @@ class Started:
         return started
 
     def bring_back(self) -> None:
-        """Start the nodes again that were killed, but for the first: without it the others end."""
+        """Start the node again that was lost, but for the first: without it the others end."""
+        deadline = time.monotonic() + GONE_S
+        while not any(self.codes[1:]) and self.codes[0] is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
         time.sleep(SETTLE_S)
-        for number, command in enumerate(self.commands):
-            if number and self.nodes[number].poll() == -signal.SIGKILL:
-                self.nodes[number] = self._node(command)
+        for number, code in enumerate(self.codes):
+            if number and code and self.codes[0] is None:
+                self.nodes[number] = self._node(self.commands[number])
 
     def _node(self, command: Command) -> subprocess.Popen[bytes]:
         words, environment = command
@@ -141,6 +162,9 @@ class Started:
         """Each is what one kill of this kind ends, in an order that does not change."""
         if kind == "node":
             return [_with_children(node.pid) for node in self.nodes if node.poll() is None]
+        if kind == "raylet":
+            below = [child for node in self.nodes[1:] if node.poll() is None for child in _with_children(node.pid)]
+            return [_with_children(process.pid) for process in below if _is_there(process, _is_raylet)]
         found: dict[int, psutil.Process] = {}
         forked = set()          # by one of them, and looks like it
         for process in self.processes():
@@ -166,6 +190,12 @@ class Started:
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def _is_there(process: psutil.Process, what: Callable[[psutil.Process], bool]) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return what(process)
+    return False
 
 
 def _with_children(pid: int) -> list[psutil.Process]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,11 +16,11 @@ from rlcore.runs.checkpoints import committed_steps
 from rlcore.runs.directory import RunDirectory
 from rollout.audit import audit
 from tests.integration.accounts import faults_of
-from tests.soak.launchers import POLL_S, Launcher, Started
+from tests.soak.launchers import NODES, POLL_S, Launcher, Started
 from tests.soak.progress import Moment, Progress, Timeline
 from tests.soak.workload import STEPS, prepare
 
-LIMIT_S = 180.0         # for one life of a run
+LIMIT_S = 300.0         # for one life of a run
 SLOWLY_S = 0.1          # from one look for victims to the next
 DRAWS = 20              # moments that may come to nothing before a kill is found that hits
 
@@ -49,17 +50,25 @@ class Survivor:
 class Soak:
     """A folder with a model, problems and runs, and under each launcher one run that nothing disturbed.
 
-    Raises RuntimeError where that one fails: there is nothing to compare with then.
+    Args:
+        limit_s: for one life of a run.
+        reference: its undisturbed run serves every launcher; None: each has one of its own.
+
+    Raises RuntimeError where the undisturbed run fails: there is nothing to compare with then.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, limit_s: float = LIMIT_S, reference: Launcher | None = None) -> None:
         self.folder, self.config = folder, prepare(folder)
+        self._limit_s, self._reference = limit_s, reference
         self._timelines: dict[str, Timeline] = {}
+        self._one_at_a_time = threading.Lock()
 
     def timeline(self, launcher: Launcher) -> Timeline:
         """Of the undisturbed run, which the first call makes."""
-        if launcher.name not in self._timelines:
-            self._timelines[launcher.name] = self._undisturbed(launcher)
+        launcher = self._reference or launcher
+        with self._one_at_a_time:
+            if launcher.name not in self._timelines:
+                self._timelines[launcher.name] = self._undisturbed(launcher)
         return self._timelines[launcher.name]
 
     def one(self, name: str, launcher: Launcher, kind: str, chance: random.Random) -> Survivor:
@@ -80,7 +89,7 @@ class Soak:
         name = f"undisturbed_{launcher.name}"
         began, started = time.monotonic(), self._start(name, launcher)
         changes = [(0.0, Progress())]
-        while not started.ended and time.monotonic() - began < LIMIT_S:
+        while not started.ended and time.monotonic() - began < self._limit_s:
             progress = Progress.of(started.folder)
             if progress != changes[-1][1]:
                 changes.append((time.monotonic() - began, progress))
@@ -92,16 +101,17 @@ class Soak:
         return timeline
 
     def _disturbed(self, name: str, launcher: Launcher, kill: Kill) -> Survivor | None:
-        """None when the run had ended before it could be hit."""
+        """None when the run had ended well before it could be hit."""
         began, started = time.monotonic(), self._start(name, launcher)
         victim = strike(started, kill)
         if victim is None:
-            started.wait(LIMIT_S)
-            started.kill()
-            return None
+            faults = [*self._end(started), *_how_it_ended(started)]
+            seconds = time.monotonic() - began
+            return Survivor(launcher.name, kill.kind, "never", "failed by itself", seconds, faults) if faults else None
         survivor = Survivor(launcher.name, *victim)
-        started.bring_back()
-        survivor.faults += _end(started)
+        if kill.kind in NODES:
+            started.bring_back()
+        survivor.faults += self._end(started)
         if _how_it_ended(started):
             after = max(committed_steps(started.folder / "checkpoints"), default=0)
             if _status(started.folder) == "completed":
@@ -109,7 +119,7 @@ class Soak:
             else:
                 survivor.outcome = f"resumed after step {after}" if after else "began anew"
                 started = self._start(name, launcher, "--resume")
-                survivor.faults += [*_end(started), *_how_it_ended(started)]
+                survivor.faults += [*self._end(started), *_how_it_ended(started)]
         survivor.seconds = time.monotonic() - began
         survivor.faults += self._faults(started.folder, launcher)
         return survivor
@@ -118,12 +128,18 @@ class Soak:
         if (status := _status(run)) != "completed":
             return [f"the run is {status}"]
         faults = [*faults_of(run, steps=STEPS), *audit(RunDirectory(run)).contradictions]
-        weights, expected = (
-            (folder / "hf" / "model.safetensors").read_bytes() for folder in (run, self._run(f"undisturbed_{launcher.name}"))
-        )
+        undisturbed = self._run(f"undisturbed_{(self._reference or launcher).name}")
+        weights, expected = ((folder / "hf" / "model.safetensors").read_bytes() for folder in (run, undisturbed))
         if weights != expected:
             faults.append("the final weights are not those of the undisturbed run")
         return faults
+
+    def _end(self, started: Started) -> list[str]:
+        """Wait for the end; what is wrong with it but the exit codes. Nothing runs any more then."""
+        ended = started.wait(self._limit_s)
+        left = started.left() if ended else []
+        started.kill()
+        return [f"outlived its run: {process}" for process in left] if ended else [f"did not end within {self._limit_s:g} s"]
 
     def _start(self, name: str, launcher: Launcher, *arguments: str) -> Started:
         return Started.start(launcher, self._run(name), [str(self.config), f"run.name={name}", *arguments], self._log(name))
@@ -158,14 +174,6 @@ def strike(started: Started, kill: Kill) -> tuple[str, str] | None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     return kill.kind if len(victims) == 1 else f"{kill.kind} {number}", where
-
-
-def _end(started: Started) -> list[str]:
-    """Wait for the end; what is wrong with it but the exit codes. Nothing runs any more then."""
-    ended = started.wait(LIMIT_S)
-    left = started.left() if ended else []
-    started.kill()
-    return [f"outlived its run: {process}" for process in left] if ended else [f"did not end within {LIMIT_S:g} s"]
 
 
 def _status(run: Path) -> str:
