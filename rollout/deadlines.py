@@ -49,10 +49,10 @@ async def together(*work: Awaitable[T]) -> list[T]:
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=CANCEL_S)
+        if left := [task for task in tasks if not task.done()]:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=CANCEL_S)
 
 
 def call_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], seconds: float, late: str) -> T:

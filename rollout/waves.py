@@ -71,7 +71,8 @@ class WaveRunner:
         generators = {member: gate.enter(member) if gate else self.dispatcher.one for member in members}
 
         async def group(draw: int) -> Group:
-            made = await together(*(self._samples((draw, kind), generators[draw, kind], gate) for kind in kinds))
+            work = [self._samples((draw, kind), generators[draw, kind], gate) for kind in kinds]
+            made = await together(*work) if len(work) > 1 else [await work[0]]      # a task apiece is not for nothing
             return await self._scored(Group(draw, *made))
 
         try:

@@ -44,13 +44,13 @@ def test_a_step_is_whole_scored_groups(make_service, engine):
 
 
 def test_overhead_outside_the_engine_is_small(make_service):
-    """256 samples in 10 ms of CPU time, the fake engine's share included."""
+    """256 samples in 10 ms of CPU time, the fake engine's share included; what else the machine does only adds to it."""
     service = make_service(
         engines=[FakeEngine(lambda request, sample: [3, 4, 1])],
         rollout={"prompts_per_step": 32, "samples_per_prompt": 8, "sampling": {"max_new_tokens": 8}},
     )
     seconds = []
-    for step in range(1, 11):
+    for step in range(1, 41):
         start = time.process_time()
         assert len(service.next_step(step).samples) == 256
         seconds.append(time.process_time() - start)
