@@ -46,6 +46,12 @@ def _torchrun(arguments: Sequence[str]) -> list[Command]:
 
 
 def _ray(arguments: Sequence[str]) -> list[Command]:
+    """A cluster of this run's own, of one node."""
+    given = ["cluster.launcher=ray", "cluster.ray.address=local", "cluster.processes_per_node=2"]
+    return [([sys.executable, "-m", "rlcore", "train", *arguments, *given], {})]
+
+
+def _ray_nodes(arguments: Sequence[str]) -> list[Command]:
     """A head and a node, each with an address of its own; together they have one CPU more than the run takes."""
     from ray.util import get_node_ip_address
 
@@ -68,7 +74,8 @@ LAUNCHERS = {
     for made in (
         Launcher("local", ("engine", "rank"), _local),
         Launcher("torchrun", ("engine", "rank", "node"), _torchrun),
-        Launcher("ray", ("raylet", "service", "engine", "raylet", "service", "rank"), _ray),    # others have no service
+        Launcher("ray", ("engine", "rank", "service"), _ray),
+        Launcher("ray-nodes", ("raylet", "service", "engine", "raylet", "service", "rank"), _ray_nodes),
     )
 }
 
