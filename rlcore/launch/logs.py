@@ -21,6 +21,7 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 OURS = ("rlcore", "backends", "rollout")
 EARLY_RECORDS = 10_000
 LAST_LINES = 15
+LAST_LINES_OF_A_STACK = 40
 CHATTY = ("megatron",)              # their INFO lists every parameter, and would be all that a log's end shows
 _kept_open: list[TextIO] = []       # faulthandler writes to the descriptor, also while the interpreter ends
 

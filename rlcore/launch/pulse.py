@@ -34,6 +34,11 @@ def read_stuck(store: Store) -> int | None:
     return int(store.get(_STUCK)) if store.check([_STUCK]) else None
 
 
+def came_late(rank: int) -> Failure:
+    """Of a rank that is stuck, where its peers waited for it until their deadline."""
+    return Failure(rank, "it did not come to where the others waited for it, and was ended")
+
+
 class Watch:
     """Which of `ranks` has been silent for too long. Only changes of a beat count, so no clocks are compared."""
 

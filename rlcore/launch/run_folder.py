@@ -54,16 +54,25 @@ def conclude(directory: RunDirectory, status: Status, reason: str) -> None:
 
 
 def conclude_for(config: Config, store: Store, failure: Failure, *, began: float) -> None:
-    """The result of a run whose ranks have ended, unless rank 0 has written it: it does, but not when it was killed.
+    """The result of a run whose ranks have ended.
 
     Args:
         store: of the ranks.
-        began: when they were started, in seconds since the epoch.
+        began: see `conclude_unless_written`.
+    """
+    if was_opened(store):
+        conclude_unless_written(config, "failed", str(failure), began=began)
+
+
+def conclude_unless_written(config: Config, status: Status, reason: str, *, began: float) -> None:
+    """A result, unless rank 0 has written one: it does, but not when it was killed.
+
+    Args:
+        began: when its ranks were started, in seconds since the epoch.
     """
     directory = RunDirectory(Path(config.run.dir) / config.run.name)
-    is_written = directory.result_path.exists() and directory.result_path.stat().st_mtime >= began
-    if was_opened(store) and not is_written:
-        conclude(directory, "failed", str(failure))
+    if not (directory.result_path.exists() and directory.result_path.stat().st_mtime >= began):
+        conclude(directory, status, reason)
 
 
 def open_run(loaded: Loaded, steps: int, stack: ExitStack, *, resume: bool, overwrite: bool) -> OpenRun:

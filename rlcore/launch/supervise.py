@@ -21,15 +21,14 @@ from rlcore.config import Config
 from rlcore.control import Failure, post_failure, read_failure
 from rlcore.errors import RunFailed
 from rlcore.launch import BAD_INPUT, INTERRUPTED
-from rlcore.launch.logs import LAST_LINES, describe, folder_of, path_of
-from rlcore.launch.pulse import LEAVE_S, NOTICE_S, Watch, read_stuck
+from rlcore.launch.logs import LAST_LINES, LAST_LINES_OF_A_STACK, describe, folder_of, path_of
+from rlcore.launch.pulse import LEAVE_S, NOTICE_S, Watch, came_late, read_stuck
 from rlcore.launch.ranks import SUPERVISED, store_prefix
 from rlcore.launch.run_folder import conclude_for
 
 POLL_S = 0.1
 DUMP_S = 1.0            # for a stuck process to write its stacks
 END_S = 10.0            # from SIGTERM to SIGKILL, where we are the ones who end it
-LAST_LINES_OF_A_STACK = 40
 
 
 def supervise(config: Config, arguments: Sequence[str]) -> int:
@@ -107,8 +106,7 @@ class _Ranks:
             return int(speaker)
         conclude_for(self.config, self.store, failure, began=self._began)
         if failure.waited and stuck is not None:
-            late = Failure(stuck, "it did not come to where the others waited for it, and was ended")
-            raise RunFailed(describe(late, self.config.run, lines=LAST_LINES_OF_A_STACK))
+            raise RunFailed(describe(came_late(stuck), self.config.run, lines=LAST_LINES_OF_A_STACK))
         if failure.rank == 0 and speaker is not None and speaker > 0:
             return speaker
         raise RunFailed(describe(failure, self.config.run, lines=self.lines))

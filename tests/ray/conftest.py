@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,30 +28,48 @@ def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[
     torch.set_num_threads(threads)
 
 
-def add_node(cluster: Any, number: int) -> None:
+_addresses = count(2)
+
+
+def add_node(cluster: Any, *, cpus: int = 2, gpus: int = 0) -> Any:
     """With an address of its own: a driver is taken to be on the node that has its address."""
-    cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES, node_ip_address=f"127.0.0.{number + 2}")
+    return cluster.add_node(
+        num_cpus=cpus, num_gpus=gpus, object_store_memory=STORE_BYTES, node_ip_address=f"127.0.0.{next(_addresses)}"
+    )
 
 
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Any]:
-    """`ray.cluster_utils.Cluster`. The head has room for a rollout service alone, every node for two ranks or engines."""
+def lose_node(cluster: Any, node: Any) -> None:
+    """With everything on it, as a machine that loses its power."""
+    cluster.remove_node(node, allow_graceful=False)
+
+
+@contextmanager
+def new_cluster() -> Iterator[Any]:
+    """`ray.cluster_utils.Cluster` of a head that has room for a rollout service alone."""
     from ray.cluster_utils import Cluster
 
-    # Workers that are not runs' own get the path of this checkout from here.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     logging.getLogger("ray").setLevel(logging.ERROR)
-    with TemporaryDirectory(prefix="ray", dir="/tmp") as folder:        # a socket's path must be short
-        os.environ["RAY_TMPDIR"] = folder
+    # Workers that are not runs' own get the path of this checkout from here.
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with TemporaryDirectory(prefix="ray", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        patch.setenv("RAY_TMPDIR", folder)          # a socket's path must be short
         made = Cluster(initialize_head=True, head_node_args={
             "num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES,
         })  # fmt: skip
         try:
-            for node in range(NODES):
-                add_node(made, node)
             yield made
         finally:
             made.shutdown()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """Beside the head three nodes with room for two ranks or engines each."""
+    with new_cluster() as made:
+        for _ in range(NODES):
+            add_node(made)
+        yield made
 
 
 @pytest.fixture(scope="session")

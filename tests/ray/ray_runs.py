@@ -30,11 +30,21 @@ class Going:
         self.run, self.name = run, run.folder.name
 
     def reach(self, step: int) -> None:
-        """Wait until `step` is in the log."""
-        path, deadline = self.run.folder / "metrics.jsonl", time.monotonic() + REACH_S
-        while not path.exists() or sum('"step"' in line for line in path.read_text().splitlines()) < step:
+        """Wait until `step` is in the log; until the run has its board, for step 0."""
+        deadline = time.monotonic() + REACH_S
+        while not (self._steps() >= step if step else self._has_begun()):
             assert time.monotonic() < deadline, f"no step {step} in {REACH_S} s"
             time.sleep(0.02)
+
+    def _steps(self) -> int:
+        path = self.run.folder / "metrics.jsonl"
+        return sum('"step"' in line for line in path.read_text().splitlines()) if path.exists() else 0
+
+    def _has_begun(self) -> bool:
+        try:
+            return ray.is_initialized() and self.actor("board") is not None
+        except ValueError:
+            return False
 
     def actor(self, part: str) -> Any:
         return ray.get_actor(actor_name(self.name, part), namespace=NAMESPACE)
@@ -43,27 +53,57 @@ class Going:
         facts: dict[str, Any] = ray.get(self.actor("board").read.remote(), timeout=30)
         return list(facts["ranks"])
 
+    def rank_pids(self) -> list[int]:
+        return [rank["pid"] for rank in self.ranks()]
+
+    def service_pid(self) -> int:
+        pid: int = ray.get(self.actor("service").status.remote(), timeout=30)[0]
+        return pid
+
+    def engine_pid(self) -> int:
+        """Of the actor that owns the engine's server."""
+        server = ray.get(self.actor("engine-0").pid.remote(), timeout=30)
+        return int(psutil.Process(server).ppid())
+
     def kill_rank(self, rank: int) -> None:
-        os.kill(self.ranks()[rank]["pid"], signal.SIGKILL)
+        os.kill(self.rank_pids()[rank], signal.SIGKILL)
+
+    def stop_rank(self, rank: int) -> None:
+        os.kill(self.rank_pids()[rank], signal.SIGSTOP)
 
     def kill_service(self) -> None:
-        os.kill(ray.get(self.actor("service").status.remote(), timeout=30)[0], signal.SIGKILL)
+        os.kill(self.service_pid(), signal.SIGKILL)
 
     def kill_engine(self) -> None:
-        """The actor that owns it."""
-        server = ray.get(self.actor("engine-0").pid.remote(), timeout=30)
-        psutil.Process(server).parent().kill()      # type: ignore[union-attr]
+        os.kill(self.engine_pid(), signal.SIGKILL)
+
+    def processes(self) -> set[int]:
+        """Of ranks, service and engine, with what they started."""
+        actors = {*self.rank_pids(), self.service_pid(), self.engine_pid()}
+        return actors | {child.pid for pid in actors for child in psutil.Process(pid).children(recursive=True)}
 
 
 class RayRuns:
-    """`rlcore train` on the cluster at `address`, in this process."""
+    """`rlcore train` on the cluster at `address`, in this process where nothing else is said."""
 
     def __init__(self, lab: Lab, address: str) -> None:
         self.lab, self.address = lab, address
 
+    @property
+    def _settings(self) -> tuple[str, ...]:
+        return "cluster.launcher=ray", f"cluster.ray.address={self.address}"
+
+    def going(self, name: str) -> Going:
+        return Going(Run(0, "", "", self.lab.folder / "runs" / name))
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
+        """In a process of its own."""
+        command = (sys.executable, "-m", "rlcore", "train", str(self.lab.base), f"run.name={name}", *self._settings, *arguments)
+        return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+
     def train(self, name: str, *arguments: str, acts: Sequence[tuple[int, Callable[[Going], object]]] = ()) -> Run:
         """Run to the end; once step `acts[i][0]` is in the log, do `acts[i][1]`."""
-        going = Going(Run(0, "", "", self.lab.folder / "runs" / name))
+        going = self.going(name)
         failed: list[BaseException] = []
 
         def act() -> None:
@@ -76,17 +116,39 @@ class RayRuns:
 
         thread = threading.Thread(target=act, daemon=True)
         thread.start()
-        run = self.lab.train(name, "cluster.launcher=ray", f"cluster.ray.address={self.address}", *arguments)
+        run = self.lab.train(name, *self._settings, *arguments)
         thread.join(timeout=10)
         if failed:
             raise AssertionError(f"{failed[0]!r}; the run said: {run.out}{run.err}") from failed[0]
         return run
 
 
-def command(*arguments: str) -> str:
-    """What `rlcore ARGUMENTS` prints, in a process of its own."""
-    done = subprocess.run([sys.executable, "-m", "rlcore", *arguments], capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout
+def node_of(cluster: Any, pid: int) -> Any:
+    """The cluster's node that runs the process of an actor: a child of its raylet."""
+    raylet = psutil.Process(pid).ppid()
+    return next(
+        node for node in cluster.list_all_nodes()
+        if any(info.process.pid == raylet for info in node.all_processes["raylet"])
+    )
+
+
+def until_gone(pids: set[int], *, within_s: float) -> set[int]:
+    """Those that still run after so long."""
+    deadline = time.monotonic() + within_s
+    while (left := {pid for pid in pids if _runs(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def _runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def command(*arguments: str, code: int = 0) -> str:
+    """What `rlcore ARGUMENTS` prints, in a process of its own that ends with `code`."""
+    done = subprocess.run([sys.executable, "-m", "rlcore", *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr if code else done.stdout
 
 
 def learned(run: Run) -> list[dict[str, Any]]:

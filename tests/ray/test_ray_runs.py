@@ -6,9 +6,11 @@ import os
 import signal
 from typing import Any
 
+import pytest
+
 from tests.integration.lab import Lab, Run
-from tests.ray.conftest import NODES, add_node
-from tests.ray.ray_runs import COMMON, TWO_RANKS, Going, RayRuns, check_as_undisturbed, command
+from tests.ray.conftest import add_node, lose_node
+from tests.ray.ray_runs import COMMON, TWO_RANKS, Going, RayRuns, check_as_undisturbed, command, node_of
 
 
 def test_a_run_on_a_cluster_equals_a_local_one(ray_runs: RayRuns, local: Run) -> None:
@@ -35,10 +37,10 @@ def test_a_lost_service_is_made_anew_and_ranks_and_engines_go_on(ray_runs: RayRu
     before: list[int] = []
 
     def kill(going: Going) -> None:
-        before.extend(rank["pid"] for rank in going.ranks())
+        before.extend(going.rank_pids())
         going.kill_service()
 
-    run = ray_runs.train("service_lost", *COMMON, acts=[(3, kill), (7, lambda going: before.extend(pids(going)))])
+    run = ray_runs.train("service_lost", *COMMON, acts=[(3, kill), (7, lambda going: before.extend(going.rank_pids()))])
     check_as_undisturbed(run, local)
     assert before[:2] == before[2:], "the ranks were started again"
     assert not run.lines("restart 1 of 3")
@@ -47,19 +49,17 @@ def test_a_lost_service_is_made_anew_and_ranks_and_engines_go_on(ray_runs: RayRu
 def test_a_lost_rank_starts_all_again_from_the_last_checkpoint(ray_runs: RayRuns, local: Run) -> None:
     services: list[int] = []
 
-    def service(going: Going) -> None:
-        import ray
+    def kill(going: Going) -> None:
+        services.append(going.service_pid())
+        going.kill_rank(1)
 
-        services.append(ray.get(going.actor("service").status.remote(), timeout=30)[0])
-
-    run = ray_runs.train(
-        "rank_lost", *COMMON, acts=[(3, service), (3, lambda going: going.kill_rank(1)), (7, service)]
-    )
+    run = ray_runs.train("rank_lost", *COMMON, acts=[(3, kill), (7, lambda going: services.append(going.service_pid()))])
     check_as_undisturbed(run, local)
     assert services[0] == services[1], "the service was started again"
     assert len(run.lines("restart 1 of 3 (cluster.max_restarts)")) == 1
 
 
+@pytest.mark.full
 def test_a_run_gives_up_after_max_restarts(ray_runs: RayRuns) -> None:
     run = ray_runs.train("given_up", *COMMON, "cluster.max_restarts=0", acts=[(2, lambda going: going.kill_rank(0))])
     assert run.code == 1
@@ -67,22 +67,24 @@ def test_a_run_gives_up_after_max_restarts(ray_runs: RayRuns) -> None:
     assert run.result["status"] == "failed"
 
 
+@pytest.mark.full
 def test_a_lost_node_moves_its_ranks(ray_runs: RayRuns, cluster: Any, local: Run) -> None:
     nodes: list[str] = []
 
     def lose(going: Going) -> None:
-        nodes.append(going.ranks()[0]["node"])
-        lost = next(node for node in cluster.list_all_nodes() if node.node_id == nodes[0])
-        cluster.remove_node(lost, allow_graceful=False)
+        lost = node_of(cluster, going.rank_pids()[0])
+        nodes.append(lost.node_id)
+        lose_node(cluster, lost)
 
     run = ray_runs.train(
         "node_lost", *COMMON, acts=[(3, lose), (7, lambda going: nodes.append(going.ranks()[0]["node"]))]
     )
-    add_node(cluster, NODES)
+    add_node(cluster)
     check_as_undisturbed(run, local)
     assert nodes[0] != nodes[1]
 
 
+@pytest.mark.full
 def test_sigterm_and_rlcore_stop_save_and_end_the_run(ray_runs: RayRuns) -> None:
     long = (*TWO_RANKS, "training.steps=1000")
     run = ray_runs.train("signalled", *long, acts=[(2, lambda going: os.kill(os.getpid(), signal.SIGTERM))])
@@ -110,7 +112,3 @@ def test_what_the_cluster_has_no_room_for_is_said(ray_runs: RayRuns) -> None:
     run = ray_runs.train("large", *COMMON, "cluster.ray.engine_cpus=50", "cluster.start_timeout_s=2")
     assert run.code == 1
     assert run.lines("no room for the engines within 2 s (cluster.start_timeout_s): asked is [50 CPU]; it lacks")
-
-
-def pids(going: Going) -> list[int]:
-    return [rank["pid"] for rank in going.ranks()]

@@ -11,7 +11,8 @@ class Board:
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}
-        self._stop = asyncio.Event()
+        self._stops = 0
+        self._asked = asyncio.Condition()
 
     async def write(self, facts: dict[str, Any]) -> None:
         """These facts, beside those that were written before."""
@@ -21,9 +22,12 @@ class Board:
         return self._facts
 
     async def stop(self) -> None:
-        """Ask for a clean end after the step at hand."""
-        self._stop.set()
+        """Ask for a clean end after the step at hand; asked once more, the run ends at once."""
+        async with self._asked:
+            self._stops += 1
+            self._asked.notify_all()
 
-    async def until_stop(self) -> None:
-        """Returns when the run shall stop."""
-        await self._stop.wait()
+    async def until_stop(self, times: int) -> None:
+        """Returns when the run was asked to stop so many times."""
+        async with self._asked:
+            await self._asked.wait_for(lambda: self._stops >= times)

@@ -79,13 +79,24 @@ def in_our_words(error: RayError, what: str) -> RlcoreError:
             return cause
         return RunFailed(f"{what}: {type(cause).__name__}: {cause}")
     if isinstance(error, RayActorError):
-        return ActorLost(f"{what}: its process is gone: {first_line(error)}")
+        if error.actor_init_failed:         # another start would fail, too
+            return RunFailed(f"{what}: it could not begin: {last_line(error).partition(': ')[2] or last_line(error)}")
+        return ActorLost(f"{what}: its process is gone: {last_line(error)}")
     return RunFailed(f"{what}: {type(error).__name__}: {first_line(error)}")
 
 
 def first_line(error: BaseException) -> str:
     """Ray's messages have many."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return _lines(error)[0]
+
+
+def last_line(error: BaseException) -> str:
+    """Where Ray says why an actor is gone."""
+    return _lines(error)[-1]
+
+
+def _lines(error: BaseException) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
 
 
 def actor_name(run: str, part: str) -> str:

@@ -39,8 +39,8 @@ def connected(config: Config) -> Iterator[Cluster]:
 
     Raises UserError where there is none at that address.
     """
-    _connect(config.cluster.ray.address, config)
     try:
+        _connect(config.cluster.ray.address, config)
         placement = place(config, has_gpus=ray.cluster_resources().get("GPU", 0.0) > 0)
         yield Cluster(placement, ray.util.get_node_ip_address())
     finally:

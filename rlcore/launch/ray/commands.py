@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from rlcore.errors import DeadlineExceeded, RlcoreError, UserError
-from rlcore.launch.ray.calls import NAMESPACE, actor_name, first_line, get
+from rlcore.launch.ray.calls import NAMESPACE, ActorLost, actor_name, first_line, get
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import read_metrics
 
@@ -36,7 +35,7 @@ def status(address: str | None) -> Iterator[str]:
 
 
 def stop(run: str, address: str | None, *, timeout_s: float) -> str:
-    """Ask a run for a clean end after its step at hand, and wait for it. A line to print.
+    """Ask a run for a clean end after its step at hand, or once more for its end at once, and wait for it. A line to print.
 
     Raises:
         UserError: no such run, or no cluster.
@@ -54,7 +53,7 @@ def stop(run: str, address: str | None, *, timeout_s: float) -> str:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"run {run} was asked to stop and goes on after {timeout_s:g} s (--timeout): its step at hand may take "
-                    "longer; it ends after that"
+                    "longer, and it ends after that; `rlcore stop` once more ends it at once, without a checkpoint"
                 )
             time.sleep(POLL_S)
     return f"run {run} has ended: continue it with --resume"
@@ -87,16 +86,33 @@ def _describe(run: str) -> Iterator[str]:
     folder = Path(facts["folder"])
     yield f"{run}: step {_step(folder)}, for {time.time() - facts['began']:.0f} s, in {folder}"
     yield f"  restarts of the ranks: {facts.get('restarts', 0)}"
-    yield from (f"  rank {rank['rank']}: pid {rank['pid']} on node {rank['node'][:12]}" for rank in facts.get("ranks", ()))
-    with suppress(RlcoreError, RayError, ValueError):       # it is being started, or has ended meanwhile
+    if not facts["ranks"]:
+        yield "  ranks: being started"
+    for rank in facts["ranks"]:
+        gpus = f", GPU {', '.join(rank['gpus'])}" if rank["gpus"] else ""
+        yield f"  rank {rank['rank']}: pid {rank['pid']} on node {rank['node'][:12]}{gpus}"
+    yield from _describe_service(run)
+
+
+def _describe_service(run: str) -> Iterator[str]:
+    try:
         service = ray.get_actor(actor_name(run, "service"), namespace=NAMESPACE)
-        pid, engines = get(service.status.remote(), limit_s=ANSWER_S, what=f"the service of {run}", key=KEY)
-        yield f"  service: pid {pid}"
-        for engine in engines:
-            yield (
-                f"  {engine['engine']}: {engine['state']}, version {engine['version']}, {engine['requests']} requests, "
-                f"{engine['restarts']} restarts"
-            )
+    except ValueError:      # nothing generates, or it is to be started, or the run has ended meanwhile
+        return
+    try:
+        pid, engines = get(service.status.remote(), limit_s=ANSWER_S, what="service", key=KEY)
+    except ActorLost:
+        yield "  service: being started"
+        return
+    except DeadlineExceeded:
+        yield f"  service: no answer within {ANSWER_S:g} s: it is being started, or hangs (cluster.heartbeat_timeout_s)"
+        return
+    yield f"  service: pid {pid}"
+    for engine in engines:
+        yield (
+            f"  {engine['engine']}: {engine['state']}, version {engine['version']}, {engine['requests']} requests, "
+            f"{engine['restarts']} restarts"
+        )
 
 
 def _step(folder: Path) -> str:

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -19,10 +18,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlcore.config.derived import generates, world_size
 from rlcore.config.load import Loaded
+from rlcore.control import Failure
 from rlcore.errors import UserError
 from rlcore.launch.compose import check_input
 from rlcore.launch.engines import engine_name
@@ -30,10 +31,13 @@ from rlcore.launch.ray.board import Board
 from rlcore.launch.ray.calls import NAMESPACE, actor_name, end_named
 from rlcore.launch.ray.cluster import Cluster, connected, room
 from rlcore.launch.ray.engines import EngineHost
+from rlcore.launch.ray.heartbeat import Heartbeat
 from rlcore.launch.ray.placement import bundles
 from rlcore.launch.ray.ranks import Ranks
+from rlcore.launch.ray.requests import EndRequests
 from rlcore.launch.ray.service import ServiceActor
 from rlcore.launch.ray.workplace import Lines, Workplace
+from rlcore.launch.run_folder import conclude_unless_written
 from rollout.engines.sglang.keys import Keys
 
 CLOSE_S = 20.0          # for the service to end its engines, before they are ended with their actors
@@ -62,6 +66,10 @@ def here() -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
 
 
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 class Driver:
     """One run. What it makes ends with `stack`."""
 
@@ -71,18 +79,19 @@ class Driver:
         self._lines = Lines(cluster.address)
         self._workplace = Workplace(os.getcwd(), cluster.address, self._lines.port)
         self._keys = Keys.from_environment()
-        self._signals = 0                       # that came
+        self._requests = EndRequests()
         self._ranks: Ranks | None = None
         self._asked = False                     # the ranks were asked to end
         self._board: Any = None
-        self._stop_asked: list[Any] = []        # the call that returns when `rlcore stop` was said
         self._service: Any = None
+        self._heartbeat: Heartbeat | None = None        # the service's
         self._hosts: list[Any] = []
         self._restarts = 0
         self._opened = False                    # the ranks have taken the run's folder
+        self._began = time.time()
 
     def run(self, *, resume: bool, overwrite: bool) -> int:
-        with self._heeding_signals():
+        with self._requests.heeding_signals(), self._leaving_a_result():
             self._stack.callback(self._lines.show)
             self._open_board()
             limit, placement = self.config.cluster.start_timeout_s, self._cluster.placement
@@ -103,29 +112,37 @@ class Driver:
         limit, placement = self.config.cluster.start_timeout_s, self._cluster.placement
         with room(placement.trainer, "PACK", self._cluster, "the trainer", limit_s=limit, tick=self._tick) as group:
             assert group is not None
-            ranks = self._ranks = Ranks(self._cluster, group, self._loaded, self._workplace, self._tick)
+            ranks = Ranks(self._cluster, group, self._loaded, self._workplace, self._tick)
             try:
-                ranks.place()
-                if placement.shares_gpus:
-                    self._end_service()
-                    self._host_engines(group, ranks.gpus)
-                    self._start_service()
-                self._write_board(ranks)
-                failure = ranks.run(resume=resume, overwrite=overwrite, service=self._service)
+                failure = ranks.place() or self._run(ranks, group, resume=resume, overwrite=overwrite)
                 if failure is None:
                     return max(ranks.codes.values())
-                self._opened |= ranks.was_opened
                 if not self._goes_on(ranks.is_loss(failure)):
                     ranks.wait_for_the_others()
                     self._lines.show()
                     return ranks.report(failure)
             finally:
+                self._opened |= ranks.was_opened
                 ranks.end()
                 self._ranks = None
+                self._write_board([])
         self._restarts += 1
         again = f"restart {self._restarts} of {self.config.cluster.max_restarts} (cluster.max_restarts)"
-        print(f"warning: trainer {failure}; {again}, from the last checkpoint", file=sys.stderr, flush=True)
+        _warn(f"trainer {failure}; {again}, from the last checkpoint")
         return None
+
+    def _run(self, ranks: Ranks, group: PlacementGroup, *, resume: bool, overwrite: bool) -> Failure | None:
+        """From ranks that have a place to their end."""
+        if self._cluster.placement.shares_gpus:
+            self._end_service()
+            self._host_engines(group, ranks.gpus)
+            self._start_service()
+        self._write_board([
+            {"rank": rank, "node": node, "pid": pid, "gpus": gpus}
+            for rank, (node, pid, gpus) in enumerate(zip(ranks.nodes, ranks.pids, ranks.gpus, strict=True))
+        ])
+        self._ranks = ranks     # from here on they end cleanly
+        return ranks.run(resume=resume, overwrite=overwrite, service=self._service)
 
     def _goes_on(self, is_loss: bool) -> bool:
         return is_loss and self._restarts < self.config.cluster.max_restarts and not self._asked
@@ -145,16 +162,16 @@ class Driver:
             raise UserError(
                 f"run {name!r} goes on on this cluster already: end it with `rlcore stop {name}`, or choose another run.name"
             ) from error
-        self._stop_asked = [self._board.until_stop.remote()]
+        self._requests.heed(self._board)
         self._stack.callback(lambda: end_named([actor_name(name, "board")]))
         self._board.write.remote({"run": name, "folder": os.path.join(os.getcwd(), self.config.run.dir, name),
-                                  "driver": os.getpid(), "began": time.time()})  # fmt: skip
+                                  "driver": os.getpid(), "began": self._began})  # fmt: skip
+        self._write_board([])
 
-    def _write_board(self, ranks: Ranks) -> None:
-        facts = [{"rank": rank, "node": node, "pid": pid} for rank, (node, pid) in enumerate(zip(ranks.nodes, ranks.pids))]
-        self._board.write.remote({"ranks": facts, "restarts": self._restarts})
+    def _write_board(self, ranks: list[dict[str, Any]]) -> None:
+        self._board.write.remote({"ranks": ranks, "restarts": self._restarts})
 
-    def _host_engines(self, group: Any, gpus: list[list[str]]) -> None:
+    def _host_engines(self, group: PlacementGroup | None, gpus: list[list[str]]) -> None:
         """An actor an engine, in its bundle. `gpus`: of each rank, for engines that share them."""
         placement, width = self._cluster.placement, self.config.rollout.engine.tensor_parallel
         resources = bundles([placement.engine])[0]
@@ -181,9 +198,11 @@ class Driver:
         )  # fmt: skip
         names = [host_name(self.config.run.name, index) for index in range(len(self._hosts))]
         self._service = service.remote(self._workplace, self.config, names, self._keys)
+        self._heartbeat = Heartbeat(self._service, limit_s=self.config.cluster.heartbeat_timeout_s)
 
     def _end_service(self) -> None:
         """With its engines."""
+        self._heartbeat = None
         if self._service is not None:
             with suppress(RayError):
                 ray.get(self._service.close.remote(), timeout=CLOSE_S)
@@ -194,31 +213,25 @@ class Driver:
     # --- meanwhile ------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Show what the actors print; pass on that the run shall end."""
+        """Show what the actors print; end a service that hangs; pass on that the run shall end."""
         self._lines.show()
-        if self._stop_asked and ray.wait(self._stop_asked, timeout=0)[0]:
-            with suppress(RayError):            # the board is lost: nobody can say it any more
-                ray.get(self._stop_asked)
-                self._signals += 1
-            self._stop_asked = []
-        if self._signals and self._ranks is None:
-            raise KeyboardInterrupt         # nothing is trained yet, or at the moment
-        if self._signals and self._ranks is not None and not self._asked:
+        if self._heartbeat is not None and (silent_s := self._heartbeat.look()) is not None:
+            _warn(f"the rollout service was silent for {silent_s:.0f} s (cluster.heartbeat_timeout_s): it is made anew")
+        self._requests.look()
+        if not self._requests.count:
+            return
+        if self._ranks is None or self._requests.count > 1:     # without ranks nothing is trained yet, or at the moment
+            raise KeyboardInterrupt
+        if not self._asked:
             self._asked = True
             self._ranks.interrupt()
 
     @contextmanager
-    def _heeding_signals(self) -> Iterator[None]:
-        """SIGTERM and the first Ctrl-C ask for a clean end after this step; a second one interrupts at once."""
-
-        def heed(_number: int, _frame: object) -> None:
-            self._signals += 1
-            if self._signals > 1:
-                raise KeyboardInterrupt
-
-        previous = {number: signal.signal(number, heed) for number in (signal.SIGTERM, signal.SIGINT)}
+    def _leaving_a_result(self) -> Iterator[None]:
+        """Of a run that is ended at once, by a second signal or while its ranks are started again."""
         try:
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        except KeyboardInterrupt:
+            if self._opened:
+                conclude_unless_written(self.config, "interrupted", "it was ended at once", began=self._began)
+            raise

@@ -13,6 +13,7 @@ from rollout.rewards.pool import START_TIMEOUT_S as REWARD_START_TIMEOUT_S
 
 GRACE_S = 60.0          # the service keeps its own limits; ours comes a little later
 WORD_S = 60.0           # for the service to answer what needs no work
+WORD_KEY = "60 s and cluster.heartbeat_timeout_s, in which one that hangs is replaced"
 SERVICE = "the rollout service"
 
 
@@ -44,8 +45,7 @@ class ServiceLine:
 
     def start(self) -> None:
         limit = self.config.rollout.engine.start_timeout_s + REWARD_START_TIMEOUT_S + GRACE_S
-        asked = self.actor.start.remote(self._life)
-        get(asked, limit_s=limit, what=f"starting {SERVICE}", key="rollout.engine.start_timeout_s")
+        self.ask("start", limit_s=limit, key="rollout.engine.start_timeout_s")
         self._started = True
 
     def revive(self) -> None:
@@ -67,11 +67,16 @@ class ServiceLine:
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
-    def ask(self, part: str, *arguments: Any, limit_s: float = WORD_S, key: str = "a fixed limit") -> Any:
-        """The answer, for the main thread. Raises ActorLost, DeadlineExceeded, or what the service raised."""
+    def ask(self, part: str, *arguments: Any, limit_s: float = WORD_S, key: str = WORD_KEY) -> Any:
+        """The answer, for the main thread. Raises ActorLost, DeadlineExceeded, or what the service raised.
+
+        Args:
+            limit_s: for a service that lives; one that hangs gets `cluster.heartbeat_timeout_s` more, and is lost then.
+        """
+        heartbeat_s = self.config.cluster.heartbeat_timeout_s
         for said in self._taken():
-            get(said, limit_s=WORD_S, what=SERVICE, key="a fixed limit")
-        return get(self._call(part, arguments), limit_s=limit_s, what=f"{SERVICE}: {part}", key=key)
+            get(said, limit_s=WORD_S + heartbeat_s, what=SERVICE, key=WORD_KEY)
+        return get(self._call(part, arguments), limit_s=limit_s + heartbeat_s, what=f"{SERVICE}: {part}", key=key)
 
     async def answer(self, part: str, *arguments: Any) -> Any:
         """As `ask`, for the publication's loop, which has limits of its own."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlcore.errors import EngineFailed
+from rlcore.errors import EngineFailed, PublicationFailed
 from rlcore.launch.ray.calls import ActorLost
 from rlcore.launch.ray.line import ServiceLine
 from rlcore.launch.ray.service import EngineFacts
@@ -93,7 +93,11 @@ class RemoteMember:
         return self.facts.in_group
 
     def expectation(self) -> WeightExpectation:
-        found: WeightExpectation = self._line.ask("expectation", self.name)
+        """Raises PublicationFailed where the service is gone: the next attempt finds another one."""
+        try:
+            found: WeightExpectation = self._line.ask("expectation", self.name)
+        except ActorLost as error:
+            raise PublicationFailed(f"engine {self.name}: {error}") from error
         return found
 
     async def health(self) -> Any:

@@ -19,10 +19,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlcore.config.load import Loaded
 from rlcore.control import Failure, post_failure, read_failure
-from rlcore.errors import EmptyBatch, RlcoreError, RunFailed, UserError
+from rlcore.errors import DeadlineExceeded, EmptyBatch, RlcoreError, RunFailed, UserError
 from rlcore.launch import INTERRUPTED
-from rlcore.launch.logs import describe
-from rlcore.launch.pulse import LEAVE_S, NOTICE_S, Watch
+from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe
+from rlcore.launch.pulse import LEAVE_S, NOTICE_S, Watch, came_late, read_stuck
 from rlcore.launch.ranks import store_prefix
 from rlcore.launch.ray.calls import ActorLost, first_line, get, in_our_words
 from rlcore.launch.ray.cluster import Cluster
@@ -73,8 +73,11 @@ class Ranks:
 
     # --- start ----------------------------------------------------------------------------------------------------
 
-    def place(self) -> None:
-        """Make the actors. Raises RunFailed where one of them does not come up in time."""
+    def place(self) -> Failure | None:
+        """Make the actors. A failure where one of them is lost before it begins.
+
+        Raises RunFailed where one of them cannot begin, or does not in time.
+        """
         limit, resources = self.config.cluster.start_timeout_s, bundles([self._cluster.placement.rank])[0]
         for place in self._cluster.placement.ranks:
             actor = ray.remote(RankActor).options(
@@ -86,13 +89,23 @@ class Ranks:
             self.actors.append(actor.remote(self._workplace))
         asked = [actor.where.remote() for actor in self.actors]
         deadline = time.monotonic() + limit
-        while len(ray.wait(asked, num_returns=len(asked), timeout=POLL_S)[0]) < len(asked) and time.monotonic() < deadline:
+        while (late := ray.wait(asked, num_returns=len(asked), timeout=POLL_S)[1]) and time.monotonic() < deadline:
             self._tick()
+        if late:
+            raise DeadlineExceeded(
+                f"rank {asked.index(late[0])} was not started within {limit:g} s (cluster.start_timeout_s): its node starts no "
+                "process, or is gone (`ray status`)"
+            )
         for rank, ref in enumerate(asked):
-            node, pid, gpus = get(ref, limit_s=POLL_S, what=f"starting rank {rank}", key="cluster.start_timeout_s")
+            try:
+                node, pid, gpus = get(ref, limit_s=limit, what=f"rank {rank}", key="cluster.start_timeout_s")
+            except ActorLost:
+                self._lost[rank] = time.monotonic()
+                return self._gone()
             self.nodes.append(node)
             self.pids.append(pid)
             self.gpus.append(gpus)
+        return None
 
     def run(self, *, resume: bool, overwrite: bool, service: Any) -> Failure | None:
         """Until all have ended well, or for what ends the run."""
@@ -132,9 +145,11 @@ class Ranks:
         Where that is not clear at once, the ranks are left to end: Ray takes a while to tell of a lost node, and a rank to
         say what it failed at.
         """
-        if failure.rank in self._lost or self._silent or failure.waited:
+        if failure.rank in self._lost or self._silent:
             return True
         self.wait_for_the_others()
+        if failure.waited and read_stuck(self.store) is not None:
+            return True         # it kept its peers waiting; else what was waited for is no rank
         if isinstance(self.errors.get(failure.rank), ActorLost):
             return True
         # A rank that ends itself because another one failed takes longer than this.
@@ -160,6 +175,8 @@ class Ranks:
         if self.codes.get(0) == INTERRUPTED:
             return INTERRUPTED
         conclude_for(self.config, self.store, failure, began=self._began)
+        if (stuck := read_stuck(self.store)) is not None and failure.waited:
+            raise RunFailed(describe(came_late(stuck), self.config.run, lines=LAST_LINES_OF_A_STACK))
         if failure.rank == 0 and spoken is not None:
             raise spoken
         if failure.bad_input:
@@ -201,7 +218,9 @@ class Ranks:
     def _gone(self) -> Failure | None:
         """The first rank whose process is gone."""
         for rank in self._lost:
-            return Failure(rank, f"its process or node is gone (node {self.nodes[rank][:8]}, pid {self.pids[rank]})")
+            known = rank < len(self.pids)
+            where = f"(node {self.nodes[rank][:8]}, pid {self.pids[rank]})" if known else "before it could begin"
+            return Failure(rank, f"its process or node is gone {where}")
         return None
 
     def _died(self) -> Failure | None:

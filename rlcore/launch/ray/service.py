@@ -7,6 +7,7 @@ takes the new one for the old.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from rollout.memory import FleetMemory
     from rollout.service import RolloutService
 
+STDERR = 2              # a descriptor: the service's log
 T = TypeVar("T")
 
 
@@ -172,6 +174,10 @@ class ServiceActor:
     async def expectation(self, life: str, name: str) -> Any:
         self._check(life)
         return self._engine(name).expectation()
+
+    async def beat(self) -> None:
+        """Answered at once, unless this process hangs; half-way to its end it writes then where every thread stands."""
+        faulthandler.dump_traceback_later(self._config.cluster.heartbeat_timeout_s / 2, file=STDERR)
 
     async def status(self) -> tuple[int, list[dict[str, Any]]]:
         """The process id, and a row for each engine."""

@@ -64,6 +64,12 @@ def test_engines_that_take_turns_are_in_the_trainers_bundles() -> None:
     assert found.shares_gpus
 
 
+def test_a_critic_is_in_the_ranks_of_its_actor() -> None:
+    ppo = config(per_node=2)
+    ppo.algorithm.estimator.name = "ppo"
+    assert place(ppo, has_gpus=True) == placed(per_node=2, has_gpus=True)
+
+
 def test_engines_given_by_url_need_no_place() -> None:
     found = placed(kind="sglang", urls=["http://a:1", "http://b:1"])
     assert found.engines == found.hosts == ()
@@ -111,6 +117,16 @@ def test_what_only_ray_reads_is_noted_elsewhere() -> None:
     assert not list(notes(given))
     given.cluster.launcher = "local"
     assert [str(note) for note in notes(given)] == ["cluster.ray: is ignored: cluster.launcher is local"]
+
+
+def test_the_users_runtime_environment_is_passed_on_with_this_checkout_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlcore.launch.ray.cluster import ROOT, runtime_env
+
+    monkeypatch.setenv("PYTHONPATH", "/plugins")
+    given = runtime_env({"env_vars": {"NCCL_DEBUG": "INFO"}, "pip": ["x"]})
+    assert given == {"pip": ["x"], "env_vars": {"NCCL_DEBUG": "INFO", "PYTHONPATH": f"{ROOT}:/plugins"}}
+    own = runtime_env({"env_vars": {"PYTHONPATH": "/mine"}})
+    assert own["env_vars"]["PYTHONPATH"] == "/mine"
 
 
 def test_placement_needs_neither_ray_nor_torch() -> None:

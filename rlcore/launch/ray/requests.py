@@ -1,0 +1,58 @@
+"""Requests to end a run: signals of the driver's process, and `rlcore stop` in any shell of the cluster."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+
+class EndRequests:
+    """How many came: the first asks for a clean end after the step at hand, a second one for the end at once."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._board: Any = None
+        self._stops = 0                         # of `count`, those that were said on the board
+        self._next_stop: list[Any] = []         # the call that returns when the board has another one
+
+    @contextmanager
+    def heeding_signals(self) -> Iterator[None]:
+        """A second signal raises KeyboardInterrupt wherever the main thread is."""
+
+        def heed(_number: int, _frame: object) -> None:
+            self.count += 1
+            if self.count > 1:
+                raise KeyboardInterrupt
+
+        previous = {number: signal.signal(number, heed) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def heed(self, board: Any) -> None:
+        """What is said on it from now on."""
+        self._board = board
+        self._await_stop()
+
+    def look(self) -> None:
+        """Count what the board has; never waits."""
+        if not self._next_stop or not ray.wait(self._next_stop, timeout=0)[0]:
+            return
+        try:
+            ray.get(self._next_stop)
+        except RayError:        # the board is lost: nobody can say it any more
+            self._next_stop = []
+            return
+        self.count += 1
+        self._stops += 1
+        self._await_stop()
+
+    def _await_stop(self) -> None:
+        self._next_stop = [self._board.until_stop.remote(self._stops + 1)]

@@ -1,0 +1,111 @@
+"""How runs on Ray end: with their driver, by requests, beside other runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from rlcore.launch.ray.calls import NAMESPACE
+from tests.integration.lab import LEARNING
+from tests.ray.ray_runs import TWO_RANKS, Going, RayRuns, balance, command, until_gone
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+
+GONE_S = 60.0
+WORKER = "reward.parts.right.function=exact_match"       # a reward that has processes of its own
+ONE_RANK = ("rollout.engine.in_process=false", *LEARNING)
+LONG = "training.steps=1000"
+
+
+@contextmanager
+def looking_on(address: str) -> Iterator[None]:
+    """This process is connected to the cluster, as another driver."""
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def test_nothing_outlives_a_driver_that_is_killed(ray_runs: RayRuns) -> None:
+    driver, going = ray_runs.start("orphaned", *TWO_RANKS, LONG, WORKER), ray_runs.going("orphaned")
+    going.reach(2)
+    with looking_on(ray_runs.address):
+        pids = going.processes()
+    assert len(pids) > 4, "two ranks, the service, the engine's actor, and what they started"
+    os.kill(driver.pid, signal.SIGKILL)
+    assert not until_gone(pids | {driver.pid}, within_s=GONE_S)
+    assert command("status", "--address", ray_runs.address) == "no run goes on\n"
+
+
+def test_a_cluster_of_its_own_ends_with_a_driver_that_is_killed(ray_runs: RayRuns) -> None:
+    driver = ray_runs.start("own", *TWO_RANKS, LONG, WORKER, "cluster.ray.address=local")
+    ray_runs.going("own").reach(2)
+    pids = {child.pid for child in psutil.Process(driver.pid).children(recursive=True)}
+    assert len(pids) > 6, "with Ray's own"
+    os.kill(driver.pid, signal.SIGKILL)
+    assert not until_gone(pids | {driver.pid}, within_s=GONE_S)
+
+
+def test_ctrl_c_during_the_start_ends_it_at_once(ray_runs: RayRuns) -> None:
+    """Service and engine are there, and the ranks wait for room."""
+    pids: set[int] = set()
+
+    def interrupt(going: Going) -> None:
+        pids.add(ray.get(going.actor("service").status.remote(), timeout=60)[0])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    run = ray_runs.train("early", *TWO_RANKS, LONG, "cluster.ray.rank_cpus=50", acts=[(0, interrupt)])
+    assert run.code == 130
+    assert run.err.splitlines()[-1] == "rlcore: interrupted"
+    assert not run.folder.exists()
+    assert not until_gone(pids, within_s=GONE_S)
+
+
+def test_a_second_stop_ends_a_run_that_hangs(ray_runs: RayRuns) -> None:
+    said: list[str] = []
+
+    def stop(going: Going) -> None:
+        going.stop_rank(1)
+        for seconds, code in (("5", 1), ("90", 0)):
+            said.append(command("stop", going.name, "--address", ray_runs.address, "--timeout", seconds, code=code))
+
+    run = ray_runs.train("hangs", *TWO_RANKS, LONG, acts=[(2, stop)])
+    assert "`rlcore stop` once more ends it at once" in said[0]
+    assert said[1] == "run hangs has ended: continue it with --resume\n"
+    assert run.code == 130
+    assert run.result["status"] == "interrupted"
+    assert run.result["steps"] >= 2
+
+
+def test_runs_share_a_cluster_but_no_name(ray_runs: RayRuns, tmp_path: Path) -> None:
+    ended: list[tuple[int, str]] = []
+
+    def beside(going: Going) -> None:
+        other, same = ray_runs.start("second", *ONE_RANK), ray_runs.start(going.name, *ONE_RANK, f"run.dir={tmp_path}")
+        for driver in (same, other):
+            said = driver.communicate(timeout=300)[0]
+            ended.append((driver.returncode, said))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    run = ray_runs.train("first", *ONE_RANK, LONG, acts=[(1, beside)])
+    assert [code for code, _ in ended] == [2, 0], ended
+    assert ended[0][1].splitlines()[-1].startswith("rlcore: run 'first' goes on on this cluster already: end it with")
+    assert balance(ray_runs.going("second").run, 3)["consumed"] == 12
+    assert run.code == 130
+    assert balance(run, run.result["steps"])["consumed"] == 4 * run.result["steps"]
+
+
+def test_early_stopping_is_a_success(ray_runs: RayRuns) -> None:
+    stopping = ("algorithm.kl.reward_kind=k3", "training.early_stopping=true", "training.target_kl=1e-9")
+    run = ray_runs.train("early_stopped", *TWO_RANKS, *stopping, "training.steps=50")
+    assert run.code == 0, run.err
+    assert run.result["status"] == "early_stopped"
+    assert run.result["steps"] < 50

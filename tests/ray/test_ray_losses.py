@@ -1,0 +1,122 @@
+"""Losses under Ray beyond that of a process: nodes, what hangs, two parts at once. Runs end as the undisturbed one does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from tests.integration.lab import Run
+from tests.ray.conftest import add_node, lose_node
+from tests.ray.ray_runs import COMMON, STEPS, Going, RayRuns, balance, check_as_undisturbed, command, node_of, until_gone
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+
+SILENCE_S = 30.0
+RESTARTED = "restart 1 of 3 (cluster.max_restarts)"
+HEARTBEAT = f"cluster.heartbeat_timeout_s={SILENCE_S:g}"
+
+
+def test_a_service_that_hangs_is_found_and_made_anew(ray_runs: RayRuns, local: Run) -> None:
+    ranks: list[list[int]] = []
+    seen: list[str] = []
+
+    def stop(going: Going) -> None:
+        ranks.append(going.rank_pids())
+        service = going.service_pid()
+        os.kill(service, signal.SIGSTOP)
+        seen.extend(command("status", "--address", ray_runs.address).splitlines())
+        assert not until_gone({service}, within_s=SILENCE_S + 20)
+
+    run = ray_runs.train(
+        "service_hangs", *COMMON, HEARTBEAT, acts=[(3, stop), (7, lambda going: ranks.append(going.rank_pids()))]
+    )
+    check_as_undisturbed(run, local)
+    assert seen[-1].startswith("  service: no answer within 15 s"), seen
+    assert len(run.lines("(cluster.heartbeat_timeout_s): it is made anew")) == 1
+    assert ranks[0] == ranks[1], "the ranks were started again"
+
+
+def test_a_rank_that_hangs_starts_all_again(ray_runs: RayRuns, local: Run) -> None:
+    run = ray_runs.train("rank_hangs", *COMMON, HEARTBEAT, acts=[(3, lambda going: going.stop_rank(1))])
+    check_as_undisturbed(run, local)
+    (said,) = run.lines(RESTARTED)
+    assert "rank 1 failed: it has been silent for" in said
+
+
+def test_rollouts_that_come_too_late_are_no_loss(ray_runs: RayRuns) -> None:
+    run = ray_runs.train("late", *COMMON, "rollout.timeout_s=0.01")
+    assert run.code == 1
+    assert run.lines("(rollout.timeout_s)")
+    assert not run.lines("restart")
+    assert run.result["status"] == "failed"
+
+
+def test_the_engine_of_a_lost_node_is_started_on_another(ray_runs: RayRuns, cluster: Any, local: Run) -> None:
+    nodes: list[str] = []
+
+    def lose(going: Going) -> None:
+        node = node_of(cluster, going.engine_pid())
+        nodes.append(node.node_id)
+        lose_node(cluster, node)
+
+    def look(going: Going) -> None:
+        nodes.append(node_of(cluster, going.engine_pid()).node_id)
+
+    run = ray_runs.train(
+        "engine_node_lost", *COMMON, "rollout.engine.restart.backoff_s=0.1", acts=[(3, lose), (7, look)]
+    )
+    add_node(cluster)
+    check_as_undisturbed(run, local)
+    assert nodes[0] != nodes[1]
+    assert sum(row["rollout/engine_restarts"] for row in run.metrics) == 1
+    assert not run.lines(RESTARTED)
+
+
+def test_the_service_of_a_lost_node_is_made_anew_on_another(ray_runs: RayRuns, cluster: Any, local: Run) -> None:
+    """It is too large for the driver's node; the one that is lost had room for nothing else, and another takes its place."""
+    ranks: list[list[int]] = []
+
+    def lose(going: Going) -> None:
+        ranks.append(going.rank_pids())
+        lose_node(cluster, node_of(cluster, going.service_pid()))
+        add_node(cluster)
+
+    run = ray_runs.train(
+        "service_node_lost", *COMMON, "cluster.ray.service_cpus=2",
+        acts=[(3, lose), (7, lambda going: ranks.append(going.rank_pids()))],
+    )
+    check_as_undisturbed(run, local)
+    assert ranks[0] == ranks[1], "the ranks were started again"
+
+
+def test_rank_0_and_the_service_are_lost_with_one_node(ray_runs: RayRuns, cluster: Any, local: Run) -> None:
+    """Only a large node has room for them. What rank 0 knew of the service is lost with it: the run's folder has it, too."""
+    large = [add_node(cluster, cpus=8)]
+
+    def lose(going: Going) -> None:
+        assert {node_of(cluster, pid) for pid in (*going.rank_pids(), going.service_pid())} == set(large)
+        lose_node(cluster, large.pop())
+        large.append(add_node(cluster, cpus=8))
+
+    run = ray_runs.train(
+        "both_lost", *COMMON, "cluster.ray.rank_cpus=1.5", "cluster.ray.service_cpus=3", acts=[(5, lose)],
+    )
+    lose_node(cluster, large.pop())
+    check_as_undisturbed(run, local)
+    assert len(run.lines(RESTARTED)) == 1
+
+
+def test_ahead_of_the_trainer_nothing_is_lost_and_nothing_too_old(ray_runs: RayRuns) -> None:
+    """A service and then a rank are killed, two steps ahead: the books balance, and no token is older than the bound."""
+    run = ray_runs.train(
+        "ahead", *COMMON, "rollout.max_staleness=2", "cluster.ray.engine_cpus=0.5",
+        acts=[(3, Going.kill_service), (5, lambda going: going.kill_rank(0))],
+    )
+    assert run.code == 0, run.err
+    assert len(run.lines(RESTARTED)) == 1
+    assert balance(run, STEPS)["consumed"] == 4 * STEPS
+    assert 0 < max(row["rollout/staleness_max"] for row in run.metrics if row["step"]) <= 2
+    assert [row["step"] for row in run.metrics] == list(range(len(run.metrics)))

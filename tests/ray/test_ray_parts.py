@@ -1,0 +1,116 @@
+"""Parts of the Ray launcher without a run: how a batch gets from one actor to another, and actors that hang or cannot begin."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlcore.config import Config
+from rlcore.data.sample import Sample, VersionSpan
+from rlcore.errors import RunFailed
+from rlcore.launch.ray.calls import ActorLost, get
+from rlcore.launch.ray.heartbeat import Heartbeat
+from rlcore.launch.ray.service import ServiceActor
+from rlcore.launch.ray.workplace import Workplace, log_to
+from rlcore.protocols import StepRollouts
+from rollout.engines.sglang.keys import Keys
+
+LIMIT_S = 10.0
+
+pytestmark = pytest.mark.usefixtures("connected")
+
+
+@pytest.fixture(scope="module")
+def connected(cluster: Any) -> Iterator[None]:
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def test_a_batch_is_read_where_it_lies() -> None:
+    """On one node: every array is a view of the object store, read-only, the same one for whoever reads it."""
+
+    @ray.remote
+    class Service:
+        def next_step(self) -> StepRollouts:
+            return StepRollouts([sample(draw, 50_000) for draw in range(4)], {}, 0.0, {})
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    ref = Service.options(num_cpus=0, scheduling_strategy=here).remote().next_step.remote()
+    batch, again = ray.get(ref, timeout=60), ray.get(ref, timeout=60)
+    for one, other in zip(batch.samples, again.samples, strict=True):
+        for name in ("tokens", "loss_mask", "rollout_logprobs"):
+            array = getattr(one, name)
+            assert not array.flags.owndata
+            assert not array.flags.writeable
+            assert np.shares_memory(array, getattr(other, name)), f"{name} was copied"
+
+
+def sample(draw: int, length: int) -> Sample:
+    return Sample(
+        draw, 0, f"p:{draw}", draw, draw, np.arange(length, dtype=np.int32), np.array([0] + [1] * (length - 1), np.uint8),
+        np.zeros(length - 1, np.float32), (VersionSpan(1, 0, length - 1),), "stop",
+    )
+
+
+def test_an_actor_that_cannot_begin_says_why_at_once() -> None:
+    """It is no loss: another start would fail, too."""
+
+    @ray.remote
+    class Part:
+        def __init__(self, workplace: Workplace) -> None:
+            workplace.enter()
+
+        def where(self) -> str:
+            return os.getcwd()
+
+    part = Part.options(max_restarts=-1, num_cpus=0).remote(Workplace("/nowhere/at all", "127.0.0.1", 1))
+    with pytest.raises(RunFailed, match=r"^rank 3: it could not begin: /nowhere/at all cannot be entered on node ") as caught:
+        get(part.where.remote(), limit_s=60, what="rank 3", key="cluster.start_timeout_s")
+    assert not isinstance(caught.value, ActorLost)
+
+
+class Hanging(ServiceActor):
+    async def hang(self, log: Path) -> None:
+        """As native code does that never gives the interpreter back."""
+        log_to(log)
+        ctypes.PyDLL(None).sleep(1000)
+
+
+def test_a_service_that_hangs_is_ended_and_its_log_says_where_it_stood(tmp_path: Path) -> None:
+    config = Config.model_validate({
+        "run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["p"]}, "training": {"steps": 1},
+        "reward": {"parts": {"a": {"function": "exact_match"}}},
+        "cluster": {"launcher": "ray", "heartbeat_timeout_s": LIMIT_S},
+    })  # fmt: skip
+    here = Workplace(os.getcwd(), "127.0.0.1", 1)
+    actor = ray.remote(Hanging).options(max_restarts=-1, num_cpus=0).remote(here, config, (), Keys.from_environment())
+    first, _ = ray.get(actor.status.remote(), timeout=120)
+    heartbeat = Heartbeat(actor, limit_s=LIMIT_S)
+    for _ in range(30):
+        assert heartbeat.look() is None, "it answers"
+        time.sleep(0.1)
+    actor.hang.remote(tmp_path / "service.log")
+    began = time.monotonic()
+    while (silent_s := heartbeat.look()) is None:
+        assert time.monotonic() < began + 3 * LIMIT_S
+        time.sleep(0.1)
+    assert silent_s >= LIMIT_S
+    deadline, second = time.monotonic() + 120, first
+    while second == first and time.monotonic() < deadline:
+        try:
+            second, _ = get(actor.status.remote(), limit_s=60, what="the new one", key="none")
+        except ActorLost:       # Ray starts it again
+            time.sleep(0.5)
+    assert second != first
+    assert " in hang\n" in (tmp_path / "service.log").read_text()
+    ray.kill(actor)

@@ -1,0 +1,92 @@
+"""Where the parts of a run are, on a cluster that claims to have GPUs; nobody uses them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from tests.integration.lab import Lab, Run
+from tests.ray.conftest import add_node, new_cluster
+from tests.ray.ray_runs import TWO_RANKS, Going, RayRuns
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+
+SHARES = ("cluster.ray.rank_cpus=0.5", "cluster.ray.engine_cpus=0.5", "cluster.ray.service_cpus=0.5")
+
+
+@pytest.fixture(scope="module")
+def gpu_runs(lab: Lab) -> Iterator[RayRuns]:
+    """A head without GPUs, two nodes with four each."""
+    with new_cluster() as made:
+        for _ in range(2):
+            add_node(made, cpus=2, gpus=4)
+        yield RayRuns(lab, made.address)
+
+
+def visible(actor: Any) -> list[str]:
+    """The GPUs that its process sees."""
+    found: str = ray.get(actor.__ray_call__.remote(lambda _: os.environ.get("CUDA_VISIBLE_DEVICES", "")), timeout=60)
+    return [name for name in found.split(",") if name]
+
+
+def node(actor: Any) -> str:
+    found: str = ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()), timeout=60)
+    return found
+
+
+def look(going: Going, engines: int) -> dict[str, Any]:
+    """Nodes and GPUs of ranks, engines and service."""
+    hosts = [going.actor(f"engine-{index}") for index in range(engines)]
+    service = going.actor("service")
+    return {
+        "ranks": [(rank["node"], rank["gpus"]) for rank in going.ranks()],
+        "engines": [(node(host), visible(host)) for host in hosts],
+        "service": (node(service), visible(service)),
+        "told": ray.get(service.__ray_call__.remote(lambda _: os.environ.get("TOLD")), timeout=60),
+        "driver": ray.get_runtime_context().get_node_id(),
+    }
+
+
+def placed(runs: RayRuns, name: str, *arguments: str, engines: int) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    run: Run = runs.train(
+        name, *TWO_RANKS, *SHARES, "training.steps=2", *arguments, acts=[(1, lambda going: seen.update(look(going, engines)))]
+    )
+    assert run.code == 0, run.err
+    return seen
+
+
+def test_ranks_share_a_node_and_engines_are_spread_with_gpus_of_their_own(gpu_runs: RayRuns) -> None:
+    """With a critic, which is in the ranks."""
+    seen = placed(
+        gpu_runs, "spread", "rollout.engine.count=2", "algorithm.estimator.name=ppo", "critic.optimizer.lr=1e-3", engines=2
+    )
+    (rank_node, first), (other_node, second) = seen["ranks"]
+    assert rank_node == other_node
+    assert len({*first, *second}) == 2
+    (here, mine), (there, others) = seen["engines"]
+    assert here != there, "engines are spread"
+    assert [len(mine), len(others)] == [1, 1]
+    beside = mine if here == rank_node else others
+    assert not {*beside} & {*first, *second}, "an engine beside the ranks has a GPU of its own"
+    assert seen["service"] == (seen["driver"], []), "the service is with the driver, without a GPU"
+
+
+def test_fractions_of_one_gpu(gpu_runs: RayRuns) -> None:
+    """And the environment that the user asks for."""
+    told = "cluster.ray.runtime_env={env_vars: {TOLD: by the user}}"
+    seen = placed(gpu_runs, "fractions", "cluster.ray.rank_gpus=0.5", "cluster.ray.engine_gpus=0.25", told, engines=1)
+    assert seen["told"] == "by the user"
+    assert seen["ranks"][0] == seen["ranks"][1], "both ranks are on one GPU"
+    assert len(seen["ranks"][0][1]) == 1
+    assert len(seen["engines"][0][1]) == 1
+
+
+def test_engines_that_take_turns_are_on_the_ranks_gpus(gpu_runs: RayRuns) -> None:
+    seen = placed(gpu_runs, "turns", "rollout.engine.colocated=true", "rollout.engine.count=2", engines=2)
+    assert [gpus for _, gpus in seen["engines"]] == [gpus for _, gpus in seen["ranks"]]
+    assert {place for place, _ in seen["engines"]} == {place for place, _ in seen["ranks"]}
