@@ -62,11 +62,12 @@ def _ray_nodes(arguments: Sequence[str]) -> list[Command]:
     }  # fmt: skip
     script = [str(ROOT / "scripts" / "ray_multinode.sh"), *arguments, "cluster.processes_per_node=2"]
     own = (f"--num-cpus 2 --include-dashboard false --ray-client-server-port {_free_port()}", "--num-cpus 3")
-    ports = f"--object-store-memory {STORE_BYTES} --min-worker-port 0 --max-worker-port 0"
+    common = f"--object-store-memory {STORE_BYTES} --min-worker-port 0 --max-worker-port 0"
     return [
-        (script, {**shared, "NODE_RANK": str(node), "HOST_ADDRESS": f"127.0.0.{node + 1}", "RAY_ARGS": f"{more} {ports}"})
+        (script, {**shared, "NODE_RANK": str(node), "HOST_ADDRESS": f"127.0.0.{node + 1}",
+                  "RAY_ARGS": f"{more} {common} {_agents_ports()}"})
         for node, more in enumerate(own)
-    ]
+    ]  # fmt: skip
 
 
 LAUNCHERS = {
@@ -210,6 +211,12 @@ def _with_children(pid: int) -> list[psutil.Process]:
         node = psutil.Process(pid)
         return [node, *node.children(recursive=True)]
     return []
+
+
+def _agents_ports() -> str:
+    """Of what a Ray node starts beside its raylet, which gives them 15 s to say one where it is not told."""
+    agents = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
+    return " ".join(f"--{name}-port {_free_port()}" for name in agents)
 
 
 def _free_port() -> int:

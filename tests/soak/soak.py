@@ -103,7 +103,7 @@ class Soak:
     def _disturbed(self, name: str, launcher: Launcher, kill: Kill) -> Survivor | None:
         """None when the run had ended well before it could be hit."""
         began, started = time.monotonic(), self._start(name, launcher)
-        victim = strike(started, kill)
+        victim = strike(started, kill, limit_s=self._limit_s)
         if victim is None:
             faults = [*self._end(started), *_how_it_ended(started)]
             seconds = time.monotonic() - began
@@ -151,10 +151,14 @@ class Soak:
         return self.folder / f"{name}.log"
 
 
-def strike(started: Started, kill: Kill) -> tuple[str, str] | None:
-    """Kill at the moment, or once there is a victim: its kind and number, and where the run was. None: the run had ended."""
+def strike(started: Started, kill: Kill, *, limit_s: float) -> tuple[str, str] | None:
+    """Kill at the moment, or once there is a victim: its kind and number, and where the run was.
+
+    None: the run had ended, or did not come so far within the limit.
+    """
+    deadline = time.monotonic() + limit_s
     while not Progress.of(started.folder).reached(kill.moment.after):
-        if started.ended:
+        if started.ended or time.monotonic() > deadline:
             return None
         time.sleep(POLL_S)
     due = time.monotonic() + kill.moment.seconds
@@ -162,7 +166,7 @@ def strike(started: Started, kill: Kill) -> tuple[str, str] | None:
     while True:
         while (wait := due - time.monotonic()) > 0:
             time.sleep(min(wait, POLL_S))
-        if started.ended:
+        if started.ended or time.monotonic() > deadline:
             return None
         if victims and all(process.is_running() for process in victims[kill.which % len(victims)]):
             break
