@@ -5,13 +5,10 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rlcore.errors import DataError
 from rlcore.runs.rollouts import decode_samples, encode_samples
 from rollout.draws import Draws
-from rollout.history import read_journal
 from rollout.waves import Group
 
 ROLLED_BACK = "rolled_back"     # why groups are given up whose tokens come from weights that the run has gone back behind
@@ -104,33 +101,3 @@ def settle(draws: Draws, buffer: GroupBuffer, saved: Sequence[Kept], *, step: in
         if draw not in buffer:
             draws.give_back(draw, ROLLED_BACK if draw in rolled_back else "")
     return rolled_back
-
-
-def rebuilt(state: Mapping[str, Any] | None, path: Path, step: int) -> dict[str, Any]:
-    """What a service restores that takes the place of one that was lost while the trainer went on.
-
-    Consumed draws stay consumed; what happened after the hand-over of `step` is undone, since nobody was trained on it.
-
-    Args:
-        state: that a service gave to the newest run checkpoint, or None before the first one.
-        path: of the journal that was written since.
-        step: the last whose batch the trainer has.
-
-    Returns:
-        Stream, ledger, and `ahead` as in `state`, with those of its groups that were left alone since.
-
-    Raises:
-        DataError: the journal is missing or damaged, or has no cut of `step`.
-    """
-    history = read_journal(path)
-    ledger = history.at(step)
-    if ledger is None or history.prompts is None:
-        raise DataError(f"{path}: no cut of step {step}; the newest is of step {max(history.cuts, default=0)}")
-    size, fingerprint = history.prompts
-    stream = {"cursor": len(ledger), "requeued": ledger.requeued(), "size": size, "fingerprint": fingerprint}
-    rebuilt = {"stream": stream, "ledger": ledger.snapshot()}
-    if state is not None and "ahead" in state:
-        touched = history.touched(state["ahead"]["steps_done"], step)
-        groups = [group for group in state["ahead"]["groups"] if touched is not None and group["draw"] not in touched]
-        rebuilt["ahead"] = {**state["ahead"], "steps_done": step, "groups": groups}
-    return rebuilt

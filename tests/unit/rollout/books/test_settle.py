@@ -10,9 +10,8 @@ import pytest
 
 from rlcore.data.prompts import PromptStream
 from rlcore.data.sample import Sample, VersionSpan
-from rlcore.errors import DataError
 from rlcore.runs.rollouts import decode_samples
-from rollout.buffer import GroupBuffer, Kept, decode, encode, rebuilt, settle
+from rollout.buffer import GroupBuffer, Kept, decode, encode, settle
 from rollout.draws import Draws
 from rollout.history import read_journal
 from rollout.waves import Group
@@ -140,61 +139,3 @@ def test_a_group_of_a_consumed_draw_is_a_contradiction():
     draws.restore(state)
     with pytest.raises(ValueError, match="draw 0 is consumed by step 1, expected in flight"):
         settle(draws, buffer, [kept(0, 0, 0)], step=1)
-
-
-def test_the_service_is_lost_and_the_trainer_goes_on(tmp_path: Path):
-    """From the checkpoint of step 1 and the journal up to step 2, which the trainer has."""
-    path = tmp_path / "ledger.jsonl"
-    draws, buffer = new(), GroupBuffer()
-    draws.keep_journal(path)
-    saved = at_step(draws, 1, buffer)                                   # keeps 2 and 3
-    buffer.take(2)
-    for draw in (4, 5):
-        draws.ledger.finish(draw)
-    draws.hand_over([2, 4], 2)
-    at_two = draws.snapshot()
-    draws.take(2)
-    draws.hand_over([5], 3)                                             # never reached the trainer
-    draws.close()
-
-    state = rebuilt(saved, path, 2)
-    assert (state["stream"], state["ledger"]) == (at_two["stream"], at_two["ledger"])
-    assert state["ahead"]["steps_done"] == 2
-    again, back = new(), GroupBuffer()
-    again.restore(state)
-    settle(again, back, decode(state["ahead"]["groups"]), step=2)
-    again.keep_journal(path)
-    assert [one.group.draw for one in back] == [3]                      # kept by the checkpoint, and left alone since
-    assert states(again) == {
-        0: "consumed by step 1", 1: "consumed by step 1", 2: "consumed by step 2", 3: "finished", 4: "consumed by step 2",
-        5: "requeued",
-    }  # fmt: skip
-
-
-def test_a_group_that_was_made_anew_since_the_checkpoint_is_not_its_old_self(tmp_path: Path):
-    path = tmp_path / "ledger.jsonl"
-    draws, buffer = new(), GroupBuffer()
-    draws.keep_journal(path)
-    saved = at_step(draws, 1, buffer)
-    draws.give_back(3, "stale")
-    assert draws.take(1) == [3]
-    for draw in (3, 4):
-        draws.ledger.finish(draw)
-    draws.hand_over([4], 2)
-    assert draws.ledger.state(3) == "finished"
-    draws.close()
-    assert [group["draw"] for group in rebuilt(saved, path, 2)["ahead"]["groups"]] == [2]
-
-
-def test_before_the_first_checkpoint_the_journal_is_enough(tmp_path: Path):
-    path = tmp_path / "ledger.jsonl"
-    draws = new()
-    draws.keep_journal(path)
-    for draw in draws.take(3):
-        draws.ledger.finish(draw)
-    draws.hand_over([0, 1], 1)
-    expected = draws.snapshot()
-    draws.close()
-    assert rebuilt(None, path, 1) == expected
-    with pytest.raises(DataError, match=r"no cut of step 4; the newest is of step 1"):
-        rebuilt(None, path, 4)
