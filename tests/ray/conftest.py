@@ -18,7 +18,7 @@ from tests.integration.lab import ROOT, Lab, Run
 from tests.ray.ray_runs import COMMON, RayRuns
 
 NODES = 3
-STORE_BYTES = 100 << 20         # of each node's objects
+NODE = {"object_store_memory": 100 << 20, "include_log_monitor": False}     # of each; our runs collect their logs themselves
 
 
 @pytest.fixture(scope="session")
@@ -33,9 +33,7 @@ _addresses = count(2)
 
 def add_node(cluster: Any, *, cpus: int = 2, gpus: int = 0) -> Any:
     """With an address of its own: a driver is taken to be on the node that has its address."""
-    return cluster.add_node(
-        num_cpus=cpus, num_gpus=gpus, object_store_memory=STORE_BYTES, node_ip_address=f"127.0.0.{next(_addresses)}"
-    )
+    return cluster.add_node(num_cpus=cpus, num_gpus=gpus, node_ip_address=f"127.0.0.{next(_addresses)}", **NODE)
 
 
 def lose_node(cluster: Any, node: Any) -> None:
@@ -54,9 +52,8 @@ def new_cluster() -> Iterator[Any]:
     with TemporaryDirectory(prefix="ray", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
         patch.setenv("RAY_TMPDIR", folder)          # a socket's path must be short
-        made = Cluster(initialize_head=True, head_node_args={
-            "num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES,
-        })  # fmt: skip
+        head = {"num_cpus": 1, "include_dashboard": False, "no_monitor": True, **NODE}
+        made = Cluster(initialize_head=True, head_node_args=head)
         try:
             yield made
         finally:
