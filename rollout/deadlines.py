@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -41,6 +42,11 @@ async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]
     if task.done() and not task.cancelled():
         task.exception()                        # seen: whatever the cancelled work raised, the deadline is the cause
     raise DeadlineExceeded(message)
+
+
+def asked_to_end(task: asyncio.Task[Any] | None) -> bool:
+    """Whether the CancelledError that the running `task` meets is of somebody who cancelled it. True where Python cannot tell."""
+    return task is None or sys.version_info < (3, 11) or task.cancelling() > 0
 
 
 async def together(*work: Awaitable[T]) -> list[T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from rlcore.data.sample import Sample
 from rlcore.data.tokenizer import decode
 from rlcore.errors import RlcoreError, RunFailed
 from rlcore.protocols import Completion, Generate, GenerateRequest, Prompt, Workflow
-from rollout.deadlines import together
+from rollout.deadlines import asked_to_end, together
 from rollout.dispatch import Dispatcher
 from rollout.gate import BatchGate
 from rollout.partial import PartialRollouts
@@ -92,6 +93,11 @@ class WaveRunner:
             samples = await workflow(prompt, draw, self._staged(member, generate))
         except RlcoreError:
             raise
+        except asyncio.CancelledError as error:     # unnoticed, its draw would be started again and again
+            if asked_to_end(asyncio.current_task()):
+                raise
+            where = f"{prompt.prompt_id} (draw {draw})"
+            raise RunFailed(f"workflow {self.workflow_name} was cancelled from within on {where}") from error
         except Exception as error:
             raise RunFailed(
                 f"workflow {self.workflow_name} failed on {prompt.prompt_id} (draw {draw}): {type(error).__name__}: {error}"

@@ -202,12 +202,16 @@ def test_a_broken_filter_is_named(make_service, name, message):
     ("workflow", "message"),
     [
         ("user_parts:Broken", r"workflow user_parts:Broken failed on .*sums\.jsonl:\d+ \(draw \d\): KeyError: 'tool'"),
+        ("user_parts:Cancelled", r"workflow user_parts:Cancelled was cancelled from within on .*sums\.jsonl:\d+ \(draw \d\)"),
         ("user_parts:Empty", "returned list for .*expected a list of at least one Sample"),
     ],
 )
-def test_a_broken_workflow_is_named(make_service, workflow, message):
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_broken_workflow_is_named(make_service, workflow, message, staleness):
+    service = make_service(rollout={"workflow": workflow, "max_staleness": staleness, "timeout_s": 20.0})
+    service.published(0, 0, 0)
     with pytest.raises(RunFailed, match=message):
-        make_service(rollout={"workflow": workflow}).next_step(1)
+        service.next_step(1)
 
 
 @pytest.mark.parametrize(

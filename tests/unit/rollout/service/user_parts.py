@@ -61,6 +61,15 @@ class Broken(TwoTries):
         raise KeyError("tool")
 
 
+class Cancelled(TwoTries):
+    """As one that awaits a task of its own which something of its own has cancelled."""
+
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        task = asyncio.ensure_future(super().__call__(prompt, draw, generate))
+        task.cancel()
+        return await task
+
+
 class Empty(TwoTries):
     async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
         return []
