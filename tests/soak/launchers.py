@@ -18,7 +18,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "RLCORE_SOAK_RUN"        # environment of every process of a run: its folder
 GONE_S = 60.0                   # in which everything must be gone after the end of what was started
-SETTLE_S = 1.0                  # for a node that was killed to be seen as such
+SETTLE_S = 5.0                  # in which the others end too, if one's end is that of the run
 STORE_BYTES = 100 << 20         # of each Ray node's objects
 POLL_S = 0.01
 
@@ -30,7 +30,7 @@ class Launcher:
     """`commands` are the nodes of a run, each a process group of its own; they are given the arguments of `rlcore train`."""
 
     name: str
-    kinds: tuple[str, ...]      # what is killed, in turn: keys of VICTIMS, or of NODES
+    kinds: tuple[str, ...]      # what is killed, in turn: keys of VICTIMS, or with all that it runs a "node", or its "raylet"
     commands: Callable[[Sequence[str]], list[Command]]
 
 
@@ -58,7 +58,7 @@ def _ray_nodes(arguments: Sequence[str]) -> list[Command]:
     head = get_node_ip_address()        # Ray takes no loopback address for a head's
     shared = {
         "MASTER_ADDR": head, "RAY_PORT": str(_free_port()), "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHON": sys.executable,
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "10",     # a node ends so soon after the head, not after 60 s
+        "JOIN_TIMEOUT_S": "200", "RAY_gcs_rpc_server_reconnect_timeout_s": "10",     # a node ends so soon after the head, not after 60 s
     }  # fmt: skip
     script = [str(ROOT / "scripts" / "ray_multinode.sh"), *arguments, "cluster.processes_per_node=2"]
     own = (f"--num-cpus 2 --include-dashboard false --ray-client-server-port {_free_port()}", "--num-cpus 3")
@@ -106,7 +106,6 @@ def _is_actor(process: psutil.Process, name: str) -> bool:
 
 
 VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {"engine": _is_engine, "rank": _is_rank, "service": _is_service}
-NODES = ("node", "raylet")      # with all that they run: one of `commands`; the raylet of one that is not the head
 
 
 @dataclass
@@ -117,6 +116,7 @@ class Started:
     log: Path
     commands: list[Command]
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _lost: dict[int, float] = field(default_factory=dict)       # nodes -> when it was seen
 
     @classmethod
     def start(cls, launcher: Launcher, folder: Path, arguments: Sequence[str], log: Path) -> Started:
@@ -124,15 +124,13 @@ class Started:
         started.nodes = [started._node(command) for command in started.commands]
         return started
 
-    def bring_back(self) -> None:
-        """Start the node again that was lost, but for the first: without it the others end."""
-        deadline = time.monotonic() + GONE_S
-        while not any(self.codes[1:]) and self.codes[0] is None and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        time.sleep(SETTLE_S)
+    def tend(self) -> None:
+        """Start nodes again that were lost a while ago, as a cluster would, but for the first: without it the others end."""
+        now = time.monotonic()
         for number, code in enumerate(self.codes):
-            if number and code and self.codes[0] is None:
+            if number and code and self.codes[0] is None and now > self._lost.setdefault(number, now) + SETTLE_S:
                 self.nodes[number] = self._node(self.commands[number])
+                del self._lost[number]
 
     def _node(self, command: Command) -> subprocess.Popen[bytes]:
         words, environment = command
@@ -152,6 +150,7 @@ class Started:
         """Whether all nodes have ended in time; those that have not are left alone."""
         deadline = time.monotonic() + seconds
         while not self.ended and time.monotonic() < deadline:
+            self.tend()
             time.sleep(POLL_S)
         return self.ended
 
@@ -170,7 +169,7 @@ class Started:
         """Each is what one kill of this kind ends, in an order that does not change."""
         if kind == "node":
             return [_with_children(node.pid) for node in self.nodes if node.poll() is None]
-        if kind == "raylet":
+        if kind == "raylet":        # without the head's the run ends, as Ray has it
             below = [child for node in self.nodes[1:] if node.poll() is None for child in _with_children(node.pid)]
             return [_with_children(process.pid) for process in below if _is_there(process, _is_raylet)]
         found: dict[int, psutil.Process] = {}

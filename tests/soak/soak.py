@@ -16,7 +16,7 @@ from rlcore.runs.checkpoints import committed_steps
 from rlcore.runs.directory import RunDirectory
 from rollout.audit import audit
 from tests.integration.accounts import faults_of
-from tests.soak.launchers import NODES, POLL_S, Launcher, Started
+from tests.soak.launchers import POLL_S, Launcher, Started
 from tests.soak.progress import Moment, Progress, Timeline
 from tests.soak.workload import STEPS, prepare
 
@@ -109,8 +109,6 @@ class Soak:
             seconds = time.monotonic() - began
             return Survivor(launcher.name, kill.kind, "never", "failed by itself", seconds, faults) if faults else None
         survivor = Survivor(launcher.name, *victim)
-        if kill.kind in NODES:
-            started.bring_back()
         survivor.faults += self._end(started)
         if _how_it_ended(started):
             after = max(committed_steps(started.folder / "checkpoints"), default=0)
@@ -160,6 +158,7 @@ def strike(started: Started, kill: Kill, *, limit_s: float) -> tuple[str, str] |
     while not Progress.of(started.folder).reached(kill.moment.after):
         if started.ended or time.monotonic() > deadline:
             return None
+        started.tend()
         time.sleep(POLL_S)
     due = time.monotonic() + kill.moment.seconds
     victims = started.victims(kill.kind)
@@ -170,6 +169,7 @@ def strike(started: Started, kill: Kill, *, limit_s: float) -> tuple[str, str] |
             return None
         if victims and all(process.is_running() for process in victims[kill.which % len(victims)]):
             break
+        started.tend()
         time.sleep(SLOWLY_S)
         victims = started.victims(kill.kind)
     where = str(Progress.of(started.folder))
