@@ -63,7 +63,7 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
         return found
     assert ledger is not None
     found.draws, found.states, found.steps = len(ledger), ledger.balance(), ledger.last_step
-    found.given_up, found.restarts, found.rewound = _given_up(history), len(history.starts[1:]), len(history.rewound)
+    found.given_up, found.restarts, found.rewound = _given_up(history), len(history.starts[1:]), history.rewound_transitions
     found.contradictions += check_steps(history)
     if checkpoint is not None:
         found.checkpoint = checkpoint.step
@@ -80,7 +80,7 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
 
 def _given_up(history: History) -> dict[str, int]:
     reasons: Counter[str] = Counter()
-    for _, entry in history.entries:
+    for _, entry in history.entries():
         if "because" in entry:
             reasons[entry["because"]] += len(entry["requeued"])
     return dict(reasons)
@@ -91,19 +91,18 @@ def _given_up(history: History) -> dict[str, int]:
 
 def check_steps(history: History) -> Iterator[str]:
     """Steps follow one another, and each has consumed draws before its cut, and none after it."""
-    cuts = {count: step for step, count in history.cuts.items() if step > 0}
     done = consuming = 0
-    for place, (number, entry) in enumerate(history.entries, start=1):
+    for number, entry in history.entries():
         if "ledger" in entry:
-            done = consuming = ledger_of(entry["ledger"]).last_step
-        if "consumed" in entry:
+            done = consuming = Ledger.of(entry["ledger"]).last_step
+        elif "consumed" in entry:
             consuming = entry["step"]
             if consuming != done + 1:
                 yield f"line {number}: step {consuming} consumed draws {_some(entry['consumed'])}, step {done + 1} was the next"
-        if place in cuts:
-            done = cuts[place]
+        elif "cut" in entry:
+            done = entry["cut"]
             if done != consuming:
-                yield f"line {number}: the cut of step {done} follows, the last step that consumed draws is {consuming}"
+                yield f"line {number}: the cut of step {done}, while the last step that consumed draws is {consuming}"
 
 
 def check_checkpoint(checkpoint: Checkpoint, history: History) -> Iterator[str]:
@@ -113,7 +112,7 @@ def check_checkpoint(checkpoint: Checkpoint, history: History) -> Iterator[str]:
     if at_cut is None:
         yield f"the journal has no cut of step {checkpoint.step}, of which there is a checkpoint"
         return
-    saved = ledger_of(source["ledger"])
+    saved = Ledger.of(source["ledger"])
     if len(saved) != len(at_cut):
         yield f"{name} knows {len(saved)} draws, the journal {len(at_cut)} at its cut"
     differ = [draw for draw in range(min(len(saved), len(at_cut))) if saved.state(draw) != at_cut.state(draw)]
@@ -158,12 +157,6 @@ def check_recording(step: int, records: Sequence[Mapping[str, Any]], consumed: S
     twice = [one for one, count in Counter((r["draw"], r["index"]) for r in records).items() if count > 1]
     if twice:
         yield f"step {step} was trained twice on sample {twice[0][1]} of draw {twice[0][0]}"
-
-
-def ledger_of(snapshot: Mapping[str, Any]) -> Ledger:
-    ledger = Ledger()
-    ledger.restore(snapshot)
-    return ledger
 
 
 def _some(draws: Sequence[int]) -> str:

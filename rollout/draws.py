@@ -71,7 +71,6 @@ class Draws:
         self.journal.hold()
         self.ledger.restore(state["ledger"])
         self._restored = (self.ledger.last_step, self.ledger.snapshot())
-        self._follow()
 
     def keep_journal(self, path: Path, *, max_staleness: int = 0) -> None:
         """From here on the journal is in `path`; what that says of the time after the restored state is marked as rewound.

@@ -1,33 +1,73 @@
-"""What a ledger's journal says: the entries that count, those that were rewound, and the ledger at any cut."""
+"""What a ledger's journal says: the entries that count, those that were rewound, and the ledger at any cut.
+
+The journal of a long run has hundreds of millions of lines. So they stay on the disk: a history knows which of them count, and
+reads them again for each question.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+import orjson
 
 from rlcore.errors import DataError
 from rollout.ledger import Ledger, Transition
 
 DETAILS: dict[Transition, str] = {"consumed": "step", "dropped": "by", "requeued": "because"}
+DETAIL_TYPES: dict[Transition, tuple[type, ...]] = {"consumed": (int,), "dropped": (str,), "requeued": (str, type(None))}
 TRANSITIONS: tuple[Transition, ...] = ("drawn", "finished", "consumed", "dropped", "requeued")
+Entry = dict[str, Any]
+Moment = tuple[int, Transition, int | str | None, int | None]
+"""Of a draw: line number, transition, what `rollout.ledger.Record` was told with it, line of what rewound it."""
+
+
+class Place(NamedTuple):
+    """Before a line of the journal: its number, its first byte, and how many lines of transitions before it count."""
+
+    line: int
+    byte: int
+    transitions: int
+
+
+BEGINNING = Place(1, 0, 0)
+
+
+class Lines(NamedTuple):
+    """Neighbouring lines of the journal. `by`: the line that rewound them; None while they count."""
+
+    begin: Place
+    end: Place
+    by: int | None = None
 
 
 @dataclass
 class History:
-    """The entries of a journal that count, in order, each with its line number."""
+    """Which lines of a journal count, in order."""
 
     path: Path
-    entries: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    cuts: dict[int, int] = field(default_factory=lambda: {0: 0})    # step -> how many entries lie before its cut
+    counted: list[Lines] = field(default_factory=list)
+    rewound: list[Lines] = field(default_factory=list)
+    rewound_transitions: int = 0
+    cuts: dict[int, Place] = field(default_factory=lambda: {0: BEGINNING})     # by step
     starts: list[tuple[int, int]] = field(default_factory=list)     # line number, step that was gone on from
-    # What counts no more: line number, entry, line number of the start that rewound it.
-    rewound: list[tuple[int, dict[str, Any], int]] = field(default_factory=list)
     bounds: dict[int, int] = field(default_factory=dict)            # step -> rollout.max_staleness when it was handed over
     prompts: tuple[int, str] | None = None      # of the last start
     max_staleness: int = 0                      # likewise
+
+    def entries(self, until: Place | None = None) -> Iterator[tuple[int, Entry]]:
+        """Those that count, with their line numbers: transitions, cuts, and starts that hold a ledger."""
+        for lines in self.counted:
+            yield from self._read(lines, until)
+
+    def _read(self, lines: Lines, until: Place | None = None) -> Iterator[tuple[int, Entry]]:
+        end = lines.end if until is None else min(lines.end, until)
+        with open(self.path, "rb") as file:
+            file.seek(lines.begin.byte)
+            for number in range(lines.begin.line, end.line):
+                yield number, orjson.loads(file.readline())
 
     def at(self, step: int | None = None) -> Ledger | None:
         """The ledger as it was at the cut of `step`, or at the end; None where there is no such cut.
@@ -38,47 +78,42 @@ class History:
         if step is not None and step not in self.cuts:
             return None
         ledger = Ledger()
-        for number, entry in self.entries[: None if step is None else self.cuts[step]]:
+        for number, entry in self.entries(until=None if step is None else self.cuts[step]):
             try:
                 _apply(ledger, entry)
             except ValueError as error:
                 raise DataError(f"{self.path}:{number}: {error}") from error
         return ledger
 
-    def touched(self, after: int, until: int) -> set[int] | None:
-        """The draws with a transition between the cuts of these two steps; None where one of the cuts is missing."""
-        if after not in self.cuts or until not in self.cuts:
-            return None
-        between = self.entries[self.cuts[after] : self.cuts[until]]
-        return {draw for _, entry in between for _, draw, _ in _transitions(entry)}
-
-    def life(self, draw: int) -> list[tuple[int, Transition, int | str | None, int | None]]:
-        """Of one draw: line number, transition, what `rollout.ledger.Record` was told with it, line of what rewound it."""
-        counted = [(number, entry, None) for number, entry in self.entries]
-        found = sorted((*counted, *self.rewound), key=lambda one: one[0])
+    def life(self, draw: int) -> list[Moment]:
+        """Of one draw, what counts and what was rewound."""
         return [
-            (number, transition, detail, by)
-            for number, entry, by in found
+            (number, transition, detail, lines.by)
+            for lines in sorted([*self.counted, *self.rewound], key=lambda lines: lines.begin.line)
+            for number, entry in self._read(lines)
             for transition, one, detail in _transitions(entry)
             if one == draw
         ]
 
-    def go_on_from(self, number: int, step: int, ledger: Mapping[str, Any] | None) -> None:
-        """A start, in line `number`: rewind to the cut of `step`, or begin anew with `ledger`.
+    def rewind(self, start: Place, step: int, *, anew: bool) -> Place:
+        """A start, in the line at `start`: back to the cut of `step`, or to nothing where the line itself holds the ledger.
+
+        Returns:
+            The place that was gone back to.
 
         Raises:
             DataError: there is no such cut.
         """
-        if ledger is None and step not in self.cuts:
-            raise DataError(f"{self.path}:{number}: a start from step {step}, of which there is no cut")
-        kept = 0 if ledger is not None else self.cuts[step]
-        self.rewound += [(line, entry, number) for line, entry in self.entries[kept:]]
-        del self.entries[kept:]
-        self.cuts = {at: count for at, count in self.cuts.items() if at <= step}
+        if not anew and step not in self.cuts:
+            raise DataError(f"{self.path}:{start.line}: a start from step {step}, of which there is no cut")
+        cut = BEGINNING if anew else self.cuts[step]
+        self.rewound += [Lines(max(begin, cut), end, by=start.line) for begin, end, _ in self.counted if end > cut]
+        self.counted = [Lines(begin, min(end, cut)) for begin, end, _ in self.counted if begin < cut]
+        self.rewound_transitions += start.transitions - cut.transitions
+        self.cuts = {} if anew else {at: place for at, place in self.cuts.items() if at <= step}
         self.bounds = {at: bound for at, bound in self.bounds.items() if at <= step}
-        if ledger is not None:
-            self.entries, self.cuts = [(number, {"ledger": ledger})], {step: 1}
-        self.starts.append((number, step))
+        self.starts.append((start.line, step))
+        return cut
 
 
 def read_journal(path: Path) -> History:
@@ -87,26 +122,42 @@ def read_journal(path: Path) -> History:
     Raises:
         DataError: the file is missing, or a line is no entry of a journal; names it.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; a run with rollouts writes it") from None
-    history = History(path)
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line)
-            _check(entry)
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: not an entry of a ledger's journal: {error}") from None
+    history, begin, place = History(path), BEGINNING, BEGINNING
+    for entry, size in _parsed(path):
+        behind = Place(place.line + 1, place.byte + size, place.transitions)
         if "start" in entry:
-            history.go_on_from(number, entry["start"], entry.get("ledger"))
+            history.counted.append(Lines(begin, place))
+            anew = "ledger" in entry
+            cut = history.rewind(place, entry["start"], anew=anew)
+            behind = behind._replace(transitions=cut.transitions)
+            begin = place._replace(transitions=cut.transitions) if anew else behind
+            if anew:
+                history.cuts = {entry["start"]: behind}
             history.prompts, history.max_staleness = (entry["prompts"][0], entry["prompts"][1]), entry["max_staleness"]
         elif "cut" in entry:
-            history.cuts[entry["cut"]] = len(history.entries)
+            history.cuts[entry["cut"]] = behind
             history.bounds[entry["cut"]] = history.max_staleness
         else:
-            history.entries.append((number, entry))
+            behind = behind._replace(transitions=behind.transitions + 1)
+        place = behind
+    history.counted.append(Lines(begin, place))
     return history
+
+
+def _parsed(path: Path) -> Iterator[tuple[Entry, int]]:
+    """Each whole line, checked, and its bytes."""
+    if not path.exists():
+        raise DataError(f"{path}: no such file; a run with rollouts writes it")
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                entry = orjson.loads(line)
+                _check(entry)
+            except ValueError as error:
+                raise DataError(f"{path}:{number}: not an entry of a ledger's journal: {error}") from None
+            yield entry, len(line)
 
 
 def _check(entry: Any) -> None:
@@ -117,10 +168,15 @@ def _check(entry: Any) -> None:
         if key in entry:
             if type(entry[key]) is not int or not others <= set(entry):
                 raise ValueError(f"expected {key!r} with {', '.join(('a step', *sorted(others)))}, got {entry}")
+            if not {"codes", "lengths", "filters"} <= set(entry.get("ledger", ("codes", "lengths", "filters"))):
+                raise ValueError(f"expected a ledger with codes, lengths and filters, got {str(entry)[:80]}")
             return
     found = [name for name in TRANSITIONS if name in entry]
-    if len(found) != 1 or not isinstance(entry[found[0]], list):
+    if len(found) != 1 or not isinstance(entry[found[0]], list) or not all(type(draw) is int for draw in entry[found[0]]):
         raise ValueError(f"expected one of {', '.join(TRANSITIONS)} with a list of draws, got {str(entry)[:80]}")
+    wanted = DETAIL_TYPES.get(found[0])
+    if wanted is not None and type(entry.get(DETAILS[found[0]])) not in wanted:
+        raise ValueError(f"expected {DETAILS[found[0]]!r} with {found[0]!r}, got {str(entry)[:80]}")
 
 
 def _transitions(entry: Mapping[str, Any]) -> Iterator[tuple[Transition, int, int | str | None]]:
@@ -142,4 +198,4 @@ def _apply(ledger: Ledger, entry: Mapping[str, Any]) -> None:
         elif transition == "dropped":
             ledger.drop(draw, str(detail))
         else:
-            ledger.requeue(draw, str(detail or ""))
+            ledger.requeue(draw)

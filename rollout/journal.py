@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import DataError
-from rlcore.runs.files import cut_torn_line
+from rlcore.runs.files import cut_torn_line, sync
 from rollout.history import DETAILS, read_journal
 from rollout.ledger import Ledger, Transition
 
@@ -79,16 +79,18 @@ class LedgerJournal:
             prompts: how many there are, and their fingerprint.
             max_staleness: the bound for the steps to come.
 
-        A file that is damaged is set aside, with a warning.
+        A file that is damaged is set aside, with a warning. A second call before the next `hold` does nothing: who did not hear
+        that the first one was done asks again.
         """
-        self.flush()
-        self._release()
+        if self._file is not None:
+            return
         entry: dict[str, Any] = {"start": step, "prompts": list(prompts), "max_staleness": max_staleness}
         known = _ledger_at(step, path)
-        if known is None or known.snapshot() != ledger:
+        if known is None or not known.same_as(Ledger.of(ledger)):
             logger.warning("%s has not the ledger of step %d that the checkpoint has: it is written there anew", path, step)
             entry["ledger"] = ledger
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sync(path.parent)       # its name is on the disk before the first cut is
         cut_torn_line(path)
         self._held.insert(0, entry)
         self.flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
@@ -15,6 +17,8 @@ Record = Callable[[Transition, int, int | str | None], None]
 IN_FLIGHT, FINISHED, REQUEUED = -1, -2, -3
 FIRST_FILTER = -10                              # dropped by filter k: FIRST_FILTER - k
 STATE_NAMES = {IN_FLIGHT: "in flight", FINISHED: "finished", REQUEUED: "requeued"}
+CHUNK = 1024                                    # draws that a snapshot keeps as one word, once all of them are settled
+Codes = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Ledger:
@@ -30,11 +34,23 @@ class Ledger:
 
     def __init__(self, record: Record = lambda transition, draw, detail: None) -> None:
         self._codes = array("q")                # by draw
+        self._settled: list[str] = []           # the first chunks, consumed and dropped draws alone: they change no more
         self._filters: list[str] = []
         self._record = record
 
+    @classmethod
+    def of(cls, snapshot: Mapping[str, Any]) -> Ledger:
+        """The ledger that gave it."""
+        ledger = cls()
+        ledger.restore(snapshot)
+        return ledger
+
     def __len__(self) -> int:
         return len(self._codes)
+
+    def same_as(self, other: Ledger) -> bool:
+        """Whether every draw is in the same state, and the filters have the same names."""
+        return (self._codes, self._filters) == (other._codes, other._filters)
 
     def draw(self, draws: Iterable[int]) -> None:
         """Draws leave the stream: new ones in order, or ones that were requeued."""
@@ -125,17 +141,43 @@ class Ledger:
             raise ValueError(f"the ledger holds {len(self)} draws, but its states add up to {sum(out.values())}: {out}")
         return out
 
-    def _array(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return np.array(self._codes, dtype=np.int64)
+    def _array(self, start: int = 0) -> Codes:
+        return np.array(self._codes[start:] if start else self._codes, dtype=np.int64)
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-able; run-length coded, since a step consumes draws that are neighbours."""
-        codes = self._array()
+        """JSON-able. Chunks of settled draws are compressed, each once; the few draws behind them are run-length coded."""
+        codes = self._array(len(self._settled) * CHUNK)
+        while len(codes) >= CHUNK and all_settled(codes[:CHUNK]):
+            self._settled.append(packed(codes[:CHUNK]))
+            codes = codes[CHUNK:]
         starts = np.flatnonzero(np.diff(codes, prepend=codes[:1] - 1))
         lengths = np.diff(np.append(starts, len(codes)))
-        return {"codes": codes[starts].tolist(), "lengths": lengths.tolist(), "filters": list(self._filters)}
+        tail = {"codes": codes[starts].tolist(), "lengths": lengths.tolist()}
+        return {"settled": list(self._settled), **tail, "filters": list(self._filters)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._codes = array("q", np.repeat(np.array(state["codes"], dtype=np.int64), state["lengths"]).tolist())
+        """What `snapshot` gave. Raises ValueError where a draw of it is in no known state."""
+        self._settled = list(state.get("settled", ()))          # none in those of short runs that were saved before there were
+        tail = np.repeat(np.array(state["codes"], dtype=np.int64), state["lengths"])
+        self._codes = array("q", b"".join([*map(unpacked, self._settled), tail.tobytes()]))
         self._filters = list(state["filters"])
         self.balance()
+
+
+def all_settled(codes: Codes) -> bool:
+    """Whether each of these draws was consumed or dropped, which is for good."""
+    return bool(((codes >= 1) | (codes <= FIRST_FILTER)).all())
+
+
+def packed(codes: Codes) -> str:
+    """As a word of JSON; see `unpacked`."""
+    return base64.b64encode(zlib.compress(codes.astype("<i8").tobytes())).decode()
+
+
+def unpacked(word: str) -> bytes:
+    """The codes, 8 bytes each. Raises ValueError for a word that `packed` did not give."""
+    try:
+        content = zlib.decompress(base64.b64decode(word, validate=True))
+    except (zlib.error, ValueError) as error:
+        raise ValueError(f"draws that a snapshot keeps as one word are damaged: {error}") from None
+    return np.frombuffer(content, dtype="<i8").astype(np.int64).tobytes()

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from stat import S_ISDIR
 
 import pytest
 
@@ -119,7 +120,7 @@ def test_a_run_that_starts_over_rewinds_everything(path: Path) -> None:
     history = read_journal(path)
     assert [state for state, count in history.at().balance().items() if count] == ["in flight"]
     assert sorted(history.cuts) == [0]
-    assert len(history.rewound) == 3
+    assert history.rewound_transitions == 3
 
 
 def test_a_torn_line_is_left_out_and_cut_off(path: Path) -> None:
@@ -149,6 +150,44 @@ def test_a_journal_without_the_cut_gets_the_checkpoints_ledger(path: Path, caplo
     assert history.at().snapshot() == again.ledger.snapshot()
     assert history.at(1).snapshot() == saved["ledger"]
     assert sorted(history.cuts) == [1, 2]
+    assert history.at(0) is None
+
+
+def test_a_journal_that_says_otherwise_gets_the_checkpoints_ledger(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Both have a step 1; the journal's is of another life."""
+    step(new(path), 1, size=1)
+    saved = step(new(), 1, size=2)
+    with caplog.at_level(logging.WARNING):
+        again = resumed(path, saved)
+    assert "has not the ledger of step 1 that the checkpoint has" in caplog.text
+    again.close()
+    history = read_journal(path)
+    assert history.at(1).snapshot() == saved["ledger"]
+    assert history.at().snapshot() == again.ledger.snapshot()
+    assert history.rewound_transitions == 3
+    assert [by for *_, by in history.life(0)] == [5 + 1] * 3
+
+
+def test_what_is_asked_of_a_history(path: Path) -> None:
+    draws = new()
+    draws.keep_journal(path, max_staleness=2)
+    states = [step(draws, number) for number in (1, 2, 3)]
+    draws.close()
+    again = new()
+    again.restore(states[0])
+    again.give_back_unsettled()
+    again.keep_journal(path, max_staleness=1)
+    step(again, 2)
+    again.close()
+    history = read_journal(path)
+    assert history.bounds == {1: 2, 2: 1}
+    assert [entry for _, entry in history.entries() if "cut" in entry] == [{"cut": 1}, {"cut": 2}]
+    assert history.rewound_transitions == 6
+    assert {by for *_, by in history.life(3)} == {None, history.starts[1][0]}
+    numbers = [number for number, *_ in history.life(3)]
+    assert numbers == sorted(numbers)
+    with pytest.raises(DataError, match=r"none\.jsonl: no such file; a run with rollouts writes it"):
+        read_journal(path.with_name("none.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +197,16 @@ def test_a_journal_without_the_cut_gets_the_checkpoints_ledger(path: Path, caplo
         ("[1]", "2: not an entry of a ledger's journal: expected an object, got list"),
         ('{"eaten": [1]}', "expected one of drawn, finished, consumed, dropped, requeued"),
         ('{"cut": "1"}', "expected 'cut' with a step"),
+        ('{"cut": true}', "expected 'cut' with a step"),
+        ('{"drawn": 4}', "expected one of drawn, .* with a list of draws"),
+        ('{"drawn": [0], "finished": [0]}', "expected one of drawn, .* with a list of draws"),
+        ('{"drawn": ["0"]}', "expected one of drawn, .* with a list of draws"),
+        ('{"consumed": [0]}', "expected 'step' with 'consumed'"),
+        ('{"consumed": [0], "step": "1"}', "expected 'step' with 'consumed'"),
+        ('{"dropped": [0]}', "expected 'by' with 'dropped'"),
+        ('{"requeued": [0], "because": 1}', "expected 'because' with 'requeued'"),
         ('{"start": 0}', "expected 'start' with a step, max_staleness, prompts"),
+        ('{"start": 0, "prompts": [7, "seven"], "max_staleness": 0, "ledger": {"codes": []}}', "expected a ledger with codes"),
         ('{"start": 3, "prompts": [7, "seven"], "max_staleness": 0}', "2: a start from step 3, of which there is no cut"),
     ],
 )
@@ -205,12 +253,15 @@ def test_a_full_disk_at_the_end_is_a_warning(path: Path, caplog: pytest.LogCaptu
 
 
 def test_a_cut_is_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[bytes] = []
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(path.read_bytes()))
+    """And so is the name of the file, which is new."""
+    synced: list[tuple[bool, bytes]] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append((S_ISDIR(os.fstat(file).st_mode), path.read_bytes())))
     draws = new(path)
+    assert synced == [(True, b"")]
     step(draws, 1)
-    assert len(synced) == 1
-    assert synced[0].endswith(b'{"cut": 1}\n')
+    (of_folder, content), = synced[1:]
+    assert not of_folder
+    assert content.endswith(b'{"cut": 1}\n')
 
 
 def test_without_a_file_nothing_is_written(tmp_path: Path) -> None:
@@ -225,12 +276,46 @@ def test_what_is_recorded_during_a_restore_lies_behind_the_start(path: Path) -> 
     draws = new(path)
     saved = step(draws, 1)
     step(draws, 2)
+    draws.take(1)
     draws.restore(saved)
     draws.give_back_unsettled()
-    assert lines(path)[-1] == '{"cut": 2}'
+    assert lines(path)[-2:] == ['{"cut": 2}', '{"drawn": [6]}']
     draws.keep_journal(path)
     draws.close()
     assert lines(path)[-2:] == ['{"start": 1, "prompts": [7, "seven"], "max_staleness": 0}', '{"requeued": [2]}']
+
+
+def test_who_asks_twice_for_the_journal_gets_one_start(path: Path) -> None:
+    """The answer to the first time was lost on its way."""
+    draws = new(path)
+    saved = step(draws, 1)
+    draws.restore(saved)
+    draws.give_back_unsettled()
+    for _ in range(2):
+        draws.keep_journal(path)
+    assert draws.take(1) == [2]
+    draws.close()
+    assert len(read_journal(path).starts) == 2
+    assert read_journal(path).at().snapshot() == draws.ledger.snapshot()
+
+
+def test_a_start_is_in_the_file_at_once(path: Path) -> None:
+    draws = new(path)
+    assert lines(path) == ['{"start": 0, "prompts": [7, "seven"], "max_staleness": 0}']
+    file = draws.journal._file
+    assert file is not None
+    draws.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+
+
+def test_what_the_system_takes_in_pieces_is_written_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda file, content: real(file, content[:7]))
+    draws = new(path)
+    step(draws, 1)
+    draws.close()
+    assert read_journal(path).at().snapshot() == draws.ledger.snapshot()
 
 
 def test_a_state_that_is_replaced_before_it_is_gone_on_from_leaves_no_trace(path: Path) -> None:

@@ -21,7 +21,7 @@ def records(trained: int | None, *made: int) -> list[dict[str, Any]]:
     return [{"policy_version": trained, "versions": [[version, 0, 1]]} for version in made]
 
 
-def said(step: int, trained: int | None, *made: int, max_staleness: int = 1) -> list[str]:
+def said(step: int, trained: int | None, *made: int, max_staleness: int | None = 1) -> list[str]:
     return list(Lineage(RUN).check(step, records(trained, *made), max_staleness))
 
 
@@ -49,6 +49,7 @@ def test_tokens_of_ancestors_are_right(step: int, trained: int, made: list[int])
         (5, 11, [10], "version 10, of step 5 of a trainer that was rolled back behind it"),
         (2, 2, [3], "version 3, of policy step 2: rollout.max_staleness was 1"),     # of the future
         (2, 2, [7], "version 7, which was never published"),
+        (3, 3, [3], "step 3 is recorded of a trainer that was started again from before it"),
         (5, 5, [5], "step 5 is recorded of a trainer that was started again from before it"),
         (6, 10, [10], "step 6 is recorded of a trainer that was started again from before it"),
         (4, 9, [9], "step 4 has trained version 9, which is of step 4"),
@@ -66,8 +67,22 @@ def test_the_bound_is_the_one_that_is_given() -> None:
     ]
 
 
+def test_without_a_bound_age_is_nobodys_business() -> None:
+    assert said(4, 8, 1, max_staleness=None) == []
+    assert said(2, 2, 3, max_staleness=None) == [
+        "step 2 was trained on tokens of version 3, of policy step 2: rollout.max_staleness was None"
+    ]
+
+
+def test_every_span_of_a_sample_is_looked_at() -> None:
+    record = {"policy_version": 8, "versions": [[6, 0, 3], [5, 3, 5]]}
+    (only,) = Lineage(RUN).check(4, [record], 1)
+    assert "version 5, of step 4 of a trainer that was rolled back behind it" in only
+
+
 def test_versions_only_grow() -> None:
     assert list(check_versions(RUN)) == []
+    assert list(check_versions([*RUN, Version(13, 5, 2)])) == [], "the same weights, to engines that have lost them"
     wrong = [Version(1, 0, 0), Version(1, 1, 0), Version(2, 0, 0), Version(3, 1, 1), Version(4, 1, 0)]
     assert list(check_versions(wrong)) == [
         "version 1 was taken after version 1",

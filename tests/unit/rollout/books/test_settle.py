@@ -133,6 +133,25 @@ def test_the_trainer_goes_back_and_the_service_stays(tmp_path: Path):
     ]  # fmt: skip
 
 
+def test_a_group_is_adopted_whatever_the_book_says_of_its_draw():
+    draws = new()
+    draws.take(2)
+    draws.give_back(1)
+    draws.adopt(1)          # requeued
+    draws.adopt(2)          # the very next, not drawn yet
+    draws.adopt(4)          # behind one that was drawn with it
+    draws.adopt(4)          # finished already
+    assert states(draws) == {0: "in flight", 1: "finished", 2: "finished", 3: "in flight", 4: "finished"}
+    assert draws.take(1) == [5]
+
+
+def test_the_beginning_is_as_if_nothing_had_been_drawn():
+    draws, buffer = new(), GroupBuffer()
+    at_step(draws, 1, buffer)
+    draws.give_back(3)
+    assert draws.beginning() == new().snapshot()
+
+
 def test_a_group_of_a_consumed_draw_is_a_contradiction():
     draws, buffer = new(), GroupBuffer()
     state = at_step(draws, 1, buffer)

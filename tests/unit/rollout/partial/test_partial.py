@@ -12,7 +12,7 @@ import pytest
 from rlcore.data.sample import VersionSpan
 from rlcore.data.token_sets import TokenSets
 from rlcore.protocols import Completion, GenerateRequest, Prefix, SamplingParams
-from rollout.partial import MOST_IN_VAIN, PartialRollouts
+from rollout.partial import MOST_IN_VAIN, PartialRollouts, shorten
 
 PROMPT = [1, 2, 3]
 LONGEST = 12
@@ -169,6 +169,41 @@ def test_only_the_samples_that_were_cut_are_asked_for_again():
     assert found[2].versions == (VersionSpan(0, 0, 10),)
 
 
+def test_samples_keep_their_numbers_where_the_first_is_not_0():
+    engine = Cutting(replies, [{4: 3}])
+    request = GenerateRequest(np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=LONGEST), 5, 2, first_sample=3)
+    found = asyncio.run(PartialRollouts(Letters()).whole(engine, request))
+    assert [one.tokens.tolist() for one in found] == [replies(3), replies(4)]
+    assert list(engine.asked[1].samples) == [4]
+
+
+def test_an_engine_s_own_end_is_the_end():
+    """It may stop at a token that the request does not name, be it the last there was room for."""
+    answers = [("ab", "abort"), ("c", "stop")]
+
+    async def generate(request: GenerateRequest) -> list[Completion]:
+        text, reason = answers[1 if request.prefixes else 0]
+        tokens = np.array(spelled(text), np.int32)
+        return [Completion(tokens, np.zeros(len(text), np.float32), reason, (VersionSpan(1, 0, len(text)),))]
+
+    for room in (3, 9):
+        request = GenerateRequest(np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=room), 5)
+        (found,) = asyncio.run(PartialRollouts(Letters()).whole(generate, request))
+        assert (found.tokens.tolist(), found.finish_reason) == (spelled("abc"), "stop")
+    answers[0] = ("abc", "stop")
+    request = GenerateRequest(np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=3), 5)
+    (found,) = asyncio.run(PartialRollouts(Letters()).whole(generate, request))
+    assert found.finish_reason == "stop"
+
+
+def test_what_is_cut_off_at_the_border_of_two_versions_leaves_one():
+    whole = Completion(
+        np.arange(4, dtype=np.int32), np.zeros(4, np.float32), "length", (VersionSpan(1, 0, 2), VersionSpan(2, 2, 4))
+    )
+    assert shorten(whole, 2, prompt=3).versions == (VersionSpan(1, 0, 2),)
+    assert shorten(whole, 3, prompt=3).versions == (VersionSpan(1, 0, 2), VersionSpan(2, 2, 3))
+
+
 def test_neighbours_of_one_version_are_one_span():
     class OneVersion(Cutting):
         def _complete(self, request, place, sample, version, limit):
@@ -183,6 +218,12 @@ def test_what_is_cut_again_and_again_without_a_token_is_given_up_as_aborted():
     [found], _ = whole(engine)
     assert (found.tokens.tolist(), found.finish_reason) == (spelled("th"), "abort")
     assert len(engine.asked) == 1 + MOST_IN_VAIN
+
+
+def test_one_sample_that_gets_on_is_enough_for_the_others_to_wait():
+    engine = Cutting(replies, [{0: 0, 1: 1}] * (MOST_IN_VAIN + 2))
+    found, _ = whole(engine, n=2)
+    assert [(one.tokens.tolist(), one.finish_reason) for one in found] == [(replies(0), "length"), (replies(1), "length")]
 
 
 def test_a_token_now_and_then_is_enough_to_go_on():
