@@ -58,7 +58,8 @@ def _ray_nodes(arguments: Sequence[str]) -> list[Command]:
     head = get_node_ip_address()        # Ray takes no loopback address for a head's
     shared = {
         "MASTER_ADDR": head, "RAY_PORT": str(_free_port()), "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHON": sys.executable,
-        "JOIN_TIMEOUT_S": "200", "RAY_gcs_rpc_server_reconnect_timeout_s": "10",     # a node ends so soon after the head, not after 60 s
+        "JOIN_TIMEOUT_S": "200",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "10",     # a node ends so soon after the head, not after 60 s
     }  # fmt: skip
     script = [str(ROOT / "scripts" / "ray_multinode.sh"), *arguments, "cluster.processes_per_node=2"]
     own = (f"--num-cpus 2 --include-dashboard false --ray-client-server-port {_free_port()}", "--num-cpus 3")
