@@ -18,7 +18,6 @@ from launchers_programs import REPOSITORY, Program
 EXAMPLE = REPOSITORY / "examples" / "addition"
 RLCORE = (sys.executable, "-m", "rlcore")
 START_S = 600               # for a server to be there, on a busy machine too
-STORE_BYTES = 100 << 20     # of each Ray node's objects
 
 
 @dataclass(frozen=True)
@@ -86,23 +85,11 @@ def ray(task: Task) -> list[Program]:
 
 
 def ray_nodes(task: Task) -> list[Program]:
-    """Three nodes of such sizes that the service fits into the first alone, the engine into the last, the ranks between."""
-    head = socket.gethostbyname(socket.gethostname())
-    shared = {
-        "PYTHON": sys.executable, "MASTER_ADDR": head, "RAY_PORT": str(free_port()), "RAY_TMPDIR": str(task.scratch),
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-    }  # fmt: skip
+    """Three nodes: the service finds room on the first alone, the ranks on the second, the engine on the third."""
     sizes = ["cluster.ray.service_cpus=1", "cluster.ray.rank_cpus=1", "cluster.ray.engine_cpus=3"]
-    words = [script("ray_multinode.sh"), *task.whole, "cluster.processes_per_node=2", *sizes]
-    nodes = []
-    for node, cpus in enumerate((1, 2, 3)):
-        # No port that another cluster on this machine may have taken.
-        own = f"--num-cpus {cpus} --object-store-memory {STORE_BYTES} --min-worker-port 0 --max-worker-port 0"
-        if node == 0:
-            own += f" --include-dashboard false --ray-client-server-port {free_port()}"
-        given = {"RAY_ARGS": own, "HOST_ADDRESS": f"127.0.0.{node + 1}"}
-        nodes.append(Program(f"node_{node}", words, {**shared, **given, "NODE_RANK": str(node)}))
-    return nodes
+    cluster = [sys.executable, str(REPOSITORY / "benchmarks" / "launchers_cluster.py"), "1,2,3"]
+    run = [*RLCORE, "train", *task.whole, "cluster.launcher=ray", "cluster.processes_per_node=2", *sizes]
+    return [Program("train", [*cluster, *run], {"RAY_TMPDIR": str(task.scratch)})]
 
 
 Way = Callable[[Task], Sequence[Program]]
