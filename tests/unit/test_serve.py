@@ -33,6 +33,7 @@ class FakeServer:
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
+                await asyncio.sleep(0.02)       # for the process to end
                 self.cancelled = True
                 raise
         self.ended = asyncio.get_running_loop().create_future()
@@ -42,6 +43,7 @@ class FakeServer:
         return "killed by SIGKILL; the end of its log: out of memory"
 
     async def stop(self) -> None:
+        assert self.cancelled or not self.never, "its start goes on"
         self.stopped = True
 
 
@@ -148,14 +150,14 @@ def test_the_file_with_the_urls_is_there_only_while_the_engines_are_ready(
         seen.append(json.loads(file.read_text()))
         raise RunFailed("a ended")
 
-    monkeypatch.setattr(engines, "managed_servers", lambda config, keys, *, ranks, logs: logs_of.append(logs) or [])
+    monkeypatch.setattr(engines, "managed_servers", lambda config, keys, *, ranks, logs: told.append((ranks, logs)) or [])
     monkeypatch.setattr(serve, "run_servers", run_both)
-    logs_of: list[Path] = []
+    told: list[tuple[int, Path]] = []
     with pytest.raises(RunFailed, match="a ended"):
         serve_engines(served(tmp_path), urls_file=file)
     assert seen == [False, ["http://a:1", "http://a:2"]]
     assert not file.exists()
-    assert logs_of == [tmp_path / "test-engines" / socket.gethostname()], "several machines share the folder"
+    assert told == [(0, tmp_path / "test-engines" / socket.gethostname())], "no trainer here; several machines share the folder"
     with pytest.raises(ConfigError, match="--urls-file: there is no folder"):
         serve_engines(served(tmp_path), urls_file=tmp_path / "none" / "urls.json")
 
@@ -169,11 +171,11 @@ def test_what_runs_beside_the_servers_knows_their_urls_and_ends_with_them() -> N
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.Event().wait()
         finally:
-            told.append("ended")
+            told.append("ended before them" if not servers[0].stopped else "ended behind them")
 
     servers = [FakeServer("a")]
     asyncio.run(asyncio.wait_for(run_servers(servers, lambda _: None, follow), 10))
-    assert told == ["http://a", "ended"]
+    assert told == ["http://a", "ended before them"]
     assert servers[0].stopped
 
 

@@ -13,6 +13,7 @@ from rlcore.config.load import load_config
 from rlcore.errors import ConfigError
 from rlcore.launch import engines
 from rlcore.launch.engines import build_engines
+from rollout.engines import remote
 from rollout.engines.embedded import EmbeddedEngine
 from rollout.engines.remote import RemoteEngine
 from rollout.engines.sglang.engine import SGLangEngine
@@ -77,6 +78,23 @@ def test_servers_have_names_and_logs_of_their_own_and_one_pair_of_keys(
     assert first.keys.api == "given"
     assert len(first.keys.admin) > 30
     assert "given" not in repr(first.keys)
+
+
+def test_engines_that_are_processes_are_told_the_model_s_dtype_and_tokenizer(
+    python: tuple[str, str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[dict[str, Any]] = []
+
+    def record(real: Any) -> Any:
+        return lambda *args, **given: [recorded.append(given), real(*args, **given)][1]
+
+    tokenizer = f"model.tokenizer={tiny_model}"
+    monkeypatch.setattr(remote, "EmbeddedServer", record(remote.EmbeddedServer))
+    monkeypatch.setattr(ManagedServer, "__init__", record(ManagedServer.__init__))
+    built(tokenizer, "rollout.engine.count=2")
+    built(SGLANG, *python, tokenizer, "rollout.engine.count=2")
+    assert [(given["dtype"], given["tokenizer"]) for given in recorded] == [("fp32", str(tiny_model))] * 4
+    assert [str(given["log"]) for given in recorded] == [f"runs/x/logs/engine_{index}.log" for index in (0, 1)] * 2
 
 
 def test_servers_by_url(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,13 +136,14 @@ def test_the_trainer_goes_back_and_the_service_stays(tmp_path: Path):
 def test_a_group_is_adopted_whatever_the_book_says_of_its_draw():
     draws = new()
     draws.take(2)
+    draws.give_back(0)
     draws.give_back(1)
     draws.adopt(1)          # requeued
     draws.adopt(2)          # the very next, not drawn yet
     draws.adopt(4)          # behind one that was drawn with it
     draws.adopt(4)          # finished already
-    assert states(draws) == {0: "in flight", 1: "finished", 2: "finished", 3: "in flight", 4: "finished"}
-    assert draws.take(1) == [5]
+    assert states(draws) == {0: "requeued", 1: "finished", 2: "finished", 3: "in flight", 4: "finished"}
+    assert draws.take(2) == [0, 5]
 
 
 def test_the_beginning_is_as_if_nothing_had_been_drawn():
