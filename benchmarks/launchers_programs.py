@@ -77,13 +77,13 @@ def _wait(child: subprocess.Popen[bytes]) -> int | None:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """With everything below it, other sessions too."""
-    if child.poll() is not None:
-        return
-    with suppress(psutil.NoSuchProcess):
-        for process in [*psutil.Process(child.pid).children(recursive=True), psutil.Process(child.pid)]:
+    """With everything below it, in sessions of their own too; of one that has ended, what is left of its session."""
+    if child.poll() is None:
+        for process in psutil.Process(child.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
