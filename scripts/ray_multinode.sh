@@ -18,6 +18,7 @@ ray=$(dirname "$python")/ray
 [ -x "$ray" ] || ray=$(command -v ray) || fail "there is no ray beside $python: ./scripts/install.sh ray"
 read -ra more <<< "${RAY_ARGS:-}"
 export RAY_USAGE_STATS_ENABLED=${RAY_USAGE_STATS_ENABLED:-0}
+export RAY_worker_niceness=${RAY_worker_niceness:-0}      # as under torchrun; Ray's own is 15
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}        # else `ray health-check` does not look into ~/.ray/auth_token
 deadline=$((SECONDS + ${JOIN_TIMEOUT_S:-600}))
 

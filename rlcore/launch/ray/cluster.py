@@ -22,7 +22,7 @@ from rlcore.launch.ray.placement import Placement, Resources, bundles, lacking, 
 
 LOCAL = "local"             # as cluster.ray.address: always a cluster of our own
 ROOT = Path(__file__).resolve().parents[3]
-POLL_S = 0.5
+WAIT_S = 1              # whole seconds: Ray takes less for nothing, and a loop of that keeps a core busy
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def _connect(address: str | None, config: Config) -> None:
                 raise UserError(f"cluster.ray.address: no Ray cluster at {address!r}: {first_line(error)}") from error
     # Ray counts CPUs, and has no more than it is told of: a machine with few runs a small job all the same.
     cpus = max(os.cpu_count() or 1, *(place(config, has_gpus=some).total["CPU"] for some in (False, True)))
-    ray.init(address=LOCAL, num_cpus=int(-(-cpus // 1)), include_dashboard=False, **options)
+    niceness = {"worker_niceness": 0}       # as under the other launchers; Ray's own, 15, starves a run where others work too
+    ray.init(address=LOCAL, num_cpus=int(-(-cpus // 1)), include_dashboard=False, _system_config=niceness, **options)
 
 
 def runtime_env(given: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def room(
     group = placement_group(bundles(parts), strategy=strategy)
     try:
         deadline = time.monotonic() + limit_s
-        while not group.wait(timeout_seconds=POLL_S):
+        while not group.wait(timeout_seconds=WAIT_S):
             tick()
             if time.monotonic() > deadline:
                 raise RunFailed(_no_room(parts, cluster, what, limit_s))
