@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Short runs, one process of each killed at a moment drawn from a seed; what they leave behind is compared with an undisturbed run.
 #
-#   ./scripts/soak.sh                                             30 runs, about an hour on two cores
+#   ./scripts/soak.sh                                             30 runs, one after the other
 #   ./scripts/soak.sh --runs 4 --launcher torchrun --kind rank --folder runs/few
+#   ./scripts/soak.sh --launcher local torchrun --launcher ray-nodes --reference local      two runs at a time
 #
 # Prints the table of docs/soak.md. Exit code 1: a run did not end well, or its books or weights are wrong. Logs are in --folder.
 set -euo pipefail
