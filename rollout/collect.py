@@ -11,6 +11,7 @@ from typing import Any
 from rlcore.config import Config
 from rlcore.data.sample import Sample
 from rlcore.errors import EmptyBatch
+from rollout.cut import Cut
 from rollout.draws import Draws
 from rollout.filters import FilterChain
 from rollout.waves import Group, WaveRunner
@@ -43,7 +44,7 @@ class Collected:
     groups: Sequence[Group]
     tally: Tally
     epoch: float
-    cut: dict[str, Any]                         # stream and ledger right after, before anything else is drawn
+    cut: Cut                                    # right after, before anything else is drawn
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -73,7 +74,7 @@ class StepCollector:
             for group in await self._runner.run(draws):
                 self._sort_out(group, kept, tally)
         self._draws.hand_over([group.draw for group in kept], step)
-        return Collected(kept, tally, self._draws.stream.epoch, self._draws.snapshot())
+        return Collected(kept, tally, self._draws.stream.epoch, self.cut())
 
     def _sort_out(self, group: Group, kept: list[Group], tally: Tally) -> None:
         self._draws.ledger.finish(group.draw)
@@ -98,9 +99,9 @@ class StepCollector:
         """The step failed: its draws go back."""
         self._draws.give_back_unsettled()
 
-    def snapshot(self) -> dict[str, Any]:
-        """See `rlcore.protocols.RolloutSource`."""
-        return self._draws.snapshot()
+    def cut(self) -> Cut:
+        """Of this moment."""
+        return Cut(self._draws.snapshot())
 
     async def halt(self) -> None:
         """Nothing goes on that the trainer does not wait for."""

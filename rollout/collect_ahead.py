@@ -51,7 +51,6 @@ class AheadCollector:
         self._failure: BaseException | None = None
         self._news = asyncio.Event()                    # renewed each time
         self._woken, self._halted = False, True
-        self._cut = self._cut_now()
         self._handed_over: tuple[float, float] | None = None    # when the last hand-over was; how busy engines had been then
 
     # --- what the trainer asks ------------------------------------------------------------------------------------
@@ -227,8 +226,7 @@ class AheadCollector:
         }
         tally, self._tally, self._stale = self._tally, Tally(), 0
         self._wake()
-        self._cut = self._cut_now()
-        return Collected(groups, tally, self._draws.stream.epoch, self._cut.draws, metrics)
+        return Collected(groups, tally, self._draws.stream.epoch, self.cut(), metrics)
 
     def _measured(self) -> dict[str, float]:
         """How busy engines were since the last hand-over."""
@@ -240,12 +238,9 @@ class AheadCollector:
 
     # --- state ----------------------------------------------------------------------------------------------------
 
-    def _cut_now(self) -> Cut:
-        return Cut(self._scheduler.steps_done, self._draws.snapshot(), tuple(self._buffer), self._versions.known)
-
-    def snapshot(self) -> dict[str, Any]:
-        """The state right after the last hand-over, before anything else was drawn. JSON-able."""
-        return self._cut.encoded()
+    def cut(self) -> Cut:
+        """Of this moment."""
+        return Cut(self._draws.snapshot(), tuple(self._buffer), self._versions.known)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a cut, once `halt` has returned.
@@ -255,14 +250,13 @@ class AheadCollector:
         """
         self._draws.restore(state)
         step = self._draws.ledger.last_step
-        ahead = state.get("ahead", {"groups": (), "versions": ()})      # a run with max_staleness 0 has none
-        self._versions.learn(ahead["versions"])
-        settle(self._draws, self._buffer, decode(ahead["groups"]), step=step)
+        ahead = state.get("ahead", {})          # there is none before the first draw
+        self._versions.learn(ahead.get("versions", ()))
+        settle(self._draws, self._buffer, decode(ahead.get("groups", ())), step=step)
         restored = {"policy_step": step, "steps_done": step, "finished": self._buffer.ages()}
         self._scheduler = Scheduler.restore(self._rules, restored)
         self._tally, self._stale, self._failure = Tally(), 0, None
         self._give_up_stale()
-        self._cut = self._cut_now()
 
     # --- the end --------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What the run checkpoint keeps of generation ahead of the trainer."""
+"""What the run checkpoint keeps of a rollout service."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from rollout.policy_steps import Publication
 class Cut:
     """A moment between two steps. Cheap to take, since nothing in it changes any more; encoded where it is saved."""
 
-    steps_done: int
     draws: dict[str, Any]
-    finished: Sequence[Kept]                    # and not trained on
-    publications: Sequence[Publication]
+    finished: Sequence[Kept] = ()               # and not trained on
+    publications: Sequence[Publication] = ()
 
     def encoded(self) -> dict[str, Any]:
         """JSON-able, with the publications that the groups' versions need."""
         made_by = [span.version for kept in self.finished for one in kept.group.samples for span in one.versions]
         needed = [astuple(one) for one in self.publications if made_by and one.version >= min(made_by)]
-        ahead = {"steps_done": self.steps_done, "groups": encode(self.finished), "versions": needed}
-        return {**self.draws, "ahead": ahead}
+        return {**self.draws, "ahead": {"groups": encode(self.finished), "versions": needed}}

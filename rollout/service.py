@@ -85,6 +85,7 @@ class RolloutService:
         self._evaluation = runners.evaluation((self._evaluation_prompts or self.prompts).__getitem__)
         self._versions = PolicySteps()
         self._collector = self._build_collector()
+        self._cut = self._collector.cut()           # of the newest step that the trainer was given
         self._errand: Errand[Any] | None = None     # that goes on while the trainer brings an engine its weights
         self._busy_before = 0.0                     # when it began: seconds in which engines had worked ...
         self._failed_before = FailureCounts()       # ... and rewards of evaluations that had failed
@@ -151,12 +152,14 @@ class RolloutService:
         if errand is None:
             return None
         done: Collected = errand.result()
+        self._cut = done.cut
         metrics = {
             "time/generation": errand.seconds, "time/engine": self._dispatcher.busy_s - self._busy_before,
             **done.metrics, **self._happened(), **self._became(done),
         }
         engines = self._dispatcher.engines_of(self._config.run.seed, [group.draw for group in done.groups])
-        return StepRollouts(done.samples, metrics, done.epoch, done.cut, engines, self._versions.of_samples(done.samples))
+        steps = self._versions.of_samples(done.samples)
+        return StepRollouts(done.samples, metrics, done.epoch, done.cut.draws, engines, steps)
 
     def published(self, step: int, version: int, incarnation: int) -> None:
         """Weights of policy step `step` are in force as `version`."""
@@ -249,7 +252,8 @@ class RolloutService:
     # --- state ----------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        return self._collector.snapshot()
+        """Of the newest hand-over that the trainer knows of: another may follow while it brings an engine its weights."""
+        return self._cut.encoded()
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a snapshot; draws that were in flight when it was taken are drawn again.
@@ -263,6 +267,7 @@ class RolloutService:
     async def _restore(self, state: Mapping[str, Any]) -> None:
         await self._collector.halt()
         self._collector.restore(state)
+        self._cut = self._collector.cut()
 
     def keep_ledger(self, path: Path) -> None:
         self._draws.keep_journal(path, max_staleness=self._config.rollout.max_staleness)

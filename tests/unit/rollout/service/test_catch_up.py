@@ -55,6 +55,35 @@ def test_a_step_goes_on_and_is_counted_once(make_service):
     assert again.metrics["rollout/engine_restarts"] == 0.0, "counted since the row before"
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_batch_that_the_trainer_never_got_is_in_no_checkpoint(make_service, staleness):
+    """It comes while the trainer brings an engine its weights, which fails: then what was trained is saved."""
+    given = {"engine": RESTART, "max_staleness": staleness}
+    service = make_service(engines=two(), rollout=given)
+    service.published(0, 0, 0)
+    done = 1 + staleness            # steps whose groups were made before the weights of policy step 1
+    for step in range(1, done + 1):
+        service.next_step(step)
+    before = service.snapshot()
+    for engine in service.fleet.engines:
+        engine.version = 1
+    service.published(1, 1, 0)
+    on_loop(service, service.fleet.failed(service.fleet.engines[0], "killed between steps"))
+    assert service.next_step(done + 1) is None
+    deadline = time.monotonic() + 10
+    while service.ledger.last_step == done:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert service.snapshot() == before
+    engines = two()
+    for engine in engines:
+        engine.version = 2
+    resumed = make_service(engines=engines, rollout=given)
+    resumed.restore(service.snapshot())
+    resumed.published(done, 2, 1)
+    assert len(resumed.next_step(done + 1).samples) == 8
+
+
 def test_the_only_engine_comes_back_in_the_middle_of_a_step(make_service):
     engine = FakeEngine(random_reply(31), name="a", delay_s=0.3)
     expected = addresses(make_service(engines=[FakeEngine(random_reply(31))]).next_step(1))
