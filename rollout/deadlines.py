@@ -45,7 +45,7 @@ async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]
 
 
 def asked_to_end(task: asyncio.Task[Any] | None) -> bool:
-    """Whether the CancelledError that the running `task` meets is of somebody else who cancelled it; True where Python is mute."""
+    """Whether somebody cancelled the running `task`, which meets a CancelledError; True where Python cannot tell."""
     return task is None or sys.version_info < (3, 11) or task.cancelling() > 0
 
 
