@@ -63,7 +63,7 @@ def _ray_nodes(arguments: Sequence[str]) -> list[Command]:
     }  # fmt: skip
     script = [str(ROOT / "scripts" / "ray_multinode.sh"), *arguments, "cluster.processes_per_node=2"]
     own = (f"--num-cpus 2 --include-dashboard false --ray-client-server-port {_free_port()}", "--num-cpus 3")
-    common = f"--object-store-memory {STORE_BYTES} --min-worker-port 0 --max-worker-port 0"
+    common = f"--include-log-monitor false --object-store-memory {STORE_BYTES} --min-worker-port 0 --max-worker-port 0"
     return [
         (script, {**shared, "NODE_RANK": str(node), "HOST_ADDRESS": f"127.0.0.{node + 1}",
                   "RAY_ARGS": f"{more} {common} {_agents_ports()}"})
