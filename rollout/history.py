@@ -110,7 +110,7 @@ class History:
         self.rewound += [Lines(max(begin, cut), end, by=start.line) for begin, end, _ in self.counted if end > cut]
         self.counted = [Lines(begin, min(end, cut)) for begin, end, _ in self.counted if begin < cut]
         self.rewound_transitions += start.transitions - cut.transitions
-        self.cuts = {} if anew else {at: place for at, place in self.cuts.items() if at <= step}
+        self.cuts = {at: place for at, place in self.cuts.items() if at <= step}
         self.bounds = {at: bound for at, bound in self.bounds.items() if at <= step}
         self.starts.append((start.line, step))
         return cut

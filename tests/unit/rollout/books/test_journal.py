@@ -182,7 +182,10 @@ def test_what_is_asked_of_a_history(path: Path) -> None:
     history = read_journal(path)
     assert history.bounds == {1: 2, 2: 1}
     assert [entry for _, entry in history.entries() if "cut" in entry] == [{"cut": 1}, {"cut": 2}]
+    assert [entry for _, entry in history.entries() if "start" in entry] == [], "they hold no ledger"
     assert history.rewound_transitions == 6
+    resumed(path, states[0]).close()
+    assert read_journal(path).rewound_transitions == 6 + 4
     assert {by for *_, by in history.life(3)} == {None, history.starts[1][0]}
     numbers = [number for number, *_ in history.life(3)]
     assert numbers == sorted(numbers)

@@ -103,7 +103,8 @@ def test_a_snapshot_works_on_what_is_new_alone(monkeypatch):
     monkeypatch.setattr(books, "packed", lambda codes, real=books.packed: [packed.append(len(codes)), real(codes)][1])
     ledger = one_after_another(3 * CHUNK, lambda draw: 1)
     ledger.draw(range(3 * CHUNK, 5 * CHUNK))
-    assert ledger.snapshot() == ledger.snapshot()
+    early = ledger.snapshot()
+    assert early == ledger.snapshot()
     assert packed == [CHUNK] * 3
     for draw in reversed(range(3 * CHUNK, 5 * CHUNK)):
         ledger.finish(draw)
@@ -113,6 +114,7 @@ def test_a_snapshot_works_on_what_is_new_alone(monkeypatch):
             assert packed == [CHUNK] * 3, "one that is settled waits for those before it"
     found = ledger.snapshot()
     assert packed == [CHUNK] * 5
+    assert len(early["settled"]) == 3
     assert (found["codes"], found["lengths"]) == ([], [])
     copy = Ledger.of(found)
     assert (copy.same_as(ledger), copy.snapshot()) == (True, found)
