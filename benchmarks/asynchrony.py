@@ -3,8 +3,8 @@
 The addition example, GRPO from one warmed-up model, with an engine whose answers come late: by a time that is log-normal, the
 same for a draw of a prompt in every run (`long_tails.py`). Nearly all time is spent in waiting for them, so what is compared
 is the order of things and not the machine. The clock begins with the first weights and counts all that follows, evaluations
-included. Exit code 1: a token was older than its bound or a ledger does not balance; or, of lock-step and of what corrects for the
-age of tokens, a run did not reach the level, or `max_staleness` 2 was not faster to it than 0.
+included. Exit code 1: a token was older than its bound or a ledger does not balance; or, of lock-step and of what corrects
+for the age of tokens, a run did not reach the level, or `max_staleness` 2 was not faster to it than 0.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,13 +24,13 @@ from rollout.deadlines import LoopThread, together
 from rollout.dispatch import Dispatcher
 from rollout.draws import Draws
 from rollout.errand import Errand
+from rollout.evaluation import Evaluation
 from rollout.filters import FilterChain
 from rollout.fleet import Fleet
 from rollout.policy_steps import PolicySteps, Publication
 from rollout.prompt_files import load_prompts
 from rollout.rewards.build import build_scorer
 from rollout.rewards.pool import START_TIMEOUT_S as REWARD_START_TIMEOUT_S
-from rollout.rewards.scorer import FailureCounts
 from rollout.runners import Runners
 from rollout.vocabulary import check_vocabulary
 
@@ -69,9 +68,7 @@ class RolloutService:
         vocab_size = check_vocabulary(config.model.path, tokenizer)
         self.prompts = load_prompts(config, tokenizer, config.data.paths)
         given = config.evaluation
-        self._evaluation_prompts = (
-            load_prompts(config, tokenizer, given.paths, max_prompts=given.max_prompts) if given.paths else None
-        )
+        held_out = load_prompts(config, tokenizer, given.paths, max_prompts=given.max_prompts) if given.paths else None
         self._filters = FilterChain(config.rollout.filters, samples_per_prompt=config.rollout.samples_per_prompt)
         self._scorer = build_scorer(config.reward, vocab_size=vocab_size, device=config.rollout.engine.device)
         self._draws = Draws(PromptStream(
@@ -82,13 +79,14 @@ class RolloutService:
         runners = Runners(config, tokenizer, self._dispatcher, self._scorer)
         row_of = self._draws.stream.row
         self._training = runners.training(lambda draw: self.prompts[row_of(draw)], greedy_baseline=greedy_baseline)
-        self._evaluation = runners.evaluation((self._evaluation_prompts or self.prompts).__getitem__)
+        self._evaluation = (
+            None if held_out is None else Evaluation(runners.evaluation(held_out.__getitem__), len(held_out))
+        )
         self._versions = PolicySteps()
         self._collector = self._build_collector()
         self._cut = self._collector.cut()           # of the newest step that the trainer was given
         self._errand: Errand[Any] | None = None     # that goes on while the trainer brings an engine its weights
-        self._busy_before = 0.0                     # when it began: seconds in which engines had worked ...
-        self._failed_before = FailureCounts()       # ... and rewards of evaluations that had failed
+        self._busy_before = 0.0                     # seconds in which engines had worked when it began
         self._seen = self._so_far()                 # at the last hand-over
         self.thread = LoopThread("rollout")
         self.loop = self.thread.loop
@@ -225,29 +223,20 @@ class RolloutService:
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluate(self) -> tuple[dict[str, float], list[Sample]] | None:
-        """Score every evaluation prompt; ({}, []) when there are none. None when an engine waits for the weights.
-
-        The random numbers (for a temperature above 0) depend on the prompt alone: the same in each evaluation.
-        """
-        if self._evaluation_prompts is None:
+        """Score every evaluation prompt; ({}, []) when there are none. None when an engine waits for the weights."""
+        evaluation = self._evaluation
+        if evaluation is None:
             return {}, []
-        draws = range(len(self._evaluation_prompts))
 
         def stuck() -> str:
             limit = self._config.rollout.timeout_s
-            return f"the evaluation has not ended after {limit:g} s (rollout.timeout_s): {self._evaluation.stuck()}"
+            return f"the evaluation has not ended after {limit:g} s (rollout.timeout_s): {evaluation.stuck()}"
 
-        failures = self._evaluation.failures
-        if self._errand is None:
-            self._failed_before = replace(failures)
-        errand = self._visit(lambda: self._evaluation.run(draws), stuck, "the evaluation")
+        errand = self._visit(evaluation.run, stuck, "the evaluation")
         if errand is None:
             return None
-        samples = [sample for group in errand.result() for sample in group.samples]
-        metrics = evaluation_metrics(samples)
-        metrics["eval/reward_errors"] = float(failures.errors - self._failed_before.errors)
-        metrics["eval/reward_timeouts"] = float(failures.timeouts - self._failed_before.timeouts)
-        return metrics, samples
+        scored: tuple[dict[str, float], list[Sample]] = errand.result()
+        return scored
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -295,14 +284,3 @@ class RolloutService:
                 logger.warning("%s did not close within %g s", party, CLOSE_S)
             elif task.exception() is not None:
                 logger.warning("%s failed to close: %s", party, task.exception())
-
-
-def evaluation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over samples; `eval/accuracy` is the share that a verifier accepts, or else of rewards above 0."""
-    n = len(samples)
-    return {
-        "eval/score": sum(s.reward for s in samples) / n,
-        "eval/accuracy": sum(bool(s.metadata.get("correct", s.reward > 0)) for s in samples) / n,
-        "eval/sequence_lengths": sum(s.num_trainable for s in samples) / n,
-        "eval/stop_token_rate": sum(s.finish_reason == "stop" for s in samples) / n,
-    }
