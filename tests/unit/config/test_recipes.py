@@ -101,10 +101,18 @@ def test_without_ray_its_engines_are_given_by_url(recipe: Recipe) -> None:
         assert load_config(recipe.files[:1], given).config.rollout.engine.urls == ["http://10.0.0.7:30000"]
 
 
-@pytest.mark.parametrize("files", [
+OTHERS = [
     ["addition/sft.yaml"], *(["addition/base.yaml", f"addition/{name}.yaml"] for name in ("grpo", "ppo", "reinforce_pp")),
     ["addition/base.yaml", "addition/grpo.yaml", "addition/sglang.yaml"], ["models/grpo.yaml"],
-], ids=lambda files: "+".join(files))  # fmt: skip
+]  # fmt: skip
+
+
+def test_no_example_is_left_out() -> None:
+    planned = {EXAMPLES / file for files in OTHERS for file in files} | {path for recipe in RECIPES for path in recipe.files}
+    assert planned == set(EXAMPLES.rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("files", OTHERS, ids=lambda files: "+".join(files))
 def test_other_examples_are_planned_too(files: list[str], tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = [f"model.path={tiny_model}"] if "addition" in files[0] else ["model.path=examples/models/Qwen2.5-7B"]
     gpus = "1" if "addition" in files[0] else "8"

@@ -81,7 +81,8 @@ def said_of(path: Path, source: dict[str, Any], step: int = 1) -> list[str]:
     return list(check_checkpoint(Checkpoint(step, path.parent, {"source": source}), read_journal(path)))
 
 
-KEPT = [*WHOLE[:3], {"consumed": [0], "step": 1}, {"cut": 1}]     # 1 and 2 are finished
+# 1 and 2 are finished, 3 is in flight.
+KEPT = [START, {"drawn": [0, 1, 2, 3]}, {"finished": [0, 1, 2]}, {"consumed": [0], "step": 1}, {"cut": 1}]
 
 
 @pytest.mark.parametrize("entries", [WHOLE, KEPT])
@@ -95,6 +96,11 @@ def other_ledger(source: dict[str, Any]) -> None:
     source["stream"]["requeued"] = [0]
 
 
+def other_last_draw(source: dict[str, Any]) -> None:
+    source["ledger"]["codes"][-1] = -3
+    source["stream"]["requeued"] = [3]
+
+
 def shorter(source: dict[str, Any]) -> None:
     source["ledger"] = {"codes": [1, -2], "lengths": [1, 1], "filters": []}
     source["stream"] = {"cursor": 2, "requeued": []}
@@ -102,7 +108,7 @@ def shorter(source: dict[str, Any]) -> None:
 
 
 def other_cursor(source: dict[str, Any]) -> None:
-    source["stream"]["cursor"] = 4
+    source["stream"]["cursor"] = 5
 
 
 def other_requeued(source: dict[str, Any]) -> None:
@@ -121,10 +127,11 @@ def group_of_a_consumed_draw(source: dict[str, Any]) -> None:
     ("harm", "said"),
     [
         (other_ledger, ["draw 0 is requeued in the checkpoint of step 1 and consumed by step 1 in the journal; so 1 draws"]),
-        (shorter, ["the checkpoint of step 1 knows 2 draws, the journal 3 at its cut"]),
-        (other_cursor, ["the stream of the checkpoint of step 1 is at draw 4, with none to come again; its ledger has 3 draws, "
+        (other_last_draw, ["draw 3 is requeued in the checkpoint of step 1 and in flight in the journal; so 1 draws"]),
+        (shorter, ["the checkpoint of step 1 knows 2 draws, the journal 4 at its cut"]),
+        (other_cursor, ["the stream of the checkpoint of step 1 is at draw 5, with none to come again; its ledger has 4 draws, "
                         "requeued none"]),
-        (other_requeued, ["the stream of the checkpoint of step 1 is at draw 3, with 2 to come again; its ledger has 3 draws, "
+        (other_requeued, ["the stream of the checkpoint of step 1 is at draw 4, with 2 to come again; its ledger has 4 draws, "
                           "requeued none"]),
         (lost_group, ["the checkpoint of step 1 keeps the groups of draws 2, finished are 1, 2"]),
         (group_of_a_consumed_draw, ["the checkpoint of step 1 keeps the groups of draws 0, 1, 2, finished are 1, 2"]),
