@@ -123,15 +123,6 @@ class RayRuns:
         return run
 
 
-def node_of(cluster: Any, pid: int) -> Any:
-    """The cluster's node that runs the process of an actor: a child of its raylet."""
-    raylet = psutil.Process(pid).ppid()
-    return next(
-        node for node in cluster.list_all_nodes()
-        if any(info.process.pid == raylet for info in node.all_processes["raylet"])
-    )
-
-
 def until_gone(pids: set[int], *, within_s: float) -> set[int]:
     """Those that still run after so long."""
     deadline = time.monotonic() + within_s

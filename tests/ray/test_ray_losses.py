@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.integration.lab import Run
-from tests.ray.conftest import add_node, lose_node
-from tests.ray.ray_runs import COMMON, STEPS, Going, RayRuns, balance, check_as_undisturbed, command, node_of, until_gone
+from tests.ray.clusters import add_node, late_node, lose_node, node_of
+from tests.ray.ray_runs import COMMON, STEPS, Going, RayRuns, balance, check_as_undisturbed, command, until_gone
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -76,13 +76,13 @@ def test_the_engine_of_a_lost_node_is_started_on_another(ray_runs: RayRuns, clus
 
 
 def test_the_service_of_a_lost_node_is_made_anew_on_another(ray_runs: RayRuns, cluster: Any, local: Run) -> None:
-    """It is too large for the driver's node; the one that is lost had room for nothing else, and another takes its place."""
+    """It is too large for the driver's node; a node with room for it is left."""
+    add_node(cluster)
     ranks: list[list[int]] = []
 
     def lose(going: Going) -> None:
         ranks.append(going.rank_pids())
         lose_node(cluster, node_of(cluster, going.service_pid()))
-        add_node(cluster)
 
     run = ray_runs.train(
         "service_node_lost", *COMMON, "cluster.ray.service_cpus=2",
@@ -94,17 +94,16 @@ def test_the_service_of_a_lost_node_is_made_anew_on_another(ray_runs: RayRuns, c
 
 def test_rank_0_and_the_service_are_lost_with_one_node(ray_runs: RayRuns, cluster: Any, local: Run) -> None:
     """Only a large node has room for them. What rank 0 knew of the service is lost with it: the run's folder has it, too."""
-    large = [add_node(cluster, cpus=8)]
+    large = add_node(cluster, cpus=8)
+    with late_node(cluster, cpus=8) as join:
 
-    def lose(going: Going) -> None:
-        assert {node_of(cluster, pid) for pid in (*going.rank_pids(), going.service_pid())} == set(large)
-        lose_node(cluster, large.pop())
-        large.append(add_node(cluster, cpus=8))
+        def lose(going: Going) -> None:
+            assert {node_of(cluster, pid) for pid in (*going.rank_pids(), going.service_pid())} == {large}
+            join()
+            lose_node(cluster, large)
 
-    run = ray_runs.train(
-        "both_lost", *COMMON, "cluster.ray.rank_cpus=1.5", "cluster.ray.service_cpus=3", acts=[(5, lose)],
-    )
-    lose_node(cluster, large.pop())
+        shares = ("cluster.ray.rank_cpus=1.5", "cluster.ray.service_cpus=3")
+        run = ray_runs.train("both_lost", *COMMON, *shares, acts=[(5, lose)])
     check_as_undisturbed(run, local)
     assert len(run.lines(RESTARTED)) == 1
 

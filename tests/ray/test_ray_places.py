@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from tests.integration.lab import Lab, Run
-from tests.ray.conftest import add_node, new_cluster
+from tests.ray.clusters import add_node, new_cluster
 from tests.ray.ray_runs import TWO_RANKS, Going, RayRuns
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.integration.lab import Lab, Run
-from tests.ray.conftest import add_node, lose_node
-from tests.ray.ray_runs import COMMON, TWO_RANKS, Going, RayRuns, check_as_undisturbed, command, node_of
+from tests.ray.clusters import add_node, lose_node, node_of
+from tests.ray.ray_runs import COMMON, TWO_RANKS, Going, RayRuns, check_as_undisturbed, command
 
 
 def test_a_run_on_a_cluster_equals_a_local_one(ray_runs: RayRuns, local: Run) -> None:
