@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lab import LEARNING, Lab, Run
 
-from rlcore.protocols import Completion, GenerateRequest
+from benchmarks.long_tails import long_tailed
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts
 from rollout.audit import audit
 from rollout.engines.decoding import Decoding
-from rollout.engines.embedded import EmbeddedEngine
-from rollout.waves import WaveRunner
 from tests.integration.ahead_books import ages, check
 from tests.integration.resume_runs import UPDATES, Runs, result_of
 
-MODES = ("drain", "retract", "in_place", "abort")
+MODES = ("drain", pytest.param("retract", marks=pytest.mark.full), "in_place", "abort")
 CORRECTED = ("algorithm.correction={name: tis}",)
 
 
@@ -43,7 +39,7 @@ def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- it learns --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_run_ahead_of_its_trainer_learns(lab: Lab, staleness: int) -> None:
     run = lab.train(
         f"ahead {staleness}", *LEARNING, *CORRECTED, "training.steps=32", f"rollout.max_staleness={staleness}",
@@ -126,21 +122,33 @@ def test_filters_refill_and_over_sampling_loses_nothing(lab: Lab) -> None:
 @pytest.mark.usefixtures("slow_tokens")
 def test_an_evaluation_beside_uses_the_newest_weights(lab: Lab, tmp_path: Path) -> None:
     heldout = f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]"
-    given = (heldout, "evaluation.max_prompts=8", "evaluation.every=2", "checkpoint.every=2", "checkpoint.keep=9")
-    run = lab.train("ahead, evaluated", *LEARNING, *given, "rollout.max_staleness=1", "training.steps=4")
+    given = (heldout, "evaluation.max_prompts=8", "evaluation.temperature=1.0", "evaluation.every=2", "checkpoint.every=2",
+             "checkpoint.keep=9")  # fmt: skip
+    run = lab.train("ahead, evaluated", *LEARNING, *given, "rollout.max_staleness=1", "training.steps=3")
     assert run.code == 0, run.err
-    for step in (0, 2, 4):
-        model = lab.model if step == 0 else run.checkpoint(step)
-        output = ("--output", str(tmp_path / "scores.json"))
-        scored = lab.command("eval", str(run.folder / "config.yaml"), "--model", str(model), *output)
-        assert scored.code == 0, scored.err
-        assert json.loads((tmp_path / "scores.json").read_text())["eval/score"] == run.rows[step]["eval/score"]
+    output = ("--output", str(tmp_path / "scores.json"))
+    scored = lab.command("eval", str(run.folder / "config.yaml"), "--model", str(run.checkpoint(2)), *output)
+    assert scored.code == 0, scored.err
+    assert json.loads((tmp_path / "scores.json").read_text())["eval/score"] == run.rows[2]["eval/score"]
+    assert len({run.rows[step]["eval/score"] for step in (0, 2)}) == 2, "weights that tell one step from another"
 
 
 # --- the end, and after -----------------------------------------------------------------------------------------------
 
 
 AHEAD = ("rollout.max_staleness=2", "rollout.on_update=retract", "training.steps=8")
+
+
+def test_an_early_stop_leaves_books_that_balance(lab: Lab) -> None:
+    armed = ("training.early_stopping=true", "training.target_kl=1e-9", "algorithm.kl.reward_kind=k3", "training.steps=8")
+    run = lab.train("ahead, stopped", *LEARNING, *armed, "rollout.max_staleness=2")
+    assert run.code == 0, run.err
+    assert (run.result["status"], run.result["steps"]) == ("early_stopped", 2)
+    check(run.folder, steps=2, staleness=2)
+    states = audit(RunDirectory(run.folder)).states
+    assert states["consumed"] == 8
+    assert states["in flight"] == 0
+    assert states["finished"] + states["requeued"] > 0, "what was made ahead is there, or is drawn again"
 
 
 def test_asked_to_end_while_groups_are_made_it_saves_and_goes_on(runs: Runs) -> None:
@@ -155,9 +163,9 @@ def test_asked_to_end_while_groups_are_made_it_saves_and_goes_on(runs: Runs) -> 
 
 
 @pytest.mark.parametrize("at", [
-    {"point": "rollouts", "call": 4, "after": True},
     {"point": "publish", "call": 6},
-    {"point": "commit", "call": 1, "after": True},
+    pytest.param({"point": "rollouts", "call": 4, "after": True}, marks=pytest.mark.full),
+    pytest.param({"point": "commit", "call": 1, "after": True}, marks=pytest.mark.full),
 ], ids=lambda at: at["point"].replace(" ", "_"))  # fmt: skip
 def test_killed_while_groups_are_made_it_goes_on(runs: Runs, at: dict[str, Any]) -> None:
     name = f"killed at {at['point']}"
@@ -170,13 +178,9 @@ def test_killed_while_groups_are_made_it_goes_on(runs: Runs, at: dict[str, Any])
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-class LongTailed(EmbeddedEngine):
-    """Answers each request by itself, after a time of its own: one in eight takes ten times as long."""
-
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        dice = random.Random(requests[0].draw)
-        await asyncio.sleep(0.5 if dice.random() < 0.125 else 0.05)
-        return await super().generate(requests)
+def one_in_eight(draw: int) -> float:
+    """Takes ten times as long as the others."""
+    return 0.5 if random.Random(draw).random() < 0.125 else 0.05
 
 
 def slow_run(lab: Lab, staleness: int) -> Run:
@@ -186,15 +190,9 @@ def slow_run(lab: Lab, staleness: int) -> Run:
     )  # fmt: skip
 
 
-def test_with_long_tails_running_ahead_takes_less_time_for_the_same_steps(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.engines.embedded.EmbeddedEngine", LongTailed)
-    build = WaveRunner.__init__
-
-    def continuous(self: WaveRunner, **parts: Any) -> None:
-        build(self, **{**parts, "batched": False})
-
-    monkeypatch.setattr(WaveRunner, "__init__", continuous)
-    lock_step, ahead = slow_run(lab, 0), slow_run(lab, 2)
+def test_with_long_tails_running_ahead_takes_less_time_for_the_same_steps(lab: Lab) -> None:
+    with long_tailed(one_in_eight):
+        lock_step, ahead = slow_run(lab, 0), slow_run(lab, 2)
     for run, staleness in ((lock_step, 0), (ahead, 2)):
         assert run.code == 0, run.err
         check(run.folder, steps=16, staleness=staleness)
