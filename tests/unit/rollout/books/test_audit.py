@@ -14,9 +14,17 @@ import pytest
 from rlcore.errors import UserError
 from rlcore.launch.ledger import MOST, describe, life_of
 from rlcore.runs.checkpoints import Checkpoint
-from rollout.audit import Audit, check_checkpoint, check_recording, check_steps
+from rlcore.runs.directory import RunDirectory
+from rollout.audit import Audit, audit, check_checkpoint, check_recording, check_steps
 from rollout.history import read_journal
 
+CONFIG = """
+run: {name: test}
+model: {path: none}
+data: {paths: [none.jsonl], label_key: answer}
+reward: {parts: {right: {function: exact_match}}}
+training: {steps: 5}
+"""
 START = {"start": 0, "prompts": [9, "nine"], "max_staleness": 0}
 # Step 1 takes two of three draws, one of which came back; step 2 finds nothing in draw 3, and takes what is left.
 WHOLE: list[dict[str, Any]] = [
@@ -171,6 +179,35 @@ def test_a_step_was_trained_on_what_it_consumed(records: list[dict[str, Any]], s
     assert list(check_recording(2, records, [4, 7])) == said
 
 
+# --- a run's folder ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_before_its_first_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    written(tmp_path, [*WHOLE, {**START, "start": 1}, {"drawn": [1]}, {"requeued": [1]}, {"drawn": [1]}])
+    found = audit(RunDirectory(tmp_path))
+    assert found == Audit(
+        draws=3, states={"in flight": 1, "finished": 0, "requeued": 0, "consumed": 2}, steps=1, given_up={"stale": 1},
+        restarts=1, rewound=4,
+    )  # fmt: skip
+
+
+def test_given_up_groups_are_counted_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    written(tmp_path, [
+        START, {"drawn": [0, 1, 2]}, {"finished": [0, 1]}, {"requeued": [0, 1], "because": "stale"}, {"requeued": [2]},
+    ])  # fmt: skip
+    found = audit(RunDirectory(tmp_path))
+    assert (found.given_up, found.restarts, found.contradictions) == ({"stale": 2}, 0, [])
+
+
+def test_a_journal_that_contradicts_itself_is_all_there_is_to_say(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    written(tmp_path, [START, {"drawn": [0]}, {"consumed": [0], "step": 1}])
+    found = audit(RunDirectory(tmp_path))
+    assert found.contradictions == [f"{tmp_path / 'ledger.jsonl'}:3: draw 0 is in flight, expected finished"]
+
+
 # --- what is printed --------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +223,7 @@ def test_a_ledger_in_a_few_lines() -> None:
         "recordings       of 2 steps",
         "balanced",
     ]
+    assert "restarts         2, which rewound 0 lines" in describe(Audit(restarts=2))
     assert list(describe(Audit())) == [
         "draws            0", "steps            0", "restarts         0", "checkpoint       none",
         "recordings       of 0 steps", "balanced",
