@@ -1,0 +1,95 @@
+"""Real SGLang on a Ray cluster: ranks, service and engine each on a node of its own, in lock-step and a step ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+
+from rlcore.data.sample import Sample
+from rlcore.publish import read_versions
+from tests.integration.accounts import faults_of_versions, read_samples
+from tests.integration.ahead_books import check
+from tests.integration.hf_logprobs import logprobs
+from tests.integration.lab import LEARNING, Lab, Run
+from tests.ray.ray_runs import Going, RayRuns
+
+STEPS = 4
+# An engine takes a whole node and so do the ranks; for the service there is room on the head.
+SGLANG = (
+    *LEARNING, "policy.parallel.tensor=2", "cluster.processes_per_node=2", "cluster.ray.engine_cpus=2",
+    "rollout.engine={kind: sglang, threads: 1, device: cpu, start_timeout_s: 500}", f"training.steps={STEPS}",
+    "checkpoint.every=1", f"checkpoint.keep={STEPS}",
+)  # fmt: skip
+
+
+def nodes_of(going: Going) -> dict[str, set[int]]:
+    """The raylets above each part: a raylet is a node."""
+    service, _ = ray.get(going.actor("service").status.remote(), timeout=30)
+    parts = {
+        "ranks": [rank["pid"] for rank in going.ranks()],
+        "service": [service],
+        "engine": [ray.get(going.actor("engine-0").pid.remote(), timeout=30)],
+    }
+    return {part: {raylet_above(pid) for pid in pids} for part, pids in parts.items()}
+
+
+def raylet_above(pid: int) -> int:
+    return next(process.pid for process in psutil.Process(pid).parents() if process.name() == "raylet")
+
+
+def weights_by_version(lab: Lab, run: Run) -> Iterator[tuple[int, Path]]:
+    """Each version with a Hugging Face folder of its weights; that of the last step is not asked for."""
+    for version in read_versions(run.folder / "versions.jsonl"):
+        if version.step == 0:
+            yield version.version, lab.model
+        elif version.step < STEPS:
+            folder = lab.folder / "exports" / run.folder.name / str(version.step)
+            assert lab.command("export", str(run.checkpoint(version.step)), str(folder)).code == 0
+            yield version.version, folder
+
+
+def largest_gap(samples: list[Sample], version: int, folder: Path) -> float:
+    """Over the tokens of `version`: |log-prob that the engine gave - that of transformers with these weights|."""
+    gaps = [torch.zeros(1)]
+    for sample, found in zip(samples, logprobs(folder, samples), strict=True):
+        own = torch.from_numpy(sample.token_versions() == version)
+        gaps.append((torch.from_numpy(sample.rollout_logprobs) - found)[own].abs())
+    return float(torch.cat(gaps).max())
+
+
+def check_books(run: Run, staleness: int) -> None:
+    """The ledger balances, versions only grow, no token is too old, and some are as old as they may be."""
+    assert max(check(run.folder, steps=STEPS, staleness=staleness)) == staleness
+    assert faults_of_versions([vars(one) for one in read_versions(run.folder / "versions.jsonl")]) == []
+
+
+def check_logprobs(lab: Lab, run: Run) -> None:
+    """Every token has the log-prob that transformers gives it with the weights of its version."""
+    samples = [sample for step in range(1, STEPS + 1) for sample in read_samples(run.folder, step)]
+    gaps = {version: largest_gap(samples, version, folder) for version, folder in weights_by_version(lab, run)}
+    assert len(gaps) == STEPS
+    assert max(gaps.values()) < 1e-4, gaps
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_three_nodes_share_a_run(ray_runs: RayRuns, staleness: int) -> None:
+    lab, seen = ray_runs.lab, []
+    run = ray_runs.train(
+        f"sglang_{staleness}", *SGLANG, f"rollout.max_staleness={staleness}", "rollout.on_update=retract",
+        acts=[(2, lambda going: seen.append(nodes_of(going)))],
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    assert {len(raylets) for raylets in seen[0].values()} == {1}
+    assert len(set.union(*seen[0].values())) == 3, "some parts shared a node"
+
+    check_books(run, staleness)
+    check_logprobs(lab, run)
+    if staleness == 0:
+        assert all(row["rollout/train_rollout_logprob_diff"] < 1e-5 for row in run.metrics)
