@@ -47,7 +47,7 @@ class AheadCollector:
         self._buffer = GroupBuffer()
         self._tasks: dict[int, asyncio.Task[None]] = {}     # what makes each draw in flight; a wave makes several
         self._late: set[int] = set()                    # of those, the ones that were given up as stale
-        self._tally, self._stale = Tally(), 0           # since the last hand-over
+        self._tally = Tally()                           # since the last hand-over
         self._failure: BaseException | None = None
         self._news = asyncio.Event()                    # renewed each time
         self._woken, self._halted = False, True
@@ -190,7 +190,7 @@ class AheadCollector:
                 self._buffer.take(draw)
                 self._scheduler.dropped(draw)
                 self._draws.give_back(draw, STALE)
-                self._stale += 1
+                self._tally.dropped[STALE] += 1
             elif not self._runner.batched and draw not in self._late:    # those of a wave end together
                 self._late.add(draw)
                 self._tasks[draw].cancel()
@@ -199,13 +199,13 @@ class AheadCollector:
         """It is not in flight any more, and no samples are kept of it."""
         late = draw in self._late
         self._late.discard(draw)
-        self._stale += late
+        self._tally.dropped[STALE] += late
         del self._tasks[draw]
         self._scheduler.dropped(draw)
         self._draws.give_back(draw, STALE if late else "")
 
     def _check_yield(self) -> None:
-        """Raises EmptyBatch where the filters leave too little for a step."""
+        """Raises EmptyBatch where the filters, or their age, leave too few for a step."""
         tally, wanted = self._tally, self._rules.groups_per_step
         if tally.dropped.total() + tally.requeued >= DRAWS_PER_GROUP * wanted:
             self._tally = Tally()
@@ -221,10 +221,10 @@ class AheadCollector:
         metrics = {
             "rollout/buffered_groups": float(self._scheduler.num_finished),
             "rollout/in_flight_groups": float(self._scheduler.num_in_flight),
-            "rollout/dropped_stale": float(self._stale),
+            "rollout/dropped_stale": float(self._tally.dropped[STALE]),
             **self._measured(),
         }
-        tally, self._tally, self._stale = self._tally, Tally(), 0
+        tally, self._tally = self._tally, Tally()
         self._wake()
         return Collected(groups, tally, self._draws.stream.epoch, self.cut(), metrics)
 
@@ -255,7 +255,7 @@ class AheadCollector:
         settle(self._draws, self._buffer, decode(ahead.get("groups", ())), step=step)
         restored = {"policy_step": step, "steps_done": step, "finished": self._buffer.ages()}
         self._scheduler = Scheduler.restore(self._rules, restored)
-        self._tally, self._stale, self._failure = Tally(), 0, None
+        self._tally, self._failure = Tally(), None
         self._give_up_stale()
 
     # --- the end --------------------------------------------------------------------------------------------------

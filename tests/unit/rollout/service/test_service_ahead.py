@@ -258,6 +258,17 @@ def test_a_broken_filter_is_named(make_service, engines):
         service.next_step(1)
 
 
+def test_an_engine_that_answers_with_weights_of_long_ago_ends_the_run(make_service, engines):
+    """It says so by its versions; drawn again and again, its groups would be made until `rollout.timeout_s`."""
+    service = make_service(engines=engines, rollout=rollout(1, timeout_s=60.0))
+    publish(service, engines, 0)
+    for step in (1, 2):
+        service.next_step(step)
+    service.published(2, 5, 0)
+    with pytest.raises(EmptyBatch, match=r"step 3 has 0 of 4 groups after \d+ draws: stale dropped 64"):
+        service.next_step(3)
+
+
 def test_a_step_that_hangs_names_who_is_waited_for(make_service, engines):
     for engine in engines:
         engine.seconds = lambda draw: 60.0
