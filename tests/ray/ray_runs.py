@@ -30,9 +30,9 @@ class Going:
         self.run, self.name = run, run.folder.name
 
     def reach(self, step: int) -> None:
-        """Wait until `step` is in the log; until the run has its board, for step 0."""
+        """Wait until `step` is in the log; until the run has its service, for step 0."""
         deadline = time.monotonic() + REACH_S
-        while not (self._steps() >= step if step else self._has_begun()):
+        while not (self._steps() >= step if step else self._has_service()):
             assert time.monotonic() < deadline, f"no step {step} in {REACH_S} s"
             time.sleep(0.02)
 
@@ -40,9 +40,9 @@ class Going:
         path = self.run.folder / "metrics.jsonl"
         return sum('"step"' in line for line in path.read_text().splitlines()) if path.exists() else 0
 
-    def _has_begun(self) -> bool:
+    def _has_service(self) -> bool:
         try:
-            return ray.is_initialized() and self.actor("board") is not None
+            return ray.is_initialized() and self.actor("service") is not None
         except ValueError:
             return False
 
@@ -132,7 +132,10 @@ def until_gone(pids: set[int], *, within_s: float) -> set[int]:
 
 
 def _runs(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def command(*arguments: str, code: int = 0) -> str:
