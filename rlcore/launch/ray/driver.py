@@ -63,7 +63,9 @@ def host_name(run: str, index: int) -> str:
 
 def here() -> NodeAffinitySchedulingStrategy:
     """On the driver's node, if there is room: with that the run is lost anyway."""
-    return NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
+    node = ray.get_runtime_context().get_node_id()
+    # By itself `soft` minds only whether the node is there: on one that is busy it would wait.
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=True, _spill_on_unavailable=True)
 
 
 def _warn(text: str) -> None:
