@@ -1,11 +1,12 @@
 """The URLs that `rlcore engine --urls-file` has written into a folder, as one JSON list: `engine_urls.py FOLDER NODES SECONDS`.
 
-Waits until as many nodes have written theirs. Needs nothing installed.
+Waits until as many nodes have written theirs, or until the script that asked is gone. Needs nothing installed.
 """
 
 from __future__ import annotations
 
 import json
+import select
 import sys
 import time
 from pathlib import Path
@@ -24,12 +25,21 @@ def main(folder: Path, nodes: int, seconds: float) -> int:
                 file=sys.stderr,
             )
             return 1
+        if nobody_listens():
+            return 1
         time.sleep(POLL_S)
     if len(files) > nodes:
         print(f"engine_urls.py: {folder} has {len(files)} files, expected {nodes}: use a new folder", file=sys.stderr)
         return 1
     print(json.dumps([url for file in files for url in json.loads(file.read_text())]))
     return 0
+
+
+def nobody_listens() -> bool:
+    """Whether the other end of our output is closed: who asked was killed."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    return bool(output.poll(0))
 
 
 if __name__ == "__main__":

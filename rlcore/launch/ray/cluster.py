@@ -37,7 +37,9 @@ class Cluster:
 def connected(config: Config) -> Iterator[Cluster]:
     """Connected to the cluster of `cluster.ray.address`; one that was started for it ends with it.
 
-    Raises UserError where there is none at that address.
+    Raises:
+        UserError: there is none at that address.
+        RunFailed: one of our own does not start.
     """
     try:
         _connect(config.cluster.ray.address, config)
@@ -62,7 +64,13 @@ def _connect(address: str | None, config: Config) -> None:
     # Ray counts CPUs, and has no more than it is told of: a machine with few runs a small job all the same.
     cpus = max(os.cpu_count() or 1, *(place(config, has_gpus=some).total["CPU"] for some in (False, True)))
     niceness = {"worker_niceness": 0}       # as under the other launchers; Ray's own, 15, starves a run where others work too
-    ray.init(address=LOCAL, num_cpus=int(-(-cpus // 1)), include_dashboard=False, _system_config=niceness, **options)
+    try:
+        ray.init(address=LOCAL, num_cpus=int(-(-cpus // 1)), include_dashboard=False, _system_config=niceness, **options)
+    except Exception as error:
+        raise RunFailed(
+            f"no Ray cluster could be started on this machine (cluster.ray.address): {first_line(error)} Is the machine too busy? "
+            "Ray gives its own processes 30 s; their logs are in /tmp/ray/session_latest/logs"
+        ) from error
 
 
 def runtime_env(given: dict[str, Any]) -> dict[str, Any]:

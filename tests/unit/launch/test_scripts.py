@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.slurm_stubs import job, write_stubs
@@ -204,6 +205,24 @@ def test_engines_that_do_not_come_are_waited_for_until_a_deadline(stage: Stage) 
     assert done.returncode == 1, "engines of an earlier run, perhaps"
     assert "has 2 files, expected 1: use a new folder" in done.stderr
     assert stage.calls("torch.distributed.run") == []
+
+
+def test_who_waits_for_engines_ends_with_its_script(stage: Stage) -> None:
+    engines = stage.folder / "engines"
+    engines.mkdir()
+    process = subprocess.Popen(
+        [str(stage.folder / "checkout" / "scripts" / "torchrun_multinode.sh"), "run.yaml"],
+        env={**stage.environment, **NODE, **dict.fromkeys(KEYS, "x"), "ENGINES": str(engines), "ENGINE_NODES": "1"},
+    )
+    deadline, waiting = time.monotonic() + 30, []
+    while not waiting:
+        assert time.monotonic() < deadline
+        children = psutil.Process(process.pid).children()
+        waiting = [child for child in children if "engine_urls" in " ".join(child.cmdline())]
+        time.sleep(0.05)
+    process.kill()
+    process.wait(20)
+    assert psutil.wait_procs(waiting, timeout=20)[1] == []
 
 
 @pytest.mark.parametrize(("script", "missing", "environment"), [
