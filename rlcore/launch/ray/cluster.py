@@ -66,10 +66,10 @@ def _connect(address: str | None, config: Config) -> None:
     niceness = {"worker_niceness": 0}       # as under the other launchers; Ray's own, 15, starves a run where others work too
     try:
         ray.init(address=LOCAL, num_cpus=int(-(-cpus // 1)), include_dashboard=False, _system_config=niceness, **options)
-    except Exception as error:
+    except Exception as error:      # Ray has no narrower one where its own processes do not start in time
         raise RunFailed(
-            f"no Ray cluster could be started on this machine (cluster.ray.address): {first_line(error)} Is the machine too busy? "
-            "Ray gives its own processes 30 s; their logs are in /tmp/ray/session_latest/logs"
+            f"no Ray cluster could be started on this machine (cluster.ray.address): {first_line(error)} Is it too busy? Ray "
+            "gives its own processes 30 s; their logs are in /tmp/ray/session_latest/logs"
         ) from error
 
 
