@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Iterator
@@ -15,14 +14,12 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlcore.config import Config
-from rlcore.data.sample import Sample, VersionSpan
 from rlcore.errors import RunFailed
 from rlcore.launch.ray.calls import ActorLost, get
 from rlcore.launch.ray.heartbeat import Heartbeat
-from rlcore.launch.ray.service import ServiceActor
-from rlcore.launch.ray.workplace import Workplace, log_to
-from rlcore.protocols import StepRollouts
+from rlcore.launch.ray.workplace import Workplace
 from rollout.engines.sglang.keys import Keys
+from tests.ray.actors import Hanging, Service
 
 LIMIT_S = 10.0
 START_S = 240.0         # for a process, on a busy machine
@@ -40,13 +37,8 @@ def connected(cluster: Any) -> Iterator[None]:
 def test_a_batch_is_read_where_it_lies() -> None:
     """On one node: every array is a view of the object store, read-only, the same one for whoever reads it."""
 
-    @ray.remote
-    class Service:
-        def next_step(self) -> StepRollouts:
-            return StepRollouts([sample(draw, 50_000) for draw in range(4)], {}, 0.0, {})
-
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    ref = Service.options(num_cpus=0, scheduling_strategy=here).remote().next_step.remote()
+    ref = ray.remote(Service).options(num_cpus=0, scheduling_strategy=here).remote().next_step.remote()
     batch, again = (ray.get(ref, timeout=START_S) for _ in range(2))
     for one, other in zip(batch.samples, again.samples, strict=True):
         for name in ("tokens", "loss_mask", "rollout_logprobs"):
@@ -54,13 +46,6 @@ def test_a_batch_is_read_where_it_lies() -> None:
             assert not array.flags.owndata
             assert not array.flags.writeable
             assert np.shares_memory(array, getattr(other, name)), f"{name} was copied"
-
-
-def sample(draw: int, length: int) -> Sample:
-    return Sample(
-        draw, 0, f"p:{draw}", draw, draw, np.arange(length, dtype=np.int32), np.array([0] + [1] * (length - 1), np.uint8),
-        np.zeros(length - 1, np.float32), (VersionSpan(1, 0, length - 1),), "stop",
-    )
 
 
 def test_an_actor_that_cannot_begin_says_why_at_once() -> None:
@@ -78,13 +63,6 @@ def test_an_actor_that_cannot_begin_says_why_at_once() -> None:
     with pytest.raises(RunFailed, match=r"^rank 3: it could not begin: /nowhere/at all cannot be entered on node ") as caught:
         get(part.where.remote(), limit_s=START_S, what="rank 3", key="cluster.start_timeout_s")
     assert not isinstance(caught.value, ActorLost)
-
-
-class Hanging(ServiceActor):
-    async def hang(self, log: Path) -> None:
-        """As native code does that never gives the interpreter back."""
-        log_to(log)
-        ctypes.PyDLL(None).sleep(1000)
 
 
 def test_a_service_that_hangs_is_ended_and_its_log_says_where_it_stood(tmp_path: Path) -> None:
