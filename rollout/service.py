@@ -85,6 +85,7 @@ class RolloutService:
         self._versions = PolicySteps()
         self._collector = self._build_collector()
         self._cut = self._collector.cut()           # of the newest step that the trainer was given
+        self._restored_step = 0                     # the last that was handed over before
         self._errand: Errand[Any] | None = None     # that goes on while the trainer brings an engine its weights
         self._busy_before = 0.0                     # seconds in which engines had worked when it began
         self._seen = self._so_far()                 # at the last hand-over
@@ -160,9 +161,15 @@ class RolloutService:
         return StepRollouts(done.samples, metrics, done.epoch, done.cut.draws, engines, steps)
 
     def published(self, step: int, version: int, incarnation: int) -> None:
-        """Weights of policy step `step` are in force as `version`."""
+        """Weights of policy step `step` are in force as `version`.
+
+        No news where a later step was handed over before `restore`, which a service in the place of a lost one may be told of:
+        nothing is made with them any more, and generation begins with the next.
+        """
 
         async def published() -> None:
+            if step < self._restored_step:
+                return
             self._versions.add(Publication(version, step, incarnation))
             self._collector.published(step)
 
@@ -256,7 +263,7 @@ class RolloutService:
     async def _restore(self, state: Mapping[str, Any]) -> None:
         await self._collector.halt()
         self._collector.restore(state)
-        self._cut = self._collector.cut()
+        self._cut, self._restored_step = self._collector.cut(), self.ledger.last_step
 
     def keep_ledger(self, path: Path) -> None:
         self._draws.keep_journal(path, max_staleness=self._config.rollout.max_staleness)

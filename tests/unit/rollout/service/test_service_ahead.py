@@ -384,6 +384,29 @@ def test_a_service_that_outlives_its_trainer_gives_up_what_later_weights_made(ma
     assert service.ledger.balance() == {"in flight": 0, "finished": 0, "requeued": 0, "consumed": 36}
 
 
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_service_in_the_place_of_a_lost_one_is_told_of_weights_that_it_knows(make_service, engines, buffered):
+    """It died after the hand-over of step 2, before the weights of that step were published."""
+    given = {"rollout": rollout(2), "training": {"steps": 4}}
+    lost = make_service(engines=engines, **given)
+    publish(lost, engines, 0, version=3)
+    lost.next_step(1)
+    publish(lost, engines, 1, version=4)
+    lost.next_step(2)
+    made = make_service(engines=engines, **given)
+    state = json.loads(json.dumps(lost.snapshot()))
+    if not buffered:
+        state["ahead"] = {"groups": [], "versions": []}
+    made.restore(state)
+    publish(made, engines, 1, version=4)
+    assert made.ledger.balance()["in flight"] == 0, "they will not be in force when step 3 is trained"
+    publish(made, engines, 2, version=5)
+    assert max(ages(made.next_step(3), 3)) <= 2
+    publish(made, engines, 3, version=6)
+    made.next_step(4)
+    assert made.ledger.balance() == {"in flight": 0, "finished": 0, "requeued": 0, "consumed": 16}
+
+
 def test_who_asked_may_be_given_up(make_service, engines):
     for engine in engines:
         engine.seconds = lambda draw: 0.3
