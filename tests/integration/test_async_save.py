@@ -140,6 +140,7 @@ def test_a_rank_that_cannot_write_is_named(runs: Runs, how: str, found_by: str) 
     assert committed(runs, name) == []
 
 
+@pytest.mark.full
 def test_two_ranks_with_a_distributed_optimizer(runs: Runs) -> None:
     """What must be gathered is gathered before the thread starts: killed in a write, and the end as without."""
     options = (

@@ -81,6 +81,7 @@ def test_it_resumes_and_is_evaluated(lab: Lab, apart: Run) -> None:
     assert scored.lines("eval/accuracy")
 
 
+@pytest.mark.full
 def test_an_engine_that_dies_while_the_trainer_has_the_device_comes_back_after_it(lab: Lab) -> None:
     killer = f"{{name: 'colocated_estimator:EngineKiller', marker: {lab.folder / 'killed'}}}"
     run = lab.train(

@@ -17,7 +17,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("dp2", marks=pytest.mark.full)])
 def test_a_rerun_is_bit_equal(rank_runs: RankRuns, layout: str) -> None:
     options = (
         *LAYOUTS[layout], *LEARNING, "run.deterministic=true", "training.steps=3", "algorithm.minibatches=2",

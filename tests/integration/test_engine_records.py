@@ -47,6 +47,7 @@ def test_a_replay_scores_the_recorded_sets(lab: Lab, kept: Run) -> None:
     assert "recorded with keep_sets: set policy.logprobs.keep_sets to true" in refused.err
 
 
+@pytest.mark.full
 def test_the_experts_of_the_engine_are_replayed(lab: Lab) -> None:
     folder = lab.folder / "routed"
     init_model(folder, ModelSpec(family="qwen3_moe", hidden=32, layers=2, heads=4, kv_heads=2, intermediate=32, experts=4))

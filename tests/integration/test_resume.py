@@ -287,6 +287,7 @@ def print_losses(run: Path, reference: Path, layouts: list[str]) -> None:
                   f"difference {abs(row[name] - other[name]):.1e}")  # fmt: skip
 
 
+@pytest.mark.full
 def test_nothing_outlives_a_killed_launcher(runs: Runs, calm: Path) -> None:
     """Ranks, an engine and a reward worker in processes of their own, while a rank waits for rewards. And the run goes on."""
     metrics = str(runs.path("launched") / "metrics.jsonl")

@@ -57,6 +57,7 @@ def with_engines(folder, tmp_path, use):
     return asyncio.run(asyncio.wait_for(main(), 180))
 
 
+@pytest.mark.full
 def test_who_hangs_is_named_and_the_others_have_the_bucket(folder, tmp_path):
     async def use(engines, buckets, model):
         transport, frozen = make_transport(), engines[1]
@@ -105,6 +106,7 @@ def test_who_refuses_is_named_at_once(folder, tmp_path, monkeypatch):
     with_engines(folder, tmp_path, use)
 
 
+@pytest.mark.full
 def test_who_dies_is_named_and_who_was_started_again_is_joined_anew(folder, tmp_path):
     async def use(engines, buckets, model):
         transport, mortal = make_transport(), engines[2]

@@ -258,6 +258,7 @@ def test_a_step_that_hangs_names_who_is_waited_for(make_service, rollout, reward
 
 def test_a_blocked_loop_is_no_hang(make_service, engine, monkeypatch):
     monkeypatch.setattr("rollout.deadlines.GRACE_S", 0.2)
+    monkeypatch.setattr("rollout.errand.DROP_S", 0.2)
     service = make_service(rollout={"timeout_s": 0.2})
     release = threading.Event()
     engine.reply = lambda request, sample: release.wait(3) or [1]
