@@ -19,7 +19,7 @@ from pathlib import Path
 
 import ours
 import trl_environment
-from process import Finished, ProgramFailedError, run
+from process import Finished, code_of, run
 from recipe import RECIPE, TRL_LOSS_TYPES
 from report import RunResult, Side, machine, read_run, table, verdict, was_quiet
 
@@ -141,8 +141,4 @@ def write_report(options: argparse.Namespace, sides: list[Side], checks: dict[st
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ProgramFailedError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    sys.exit(code_of(main))

@@ -22,7 +22,7 @@ import ours
 from launchers_programs import REPOSITORY, run_together
 from launchers_report import COLUMNS, Learned, faults, line, read, spread
 from launchers_ways import START_S, WAYS, Task
-from process import ProgramFailedError
+from process import code_of
 from report import machine
 
 STEPS, QUICK_STEPS = 40, 3
@@ -96,8 +96,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ProgramFailedError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    sys.exit(code_of(main))

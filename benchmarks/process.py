@@ -6,8 +6,9 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +77,15 @@ def busy_seconds() -> float:
         return 0.0
     user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, stat.read_text().split("\n", 1)[0].split()[1:])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def code_of(main: Callable[[], int | None]) -> int | None:
+    """The exit code of a command: what `main` says, or 2 where a program of it failed, which is printed."""
+    try:
+        return main()
+    except ProgramFailedError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def failure(words: Sequence[str], what: str, log: Path) -> str:

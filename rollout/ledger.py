@@ -157,7 +157,7 @@ class Ledger:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """What `snapshot` gave. Raises ValueError where a draw of it is in no known state."""
-        self._settled = list(state.get("settled", ()))          # none in those of short runs that were saved before there were
+        self._settled = list(state.get("settled", ()))          # older checkpoints have none
         tail = np.repeat(np.array(state["codes"], dtype=np.int64), state["lengths"])
         self._codes = array("q", b"".join([*map(unpacked, self._settled), tail.tobytes()]))
         self._filters = list(state["filters"])

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
 
+
 class RolloutService:
     """Implements `rlcore.protocols.RolloutSource`. Construction reads and checks; `start` starts engines and reward workers.
 

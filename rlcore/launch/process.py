@@ -23,6 +23,7 @@ from rlcore.launch.attempts import FIRST, Attempt, join_attempt
 from rlcore.launch.logs import RankLog, describe, rank_log
 from rlcore.launch.pulse import Pulse, Watch
 from rlcore.launch.ranks import orphaned, supervised, under_torchrun
+from rlcore.launch.signals import hearing
 from rlcore.runs.rng import seed_rng
 
 STORE_S = 60.0          # to reach a store that is known to be there
@@ -179,9 +180,5 @@ def _signals(control: Control) -> Iterator[None]:
         control.interrupt()
         signal.signal(number, signal.default_int_handler)
 
-    previous = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with hearing(ask):
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -25,6 +25,7 @@ from rlcore.launch.logs import LAST_LINES, LAST_LINES_OF_A_STACK, describe, fold
 from rlcore.launch.pulse import LEAVE_S, NOTICE_S, Watch, came_late, read_stuck
 from rlcore.launch.ranks import SUPERVISED, store_prefix
 from rlcore.launch.run_folder import conclude_for
+from rlcore.launch.signals import hearing
 
 POLL_S = 0.1
 DUMP_S = 1.0            # for a stuck process to write its stacks
@@ -173,9 +174,5 @@ def _passing_on_signals(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[
             if worker.poll() is None:
                 worker.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with hearing(forward):
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -42,5 +42,4 @@ def rank_runs(tmp_path_factory: pytest.TempPathFactory, lab: Lab) -> Iterator[Ra
 def launcher(lab: Lab, tmp_path: Path) -> Iterator[Launcher]:
     made = Launcher(lab, tmp_path)
     yield made
-    for launched in made.launched:
-        launched.kill()
+    made.close()

@@ -14,7 +14,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -27,6 +26,7 @@ from typing import Any
 import psutil
 
 from tests.limits import forbid_large_files
+from tests.ports import free_port
 
 # Every stage that a kill could leave half done: name -> (module, what is called there).
 POINTS = {
@@ -187,12 +187,6 @@ def run_forked(job: dict[str, Any]) -> int:
 
 
 # --- beside it --------------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(job: dict[str, Any]) -> list[int]:

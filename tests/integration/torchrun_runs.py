@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import psutil
 
 from tests.integration.lab import ROOT, Lab
 from tests.integration.rank_runs import InFolder
+from tests.ports import free_port
 
 LIMIT_S = 150.0
 REACH_S = 120.0                 # for a run to get to where something is done to it; agents import everything twice
@@ -106,8 +106,7 @@ class Launcher:
         self.launched.append(Launched(whole, self.folder, self.lab.folder / "runs" / name))
         return self.launched[-1]
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    def close(self) -> None:
+        """Nothing of it goes on."""
+        for launched in self.launched:
+            launched.kill()

@@ -19,8 +19,7 @@ CLOCK = ("time/", "perf/")
 def launcher(lab: Lab, tmp_path: Path) -> Iterator[Launcher]:
     made = Launcher(lab, tmp_path)
     yield made
-    for launched in made.launched:
-        launched.kill()
+    made.close()
 
 
 def unclocked(run: Run) -> list[dict[str, Any]]:

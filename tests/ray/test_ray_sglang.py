@@ -7,7 +7,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
 import torch
 
 from rlcore.data.sample import Sample
@@ -29,12 +28,7 @@ SGLANG = (
 
 def nodes_of(going: Going) -> dict[str, set[int]]:
     """The raylets above each part: a raylet is a node."""
-    service, _ = ray.get(going.actor("service").status.remote(), timeout=30)
-    parts = {
-        "ranks": [rank["pid"] for rank in going.ranks()],
-        "service": [service],
-        "engine": [ray.get(going.actor("engine-0").pid.remote(), timeout=30)],
-    }
+    parts = {"ranks": going.rank_pids(), "service": [going.service_pid()], "engine": [going.engine_pid()]}
     return {part: {raylet_above(pid) for pid in pids} for part, pids in parts.items()}
 
 

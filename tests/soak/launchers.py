@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "RLCORE_SOAK_RUN"        # environment of every process of a run: its folder
@@ -40,7 +41,7 @@ def _local(arguments: Sequence[str]) -> list[Command]:
 
 def _torchrun(arguments: Sequence[str]) -> list[Command]:
     script = [str(ROOT / "scripts" / "torchrun_multinode.sh"), *arguments]
-    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GPUS_PER_NODE": "1",
+    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GPUS_PER_NODE": "1",
               "PYTHON": sys.executable}  # fmt: skip
     return [(script, {**shared, "NODE_RANK": str(node)}) for node in range(2)]
 
@@ -57,12 +58,12 @@ def _ray_nodes(arguments: Sequence[str]) -> list[Command]:
 
     head = get_node_ip_address()        # Ray takes no loopback address for a head's
     shared = {
-        "MASTER_ADDR": head, "RAY_PORT": str(_free_port()), "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHON": sys.executable,
+        "MASTER_ADDR": head, "RAY_PORT": str(free_port()), "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHON": sys.executable,
         "JOIN_TIMEOUT_S": "200",
         "RAY_gcs_rpc_server_reconnect_timeout_s": "10",     # a node ends so soon after the head, not after 60 s
     }  # fmt: skip
     script = [str(ROOT / "scripts" / "ray_multinode.sh"), *arguments, "cluster.processes_per_node=2"]
-    own = (f"--num-cpus 2 --include-dashboard false --ray-client-server-port {_free_port()}", "--num-cpus 3")
+    own = (f"--num-cpus 2 --include-dashboard false --ray-client-server-port {free_port()}", "--num-cpus 3")
     common = f"--include-log-monitor false --object-store-memory {STORE_BYTES} --min-worker-port 0 --max-worker-port 0"
     return [
         (script, {**shared, "NODE_RANK": str(node), "HOST_ADDRESS": f"127.0.0.{node + 1}",
@@ -216,10 +217,4 @@ def _with_children(pid: int) -> list[psutil.Process]:
 def _agents_ports() -> str:
     """Of what a Ray node starts beside its raylet, which gives them 15 s to say one where it is not told."""
     agents = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
-    return " ".join(f"--{name}-port {_free_port()}" for name in agents)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return " ".join(f"--{name}-port {free_port()}" for name in agents)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
+
+from rlcore.launch.signals import hearing
 
 
 class EndRequests:
@@ -29,12 +30,8 @@ class EndRequests:
             if self.count > 1:
                 raise KeyboardInterrupt
 
-        previous = {number: signal.signal(number, heed) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
+        with hearing(heed):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
     def heed(self, board: Any) -> None:
         """What is said on it from now on."""

@@ -1,0 +1,12 @@
+"""Ports for tests."""
+
+from __future__ import annotations
+
+import socket
+
+
+def free_port() -> int:
+    """Of 127.0.0.1; nobody has it at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
