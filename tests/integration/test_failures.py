@@ -101,7 +101,7 @@ def test_a_plugin_that_raises_on_rank_0(rank_runs: RankRuns) -> None:
 @pytest.mark.parametrize(
     ("number", "says", "within_s"),
     [
-        (signal.SIGKILL, "killed by SIGKILL", 10.0),
+        pytest.param(signal.SIGKILL, "killed by SIGKILL", 10.0, marks=pytest.mark.full),
         # Whether a request, a step of a publication or the question for its health comes first is chance.
         pytest.param(signal.SIGSTOP, "did not answer", 30.0, marks=pytest.mark.full),
     ],
@@ -127,6 +127,7 @@ def test_without_an_engine_the_run_saves_and_ends(
     assert [row["step"] for row in again.rows] == list(range(1, steps + 3))
 
 
+@pytest.mark.full       # as test_soak.py, where its steps are those of the undisturbed run
 def test_an_engine_that_is_killed_comes_back_with_the_weights(rank_runs: RankRuns) -> None:
     """The only engine: both ranks wait for rollouts when it gets the version at hand once more."""
     run = rank_runs.train(

