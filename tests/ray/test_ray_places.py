@@ -76,6 +76,18 @@ def test_ranks_share_a_node_and_engines_are_spread_with_gpus_of_their_own(gpu_ru
     assert seen["service"] == (seen["driver"], []), "the service is with the driver, without a GPU"
 
 
+def test_the_trainer_has_whole_nodes_and_engines_what_is_left(gpu_runs: RayRuns) -> None:
+    """Spread over both nodes, the engines would leave it none."""
+    whole = ("cluster.ray.rank_gpus=2", "cluster.ray.engine_gpus=2", "cluster.start_timeout_s=60")
+    seen = placed(gpu_runs, "whole nodes", *whole, "rollout.engine.count=2", engines=2)
+    (rank_node, first), (other_node, second) = seen["ranks"]
+    assert rank_node == other_node
+    assert len({*first, *second}) == 4
+    (here, mine), (there, others) = seen["engines"]
+    assert here == there != rank_node
+    assert len({*mine, *others}) == 4
+
+
 def test_fractions_of_one_gpu(gpu_runs: RayRuns) -> None:
     """And the environment that the user asks for."""
     told = "cluster.ray.runtime_env={env_vars: {TOLD: by the user}}"

@@ -79,29 +79,40 @@ def runtime_env(given: dict[str, Any]) -> dict[str, Any]:
     return given | {"env_vars": variables | given.get("env_vars", {})}
 
 
+@dataclass(frozen=True)
+class Room:
+    """Bundles on nodes of the cluster, ours from when they are there. Ray finds others for those of a node that is lost."""
+
+    group: PlacementGroup
+    parts: Sequence[Resources]
+    what: str               # "the trainer"
+
+    def wait(self, cluster: Cluster, *, limit_s: float, tick: Callable[[], None]) -> PlacementGroup:
+        """Until all bundles are there.
+
+        Args:
+            tick: called while we wait.
+
+        Raises RunFailed where there is no room within `limit_s` (cluster.start_timeout_s).
+        """
+        deadline = time.monotonic() + limit_s
+        while not self.group.wait(timeout_seconds=WAIT_S):
+            tick()
+            if time.monotonic() > deadline:
+                raise RunFailed(_no_room(self.parts, cluster, self.what, limit_s))
+        return self.group
+
+
 @contextmanager
-def room(
-    parts: Sequence[Resources], strategy: str, cluster: Cluster, what: str, *, limit_s: float, tick: Callable[[], None]
-) -> Iterator[PlacementGroup | None]:
-    """A placement group of these bundles, while open; None where there are none.
+def room(parts: Sequence[Resources], strategy: str, what: str) -> Iterator[Room]:
+    """Room for these bundles is asked for, and theirs while open.
 
     Args:
         strategy: PACK | SPREAD.
-        tick: called while we wait.
-
-    Raises RunFailed where there is no room within `limit_s` (cluster.start_timeout_s).
     """
-    if not parts:
-        yield None
-        return
     group = placement_group(bundles(parts), strategy=strategy)
     try:
-        deadline = time.monotonic() + limit_s
-        while not group.wait(timeout_seconds=WAIT_S):
-            tick()
-            if time.monotonic() > deadline:
-                raise RunFailed(_no_room(parts, cluster, what, limit_s))
-        yield group
+        yield Room(group, parts, what)
     finally:
         if ray.is_initialized():
             remove_placement_group(group)

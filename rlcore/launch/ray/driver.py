@@ -29,7 +29,7 @@ from rlcore.launch.compose import check_input
 from rlcore.launch.engines import engine_name
 from rlcore.launch.ray.board import Board
 from rlcore.launch.ray.calls import NAMESPACE, actor_name, end_named
-from rlcore.launch.ray.cluster import Cluster, connected, room
+from rlcore.launch.ray.cluster import Cluster, Room, connected, room
 from rlcore.launch.ray.engines import EngineHost
 from rlcore.launch.ray.heartbeat import Heartbeat
 from rlcore.launch.ray.placement import bundles
@@ -96,38 +96,42 @@ class Driver:
         with self._requests.heeding_signals(), self._leaving_a_result():
             self._stack.callback(self._lines.show)
             self._open_board()
-            limit, placement = self.config.cluster.start_timeout_s, self._cluster.placement
-            engines = self._stack.enter_context(
-                room(placement.engines, "SPREAD", self._cluster, "the engines", limit_s=limit, tick=self._tick)
-            )
+            placement = self._cluster.placement
+            # The trainer's first, and for all its starts: it needs whole nodes, and engines go anywhere.
+            trainer = self._stack.enter_context(room(placement.trainer, "PACK", "the trainer"))
+            self._wait_for(trainer)
+            engines = None
+            if placement.engines:
+                engines = self._wait_for(self._stack.enter_context(room(placement.engines, "SPREAD", "the engines")))
             self._stack.callback(self._end_service)     # while the engines still have their bundles
             if not placement.shares_gpus:
                 self._host_engines(engines, [])
                 self._start_service()
             code = None
             while code is None:     # what an attempt has begun, the next one goes on with
-                code = self._attempt(resume=resume or self._opened, overwrite=overwrite and not self._opened)
+                code = self._attempt(trainer, resume=resume or self._opened, overwrite=overwrite and not self._opened)
             return code
 
-    def _attempt(self, *, resume: bool, overwrite: bool) -> int | None:
+    def _wait_for(self, room: Room) -> PlacementGroup:
+        return room.wait(self._cluster, limit_s=self.config.cluster.start_timeout_s, tick=self._tick)
+
+    def _attempt(self, trainer: Room, *, resume: bool, overwrite: bool) -> int | None:
         """One start of the ranks: the run's exit code, or None for another one."""
-        limit, placement = self.config.cluster.start_timeout_s, self._cluster.placement
-        with room(placement.trainer, "PACK", self._cluster, "the trainer", limit_s=limit, tick=self._tick) as group:
-            assert group is not None
-            ranks = Ranks(self._cluster, group, self._loaded, self._workplace, self._tick)
-            try:
-                failure = ranks.place() or self._run(ranks, group, resume=resume, overwrite=overwrite)
-                if failure is None:
-                    return max(ranks.codes.values())
-                if not self._goes_on(ranks.is_loss(failure)):
-                    ranks.wait_for_the_others()
-                    self._lines.show()
-                    return ranks.report(failure)
-            finally:
-                self._opened |= ranks.was_opened
-                ranks.end()
-                self._ranks = None
-                self._write_board([])
+        group = self._wait_for(trainer)
+        ranks = Ranks(self._cluster, group, self._loaded, self._workplace, self._tick)
+        try:
+            failure = ranks.place() or self._run(ranks, group, resume=resume, overwrite=overwrite)
+            if failure is None:
+                return max(ranks.codes.values())
+            if not self._goes_on(ranks.is_loss(failure)):
+                ranks.wait_for_the_others()
+                self._lines.show()
+                return ranks.report(failure)
+        finally:
+            self._opened |= ranks.was_opened
+            ranks.end()
+            self._ranks = None
+            self._write_board([])
         self._restarts += 1
         again = f"restart {self._restarts} of {self.config.cluster.max_restarts} (cluster.max_restarts)"
         _warn(f"trainer {failure}; {again}, from the last checkpoint")
