@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import orjson
 
 from rlcore.config import Config
-from rlcore.errors import ConfigError, RunFailed
+from rlcore.errors import ConfigError
+from rlcore.launch.servers import Follow, run_servers
 from rlcore.runs.files import write_atomic
-
-Follow = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
-
-
-class Server(Protocol):
-    """Of `rollout.engines.sglang.process.ManagedServer`, what is needed here."""
-
-    name: str
-
-    async def start(self) -> str: ...
-
-    @property
-    def ended(self) -> asyncio.Future[Any] | None: ...
-
-    def describe_end(self) -> str: ...
-
-    async def stop(self) -> None: ...
 
 
 def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
@@ -42,7 +24,7 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
 
     Raises:
         ConfigError: the configuration has no SGLang engines for us to start.
-        RunFailed: an engine did not start, or died; the others have been ended. With the last lines of its log.
+        RunFailed: an engine did not start, or none could be kept up; all have been ended. With the last lines of a log.
     """
     from rlcore.launch.engines import managed_servers
     from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
@@ -74,7 +56,7 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
     if urls_file is not None:
         urls_file.unlink(missing_ok=True)       # of engines that were killed
     try:
-        asyncio.run(run_servers(servers, announce, follow))
+        asyncio.run(run_servers(servers, announce, follow, restart=engine.restart))
     finally:
         if urls_file is not None:
             urls_file.unlink(missing_ok=True)
@@ -94,47 +76,3 @@ def follower(config: Config) -> Follow | None:
             "rollout.engine.weights_dir: not given; it is the folder where the trainer writes the changes that engines follow"
         )
     return lambda urls: keep_following(shared_folder(config), urls)
-
-
-async def run_servers(
-    servers: Sequence[Server], announce: Callable[[Sequence[str]], None], follow: Follow | None = None
-) -> None:
-    """Start all at once, announce their URLs, and go on until SIGINT, SIGTERM or the end of one; then none runs.
-
-    Args:
-        follow: runs beside them, told their URLs; nothing goes on without it.
-
-    Raises:
-        RunFailed: one did not start, or ended.
-    """
-    stop = asyncio.Event()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    stopping = asyncio.ensure_future(stop.wait())
-    following: asyncio.Future[None] | None = None
-    starting = [asyncio.ensure_future(server.start()) for server in servers]
-    try:
-        all_started = asyncio.gather(*starting)
-        either: list[asyncio.Future[Any]] = [all_started, stopping]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if stopping.done():
-            return
-        announce(all_started.result())
-        following = None if follow is None else asyncio.ensure_future(follow(all_started.result()))
-        ends = {server.ended: server for server in servers if server.ended is not None}
-        watched: list[asyncio.Future[Any]] = [stopping, *ends, *([] if following is None else [following])]
-        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-        for ended, server in ends.items():
-            if ended.done() and not stopping.done():
-                raise RunFailed(f"{server.name} ended: {server.describe_end()}")
-        if following is not None and following.done():
-            following.result()
-    finally:
-        stopping.cancel()
-        if following is not None:
-            following.cancel()
-            await asyncio.wait({following})
-        for task in starting:
-            task.cancel()
-        await asyncio.wait(starting)        # what has begun to start is ended by that
-        await asyncio.gather(*(server.stop() for server in servers))

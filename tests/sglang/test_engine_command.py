@@ -1,4 +1,5 @@
-"""`rlcore engine CONFIG` with a real server: what it prints is enough for a trainer to connect; a signal ends it cleanly."""
+"""`rlcore engine CONFIG` with a real server: what it prints is enough for a trainer to connect, before and after the server was
+killed; a signal ends it cleanly."""
 
 from __future__ import annotations
 
@@ -61,6 +62,11 @@ def test_engines_alone_are_connected_by_what_the_command_prints(
     external = ExternalServer("engine-0", url, str(tiny_model), config=engine, keys=keys)
     loop = LoopThread("connect")
     assert loop.call(external.start(), seconds=60, what="connecting") == url
+
+    [killed] = psutil.Process(process.pid).children()
+    killed.kill()
+    killed.wait(20)
+    assert loop.call(external.start(), seconds=server_kit.START_S, what="connecting again") == url
     loop.close()
 
     [server] = psutil.Process(process.pid).children()

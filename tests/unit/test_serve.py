@@ -1,4 +1,4 @@
-"""`rlcore engine`: servers that run alone, from the start to a signal or the first that ends."""
+"""`rlcore engine`: servers that run alone, from the start to a signal or the end of the last."""
 
 from __future__ import annotations
 
@@ -7,26 +7,34 @@ import json
 import os
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlcore.config import Config
+from rlcore.config.rollout import RestartConfig
 from rlcore.errors import ConfigError, RunFailed
 from rlcore.launch import engines, serve
-from rlcore.launch.serve import follower, run_servers, serve_engines
+from rlcore.launch.serve import follower, serve_engines
+from rlcore.launch.servers import run_servers
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
+
+QUICK = RestartConfig(limit=2, backoff_s=0.01)
 
 
 class FakeServer:
-    """Starts when told to; `end` is its death."""
+    """Starts when told to; the result of `ended` is its death."""
 
     def __init__(self, name: str, *, fails: str = "", never: bool = False) -> None:
         self.name, self.fails, self.never = name, fails, never
         self.ended: asyncio.Future[int] | None = None
         self.cancelled = self.stopped = False
+        self.ports: list[int] = []              # of its starts
+        self.on_start: Callable[[], None] = lambda: None
 
-    async def start(self) -> str:
+    async def start(self, port: int = 0) -> str:
+        self.ports.append(port)
         if self.fails:
             raise RunFailed(self.fails)
         if self.never:
@@ -37,7 +45,12 @@ class FakeServer:
                 self.cancelled = True
                 raise
         self.ended = asyncio.get_running_loop().create_future()
-        return f"http://{self.name}"
+        self.on_start()
+        return f"http://{self.name}:{port or 4000}"
+
+    def die(self) -> None:
+        assert self.ended is not None
+        self.ended.set_result(-9)
 
     def describe_end(self) -> str:
         return "killed by SIGKILL; the end of its log: out of memory"
@@ -54,22 +67,73 @@ def run(servers: list[FakeServer], then) -> list[str]:
         announced.extend(urls)
         then()
 
-    asyncio.run(asyncio.wait_for(run_servers(servers, announce), 10))
+    asyncio.run(asyncio.wait_for(run_servers(servers, announce, restart=QUICK), 10))
     return announced
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_of_them_cleanly(signum: signal.Signals) -> None:
     servers = [FakeServer("a"), FakeServer("b")]
-    assert run(servers, lambda: os.kill(os.getpid(), signum)) == ["http://a", "http://b"]
+    assert run(servers, lambda: os.kill(os.getpid(), signum)) == ["http://a:4000", "http://b:4000"]
     assert all(server.stopped for server in servers)
 
 
-def test_one_that_dies_ends_the_others_and_shows_its_log() -> None:
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_one_that_dies_is_started_again_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     servers = [FakeServer("a"), FakeServer("b")]
-    with pytest.raises(RunFailed, match="b ended: killed by SIGKILL; the end of its log: out of memory"):
-        run(servers, lambda: servers[1].ended.set_result(-9))
+
+    def die_once() -> None:
+        servers[1].die()
+        servers[1].on_start = interrupt
+
+    assert run(servers, die_once) == ["http://a:4000", "http://b:4000"]
+    assert (servers[0].ports, servers[1].ports) == ([0], [0, 4000])
+    said = capsys.readouterr().err
+    assert "b ended: killed by SIGKILL; the end of its log: out of memory\nb is started again in 0.01 s: 1 of 2" in said
+    assert said.endswith("b runs again at http://b:4000\n")
     assert all(server.stopped for server in servers)
+
+
+def test_one_that_cannot_be_kept_up_is_left_alone_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    servers = [FakeServer("a"), FakeServer("b")]
+
+    def die() -> None:
+        servers[1].fails = "no memory for b"
+        servers[1].die()
+        asyncio.get_running_loop().call_later(0.3, interrupt)
+
+    run(servers, die)
+    assert servers[1].ports == [0, 4000, 4000]
+    assert "no memory for b\nb is left alone from now on (rollout.engine.restart.limit: 2)" in capsys.readouterr().err
+
+
+def test_the_end_of_the_last_is_the_end() -> None:
+    servers = [FakeServer("a"), FakeServer("b")]
+
+    def die() -> None:
+        for server in servers:
+            server.fails = f"no memory for {server.name}"
+            server.die()
+
+    with pytest.raises(RunFailed, match="no engine is left: no memory for a; no memory for b"):
+        run(servers, die)
+    assert all(server.stopped for server in servers)
+
+
+def test_a_signal_while_one_is_started_again_ends_that_start() -> None:
+    server = FakeServer("a")
+
+    def die() -> None:
+        server.never = True
+        server.die()
+        asyncio.get_running_loop().call_later(0.2, interrupt)
+
+    run([server], die)
+    assert server.cancelled
+    assert server.stopped
 
 
 def test_one_that_does_not_start_ends_the_start_of_the_others() -> None:
@@ -85,7 +149,7 @@ def test_a_signal_while_they_start_ends_the_start() -> None:
 
     async def interrupted() -> None:
         asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(run_servers([server], lambda urls: pytest.fail("nothing started")), 10)
+        await asyncio.wait_for(run_servers([server], lambda urls: pytest.fail("nothing started"), restart=QUICK), 10)
 
     asyncio.run(interrupted())
     assert server.cancelled
@@ -123,7 +187,7 @@ def test_keys_that_were_given_are_not_printed_and_made_ones_are(
         made.append(keys)
         return [FakeServer("a")]
 
-    async def announced(servers, announce, follow) -> None:
+    async def announced(servers, announce, follow, *, restart) -> None:
         announce(["http://a:1"])
 
     monkeypatch.setattr(engines, "managed_servers", servers)
@@ -144,7 +208,7 @@ def test_the_file_with_the_urls_is_there_only_while_the_engines_are_ready(
     file, seen = tmp_path / "urls.json", list[object]()
     file.write_text('["http://killed:1"]')
 
-    async def run_both(servers, announce, follow) -> None:
+    async def run_both(servers, announce, follow, *, restart) -> None:
         seen.append(file.exists())
         announce(["http://a:1", "http://a:2"])
         seen.append(json.loads(file.read_text()))
@@ -174,8 +238,8 @@ def test_what_runs_beside_the_servers_knows_their_urls_and_ends_with_them() -> N
             told.append("ended before them" if not servers[0].stopped else "ended behind them")
 
     servers = [FakeServer("a")]
-    asyncio.run(asyncio.wait_for(run_servers(servers, lambda _: None, follow), 10))
-    assert told == ["http://a", "ended before them"]
+    asyncio.run(asyncio.wait_for(run_servers(servers, lambda _: None, follow, restart=QUICK), 10))
+    assert told == ["http://a:4000", "ended before them"]
     assert servers[0].stopped
 
 
@@ -185,7 +249,7 @@ def test_servers_do_not_go_on_without_what_runs_beside_them() -> None:
 
     servers = [FakeServer("a")]
     with pytest.raises(RunFailed, match="the shared folder is gone"):
-        asyncio.run(asyncio.wait_for(run_servers(servers, lambda _: None, follow), 10))
+        asyncio.run(asyncio.wait_for(run_servers(servers, lambda _: None, follow, restart=QUICK), 10))
     assert servers[0].stopped
 
 

@@ -32,7 +32,7 @@ NOT_FOR_ENGINES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", API_KEY, ADMIN_KEY
 class ManagedServer:
     """One server process with its schedulers, from each start to its end. Use it from one event loop.
 
-    The server listens on a port of `config.host` that the kernel chose. It ends with this process, whatever ends that, and
+    The server listens on a port of `config.host`. It ends with this process, whatever ends that, and
     with it ends everything it has started.
 
     Args:
@@ -65,10 +65,13 @@ class ManagedServer:
         # SIGINT is uvicorn's own word to stop; to SIGTERM SGLang waits for every request, and looks up every 5 s.
         self._child = Child(f"engine {name}", log, stop_signal=signal.SIGINT, log_lines=LOG_LINES)
 
-    async def start(self) -> str:
+    async def start(self, port: int = 0) -> str:
         """The server's URL, once it has answered a request of its own. Called again it ends what is left, and starts anew.
 
         Call it from a thread that lives as long as the server shall.
+
+        Args:
+            port: where it listens; 0: one that the kernel chooses.
 
         Raises:
             ConfigError: `rollout.engine.host` is no address of this machine.
@@ -77,7 +80,7 @@ class ManagedServer:
                 lines of its log.
         """
         await self._child.kill()
-        with held_ports(self.config.host, 2) as (port, nccl_port):
+        with held_ports(self.config.host, port, 0) as (port, nccl_port):
             words = command_line(
                 self.config, model_path=self.model_path, tokenizer=self._tokenizer, dtype=self._dtype, device=self.device,
                 port=port, nccl_port=nccl_port, arguments=self._arguments,
@@ -152,27 +155,28 @@ def cores_of_ranks(ranks: int) -> str:
 
 
 @contextmanager
-def held_ports(host: str, count: int) -> Iterator[list[int]]:
-    """Free ports, which nobody else is given while the context lasts, but who names one may listen on it.
+def held_ports(host: str, *ports: int) -> Iterator[list[int]]:
+    """These ports, a free one for each 0, which nobody else is given while the context lasts; who names one may listen on it.
 
     They are bound with SO_REUSEADDR and never listen: the kernel hands them out to no one, and lets a server bind them too.
 
     Raises:
-        ConfigError: `host` is no address of this machine.
+        ConfigError: `host` is no address of this machine, or somebody else listens on one of `ports`.
     """
     with ExitStack() as stack:
         try:
-            held = [stack.enter_context(one) for one in _bound(host, count)]
+            held = [stack.enter_context(one) for one in _bound(host, ports)]
         except OSError as error:
+            named = "".join(f" {port}" for port in ports if port)
             raise ConfigError(
-                f"rollout.engine.host: no port of {host!r} can be had ({error}); expected an address of this machine"
+                f"rollout.engine.host: no port{named} of {host!r} can be had ({error}); expected an address of this machine"
             ) from error
         yield [one.getsockname()[1] for one in held]
 
 
-def _bound(host: str, count: int) -> Iterator[socket.socket]:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    for _ in range(count):
+def _bound(host: str, ports: Sequence[int]) -> Iterator[socket.socket]:
+    for port in ports:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         one = socket.socket(family, kind, protocol)
         yield one
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -85,7 +85,7 @@ def test_keys_come_from_the_environment_or_are_made_and_are_not_printed(monkeypa
 
 
 def test_held_ports_are_nobody_elses_but_can_be_listened_on() -> None:
-    with held_ports("127.0.0.1", 20) as ports:
+    with held_ports("127.0.0.1", *[0] * 20) as ports:
         assert len(set(ports)) == 20
         others = [socket.create_server(("127.0.0.1", 0)) for _ in range(50)]
         assert not set(ports) & {other.getsockname()[1] for other in others}
@@ -99,9 +99,18 @@ def test_held_ports_are_nobody_elses_but_can_be_listened_on() -> None:
         rude.close()
 
 
+def test_a_port_that_somebody_listens_on_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"no port {port} of '127.0.0.1' can be had"), held_ports("127.0.0.1", port, 0):
+            pass
+    with held_ports("127.0.0.1", port, 0) as (again, other):        # of a server that has just ended
+        assert again == port != other
+
+
 def test_a_host_that_is_no_address_of_this_machine_is_refused() -> None:
     wanted = r"rollout\.engine\.host: no port of '192\.0\.2\.1' can be had .*address of this machine"
-    with pytest.raises(ConfigError, match=wanted), held_ports("192.0.2.1", 2):
+    with pytest.raises(ConfigError, match=wanted), held_ports("192.0.2.1", 0):
         pass
 
 
