@@ -8,6 +8,7 @@
     +-- RunFailed            the run cannot go on: exit code 1
     |   +-- DeadlineExceeded
     |   +-- FailedElsewhere  another rank failed, and knows why
+    |   +-- PartLost         rank 0 has lost its rollout service: the launcher starts the ranks again
     |   +-- EngineFailed     one engine died, hangs or talks nonsense: another can take its requests
     |   |   +-- EngineHangs  ... it did not answer in time; a DeadlineExceeded too
     |   |   +-- NoEngineLeft ... none runs and none can be started again: the run saves, then stops
@@ -48,6 +49,10 @@ class DeadlineExceeded(RunFailed, TimeoutError):
 
 class FailedElsewhere(RunFailed):
     """Another rank failed; that one tells the reason, and this one gives it time to."""
+
+
+class PartLost(RunFailed):
+    """A process of the run is lost to this one, which cannot go on, nor save: another start of the ranks may."""
 
 
 class EngineFailed(RunFailed):

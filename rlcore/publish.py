@@ -11,14 +11,15 @@ others go on serving.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlcore.control import Control
-from rlcore.errors import DataError, PublicationFailed, RlcoreError, RunFailed
+from rlcore.errors import DataError, PartLost, PublicationFailed, RlcoreError, RunFailed
 from rlcore.protocols import PolicyBackend, WeightSink
-from rlcore.runs.files import cut_torn_line
+from rlcore.runs.files import cut_torn_line, sync
 from rlcore.weights import Bucket
 
 MAX_ATTEMPTS = 5
@@ -46,21 +47,29 @@ def read_versions(path: Path) -> list[Version]:
 
 
 class VersionJournal:
-    """Every version that was ever published by a run, one line each (rank 0)."""
+    """Every version that was ever published by a run, one line each (rank 0).
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        newest: known to be taken, whatever `path` says: of the checkpoint that the run goes on from.
+    """
+
+    def __init__(self, path: Path, *, newest: int = 0) -> None:
         self.path = path
         known = read_versions(path)
         if path.exists():
             cut_torn_line(path)
-        self.last = known[-1].version if known else 0
+        self.last = max(newest, known[-1].version if known else 0)
         self.incarnation = known[-1].incarnation + 1 if known else 0
 
     def next(self, step: int) -> Version:
-        """Taken before the first byte moves: a version that failed half-way is never used again."""
-        entry = Version(self.last + 1, step, self.incarnation)
+        """Taken, on the disk, before the first byte moves: a version that failed half-way is never used again."""
+        entry, is_new = Version(self.last + 1, step, self.incarnation), not self.path.exists()
         with self.path.open("a") as file:
             file.write(json.dumps(asdict(entry)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            sync(self.path.parent)
         self.last = entry.version
         return entry
 
@@ -148,6 +157,6 @@ class Publisher:
         self.sink.cancel()
         if isinstance(failure, PublicationFailed):      # recovery: the next attempt, with the engines left
             return AGAIN
-        if isinstance(failure, RunFailed):              # recovery: the trainer saves, then stops
+        if isinstance(failure, RunFailed) and not isinstance(failure, PartLost):    # recovery: the trainer saves, then stops
             return str(failure)
         raise failure

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 from rlcore.control import Control
-from rlcore.errors import ModelError, NoEngineLeft, PublicationFailed, RunFailed
+from rlcore.errors import ModelError, NoEngineLeft, PartLost, PublicationFailed, RunFailed
 from rlcore.publish import MAX_ATTEMPTS, Publisher, VersionJournal
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 
@@ -112,6 +112,15 @@ def test_it_gives_up_after_some_attempts(tmp_path: Path) -> None:
 def test_why_no_engine_is_left_is_the_answer(tmp_path: Path) -> None:
     sink = Sink(prepare=[NoEngineLeft("engine-0: killed by SIGKILL")])
     assert publisher(tmp_path, sink)[0].publish(1) == "engine-0: killed by SIGKILL"
+
+
+@pytest.mark.parametrize("step", ["prepare", "send", "finish"])
+def test_a_lost_service_is_no_reason_to_save_and_stop(tmp_path: Path, step: str) -> None:
+    """The launcher learns of it as it is, and starts the ranks again."""
+    sink = Sink(**{step: [PartLost("the rollout service died")]})
+    with pytest.raises(PartLost, match="the rollout service died"):
+        publisher(tmp_path, sink)[0].publish(1)
+    assert sink.steps[-1] == "cancel"
 
 
 def test_a_catch_up_is_of_the_version_at_hand(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
+from rlcore.errors import DeadlineExceeded, PartLost, RlcoreError, RunFailed
 
 NAMESPACE = "rlcore"        # of all named actors
 END_S = 10.0
 POLL_S = 0.2                # from one question to the next, of an actor that is being started
 
 
-class ActorLost(RunFailed):
+class ActorLost(PartLost):
     """An actor's process or its node died; another one in its place knows nothing of what was."""
 
 

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlcore.config.load import Loaded
 from rlcore.control import Failure, post_failure, read_failure
-from rlcore.errors import DeadlineExceeded, EmptyBatch, RlcoreError, RunFailed, UserError
+from rlcore.errors import DeadlineExceeded, EmptyBatch, PartLost, RlcoreError, RunFailed, UserError
 from rlcore.launch import INTERRUPTED
 from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe
 from rlcore.launch.pulse import LEAVE_S, NOTICE_S, Watch, came_late, read_stuck
@@ -150,7 +150,7 @@ class Ranks:
         self.wait_for_the_others()
         if failure.waited and read_stuck(self.store) is not None:
             return True         # it kept its peers waiting; else what was waited for is no rank
-        if isinstance(self.errors.get(failure.rank), ActorLost):
+        if isinstance(self.errors.get(failure.rank), PartLost):
             return True
         # A rank that ends itself because another one failed takes longer than this.
         if any(seen < self._failed_at + NOTICE_S for seen in self._lost.values()):
