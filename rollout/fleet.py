@@ -39,12 +39,24 @@ class Fleet:
         self._may_start = asyncio.Event()       # restarts wait for it
         self._may_start.set()
         self.on_room: Callable[[], None] = lambda: None    # called when an engine may have room that it had not before
+        self.start_grace_s = GRACE_S            # of a start, beyond its own limit; more where engines need a place first
 
     # --- life -----------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Every engine answers, and is stale. Raises what the first one that does not start raised."""
-        await together(*(self._bring_up(member) for member in self.members))
+    async def start(self, *, again: bool = False) -> None:
+        """Every engine answers, and is stale. Raises what the first one that does not start raised.
+
+        Args:
+            again: in the place of a fleet that may have gone on without some. One that answers is enough, the others come
+                as those that failed do; raises as `candidates` where none does.
+        """
+        if not again:
+            await together(*(self._bring_up(member) for member in self.members))
+            return
+        for member in self.members:
+            self._spawn(self._start_again(member))
+        await asyncio.sleep(0)      # all are starting
+        await self.candidates()
 
     async def close(self) -> None:
         """Stop watching and restarting; the engines are closed by whoever made them."""
@@ -247,7 +259,7 @@ class Fleet:
         limit, engine = self._config.start_timeout_s, member.engine
         member.health.on(Event.START)
         await within(
-            limit + GRACE_S, engine.start(),
+            limit + self.start_grace_s, engine.start(),
             lambda: f"engine {engine.name} was not ready after {limit:g} s (rollout.engine.start_timeout_s)",
         )
         member.health.on(Event.UP)
@@ -268,6 +280,9 @@ class Fleet:
             return
         await asyncio.sleep(member.health.pause_s)
         await self._may_start.wait()
+        await self._start_again(member)
+
+    async def _start_again(self, member: Member) -> None:
         try:
             await self._bring_up(member)
         except Exception as error:  # noqa: BLE001 - recovery: another restart, or it is given up

@@ -93,15 +93,18 @@ class RolloutService:
         self.thread = LoopThread("rollout")
         self.loop = self.thread.loop
 
-    def start(self) -> None:
+    def start(self, *, again: bool = False) -> None:
         """Engines and reward workers answer when this returns.
+
+        Args:
+            again: in the place of a service that was lost; see `Fleet.start`.
 
         Raises:
             RunFailed: one of them did not start; the service is closed then.
         """
-        limit = self._config.rollout.engine.start_timeout_s + REWARD_START_TIMEOUT_S
+        limit = self._config.rollout.engine.start_timeout_s + self.fleet.start_grace_s + REWARD_START_TIMEOUT_S
         try:
-            self._call(self._start(), limit, "starting the engines and rewards")
+            self._call(self._start(again), limit, "starting the engines and rewards")
         except BaseException:
             self.close()
             raise
@@ -115,8 +118,8 @@ class RolloutService:
         self.fleet.on_room = ahead.room_changed
         return ahead
 
-    async def _start(self) -> None:
-        await together(self._scorer.start(), self.fleet.start())
+    async def _start(self, again: bool) -> None:
+        await together(self._scorer.start(), self.fleet.start(again=again))
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
         return self.thread.call(work, seconds=seconds, what=what)

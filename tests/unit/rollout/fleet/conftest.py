@@ -65,10 +65,10 @@ Use = Callable[[Site], Awaitable[None]]
 def on_site() -> Callable[..., None]:
     """`on_site("ab", use, retries=2)`: start a fleet of two, publish version 1, `await use(site)`, close it."""
 
-    def run(names: str, use: Use, *, publish: bool = True, **config: Any) -> None:
+    def run(names: str, use: Use, *, publish: bool = True, again: bool = False, **config: Any) -> None:
         async def main() -> None:
             site = Site(names, **config)
-            await site.fleet.start()
+            await site.fleet.start(again=again)
             if publish:
                 await site.publish()
             try:

@@ -270,12 +270,3 @@ def test_a_publication_waits_no_longer_than_a_start_takes(on_site, monkeypatch):
             await site.fleet.candidates()
 
     on_site("a", use, start_timeout_s=0.1, restart={"backoff_s": 0.2, "max_backoff_s": 0.2, "limit": 1})
-
-
-def test_the_first_start_is_strict(on_site, monkeypatch):
-    async def broken(self):
-        raise RunFailed("bad arguments")
-
-    monkeypatch.setattr(FakeEngine, "start", broken)
-    with pytest.raises(RunFailed, match="bad arguments"):
-        on_site("ab", None)
