@@ -1,21 +1,36 @@
-"""Actors of tests: in a module that workers can import, since Ray sends classes by their names."""
+"""Actors of tests, and what they are made with: in a module that workers can import, since Ray sends classes by their names."""
 
 from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from rlcore.config import Config
 from rlcore.data.sample import Sample, VersionSpan
 from rlcore.launch.ray.service import ServiceActor
 from rlcore.launch.ray.workplace import log_to
 from rlcore.protocols import StepRollouts
 
 
+def config_of_a_run(**sections: dict[str, Any]) -> Config:
+    """The least that is one; keyword arguments are whole sections, or more of `cluster`."""
+    cluster = {"launcher": "ray", **sections.pop("cluster", {})}
+    return Config.model_validate({
+        "run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["p"]}, "training": {"steps": 1},
+        "reward": {"parts": {"a": {"function": "exact_match"}}}, "cluster": cluster, **sections,
+    })  # fmt: skip
+
+
 class Service:
     def next_step(self) -> StepRollouts:
         return StepRollouts([sample(draw, 50_000) for draw in range(4)], {}, 0.0, {})
+
+
+class Nobody:
+    """Takes what it asked for, and does nothing."""
 
 
 def sample(draw: int, length: int) -> Sample:

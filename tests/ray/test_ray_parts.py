@@ -13,13 +13,12 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlcore.config import Config
 from rlcore.errors import RunFailed
 from rlcore.launch.ray.calls import ActorLost, get
 from rlcore.launch.ray.heartbeat import Heartbeat
 from rlcore.launch.ray.workplace import Workplace
 from rollout.engines.sglang.keys import Keys
-from tests.ray.actors import Hanging, Service
+from tests.ray.actors import Hanging, Service, config_of_a_run
 
 LIMIT_S = 10.0
 START_S = 240.0         # for a process, on a busy machine
@@ -65,12 +64,9 @@ def test_an_actor_that_cannot_begin_says_why_at_once() -> None:
     assert not isinstance(caught.value, ActorLost)
 
 
+@pytest.mark.full
 def test_a_service_that_hangs_is_ended_and_its_log_says_where_it_stood(tmp_path: Path) -> None:
-    config = Config.model_validate({
-        "run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["p"]}, "training": {"steps": 1},
-        "reward": {"parts": {"a": {"function": "exact_match"}}},
-        "cluster": {"launcher": "ray", "heartbeat_timeout_s": LIMIT_S},
-    })  # fmt: skip
+    config = config_of_a_run(cluster={"heartbeat_timeout_s": LIMIT_S})
     here = Workplace(os.getcwd(), "127.0.0.1", 1)
     actor = ray.remote(Hanging).options(max_restarts=-1, num_cpus=0).remote(here, config, (), Keys.from_environment())
     first, _ = ray.get(actor.status.remote(), timeout=START_S)

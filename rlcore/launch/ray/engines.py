@@ -26,7 +26,6 @@ from rollout.engines.sglang.keys import Keys
 
 LOOPBACK = "127.0.0.1"
 KILL_S = 15.0           # for an actor to end its server, before it is ended with it
-START_GRACE_S = 30.0    # for an actor to be there, beyond what its server gets
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +61,15 @@ class EngineHost:
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._server = _server(config, index, keys, gpus)
-        self._url = ""
+        self._starting: asyncio.Task[str] | None = None     # the newest start, which may be over
 
     async def start(self) -> str:
-        """The server's URL. One that runs is left alone: the service that had it started may be gone."""
-        ended = self._server.ended
-        if ended is None or ended.done():
-            self._url = await self._server.start()
-        return self._url
+        """The server's URL. One that runs or comes up is left alone: the service that had it started may be gone."""
+        ended, starting = self._server.ended, self._starting
+        runs = ended is not None and not ended.done()       # which it does, too, while it comes up
+        if starting is None or (starting.done() and not runs):
+            starting = self._starting = asyncio.ensure_future(self._server.start())
+        return await asyncio.shield(starting)
 
     async def wait_ended(self) -> str:
         """Returns when the server has ended: how, with the last lines of its log."""
@@ -82,10 +82,18 @@ class EngineHost:
         return self._server.pid
 
     async def stop(self) -> None:
+        await self._give_up_start()
         await self._server.stop()
 
     async def kill(self) -> None:
+        await self._give_up_start()
         await self._server.kill()
+
+    async def _give_up_start(self) -> None:
+        """A server that comes up is ended by its start."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
 
 
 def _server(config: Config, index: int, keys: Keys, gpus: Sequence[str]) -> Server:
@@ -112,27 +120,33 @@ class HostedServer:
     """The server behind an `EngineHost`, as the service sees it. Use it from one event loop.
 
     It is both a `rollout.engines.remote.EngineProcess` and what `SGLangEngine` takes for a server of ours.
+
+    Args:
+        place_timeout_s: for the actor to be there, before the server's own time begins: Ray may miss a node for half a
+            minute, and has to find another one.
     """
 
     managed = True
 
-    def __init__(self, host: Any, name: str, key: str, *, start_timeout_s: float) -> None:
-        self._host, self.name, self.key, self._limit_s = host, name, key, start_timeout_s
-        self._ended: asyncio.Task[str] | None = None
+    def __init__(self, host: Any, name: str, key: str, *, place_timeout_s: float) -> None:
+        self._host, self.name, self.key, self._place_s = host, name, key, place_timeout_s
+        self._begun = False                                 # the host was asked to start it
+        self._ended: asyncio.Task[str] | None = None        # of the present life; None while it comes up
         self.pid: int | None = None
 
     async def start(self) -> str:
-        """Its URL. Raises what `EngineHost.start` raises, ActorLost, or DeadlineExceeded where Ray finds no place for it."""
-        asked = answer_when_up(self._host.start.remote, what=f"starting engine {self.name}")
-        url: str = await within(self._limit_s + START_GRACE_S, asked, self._late)
-        self.pid = await answer(self._host.pid.remote(), what=f"engine {self.name}")
+        """Its URL. Raises what `EngineHost.start` raises, or DeadlineExceeded where Ray finds no place for it."""
+        await within(self._place_s, answer_when_up(self._host.pid.remote, what=f"engine {self.name}"), self._homeless)
+        self._begun, self._ended = True, None
+        url: str = await answer_when_up(self._host.start.remote, what=f"starting engine {self.name}")
+        self.pid = await answer_when_up(self._host.pid.remote, what=f"engine {self.name}")
         self._ended = asyncio.ensure_future(self._until_ended())
         return url
 
-    def _late(self) -> str:
+    def _homeless(self) -> str:
         return (
-            f"engine {self.name} was not started within {self._limit_s:g} s (rollout.engine.start_timeout_s): if its log says "
-            "nothing, the cluster has no room for it (`ray status`)"
+            f"engine {self.name} has no process after {self._place_s:g} s (cluster.start_timeout_s): the cluster has no room "
+            "for it (`ray status`)"
         )
 
     async def _until_ended(self) -> str:
@@ -143,7 +157,7 @@ class HostedServer:
 
     @property
     def ended(self) -> asyncio.Future[Any] | None:
-        """Done once it has ended, or its actor has."""
+        """Done once it has ended, or its actor has; None before it runs."""
         return self._ended
 
     def describe_end(self) -> str:
@@ -157,7 +171,7 @@ class HostedServer:
 
     async def _end(self, how: str) -> None:
         """Where the actor does not do it, it is ended itself; Ray starts it again, empty."""
-        if self._ended is None or self._ended.done():
+        if not self._begun or (self._ended is not None and self._ended.done()):
             return
         try:
             call = answer(getattr(self._host, how).remote(), what=f"engine {self.name}")
@@ -167,7 +181,8 @@ class HostedServer:
             ray.kill(self._host, no_restart=False)
         except RlcoreError as error:        # recovery: none is needed, it is gone
             logger.info("%s", error)
-        await asyncio.wait({self._ended}, timeout=KILL_S)
+        if self._ended is not None:
+            await asyncio.wait({self._ended}, timeout=KILL_S)
 
 
 def cluster_engines(config: Config, hosts: Sequence[Any], keys: Keys) -> list[RolloutEngine]:
@@ -180,7 +195,7 @@ def cluster_engines(config: Config, hosts: Sequence[Any], keys: Keys) -> list[Ro
     if engine.urls:
         return [*external_engines(config)]
     servers = [
-        HostedServer(host, engine_name(index), keys.api, start_timeout_s=engine.start_timeout_s)
+        HostedServer(host, engine_name(index), keys.api, place_timeout_s=config.cluster.start_timeout_s)
         for index, host in enumerate(hosts)
     ]
     if engine.kind == "sglang":

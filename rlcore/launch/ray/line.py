@@ -44,8 +44,9 @@ class ServiceLine:
         return opened
 
     def start(self) -> None:
-        limit = self.config.rollout.engine.start_timeout_s + REWARD_START_TIMEOUT_S + GRACE_S
-        self.ask("start", limit_s=limit, key="rollout.engine.start_timeout_s")
+        place_s, engine_s = self.config.cluster.start_timeout_s, self.config.rollout.engine.start_timeout_s
+        limit = place_s + engine_s + REWARD_START_TIMEOUT_S + GRACE_S
+        self.ask("start", limit_s=limit, key="cluster.start_timeout_s and rollout.engine.start_timeout_s")
         self._started = True
 
     def revive(self) -> None:

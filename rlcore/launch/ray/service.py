@@ -1,7 +1,7 @@
 """The rollout service as an actor. Rank 0 calls it through proxy.py; a new rank 0 finds it with its engines running.
 
 It is started again by Ray when it dies, and then knows nothing: every call carries the word that `open` gave, so that nobody
-takes the new one for the old.
+takes the new one for the old, and a rank 0 that was given up cannot take a step from the next.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import ray
 from numpy.typing import NDArray
 
 from rlcore.config import Config
+from rlcore.errors import PartLost
 from rlcore.launch.logs import folder_of
 from rlcore.launch.ray.calls import NAMESPACE, ActorLost
 from rlcore.launch.ray.engines import cluster_engines
@@ -70,7 +71,8 @@ class ServiceActor:
         workplace.enter()
         os.environ |= {API_KEY: keys.api, ADMIN_KEY: keys.admin}
         self._workplace, self._config, self._hosts, self._keys = workplace, config, hosts, keys
-        self._life = secrets.token_hex(8)
+        self._birth = secrets.token_hex(8)
+        self._life = f"{self._birth}/0"                     # of the newest rank 0
         self._service: RolloutService | None = None
         self._memory: FleetMemory | None = None
         self._started = False
@@ -86,6 +88,7 @@ class ServiceActor:
         if self._service is None:
             self._service = await asyncio.to_thread(self._build, greedy_baseline)
         else:
+            self._life = f"{self._birth}/{secrets.token_hex(8)}"
             await asyncio.to_thread(self._service.abandon)
             if self._working:
                 await asyncio.wait(self._working)
@@ -105,6 +108,7 @@ class ServiceActor:
         hosts = [ray.get_actor(name, namespace=NAMESPACE) for name in self._hosts]
         engines = cluster_engines(config, hosts, self._keys)
         service = build_service(config, tokenizer, engines, greedy_baseline=greedy_baseline)
+        service.fleet.start_grace_s += config.cluster.start_timeout_s       # Ray may have to find an engine's place first
         self._memory = FleetMemory(service.fleet, config.rollout.engine, service.thread)
         return service
 
@@ -115,13 +119,17 @@ class ServiceActor:
             fleet.missed(engine)
 
     async def start(self, life: str) -> None:
-        """Engines and reward workers answer when this returns. No effect on a service that was started."""
+        """Engines and reward workers answer when this returns. No effect on a service that was started.
+
+        One that is made anew has its engines start as `Fleet.start` says: its run may have gone on without some.
+        """
         self._check(life)
         if self._started:
             return
         self._workplace.speak()
         log_to(folder_of(self._config.run) / "service.log")
-        await asyncio.to_thread(self.service.start)
+        again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        await asyncio.to_thread(self.service.start, again=again)
         self._started = True
 
     # --- what rank 0 asks -----------------------------------------------------------------------------------------
@@ -137,7 +145,7 @@ class ServiceActor:
     async def next_step(self, life: str, step: int) -> tuple[StepRollouts, dict[str, Any]] | None:
         """With the state after the hand-over, from which another service could go on."""
         found = await self.source(life, "next_step", step)
-        return None if found is None else (found, self.service.snapshot())
+        return None if found is None else (found, await self.source(life, "snapshot"))
 
     async def memory(self, life: str, method: str, *arguments: Any) -> Any:
         """A method of `EngineMemory`."""
@@ -200,8 +208,12 @@ class ServiceActor:
         return self._service
 
     def _check(self, life: str) -> None:
-        if life != self._life:
-            raise ActorLost("the rollout service died; there is a new one")
+        """Raises ActorLost for another service's word; PartLost, which nobody recovers from, for one of a former rank 0."""
+        if life == self._life:
+            return
+        if life.startswith(self._birth):
+            raise PartLost("the rollout service has another rank 0 now")
+        raise ActorLost("the rollout service died; there is a new one")
 
     def _engine(self, name: str) -> Any:
         return next(engine for engine in self.service.fleet.engines if engine.name == name)

@@ -1,0 +1,209 @@
+"""Who starts an engine on a cluster, and who ends it: its actor and the service's view of it, as plain objects."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from rlcore.errors import DeadlineExceeded
+from rlcore.launch.ray import engines
+from rlcore.launch.ray.engines import EngineHost, HostedServer
+from rlcore.launch.ray.workplace import Workplace
+from rollout.engines.child import Child, members
+from rollout.engines.sglang.keys import Keys
+from tests.ray.actors import config_of_a_run
+
+LOADS = """
+import os, sys, time
+fd = int(sys.stdin.read())
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+os.write(fd, b'{"port": %d}\\n' % os.getpid())
+time.sleep(60)
+"""
+
+
+class Loading:
+    """A server whose process runs long before it answers: it loads until it is allowed to be ready. Its port is its pid."""
+
+    def __init__(self, folder: Path) -> None:
+        self.may_be_ready = folder / "ready"
+        self.pids: list[int] = []
+        self._child = Child("engine e", folder / "log")
+        self.ends_slowly = False        # what is left of its last life, before the next begins
+
+    async def start(self) -> str:
+        await self._child.kill()
+        if self.ends_slowly:
+            await asyncio.sleep(0.1)
+        command = [sys.executable, "-c", LOADS, str(self.may_be_ready)]
+        return f"http://here:{await self._child.start(command, self._told, timeout_s=30)}"
+
+    def _told(self, ready_fd: int) -> bytes:
+        assert self.pid is not None
+        self.pids.append(self.pid)
+        return str(ready_fd).encode()
+
+    @property
+    def ended(self) -> asyncio.Future[Any] | None:
+        return self._child.ended
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child.process is None else self._child.process.pid
+
+    def describe_end(self) -> str:
+        return self._child.describe_end()
+
+    async def stop(self) -> None:
+        await self._child.terminate()
+
+    async def kill(self) -> None:
+        await self._child.kill()
+
+    @property
+    def left(self) -> list[int]:
+        return [pid for pid in self.pids if members(pid)]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loading:
+    """Of every `EngineHost` that is made."""
+    loading = Loading(tmp_path)
+    monkeypatch.setattr(engines, "_server", lambda *arguments: loading)
+    return loading
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not reached():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(poll(), 20)
+
+
+def on_host(use: Callable[[EngineHost], Awaitable[None]]) -> None:
+    async def main() -> None:
+        host = EngineHost(Workplace(os.getcwd(), "127.0.0.1", 1), config_of_a_run(), 0, Keys("api", "admin"))
+        try:
+            await use(host)
+        finally:
+            await host.kill()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ends_slowly", [False, True])
+def test_who_comes_while_a_server_is_starting_waits_for_that_one(server: Loading, ends_slowly: bool) -> None:
+    """The service that had it started is gone by then; nobody hears the answer to its call."""
+
+    async def use(host: EngineHost) -> None:
+        server.ends_slowly = ends_slowly
+        unheard = asyncio.ensure_future(host.start())
+        await until(lambda: ends_slowly or bool(server.pids))
+        coming = asyncio.ensure_future(host.start())
+        await asyncio.sleep(0.3)
+        assert not coming.done(), "it does not answer yet"
+        server.may_be_ready.touch()
+        url = await asyncio.wait_for(coming, 20)
+        assert [url] == [f"http://here:{pid}" for pid in server.pids], "one server, and it is that one's address"
+        assert url == await unheard == await host.start()
+
+    on_host(use)
+
+
+def test_one_that_ended_is_started_anew_and_nobody_gets_its_old_address(server: Loading) -> None:
+    async def use(host: EngineHost) -> None:
+        server.may_be_ready.touch()
+        first = await host.start()
+        await host.kill()
+        server.may_be_ready.unlink()
+        coming, other = (asyncio.ensure_future(host.start()) for _ in range(2))
+        await until(lambda: len(server.pids) == 2)
+        server.may_be_ready.touch()
+        assert first != await coming == await other
+
+    on_host(use)
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("ends_slowly", [False, True])
+def test_a_start_that_is_given_up_leaves_no_server(server: Loading, how: str, ends_slowly: bool) -> None:
+    async def use(host: EngineHost) -> None:
+        server.ends_slowly = ends_slowly
+        starting = asyncio.ensure_future(host.start())
+        await until(lambda: ends_slowly or bool(server.pids))
+        await asyncio.sleep(0.01)
+        await getattr(host, how)()
+        await asyncio.wait({starting}, timeout=0.3)
+        assert starting.done()
+        assert server.left == []
+        server.may_be_ready.touch()
+        assert await host.start() == f"http://here:{server.pids[-1]}"
+        assert server.left == server.pids[-1:]
+
+    on_host(use)
+
+
+# --- the same, as the service sees it ----------------------------------------------------------------------------------
+
+
+class Handle:
+    """Of an actor around `host`, which is there or not. Who stops waiting for an answer ends nothing by that."""
+
+    def __init__(self, host: Any) -> None:
+        self._host, self.there = host, True
+        self.asked: list[str] = []
+
+    def __getattr__(self, method: str) -> Any:
+        def remote() -> Awaitable[Any]:
+            self.asked.append(method)
+            return asyncio.shield(asyncio.ensure_future(self._answer(method)))
+
+        return SimpleNamespace(remote=remote)
+
+    async def _answer(self, method: str) -> Any:
+        if not self.there:
+            raise RayActorError
+        return await getattr(self._host, method)()
+
+
+def hosted(host: Any, place_timeout_s: float = 20.0) -> tuple[HostedServer, Handle]:
+    handle = Handle(host)
+    return HostedServer(handle, "e", "key", place_timeout_s=place_timeout_s), handle
+
+
+def test_a_server_that_is_still_starting_is_ended_when_it_is_given_up(server: Loading) -> None:
+    async def use(host: EngineHost) -> None:
+        one, _ = hosted(host)
+        starting = asyncio.ensure_future(one.start())
+        await until(lambda: bool(server.pids))
+        starting.cancel()
+        await one.kill()
+        assert server.left == []
+        server.may_be_ready.touch()
+        assert await one.start() == f"http://here:{server.pids[1]}"
+        assert one.ended is not None
+        assert not one.ended.done()
+
+    on_host(use)
+
+
+def test_where_the_cluster_has_no_place_it_is_said_and_nobody_is_ended(server: Loading) -> None:
+    async def use(host: EngineHost) -> None:
+        one, handle = hosted(host, place_timeout_s=0.3)
+        handle.there = False
+        with pytest.raises(DeadlineExceeded, match=r"engine e has no process after 0\.3 s \(cluster\.start_timeout_s\)"):
+            await one.start()
+        await one.kill()
+        assert set(handle.asked) == {"pid"}
+
+    on_host(use)

@@ -1,0 +1,159 @@
+"""The service's actor and rank 0's line to it, as plain objects: whose word counts, and what is lost with whom."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import RayActorError
+from torch.distributed import HashStore
+
+from rlcore.control import Control
+from rlcore.errors import PartLost
+from rlcore.launch.ray import service
+from rlcore.launch.ray.calls import ActorLost
+from rlcore.launch.ray.line import ServiceLine
+from rlcore.launch.ray.members import RemoteMembers
+from rlcore.launch.ray.service import ServiceActor
+from rlcore.launch.ray.workplace import Workplace
+from rlcore.publish import Publisher, VersionJournal
+from rollout.deadlines import LoopThread
+from rollout.engines.sglang.keys import Keys
+from rollout.wire import EngineSink
+from tests.ray.actors import config_of_a_run
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not reached():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(poll(), 20)
+
+
+class Prompts:
+    lengths = np.ones(3, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+class Rollouts:
+    """What the actor has of a `RolloutService`; a hand-over is a number."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop, self.fleet = loop, SimpleNamespace(engines=[], members=[])
+        self.prompts = Prompts()
+        self.handed_over: list[int] = []
+        self.started: list[bool] = []
+        self.may_encode = threading.Event()
+
+    def start(self, *, again: bool) -> None:
+        self.started.append(again)
+
+    def abandon(self) -> None: ...
+
+    def halt(self) -> None: ...
+
+    def next_step(self, step: int) -> int:
+        self.handed_over.append(step)
+        return step
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"encoded": self.may_encode.wait(5)}
+
+
+@pytest.fixture
+def rollouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollouts]:
+    """Of every `ServiceActor` that is opened."""
+    thread = LoopThread("rollouts")
+    of_all = Rollouts(thread.loop)
+    monkeypatch.setattr(ServiceActor, "_build", lambda self, greedy_baseline: of_all)
+    yield of_all
+    thread.close()
+
+
+def new_service() -> ServiceActor:
+    return ServiceActor(Workplace(os.getcwd(), "127.0.0.1", 1), config_of_a_run(), [], Keys("api", "admin"))
+
+
+def test_the_word_of_a_former_rank_0_counts_no_more(rollouts: Rollouts) -> None:
+    """It may live on where the driver does not see it: it gets no step, and does not take the service back."""
+    rollouts.may_encode.set()
+
+    async def main() -> None:
+        actor = new_service()
+        former = (await actor.open(greedy_baseline=False)).life
+        assert (await actor.next_step(former, 1)) == (1, {"encoded": True})
+        present = (await actor.open(greedy_baseline=False)).life
+        with pytest.raises(PartLost, match="has another rank 0 now") as caught:
+            await actor.next_step(former, 2)
+        assert not isinstance(caught.value, ActorLost), "rank 0 would open the service again"
+        assert rollouts.handed_over == [1]
+        await actor.next_step(present, 2)
+        with pytest.raises(ActorLost, match="there is a new one"):
+            await new_service().next_step(present, 3)
+
+    asyncio.run(main())
+
+
+def test_others_are_answered_while_a_hand_over_is_encoded(rollouts: Rollouts) -> None:
+    async def main() -> None:
+        actor = new_service()
+        life = (await actor.open(greedy_baseline=False)).life
+        stepping = asyncio.ensure_future(actor.next_step(life, 1))
+        await until(lambda: bool(rollouts.handed_over))
+        await asyncio.sleep(0.1)
+        assert (await actor.status())[0] == os.getpid()
+        rollouts.may_encode.set()
+        assert await stepping == (1, {"encoded": True}), "the actor's loop stood still"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_one_that_ray_has_started_again_may_go_on_without_some_engines(
+    rollouts: Rollouts, restarted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = SimpleNamespace(was_current_actor_reconstructed=restarted)
+    monkeypatch.setattr(service.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(service, "log_to", lambda path: None)
+    monkeypatch.setattr(Workplace, "speak", lambda self: None)
+
+    async def main() -> None:
+        actor = new_service()
+        await actor.start((await actor.open(greedy_baseline=False)).life)
+        assert rollouts.started == [restarted]
+
+    asyncio.run(main())
+
+
+class Dead:
+    """The handle of an actor whose process is gone."""
+
+    def __getattr__(self, method: str) -> Any:
+        async def call() -> None:
+            raise RayActorError
+
+        return SimpleNamespace(remote=lambda *arguments: call())
+
+
+def test_a_publication_to_engines_that_take_turns_says_that_the_service_is_lost(tmp_path: Path) -> None:
+    """Not only why: the driver starts the ranks again for that, and for nothing that a rank fails at by itself."""
+    config = config_of_a_run(rollout={"engine": {"colocated": True}})
+    thread = LoopThread("publication")
+    sink = EngineSink(config, RemoteMembers(ServiceLine(Dead(), config, greedy_baseline=False)), thread.loop)
+    backend: Any = SimpleNamespace(buckets=lambda: ())
+    publisher = Publisher(
+        backend, Control(HashStore(), 0, 1), sink=sink, journal=VersionJournal(tmp_path / "versions.jsonl"), timeout_s=5
+    )
+    with pytest.raises(ActorLost, match="the knowledge of what its engines keep on the trainer's GPUs"):
+        publisher.publish(1)
+    thread.close()
