@@ -97,6 +97,7 @@ def settle(draws: Draws, buffer: GroupBuffer, saved: Sequence[Kept], *, step: in
             rolled_back.append(draw)
         else:
             buffer.put(kept)
+    draws.follow()
     for draw in draws.ledger.unsettled():
         if draw not in buffer:
             draws.give_back(draw, ROLLED_BACK if draw in rolled_back else "")

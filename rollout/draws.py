@@ -44,16 +44,21 @@ class Draws:
     def adopt(self, draw: int) -> None:
         """A group of this draw is there and finished, whatever the book says; those before it that are not drawn are in flight.
 
+        The stream does not know of it before `follow`: that reads the whole book, so it is called once, behind the last.
+
         Raises ValueError for a draw that was consumed or dropped.
         """
-        if draw >= self.stream.cursor:
-            self.ledger.draw(range(self.stream.cursor, draw + 1))
+        if draw >= len(self.ledger):
+            self.ledger.draw(range(len(self.ledger), draw + 1))
         state = self.ledger.state(draw)
         if state == "requeued":
             self.ledger.draw([draw])
         if state != "finished":
             self.ledger.finish(draw)
-        self._follow()
+
+    def follow(self) -> None:
+        """The stream is where the ledger is."""
+        self.stream.restore({**self.stream.snapshot(), "cursor": len(self.ledger), "requeued": self.ledger.requeued()})
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -83,7 +88,3 @@ class Draws:
 
     def close(self) -> None:
         self.journal.close()
-
-    def _follow(self) -> None:
-        """The stream is where the ledger is."""
-        self.stream.restore({**self.stream.snapshot(), "cursor": len(self.ledger), "requeued": self.ledger.requeued()})

@@ -164,19 +164,41 @@ def _check(entry: Any) -> None:
     """Raises ValueError unless `entry` has the shape of one."""
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object, got {type(entry).__name__}")
-    for key, others in (("start", {"max_staleness", "prompts"}), ("cut", set[str]())):
-        if key in entry:
-            if type(entry[key]) is not int or not others <= set(entry):
-                raise ValueError(f"expected {key!r} with {', '.join(('a step', *sorted(others)))}, got {entry}")
-            if not {"codes", "lengths", "filters"} <= set(entry.get("ledger", ("codes", "lengths", "filters"))):
-                raise ValueError(f"expected a ledger with codes, lengths and filters, got {str(entry)[:80]}")
-            return
+    if "start" in entry:
+        _check_start(entry)
+        return
+    if "cut" in entry:
+        if type(entry["cut"]) is not int:
+            raise ValueError(f"expected 'cut' with a step, got {str(entry)[:80]}")
+        return
     found = [name for name in TRANSITIONS if name in entry]
-    if len(found) != 1 or not isinstance(entry[found[0]], list) or not all(type(draw) is int for draw in entry[found[0]]):
+    if len(found) != 1 or not _is_list(entry[found[0]], int):
         raise ValueError(f"expected one of {', '.join(TRANSITIONS)} with a list of draws, got {str(entry)[:80]}")
     wanted = DETAIL_TYPES.get(found[0])
     if wanted is not None and type(entry.get(DETAILS[found[0]])) not in wanted:
         raise ValueError(f"expected {DETAILS[found[0]]!r} with {found[0]!r}, got {str(entry)[:80]}")
+
+
+def _check_start(entry: Entry) -> None:
+    prompts = entry.get("prompts")
+    fits = isinstance(prompts, list) and [type(one) for one in prompts] == [int, str]
+    if not fits or not _is_list([entry["start"], entry.get("max_staleness")], int):
+        raise ValueError(f"expected 'start' with a step, max_staleness, prompts (a number and a word), got {str(entry)[:80]}")
+    if "ledger" in entry and not _is_snapshot(entry["ledger"]):
+        raise ValueError(f"expected a ledger with codes, lengths and filters, got {str(entry)[:80]}")
+
+
+def _is_snapshot(ledger: Any) -> bool:
+    lists = {"codes": int, "lengths": int, "filters": str}
+    return (
+        isinstance(ledger, dict)
+        and all(_is_list(ledger.get(key), of) for key, of in lists.items())
+        and _is_list(ledger.get("settled", []), str)        # older ones have none
+    )
+
+
+def _is_list(found: Any, of: type) -> bool:
+    return isinstance(found, list) and all(type(one) is of for one in found)
 
 
 def _transitions(entry: Mapping[str, Any]) -> Iterator[tuple[Transition, int, int | str | None]]:

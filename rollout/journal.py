@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlcore.errors import DataError
+from rlcore.errors import DataError, RunFailed
 from rlcore.runs.files import cut_torn_line, sync
 from rollout.history import DETAILS, read_journal
 from rollout.ledger import Ledger, Transition
@@ -37,6 +37,8 @@ class LedgerJournal:
 
     def __init__(self) -> None:
         self._file: int | None = None
+        self._path = Path()
+        self._end = 0                           # where the last own line ends: another's writing is known by it
         self._held: list[dict[str, Any]] = []   # not written yet: since the last `hold`, or one entry that still grows
 
     def record(self, transition: Transition, draw: int, detail: int | str | None) -> None:
@@ -92,6 +94,7 @@ class LedgerJournal:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         sync(path.parent)       # its name is on the disk before the first cut is
         cut_torn_line(path)
+        self._path, self._end = path, os.fstat(self._file).st_size
         self._held.insert(0, entry)
         self.flush()
 
@@ -99,7 +102,7 @@ class LedgerJournal:
         """The end of this service, whatever brought it about."""
         try:
             self.flush()
-        except OSError as error:        # recovery: a resume draws again what is not written down
+        except (OSError, RunFailed) as error:   # recovery: a resume draws again what is not written down
             logger.warning("the last lines of the ledger could not be written: %s", error)
         self._release()
 
@@ -109,15 +112,21 @@ class LedgerJournal:
             self._file = None
 
     def _write(self, *entries: Mapping[str, Any]) -> None:
+        """Raises RunFailed where another has written since: a service that was lost must not go on in its successor's life."""
         assert self._file is not None
         content, written = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries), 0
-        size = os.fstat(self._file).st_size
+        if (size := os.fstat(self._file).st_size) != self._end:
+            raise RunFailed(
+                f"another service writes {self._path}: it has {size} bytes, expected the {self._end} that this one left; "
+                "this one stops, since their lines would contradict each other"
+            )
         try:
             while written < len(content):
                 written += os.write(self._file, content[written:])
         except OSError:
             os.ftruncate(self._file, size)      # a full disk: half a line must not stay before later ones
             raise
+        self._end += written
 
 
 def _ledger_at(step: int, path: Path) -> Ledger | None:
@@ -127,7 +136,10 @@ def _ledger_at(step: int, path: Path) -> Ledger | None:
     try:
         return read_journal(path).at(step)
     except DataError as error:          # recovery: the checkpoint has the ledger
-        aside = path.with_name(path.name + ".damaged")
+        aside, number = path.with_name(f"{path.name}.damaged"), 1
+        while aside.exists():           # of an earlier start
+            number += 1
+            aside = path.with_name(f"{path.name}.damaged.{number}")
         logger.warning("%s; it is set aside as %s, and the ledger starts anew from the checkpoint", error, aside.name)
         os.replace(path, aside)
         return None

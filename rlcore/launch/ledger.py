@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from rlcore.errors import UserError
+from rlcore.errors import DataError, UserError
 from rlcore.runs.directory import RunDirectory
 from rollout.audit import Audit, audit
 from rollout.history import DETAILS, History, read_journal
@@ -17,20 +17,20 @@ MOST = 10       # contradictions that are shown
 
 
 def show_ledger(path: Path, *, draw: int | None, as_json: bool, recordings: bool) -> int:
-    """Print it. The exit code: 0 when everything agrees, 1 when something contradicts something.
+    """Print it. The exit code: 0 when everything agrees, 1 when something contradicts something; always 0 with a `draw`.
 
     Raises:
         UserError: `path` is no run, has no ledger, or has not made that draw.
     """
     run = RunDirectory(path)
-    found = audit(run, recordings=recordings)
     if draw is not None:
-        lines = list(life_of(read_journal(run.ledger_path), draw))
-    elif as_json:
-        lines = [json.dumps({**asdict(found), "balanced": not found.contradictions}, indent=2)]
+        print("\n".join(life_of(read_journal(run.ledger_path), draw)))
+        return BALANCED
+    found = audit(run, recordings=recordings)
+    if as_json:
+        print(json.dumps({**asdict(found), "balanced": not found.contradictions}, indent=2))
     else:
-        lines = list(describe(found))
-    print("\n".join(lines))
+        print("\n".join(describe(found)))
     return CONTRADICTED if found.contradictions else BALANCED
 
 
@@ -54,12 +54,26 @@ def describe(found: Audit) -> Iterator[str]:
 
 
 def life_of(history: History, draw: int) -> Iterator[str]:
-    """Everything that happened to one draw, by line of the journal."""
-    ledger = history.at()
+    """The state of one draw, and everything that happened to it, by line of the journal.
+
+    Raises:
+        UserError: it was not made.
+    """
     life = history.life(draw)
-    if not life or ledger is None:
-        raise UserError(f"{history.path}: draw {draw} was not made; the ledger knows {0 if ledger is None else len(ledger)}")
-    yield f"draw {draw}: " + (ledger.state(draw) if 0 <= draw < len(ledger) else "not drawn, since it was rewound")
+    yield f"draw {draw}: {_state_of(history, draw, rewound=bool(life))}"
     for number, transition, detail, rewound_by in life:
         told = "" if detail is None else f" ({DETAILS[transition]} {detail})"
         yield f"  line {number:<8} {transition}{told}" + ("" if rewound_by is None else f", rewound by line {rewound_by}")
+
+
+def _state_of(history: History, draw: int, *, rewound: bool) -> str:
+    try:
+        ledger = history.at()
+    except DataError as error:          # recovery: what is written of the draw can be read all the same
+        return f"in no one state, the journal contradicts itself: {error}"
+    assert ledger is not None
+    if 0 <= draw < len(ledger):
+        return ledger.state(draw)
+    if not rewound:
+        raise UserError(f"{history.path}: draw {draw} was not made; the ledger knows {len(ledger)}")
+    return "not drawn, since it was rewound"

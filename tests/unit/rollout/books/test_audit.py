@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlcore.errors import UserError
-from rlcore.launch.ledger import MOST, describe, life_of
+from rlcore.launch.ledger import MOST, describe, life_of, show_ledger
 from rlcore.runs.checkpoints import Checkpoint
 from rlcore.runs.directory import RunDirectory
 from rollout.audit import Audit, audit, check_checkpoint, check_recording, check_steps
@@ -254,3 +254,36 @@ def test_the_life_of_a_draw(tmp_path: Path) -> None:
     assert last == "  line 9        dropped (by f), rewound by line 12"
     with pytest.raises(UserError, match=r"draw 4 was not made; the ledger knows 3"):
         list(life_of(history, 4))
+
+
+def test_a_draw_of_a_lost_journal_has_a_state_and_no_life(tmp_path: Path) -> None:
+    """The start holds the ledger of the checkpoint, where the draw was made."""
+    saved = {"codes": [1], "lengths": [3], "filters": []}
+    history = read_journal(written(tmp_path, [{**START, "start": 1, "ledger": saved}]))
+    assert list(life_of(history, 2)) == ["draw 2: consumed by step 1"]
+
+
+def test_the_life_of_a_draw_that_contradicts_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is no state, and everything that is needed to see why."""
+    path = written(tmp_path, [*WHOLE, {"consumed": [1], "step": 3}, {"cut": 3}])
+    assert show_ledger(tmp_path, draw=1, as_json=False, recordings=True) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"draw 1: in no one state, the journal contradicts itself: {path}:12: draw 1 is consumed by step 2, expected finished",
+        "  line 2        drawn",
+        "  line 3        finished",
+        "  line 4        requeued (because stale)",
+        "  line 7        drawn",
+        "  line 8        finished",
+        "  line 10       consumed (step 2)",
+        "  line 12       consumed (step 3)",
+    ]
+
+
+def test_nothing_is_compared_for_the_life_of_a_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step has no cut, which `rlcore ledger` alone says."""
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    written(tmp_path, WHOLE[:5] + WHOLE[6:])
+    assert show_ledger(tmp_path, draw=0, as_json=False, recordings=True) == 0
+    assert capsys.readouterr().out.startswith("draw 0: consumed by step 1\n")
+    assert show_ledger(tmp_path, draw=None, as_json=False, recordings=True) == 1
+    assert "NOT balanced" in capsys.readouterr().out

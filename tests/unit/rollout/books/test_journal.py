@@ -11,7 +11,7 @@ from stat import S_ISDIR
 import pytest
 
 from rlcore.data.prompts import PromptStream
-from rlcore.errors import DataError
+from rlcore.errors import DataError, RunFailed
 from rollout.draws import Draws
 from rollout.history import read_journal
 from rollout.journal import LedgerJournal
@@ -193,6 +193,10 @@ def test_what_is_asked_of_a_history(path: Path) -> None:
         read_journal(path.with_name("none.jsonl"))
 
 
+def start_with(ledger: str) -> str:
+    return f'{{"start": 0, "prompts": [7, "seven"], "max_staleness": 0, "ledger": {ledger}}}'
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -210,6 +214,17 @@ def test_what_is_asked_of_a_history(path: Path) -> None:
         ('{"requeued": [0], "because": 1}', "expected 'because' with 'requeued'"),
         ('{"start": 0}', "expected 'start' with a step, max_staleness, prompts"),
         ('{"start": 0, "prompts": [7, "seven"], "max_staleness": 0, "ledger": {"codes": []}}', "expected a ledger with codes"),
+        ('{"start": 0, "prompts": 5, "max_staleness": 0}', "expected 'start' with a step, max_staleness, prompts"),
+        ('{"start": 0, "prompts": [7], "max_staleness": 0}', "expected 'start' with a step, max_staleness, prompts"),
+        ('{"start": 0, "prompts": ["seven", 7], "max_staleness": 0}', "expected 'start' with a step, max_staleness, prompts"),
+        ('{"start": 0, "prompts": [7, "seven"], "max_staleness": "0"}', "expected 'start' with a step, max_staleness, prompts"),
+        (start_with("5"), "expected a ledger with codes"),
+        (start_with("null"), "expected a ledger with codes"),
+        (start_with('["codes", "lengths", "filters"]'), "expected a ledger with codes"),
+        (start_with('{"codes": [1], "lengths": [0.5], "filters": []}'), "expected a ledger with codes"),
+        (start_with('{"codes": [null], "lengths": [1], "filters": []}'), "expected a ledger with codes"),
+        (start_with('{"codes": [1], "lengths": [1], "filters": 5}'), "expected a ledger with codes"),
+        (start_with('{"codes": [1], "lengths": [1], "filters": [], "settled": [5]}'), "expected a ledger with codes"),
         ('{"start": 3, "prompts": [7, "seven"], "max_staleness": 0}', "2: a start from step 3, of which there is no cut"),
     ],
 )
@@ -233,6 +248,35 @@ def test_a_damaged_journal_is_set_aside(path: Path, caplog: pytest.LogCaptureFix
     assert "it is set aside as ledger.jsonl.damaged" in caplog.text
     assert path.with_name("ledger.jsonl.damaged").read_text() == content
     assert read_journal(path).at(1).snapshot() == saved["ledger"]
+
+
+def test_a_second_damaged_journal_does_not_replace_the_first(path: Path) -> None:
+    saved = step(new(), 1)
+    for content in ("first\n", "second\n", "third\n"):
+        path.write_text(content)
+        resumed(path, saved).close()
+    aside = {name: path.with_name(f"ledger.jsonl.{name}").read_text() for name in ("damaged", "damaged.2", "damaged.3")}
+    assert aside == {"damaged": "first\n", "damaged.2": "second\n", "damaged.3": "third\n"}
+
+
+def test_a_service_that_was_replaced_writes_no_more(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It was lost to the trainer and works on, while another has gone on from its last hand-over."""
+    lost = new(path)
+    saved = step(lost, 1)
+    lost.take(2)
+    lost.ledger.finish(3)               # its draws are written: the other's start rewinds them
+    other = resumed(path, saved)
+    before = path.read_bytes()
+    for act in (lambda: lost.give_back(4), lambda: lost.ledger.drop(3, "f")):
+        with pytest.raises(RunFailed, match=r"another service writes .*/ledger\.jsonl: it has \d+ bytes, expected the \d+ "):
+            act()
+    with caplog.at_level(logging.WARNING):
+        lost.close()
+    assert "the last lines of the ledger could not be written: another service writes" in caplog.text
+    assert path.read_bytes() == before
+    step(other, 2)
+    other.close()
+    assert read_journal(path).at().snapshot() == other.ledger.snapshot()
 
 
 def test_a_full_disk_leaves_whole_lines(path: Path) -> None:

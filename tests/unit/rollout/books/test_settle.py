@@ -142,6 +142,7 @@ def test_a_group_is_adopted_whatever_the_book_says_of_its_draw():
     draws.adopt(2)          # the very next, not drawn yet
     draws.adopt(4)          # behind one that was drawn with it
     draws.adopt(4)          # finished already
+    draws.follow()
     assert states(draws) == {0: "requeued", 1: "finished", 2: "finished", 3: "in flight", 4: "finished"}
     assert draws.take(2) == [0, 5]
 
@@ -159,3 +160,14 @@ def test_a_group_of_a_consumed_draw_is_a_contradiction():
     draws.restore(state)
     with pytest.raises(ValueError, match="draw 0 is consumed by step 1, expected in flight"):
         settle(draws, buffer, [kept(0, 0, 0)], step=1)
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_the_book_is_read_as_often_for_many_groups_as_for_one(monkeypatch: pytest.MonkeyPatch, count: int):
+    """Reading it takes milliseconds where a run has made millions of draws, and a checkpoint keeps thousands of groups."""
+    draws, times = new(), []
+    read = draws.ledger._array
+    monkeypatch.setattr(draws.ledger, "_array", lambda *start: times.append(start) or read(*start))
+    settle(draws, GroupBuffer(), [kept(draw, 0, 0) for draw in range(count)], step=0)
+    assert len(times) == 2, "where the stream is, and what is unsettled"
+    assert draws.take(1) == [count]
