@@ -164,6 +164,15 @@ def world_size(config: Config) -> int:
     return processes if cluster.launcher != "torchrun" or processes > 1 else model_parallel_size(config)
 
 
+def gpus_of_a_node(config: Config) -> float:
+    """What the ranks of a node ask Ray for: each a share of one GPU, which is never cut over two, or whole ones."""
+    share, ranks = config.cluster.ray.rank_gpus, config.cluster.processes_per_node
+    if not 0 < share < 1:
+        return share * ranks
+    full, others = divmod(ranks, math.floor(1 / share))
+    return full + others * share
+
+
 def pack_multiple(config: Config) -> int:
     """What the tokens of a micro-batch are padded to a multiple of, so that its ranks hold equal shares.
 

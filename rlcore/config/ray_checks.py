@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from rlcore.config.derived import generates, gpus_of_a_node
 from rlcore.config.problems import Problem
 from rlcore.config.root import Config
 from rlcore.config.training import RayConfig
@@ -22,9 +24,23 @@ def ray_launcher(config: Config) -> Iterator[Problem]:
         yield Problem("rollout.engine.in_process", "got true, but under Ray every engine is an actor: leave it out")
     if engine.gpus:
         yield Problem("rollout.engine.gpus", f"got {engine.gpus}, but Ray chooses GPUs: leave it out")
-    if engine.colocated and cluster.nodes > 1:
-        message = "got true, but engines that share the trainer's GPUs take weights by handles, which hold on one machine: "
-        yield Problem("rollout.engine.colocated", message + "set cluster.nodes to 1, or give engines GPUs of their own")
+    yield from _gpu_shares(config)
+
+
+def _gpu_shares(config: Config) -> Iterator[Problem]:
+    """Ray gives a share of one GPU, or whole ones."""
+    ray, engine = config.cluster.ray, config.rollout.engine
+    if not (ray.rank_gpus < 1 or ray.rank_gpus.is_integer()):
+        yield Problem("cluster.ray.rank_gpus", f"got {ray.rank_gpus:g}, but Ray gives a share of one GPU or a whole number")
+    if engine.device == "cpu" or engine.urls or not generates(config):
+        return
+    needed, width = engine.count * engine.tensor_parallel, engine.tensor_parallel
+    if engine.colocated and needed > (there := math.ceil(gpus_of_a_node(config))) > 0:
+        message = f"{engine.count} x rollout.engine.tensor_parallel {width} need {needed} GPUs, but the ranks, whose GPUs they "
+        yield Problem("rollout.engine.count", message + f"share, have {there}: use fewer or smaller engines")
+    elif not engine.colocated and not ray.engine_gpus.is_integer() and (ray.engine_gpus > 1 or width > 1):
+        message = f"got {ray.engine_gpus:g}, but Ray gives a share of one GPU or a whole number, and an engine needs one GPU "
+        yield Problem("cluster.ray.engine_gpus", message + f"for each of its {width} tensor-parallel ranks: set it to 1")
 
 
 def ray_notes(config: Config) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """What a run asks a Ray cluster for, and where its parts belong. Pure: no ray, no torch.
 
 A trainer node is one bundle, so that its ranks share a machine; the bundles are packed. Engines are a bundle each, spread, or
-they share the trainer's bundles where they take turns with it on the same GPUs.
+they are in the trainer's only one where they take turns with it on the same GPUs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlcore.config import Config
-from rlcore.config.derived import generates
+from rlcore.config.derived import generates, gpus_of_a_node
 
 Resources = dict[str, float]
 
@@ -26,19 +26,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Placement:
-    """Resources by Ray's names; an engine without a bundle is in that of a trainer node."""
+    """Resources by Ray's names; an engine without a bundle is in that of the trainer's node."""
 
     ranks: tuple[Place, ...]
     rank: Resources                         # of one rank
     trainer: tuple[Resources, ...]          # a bundle a node
     engine: Resources                       # of one engine
-    engines: tuple[Resources, ...]          # a bundle an engine; () where there are none, or they share the trainer's
+    engines: tuple[Resources, ...]          # a bundle an engine; () where there are none, or they are in the trainer's
     hosts: tuple[int, ...]                  # the bundle of each engine: of `engines`, else of `trainer`
     service: Resources                      # {} where nothing generates
 
     @property
     def shares_gpus(self) -> bool:
-        """Engines are in the trainer's bundles."""
+        """Engines are in the trainer's bundle."""
         return bool(self.hosts) and not self.engines
 
     @property
@@ -54,14 +54,12 @@ def place(config: Config, *, has_gpus: bool) -> Placement:
     count = engine.count if generates(config) and not engine.urls else 0
     rank = _resources(asked.rank_cpus, asked.rank_gpus if has_gpus else 0.0)
     one_engine = _resources(asked.engine_cpus, asked.engine_gpus * engine.tensor_parallel if on_gpu else 0.0)
-    node = times(rank, cluster.processes_per_node)
-    if engine.colocated:        # the GPUs are those of the ranks; CPUs are counted beside theirs
+    hosts, engines = tuple(range(count)), (one_engine,) * count
+    node = _resources(asked.rank_cpus * cluster.processes_per_node, gpus_of_a_node(config) if has_gpus else 0.0)
+    if engine.colocated and count:      # on one node, on the GPUs of its ranks; CPUs are counted beside theirs
         one_engine = _resources(asked.engine_cpus, 0.0)
-        hosts = tuple(index % cluster.nodes for index in range(count))
-        trainer = tuple(added(node, times(one_engine, hosts.count(index))) for index in range(cluster.nodes))
-        engines: tuple[Resources, ...] = ()
-    else:
-        hosts, trainer, engines = tuple(range(count)), (node,) * cluster.nodes, (one_engine,) * count
+        node = added(node, times(one_engine, count))
+        hosts, engines = (0,) * count, ()
     return Placement(
         ranks=tuple(
             Place(index * cluster.processes_per_node + local, index, local)
@@ -69,7 +67,7 @@ def place(config: Config, *, has_gpus: bool) -> Placement:
             for local in range(cluster.processes_per_node)
         ),
         rank=rank,
-        trainer=trainer,
+        trainer=(node,) * cluster.nodes,
         engine=one_engine,
         engines=engines,
         hosts=hosts,

@@ -55,11 +55,20 @@ def test_shares_may_be_fractions_or_nothing() -> None:
     assert bundles([{"CPU": 0.0}]) == [{"CPU": 0.001}]      # Ray refuses an empty bundle
 
 
-def test_engines_that_take_turns_are_in_the_trainers_bundles() -> None:
-    found = placed(has_gpus=True, nodes=2, per_node=4, kind="sglang", count=4, tensor_parallel=2, colocated=True)
+@pytest.mark.parametrize(
+    ("share", "ranks", "gpus"), [(0.6, 2, 2.0), (0.4, 3, 1.4), (0.5, 3, 1.5), (0.3, 5, 1.6), (0.1, 10, 1.0), (1, 3, 3.0)]
+)
+def test_a_share_is_of_one_gpu(share: float, ranks: int, gpus: float) -> None:
+    """Two ranks with 0.6 each have no room on 1.2."""
+    (bundle,) = placed(has_gpus=True, per_node=ranks, ray={"rank_gpus": share}).trainer
+    assert bundle["GPU"] == pytest.approx(gpus)
+
+
+def test_engines_that_take_turns_are_in_the_trainers_bundle() -> None:
+    found = placed(has_gpus=True, per_node=4, kind="sglang", count=2, tensor_parallel=2, colocated=True)
     assert found.engines == ()
-    assert found.hosts == (0, 1, 0, 1)
-    assert found.trainer == ({"CPU": 6.0, "GPU": 4.0},) * 2
+    assert found.hosts == (0, 0)
+    assert found.trainer == ({"CPU": 6.0, "GPU": 4.0},)
     assert found.engine == {"CPU": 1.0}
     assert found.shares_gpus
 
@@ -98,11 +107,34 @@ def test_what_a_cluster_lacks_is_said_with_the_numbers() -> None:
         ({"ray": {"address": "ray://head:10001"}}, "cluster.ray.address: got 'ray://head:10001', expected HOST:PORT"),
         ({"in_process": True}, "rollout.engine.in_process: got true, but under Ray every engine is an actor"),
         ({"kind": "sglang", "gpus": [0]}, "rollout.engine.gpus: got [0], but Ray chooses GPUs"),
-        ({"colocated": True, "nodes": 2}, "rollout.engine.colocated: got true, but engines that share the trainer's GPUs take"),
+        ({"colocated": True, "nodes": 2}, "cluster.nodes: got 2, but rollout.engine.colocated engines are all started on"),
+        ({"ray": {"rank_gpus": 1.5}}, "cluster.ray.rank_gpus: got 1.5, but Ray gives a share of one GPU or a whole number"),
+        ({"kind": "sglang", "tensor_parallel": 3, "ray": {"engine_gpus": 0.5}}, "cluster.ray.engine_gpus: got 0.5, but"),
+        ({"ray": {"engine_gpus": 1.5}}, "cluster.ray.engine_gpus: got 1.5, but Ray gives a share of one GPU or a whole number"),
+        ({"kind": "sglang", "colocated": True, "count": 2, "tensor_parallel": 2, "per_node": 3},
+         "rollout.engine.count: 2 x rollout.engine.tensor_parallel 2 need 4 GPUs, but the ranks, whose GPUs they share"),
+        ({"colocated": True, "count": 2, "per_node": 2, "ray": {"rank_gpus": 0.5}},
+         "rollout.engine.count: 2 x rollout.engine.tensor_parallel 1 need 2 GPUs, but the ranks, whose GPUs they share"),
+    ],
+)  # fmt: skip
+def test_what_ray_places_is_left_to_ray(given: dict[str, Any], said: str) -> None:
+    (problem,) = check(config(**given))
+    assert str(problem).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"ray": {"rank_gpus": 2, "engine_gpus": 0.5}},
+        {"kind": "sglang", "tensor_parallel": 2, "ray": {"engine_gpus": 2}},
+        {"kind": "sglang", "tensor_parallel": 2, "device": "cpu", "ray": {"engine_gpus": 0.5}},
+        {"colocated": True, "count": 2, "per_node": 2},
+        {"colocated": True, "count": 2, "ray": {"rank_gpus": 0}},       # on CPUs
+        {"colocated": True, "count": 2, "device": "cpu"},
     ],
 )
-def test_what_ray_places_is_left_to_ray(given: dict[str, Any], said: str) -> None:
-    assert any(str(problem).startswith(said) for problem in check(config(**given)))
+def test_shares_that_ray_can_give(given: dict[str, Any]) -> None:
+    assert list(check(config(**given))) == []
 
 
 def test_too_few_processes_for_the_layout_are_refused() -> None:
