@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 CONNECT_S = 60.0
+HALF_SAID_S = 2.0       # for the text of a line that is counted: its speaker may have been killed in between
 _COUNT = "lines"
 
 
@@ -90,14 +92,24 @@ class Lines:
         self._store = dist.TCPStore(host, 0, None, True, timedelta(seconds=CONNECT_S), wait_for_workers=False)
         self.port = self._store.port
         self._next = 1
+        self._missed_at: float | None = None    # when the next line was counted, and not there
 
-    def show(self) -> None:
-        """Everything that was said since the last time."""
-        while self._store.check([line_key(self._next)]):
-            stream, _, text = self._store.get(line_key(self._next)).decode(errors="replace").partition(" ")
-            self._store.delete_key(line_key(self._next))
-            self._next += 1
-            print(text, end="", file=sys.stdout if stream == "out" else sys.stderr, flush=True)
+    def show(self, *, patience_s: float = HALF_SAID_S) -> None:
+        """Everything that was said since the last time; a line that stays half said for `patience_s` is passed over."""
+        while self._next <= self._store.add(_COUNT, 0):
+            key = line_key(self._next)
+            if self._store.check([key]):
+                stream, _, text = self._store.get(key).decode(errors="replace").partition(" ")
+                self._store.delete_key(key)
+                print(text, end="", file=sys.stdout if stream == "out" else sys.stderr, flush=True)
+            elif not self._is_lost(patience_s):
+                return
+            self._next, self._missed_at = self._next + 1, None
+
+    def _is_lost(self, patience_s: float) -> bool:
+        now = time.monotonic()
+        self._missed_at = self._missed_at or now
+        return now >= self._missed_at + patience_s
 
 
 def log_to(path: Path) -> None:
