@@ -17,7 +17,8 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -28,13 +29,14 @@ from numpy.typing import NDArray
 
 from rlcore.config.render import render_config
 from rlcore.data.sample import Sample
-from rlcore.errors import UserError
+from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.runs.files import remove_tree, write_atomic
 from rlcore.runs.rollouts import write_rollouts
 
 Status = Literal["completed", "early_stopped", "failed", "interrupted"]
 
 LOCK = ".lock"
+LOCK_POLL_S = 0.5
 # A folder that holds only these was made by a launcher ahead of the run, not by a run.
 _NOT_A_RUN = frozenset({LOCK, "logs"})
 _MARKS_OF_A_RUN = frozenset({"config.yaml", "metrics.jsonl", "result.json", "checkpoints"})
@@ -142,9 +144,9 @@ class RunDirectory:
         write_atomic(self.result_path, json.dumps(result, indent=2).encode() + b"\n")
         self.has_ended = True
 
-    def read_result(self) -> dict[str, Any] | None:
-        """What `write_result` left, or None while the run goes on or was killed."""
-        if not self.result_path.exists():
+    def read_result(self, *, since: float = 0.0) -> dict[str, Any] | None:
+        """What `write_result` left, `since` seconds from the epoch or later; None while the run goes on or was killed."""
+        if not (self.result_path.exists() and self.result_path.stat().st_mtime >= since):
             return None
         result: dict[str, Any] = json.loads(self.result_path.read_bytes())
         return result
@@ -196,14 +198,52 @@ def _lock(path: Path) -> int:
     A record lock, not flock: forked children do not inherit it, so a worker that outlives its run blocks nobody.
     """
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        holder = os.read(descriptor, 200).decode(errors="replace").strip()
+    if (holder := _taken_by_another(descriptor)) is not None:
         os.close(descriptor)
-        raise UserError(f"{path} is in use by {holder}: stop that first, or choose another run.name") from None
-    except OSError:
-        return descriptor   # a file system without locks: go on without
+        raise UserError(f"{path} is in use by {holder}: stop that first, or choose another run.name")
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
     return descriptor
+
+
+def wait_until_free(path: Path, *, limit_s: float, key: str, tick: Callable[[], None] = lambda: None) -> None:
+    """Until nobody holds the run in `path`; not for a process that holds it itself.
+
+    A network file system keeps the lock of a machine that was lost until its lease has run out.
+
+    Args:
+        key: the configuration's key that sets the limit.
+        tick: called while we wait.
+
+    Raises:
+        DeadlineExceeded: it is still held after `limit_s`; names the holder.
+    """
+    deadline = time.monotonic() + limit_s
+    while (holder := _holder(path)) is not None:
+        tick()
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"{path} was to be taken over and is still in use by {holder} after {limit_s:g} s ({key}): stop that, or where "
+                "its machine is lost wait until the file system gives its lock back; then continue with --resume"
+            )
+        time.sleep(LOCK_POLL_S)
+
+
+def _holder(path: Path) -> str | None:
+    """Who holds the run, or None."""
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        return _taken_by_another(descriptor)
+    finally:
+        os.close(descriptor)        # with the lock
+
+
+def _taken_by_another(descriptor: int) -> str | None:
+    """Take the lock; else who has it."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return os.read(descriptor, 200).decode(errors="replace").strip()
+    except OSError:
+        return None         # a file system without locks: go on without
+    return None

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rlcore.data.sample import Sample
-from rlcore.errors import DataError, UserError
-from rlcore.runs.directory import RunDirectory
+from rlcore.errors import DataError, DeadlineExceeded, UserError
+from rlcore.runs.directory import RunDirectory, wait_until_free
 from rlcore.runs.rollouts import read_rollouts
 
 MakeSample = Callable[..., Sample]
@@ -77,23 +79,35 @@ sys.stdin.read()
 """
 
 
-def test_a_run_that_is_written_by_a_living_process_is_refused(tmp_path: Path) -> None:
-    used(tmp_path)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+@contextmanager
+def held_elsewhere(root: Path) -> Iterator[int]:
+    """Run `a` is held by a process, whose id it is; that is killed in the end."""
+    command = [sys.executable, "-c", HOLDER, str(root)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdin is not None
     try:
         assert holder.stdout.readline() == "held\n"
-        for flags in ({"resume": True}, {"overwrite": True}):
-            with pytest.raises(UserError, match=f"in use by pid {holder.pid}"):
-                RunDirectory.create(tmp_path, "a", **flags)
+        yield holder.pid
     finally:
         holder.kill()
         holder.wait(timeout=10)
         holder.stdin.close()
         holder.stdout.close()
+
+
+def test_a_run_that_is_written_by_a_living_process_is_refused(tmp_path: Path) -> None:
+    """Who comes in the place of one that was lost waits for a while."""
+    used(tmp_path)
+    ticks: list[None] = []
+    with held_elsewhere(tmp_path) as pid:
+        for flags in ({"resume": True}, {"overwrite": True}):
+            with pytest.raises(UserError, match=f"in use by pid {pid}"):
+                RunDirectory.create(tmp_path, "a", **flags)
+        with pytest.raises(DeadlineExceeded, match=rf"still in use by pid {pid} on .* after 0\.1 s \(a\.key\)"):
+            wait_until_free(tmp_path / "a", limit_s=0.1, key="a.key", tick=lambda: ticks.append(None))
+    assert ticks
+    wait_until_free(tmp_path / "a", limit_s=0.1, key="a.key")
     assert RunDirectory.create(tmp_path, "a", resume=True).resumed, "a killed process holds nothing"
 
 
@@ -108,6 +122,14 @@ def test_result_is_absent_until_written(tmp_path: Path) -> None:
         "objective_kl": 0.3,
         "target_kl": 0.2,
     }
+
+
+def test_a_result_of_before_is_none_of_now(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    run.write_result("completed", 3)
+    os.utime(run.result_path, (1000.0, 1000.0))
+    assert run.read_result(since=1001.0) is None
+    assert run.read_result(since=1000.0) == run.read_result() == {"status": "completed", "steps": 3, "reason": ""}
 
 
 def test_rollouts_come_back_whole(tmp_path: Path, make_sample: MakeSample) -> None:
