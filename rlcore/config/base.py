@@ -21,6 +21,13 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
+    def _null_is_an_empty_map(cls, value: Any, info: ValidationInfo) -> Any:
+        """Maps of an earlier file merge with later ones; `rollout.engine.server=null` is how to be rid of one."""
+        is_map = typing.get_origin(cls.model_fields[str(info.field_name)].annotation) is dict
+        return {} if value is None and is_map else value
+
+    @field_validator("*", mode="before")
+    @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Python takes True for 1; a configuration that says `true` where a number belongs is wrong."""
         if isinstance(value, bool):

@@ -95,6 +95,13 @@ def test_null_unsets_and_an_empty_section_sets_nothing(write):
     assert config.tracking.show_every == 10
 
 
+def test_null_empties_a_map_of_free_keys(write, load):
+    base = write("base.yaml", "rollout: {engine: {kind: sglang, server: {mem_fraction_static: 0.8}}}\npolicy: {megatron: }\n")
+    loaded = load("rollout.engine.server=null", files=[base])
+    assert loaded.config.rollout.engine.server == loaded.config.policy.megatron == {}
+    assert loaded.origin("rollout.engine.server") == "override"
+
+
 def test_a_reward_part_may_change_from_model_to_function(write, load):
     base = write("base.yaml", "reward: {parts: {a: {model: {path: rm}}}}\n")
     part = load("reward.parts.a.model=null", "reward.parts.a.function=math", files=[base]).config.reward.parts["a"]
