@@ -71,7 +71,7 @@ def torchrun_nodes(task: Task) -> list[Program]:
         "MAX_RESTARTS": "0", "RLCORE_ENGINE_API_KEY": secrets.token_hex(16), "RLCORE_ENGINE_ADMIN_KEY": secrets.token_hex(16),
     }  # fmt: skip
     trainer = [script("torchrun_multinode.sh"), *task.files, *task.keys]
-    engine = [script("engines.sh"), *task.files, *task.server_file, *(key for key in task.keys if key != "--overwrite")]
+    engine = [script("engines.sh"), *task.files, *task.server_file, *task.keys]
     return [
         *(Program(f"trainer_{node}", trainer, {**shared, "NODE_RANK": str(node)}) for node in range(2)),
         Program("engine", [*engine, *task.server_keys], shared, lasts=True),

@@ -1,10 +1,17 @@
 # shellcheck shell=bash
-# Sourced by the launch scripts: $root is the checkout, $python its interpreter (PYTHON picks another one).
+# Sourced by the launch scripts: $root is the checkout, $python its interpreter (PYTHON, a path or a name, picks another one).
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${PYTHON:-$root/.venv/bin/python}
-[ -x "$python" ] || python=$(command -v python3)
 
 fail() { echo "$(basename "$0"): $*" >&2; exit 2; }
+
+if [ -n "${PYTHON:-}" ]; then
+    python=$(type -P "$PYTHON") || fail "PYTHON=$PYTHON: no such program; name a Python that has rlcore, or leave it out"
+    case $python in /*) ;; *) python=$PWD/$python ;; esac
+elif [ -x "$root/.venv/bin/python" ]; then
+    python=$root/.venv/bin/python
+else
+    python=$(type -P python3) || fail "no Python: neither $root/.venv/bin/python (./scripts/install.sh makes it) nor python3"
+fi
 
 # One address by which other nodes reach this one: HOST_ADDRESS, else the first that the machine names.
 own_address() {

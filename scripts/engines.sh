@@ -7,7 +7,8 @@
 # ENGINES_PER_NODE    rollout.engine.count of this node (default: as configured)
 # HOST_ADDRESS        of this node, as the trainer reaches it (default: its first)
 # RLCORE_ENGINE_API_KEY and RLCORE_ENGINE_ADMIN_KEY must be exported, the same on every node.
-# It runs until SIGINT or SIGTERM, or until an engine ends; its URLs are taken away then.
+# It runs until SIGINT or SIGTERM, or until no engine can be kept up; its URLs are taken away then. The arguments may be those
+# of the trainer, --resume and --overwrite too, which are nothing to engines.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 . "$(dirname "$0")/common.sh"
@@ -15,7 +16,11 @@ set -euo pipefail
 : "${ENGINES:?a folder that all nodes share}"
 need_keys
 
+settings=()
+for word in "$@"; do
+    case $word in --resume | --overwrite) ;; *) settings+=("$word") ;; esac
+done
 address=$(own_address)
 mkdir -p "$ENGINES"
-exec "$python" -m rlcore engine "$@" ${ENGINES_PER_NODE:+"rollout.engine.count=$ENGINES_PER_NODE"} \
+exec "$python" -m rlcore engine ${settings[@]+"${settings[@]}"} ${ENGINES_PER_NODE:+"rollout.engine.count=$ENGINES_PER_NODE"} \
     cluster.launcher=torchrun rollout.engine.kind=sglang "rollout.engine.host=$address" --urls-file "$ENGINES/$address.json"

@@ -15,7 +15,10 @@ recipe=$root/examples/recipes/llama-3.1-8b-ppo
 
 case ${LAUNCHER:-torchrun}-$NODE_RANK in
     ray-*) exec "$root/scripts/ray_multinode.sh" "$recipe.yaml" "$recipe.servers.yaml" "$@" ;;
-    torchrun-0) NNODES=1 GPUS_PER_NODE=8 ENGINE_NODES=1 exec "$root/scripts/torchrun_multinode.sh" "$recipe.yaml" "$@" ;;
+    torchrun-0)
+        [ -n "${ENGINES:-}${ENGINE_URLS:-}" ] || fail "without Ray the nodes meet in a folder: set ENGINES to a new one that both share"
+        NNODES=1 GPUS_PER_NODE=8 ENGINE_NODES=1 exec "$root/scripts/torchrun_multinode.sh" "$recipe.yaml" "$@"
+        ;;
     torchrun-1) exec "$root/scripts/engines.sh" "$recipe.yaml" "$recipe.servers.yaml" "$@" ;;
     *) fail "LAUNCHER is torchrun or ray and NODE_RANK 0 or 1, got ${LAUNCHER:-torchrun} and $NODE_RANK" ;;
 esac

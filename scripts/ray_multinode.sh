@@ -30,19 +30,16 @@ until_there() {     # until_there PROCESS: the head answers; PROCESS ("" for non
     done
 }
 
-until_ended() {     # until_ended PROCESS: its exit code, in $code; signals are passed on to it
+until_ended() {     # until_ended PROCESS: its exit code, in $code; Ctrl-C and SIGTERM end it
+    # SIGTERM for both: what a script starts in the background begins with SIGINT ignored, and `ray start` keeps it so.
     # shellcheck disable=SC2064     # the process is known now
-    trap "kill -TERM $1 2> /dev/null || true" TERM
-    # shellcheck disable=SC2064
-    trap "kill -INT $1 2> /dev/null || true" INT
+    trap "kill -TERM $1 2> /dev/null || true" INT TERM
+    while kill -0 "$1" 2> /dev/null; do wait "$1" || true; done      # a signal ends `wait`, not the process
     code=0
     wait "$1" || code=$?
-    while kill -0 "$1" 2> /dev/null; do      # a signal ends `wait`, not the process
-        code=0
-        wait "$1" || code=$?
-    done
 }
 
+trap 'exit 130' INT         # also in the middle of a health check, which takes a Ctrl-C for an answer
 if [ "$NODE_RANK" != 0 ]; then
     until_there ""
     "$ray" start --block --address "$head_address" --node-ip-address "$(own_address)" ${more[@]+"${more[@]}"} &
@@ -52,11 +49,11 @@ if [ "$NODE_RANK" != 0 ]; then
     exit 0
 fi
 
-# A session of its own: Ctrl-C is for the run, which saves and ends while its cluster is still there.
+# Sessions of their own: Ctrl-C is passed on to the run, once, which saves and ends while its cluster is still there.
 setsid "$ray" start --head --block --node-ip-address "$MASTER_ADDR" --port "${RAY_PORT:-6379}" ${more[@]+"${more[@]}"} &
 head=$!
 trap 'kill "$head" 2> /dev/null || true; wait "$head" || true' EXIT
 until_there "$head"
-"$python" -m rlcore train "$@" cluster.launcher=ray "cluster.ray.address=$head_address" &
+setsid "$python" -m rlcore train "$@" cluster.launcher=ray "cluster.ray.address=$head_address" &
 until_ended $!
 exit "$code"

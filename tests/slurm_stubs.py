@@ -1,6 +1,7 @@
 """Stand-ins for Slurm's commands, for a job whose nodes are addresses of this machine.
 
-`scontrol` names 10.0.0.N ($PREFIX.N) for each N of $NODES; `srun` starts its command once a node, here and at the same time.
+`scontrol` names 10.0.0.N ($PREFIX.N) for each N of $NODES; `srun` starts its command once a node, here and at the same time,
+and heeds --kill-on-bad-exit.
 """
 
 from __future__ import annotations
@@ -9,13 +10,23 @@ from pathlib import Path
 
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do
-    case $1 in --nodes=*) count=${1#*=} ;; --nodelist=*) IFS=, read -ra nodes <<< "${1#*=}" ;; esac
+    case $1 in
+        --nodes=*) count=${1#*=} ;;
+        --nodelist=*) IFS=, read -ra nodes <<< "${1#*=}" ;;
+        --kill-on-bad-exit=*) kill=${1#*=} ;;
+    esac
     shift
 done
 pids=() code=0
-trap 'kill "${pids[@]}"; wait' TERM
+trap 'kill "${pids[@]}" 2> /dev/null; wait; exit 143' TERM
 for ((i = 0; i < count; i++)); do SLURM_PROCID=$i HOST_ADDRESS=${nodes[i]:-10.0.0.$i} "$@" & pids+=($!); done
-for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
+for _ in "${pids[@]}"; do
+    wait -n || {
+        ended=$?
+        [ $code != 0 ] || code=$ended
+        [ "$kill" = 0 ] || kill "${pids[@]}" 2> /dev/null
+    }
+done
 exit $code
 """
 SCONTROL = """#!/usr/bin/env bash

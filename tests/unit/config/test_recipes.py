@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,6 +101,18 @@ def test_without_ray_its_engines_are_given_by_url(recipe: Recipe) -> None:
     if not recipe.config.rollout.engine.colocated:
         given = ["cluster.launcher=torchrun", 'rollout.engine.urls=["http://10.0.0.7:30000"]']
         assert load_config(recipe.files[:1], given).config.rollout.engine.urls == ["http://10.0.0.7:30000"]
+
+
+@each_recipe
+def test_it_can_be_debugged(recipe: Recipe, models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What scripts/debug.sh makes of it is valid, for one process."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    python.chmod(0o755)
+    command = [str(EXAMPLES.parent / "scripts" / "debug.sh"), *map(str, recipe.files), *models]
+    said = subprocess.run(command, env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True, check=True)
+    words = said.stdout.splitlines()
+    assert cli.main(["validate", *words[words.index("train") + 1 : words.index("--overwrite")]]) == 0, capsys.readouterr().err
 
 
 OTHERS = [

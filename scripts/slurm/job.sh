@@ -1,0 +1,21 @@
+# shellcheck shell=bash
+# Sourced by the Slurm templates, in the checkout: $nodes are the job's, $settings the arguments of `rlcore train`.
+say() { echo "${SLURM_JOB_NAME:-rlcore}: $*" >&2; }
+if [ $# -eq 0 ]; then say "usage: sbatch $0 CONFIG.yaml [SERVERS.yaml] [key=value ...]"; exit 2; fi
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${nodes[0]}
+
+# A job that Slurm has put back into its queue goes on, whatever its first start was told.
+settings=("$@")
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+    settings=()
+    for word in "$@"; do
+        case $word in --resume | --overwrite) ;; *) settings+=("$word") ;; esac
+    done
+    settings+=(--resume)
+fi
+
+# Made here, passed on in the environment: keys stand in no command line and in no file.
+key() { head -c 32 /dev/urandom | base64 | tr '+/' '-_' | tr -d '=\n'; }
+export RLCORE_ENGINE_API_KEY=${RLCORE_ENGINE_API_KEY:-$(key)} RLCORE_ENGINE_ADMIN_KEY=${RLCORE_ENGINE_ADMIN_KEY:-$(key)}

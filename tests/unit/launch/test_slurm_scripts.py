@@ -1,0 +1,148 @@
+"""scripts/slurm: which node is told what, what ends a job, and what a job that was put back goes on with. Slurm is stubbed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.script_stage import KEYS, Stage, value_of
+from tests.slurm_stubs import job
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def test_slurm_nodes_are_split_into_trainers_and_engines(stage: Stage) -> None:
+    done = stage.sbatch(
+        "torchrun.sbatch", 4, "run.yaml", "a.b=1", ENGINE_NODES="2", ENGINES_PER_NODE="4", SERVERS="servers.yaml"
+    )
+    assert done.returncode == 0, done.stderr
+    trainers, engines = stage.calls("torch.distributed.run"), stage.calls("engine")
+    assert len(trainers) == len(engines) == 2
+    for node, call in enumerate(trainers):
+        arguments = call["arguments"]
+        flags = {"--nnodes": "2", "--node-rank": str(node), "--nproc-per-node": "8", "--master-addr": "10.0.0.1",
+                 "--master-port": "29400", "--max-restarts": "3"}  # fmt: skip
+        assert {flag: value_of(arguments, flag) for flag in flags} == flags
+        assert arguments[arguments.index("rlcore") :] == [
+            "rlcore", "train", "run.yaml", "a.b=1", "cluster.launcher=torchrun", "rollout.engine.kind=sglang",
+            'rollout.engine.urls=["http://10.0.0.3:30000", "http://10.0.0.4:30000"]',
+        ]  # fmt: skip
+    for call, address in zip(engines, ("10.0.0.3", "10.0.0.4"), strict=True):
+        assert call["arguments"][:7] == [
+            "-m", "rlcore", "engine", "run.yaml", "a.b=1", "servers.yaml", "rollout.engine.count=4",
+        ]  # fmt: skip
+        assert f"rollout.engine.host={address}" in call["arguments"]
+
+
+def test_keys_are_made_once_and_stand_in_no_command_line(stage: Stage) -> None:
+    assert stage.sbatch("torchrun.sbatch", 2, "run.yaml", ENGINE_NODES="1").returncode == 0
+    calls = [*stage.calls("torch.distributed.run"), *stage.calls("engine")]
+    pairs = {tuple(call["environment"][key] for key in KEYS) for call in calls}
+    [(api, admin)] = pairs
+    assert len(calls) == 2
+    assert len(api) > 40 < len(admin)
+    assert api != admin
+    assert not any(key in word for call in calls for word in call["arguments"] for key in (api, admin))
+
+
+def test_engines_end_with_the_trainer_whose_exit_code_is_the_jobs(stage: Stage) -> None:
+    assert stage.sbatch("torchrun.sbatch", 2, "run.yaml", ENGINE_NODES="1", TRAINER_CODE="3").returncode == 3
+    [engine] = stage.calls("engine")
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine["pid"], 0)
+    assert list((stage.folder / "checkout" / "runs").rglob("*.json")) == []
+
+
+@pytest.mark.parametrize(("script", "word"), [("torchrun.sbatch", "torch.distributed.run"), ("ray.sbatch", "train")])
+@pytest.mark.parametrize(("given", "first", "again"), [
+    ([], [], ["--resume"]),
+    (["--overwrite"], ["--overwrite"], ["--resume"]),
+    (["--resume"], ["--resume"], ["--resume"]),
+])  # fmt: skip
+def test_a_job_that_was_put_back_resumes(
+    stage: Stage, script: str, word: str, given: list[str], first: list[str], again: list[str]
+) -> None:
+    for restarts in ("0", "1"):
+        done = stage.sbatch(script, 1, "run.yaml", *given, "a.b=1", ENGINE_NODES="0", SLURM_RESTART_COUNT=restarts)
+        assert done.returncode == 0, done.stderr
+    flags = [[text for text in call["arguments"] if text in ("--resume", "--overwrite")] for call in stage.calls(word)]
+    assert sorted(flags) == sorted([first, again])
+    assert all({"run.yaml", "a.b=1"} <= set(call["arguments"]) for call in stage.calls(word))
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
+def test_what_the_trainer_does_with_an_earlier_run_is_nothing_to_engines(stage: Stage, flag: str) -> None:
+    done = stage.sbatch("torchrun.sbatch", 2, "run.yaml", flag, "a.b=1", ENGINE_NODES="1")
+    assert done.returncode == 0, done.stderr
+    [trainer], [engine] = stage.calls("torch.distributed.run"), stage.calls("engine")
+    assert flag in trainer["arguments"]
+    assert flag not in engine["arguments"]
+    assert engine["arguments"][3:5] == ["run.yaml", "a.b=1"]
+
+
+def test_engines_that_cannot_begin_end_the_job(stage: Stage) -> None:
+    """The trainer would wait for them, its nodes idle, for ENGINES_TIMEOUT_S."""
+    done = stage.sbatch("torchrun.sbatch", 4, "run.yaml", ENGINE_NODES="2", ENGINE_CODE="7")
+    assert done.returncode == 7
+    assert "no engine is left (exit code 7, see above): the trainer is ended" in done.stderr
+    assert stage.calls("torch.distributed.run") == []
+
+
+def test_an_engine_node_that_is_lost_later_leaves_the_others(stage: Stage) -> None:
+    lost = {"ENGINE_NODES": "2", "LOST": "10.0.0.3", "TRAINER_S": "2"}
+    done = stage.sbatch("torchrun.sbatch", 3, "run.yaml", **lost)
+    assert done.returncode == 0, done.stderr
+    assert "no engine is left" not in done.stderr
+
+
+def test_the_last_engine_node_that_is_lost_ends_the_job(stage: Stage) -> None:
+    lost = {"ENGINE_NODES": "2", "LOST": "10.0.0.2 10.0.0.3", "TRAINER_S": "50"}
+    done = stage.sbatch("torchrun.sbatch", 3, "run.yaml", **lost)
+    assert done.returncode == 5, done.stderr
+    [trainer] = stage.calls("torch.distributed.run")
+    with pytest.raises(ProcessLookupError):
+        os.kill(trainer["pid"], 0)
+
+
+def test_without_engine_nodes_there_are_no_urls(stage: Stage) -> None:
+    assert stage.sbatch("torchrun.sbatch", 2, "run.yaml", ENGINE_NODES="0").returncode == 0
+    assert not any("urls" in word for call in stage.calls("torch.distributed.run") for word in call["arguments"])
+    assert stage.calls("engine") == []
+
+
+def test_a_job_without_a_node_to_train_on_is_refused(stage: Stage) -> None:
+    done = stage.sbatch("torchrun.sbatch", 2, "run.yaml", ENGINE_NODES="2")
+    assert done.returncode == 2
+    assert "2 nodes, ENGINE_NODES=2: none is left to train" in done.stderr
+
+
+@pytest.mark.parametrize("of_the_user", ["environment", "home", "nobody"])
+def test_ray_s_token_is_the_user_s_where_there_is_one(stage: Stage, of_the_user: str) -> None:
+    """Else nobody but the job could ask the cluster how its runs are."""
+    given = {"RAY_AUTH_TOKEN": "mine"} if of_the_user == "environment" else {}
+    if of_the_user == "home":
+        (stage.folder / ".ray").mkdir()
+        (stage.folder / ".ray" / "auth_token").write_text("mine\n")
+    done = stage.sbatch("ray.sbatch", 1, "run.yaml", **given)
+    assert done.returncode == 0, done.stderr
+    [call] = stage.calls("train")
+    token = call["environment"]["RAY_AUTH_TOKEN"]
+    assert len(token) > 40 if of_the_user == "nobody" else token == "mine"
+    assert call["environment"]["RAY_AUTH_MODE"] == "token"
+    assert not any(token in word for word in call["arguments"])
+
+
+def test_sigterm_to_the_job_s_own_script_ends_its_steps(stage: Stage) -> None:
+    given = {**job(2), "ENGINE_NODES": "1", "TRAINER_S": "50"}
+    process = stage.start("slurm/torchrun.sbatch", "run.yaml", **given)
+    stage.wait_for((stage.records / "training").exists, "nobody trains")
+    process.terminate()
+    assert process.wait(20) != 0
+    for call in (*stage.calls("torch.distributed.run"), *stage.calls("engine")):
+        with pytest.raises(ProcessLookupError):
+            os.kill(call["pid"], 0)
