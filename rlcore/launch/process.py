@@ -133,11 +133,10 @@ def _meet(
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if orphaned():
         raise RunFailed(f"rank {os.environ['RANK']} has lost its supervisor before it met the other ranks")
-    if supervised():        # whose store is there already: nobody is waited for
-        start_timeout_s = min(start_timeout_s, STORE_S)
+    store_s = min(start_timeout_s, STORE_S) if supervised() else start_timeout_s
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=start_timeout_s)))
-        attempt = join_attempt(store, rank, timeout_s=start_timeout_s)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=store_s)))
+        attempt = join_attempt(store, rank, world_size, timeout_s=start_timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore(f"{attempt.prefix}/ranks", store),

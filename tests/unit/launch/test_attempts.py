@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 import torch.distributed as dist
@@ -11,59 +12,95 @@ from rlcore.errors import DeadlineExceeded
 from rlcore.launch.attempts import Attempt, RunHasEnded, join_attempt, mark_ended
 from rlcore.launch.run_folder import mark_opened
 
+WORLD = 3
+FIRST, SECOND = Attempt(0, goes_on=False), Attempt(1, goes_on=False)
+
+
+class Ranks:
+    """Each start of a rank is a thread; one that nobody asks for any more stands for a process that died waiting."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.pool, self.store = pool, dist.HashStore()
+
+    def start(self, rank: int, *, timeout_s: float = 10) -> Future[Attempt]:
+        return self.pool.submit(join_attempt, self.store, rank, WORLD, timeout_s=timeout_s)
+
+    def start_all(self) -> list[Attempt]:
+        return [joining.result(10) for joining in [self.start(rank) for rank in range(WORLD)]]
+
+    def of(self, attempt: Attempt) -> dist.Store:
+        return dist.PrefixStore(attempt.prefix, self.store)
+
 
 @pytest.fixture
-def store() -> dist.Store:
-    return dist.HashStore()
+def ranks() -> Iterator[Ranks]:
+    with ThreadPoolExecutor() as pool:
+        yield Ranks(pool)
 
 
-def opened(store: dist.Store, attempt: Attempt) -> None:
-    mark_opened(dist.PrefixStore(attempt.prefix, store))
+def is_waiting(joining: Future[Attempt]) -> bool:
+    return bool(wait([joining], timeout=0.3).not_done)
 
 
-def test_the_first_attempt_goes_on_with_nothing(store: dist.Store) -> None:
-    first = Attempt(0, goes_on=False)
-    assert [join_attempt(store, rank, timeout_s=5) for rank in range(3)] == [first] * 3
-    assert first.prefix == "rlcore/0"
+def test_the_first_attempt_goes_on_with_nothing(ranks: Ranks) -> None:
+    assert ranks.start_all() == [FIRST] * WORLD
+    assert FIRST.prefix == "rlcore/0"
 
 
-def test_a_later_attempt_goes_on_with_a_run_that_an_earlier_one_has_opened(store: dist.Store) -> None:
-    opened(store, join_attempt(store, 0, timeout_s=5))
-    second, third = join_attempt(store, 0, timeout_s=5), join_attempt(store, 0, timeout_s=5)
-    assert (second, third) == (Attempt(1, goes_on=True), Attempt(2, goes_on=True)), "also where the second opened nothing"
-    assert join_attempt(store, 1, timeout_s=5) == third, "the others join the newest"
+def test_a_later_attempt_goes_on_with_a_run_that_an_earlier_one_has_opened(ranks: Ranks) -> None:
+    mark_opened(ranks.of(ranks.start_all()[0]))
+    assert ranks.start_all() == [Attempt(1, goes_on=True)] * WORLD
+    assert ranks.start_all() == [Attempt(2, goes_on=True)] * WORLD, "also where the second opened nothing"
 
 
-def test_what_was_refused_before_the_run_was_opened_is_refused_again(store: dist.Store) -> None:
-    join_attempt(store, 0, timeout_s=5)
-    assert join_attempt(store, 0, timeout_s=5) == Attempt(1, goes_on=False)
+def test_what_was_refused_before_the_run_was_opened_is_refused_again(ranks: Ranks) -> None:
+    ranks.start_all()
+    assert ranks.start_all() == [SECOND] * WORLD
 
 
-def test_a_rank_that_came_back_first_waits_for_the_next_attempt(store: dist.Store) -> None:
+def test_a_rank_that_came_back_first_waits_for_the_next_attempt(ranks: Ranks) -> None:
     """Rank 0 has yet to notice: this attempt has had its rank 1."""
-    for rank in (0, 1):
-        join_attempt(store, rank, timeout_s=5)
-    joined: list[Attempt] = []
-    waiting = threading.Thread(target=lambda: joined.append(join_attempt(store, 1, timeout_s=10)))
-    waiting.start()
-    waiting.join(0.3)
-    assert not joined
-    join_attempt(store, 0, timeout_s=5)
-    waiting.join(5)
-    assert joined == [Attempt(1, goes_on=False)]
+    ranks.start_all()
+    back = ranks.start(1)
+    assert is_waiting(back)
+    others = [ranks.start(0), ranks.start(2)]
+    assert [joining.result(10) for joining in (back, *others)] == [SECOND] * WORLD
+
+
+def test_an_attempt_whose_rank_0_is_dead_is_joined_by_nobody(ranks: Ranks) -> None:
+    """Rank 2 died before it came, so rank 0 was ended while it waited. Their successors come before rank 0's."""
+    dead = ranks.start(0, timeout_s=0.3)
+    with pytest.raises(DeadlineExceeded):
+        dead.result(10)
+    early = [ranks.start(1), ranks.start(2)]
+    assert all(is_waiting(joining) for joining in early)
+    assert [joining.result(10) for joining in (ranks.start(0), *early)] == [SECOND] * WORLD
+
+
+def test_a_rank_that_died_before_all_had_come_is_replaced(ranks: Ranks) -> None:
+    joining = [ranks.start(0), ranks.start(1)]
+    assert all(is_waiting(one) for one in joining)
+    successor, last = ranks.start(1), ranks.start(2)
+    assert [one.result(10) for one in (joining[0], successor, last)] == [FIRST] * WORLD
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_started_again_after_the_end_is_told_so(store: dist.Store, rank: int) -> None:
+def test_a_rank_that_is_started_again_after_the_end_is_told_so(ranks: Ranks, rank: int) -> None:
     """It died on its way out; the others are gone."""
-    for each in (0, 1):
-        attempt = join_attempt(store, each, timeout_s=5)
-    mark_ended(dist.PrefixStore(attempt.prefix, store), 130)
+    mark_ended(ranks.of(ranks.start_all()[0]), 130)
     with pytest.raises(RunHasEnded) as ended:
-        join_attempt(store, rank, timeout_s=5)
+        ranks.start(rank).result(10)
     assert ended.value.code == 130
 
 
-def test_without_rank_0_the_wait_ends_with_the_key_that_sets_it(store: dist.Store) -> None:
+def test_without_rank_0_the_wait_ends_with_the_key_that_sets_it(ranks: Ranks) -> None:
     with pytest.raises(DeadlineExceeded, match=r"rank 3 waited 0\.2 s \(cluster\.start_timeout_s\) for rank 0 to start"):
-        join_attempt(store, 3, timeout_s=0.2)
+        ranks.start(3, timeout_s=0.2).result(10)
+
+
+def test_rank_0_names_those_that_did_not_come(ranks: Ranks) -> None:
+    waiting = ranks.start(1, timeout_s=0.5)
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 waited 0\.5 s \(cluster\.start_timeout_s\) for rank 2 to start"):
+        ranks.start(0, timeout_s=0.5).result(10)
+    with pytest.raises(DeadlineExceeded):
+        waiting.result(10)
