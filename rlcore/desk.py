@@ -22,7 +22,7 @@ from rlcore.mfu import Utilization
 from rlcore.protocols import RolloutSource, StepRollouts, Tracker, UpdateResult
 from rlcore.runs.checkpoints import Checkpoint, CheckpointStore, write_failure
 from rlcore.runs.directory import RunDirectory, Status
-from rlcore.runs.metrics import read_metrics
+from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.runs.rng import restore_rng, rng_state
 from rlcore.step_metrics import step_metrics
 from rlcore.tracking.hub import push_to_hub
@@ -220,6 +220,7 @@ class Desk:
             step,
             {
                 "step": step,
+                "version": self._version,
                 "episodes": self.episodes,
                 "seconds": self._elapsed,
                 "objective_kl": self.metrics.get("objective/kl"),
@@ -255,6 +256,8 @@ class Desk:
 
         The status is `CONTINUE`, unless a kill came between the last checkpoint and the result: then only the end is to do.
         """
+        again_from_0 = self._resume_from is None        # the evaluation before training too
+        MetricsFile(self.directory.metrics_path).rewind(-1 if again_from_0 else self.step)
         self.directory.rewind(self.step)
         self.source.keep_ledger(self.directory.ledger_path)     # last: a recording that it does not know is a contradiction
         self.directory.write_config(self.config.model_dump(mode="json"), self._origins)

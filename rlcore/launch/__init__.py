@@ -13,6 +13,7 @@ from rlcore.launch.ranks import supervised, under_torchrun, wait_for_speaker
 
 if TYPE_CHECKING:
     from rlcore.launch.compose import OpenService
+    from rlcore.runs.directory import Status
 
 FAILED = 1
 BAD_INPUT = 2
@@ -52,7 +53,7 @@ def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenSe
         service: how rank 0 opens the rollout service; default: in this process.
     """
     from rlcore.control import PeerFailed
-    from rlcore.launch.attempts import RunHasEnded, mark_ended
+    from rlcore.launch.attempts import RunHasEnded
     from rlcore.launch.compose import run_rank
     from rlcore.launch.logs import describe
     from rlcore.launch.process import join
@@ -64,9 +65,6 @@ def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenSe
             outcome = run_rank(
                 process, loaded, resume=resume or goes_on, overwrite=overwrite and not goes_on, service=service
             )
-            code = INTERRUPTED if outcome.status == "interrupted" else 0
-            if rank == 0:
-                mark_ended(process.control.store, code)
     except RunHasEnded as ended:
         return ended.code
     except PeerFailed as error:
@@ -74,7 +72,12 @@ def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenSe
             wait_for_speaker()
             return FAILED
         raise RunFailed(describe(error.failure, loaded.config.run)) from error
-    return code
+    return exit_code(outcome.status)
+
+
+def exit_code(status: Status) -> int:
+    """Of a run that did not fail."""
+    return INTERRUPTED if status == "interrupted" else 0
 
 
 def evaluate(loaded: Loaded, *, output: Path | None) -> int:

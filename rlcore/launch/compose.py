@@ -5,8 +5,6 @@ Only here, in the other files of this folder and in the command line may `rlcore
 
 from __future__ import annotations
 
-import errno
-import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,12 +19,12 @@ from rlcore.algorithms import AlgorithmError
 from rlcore.config import Config
 from rlcore.config.derived import generates, other_folders, recorded_fields, total_steps, updates_per_step
 from rlcore.config.load import Loaded
-from rlcore.control import in_one_line
 from rlcore.credit import Credit
 from rlcore.data.rows import check_file
-from rlcore.desk import FINISHED, Desk, Outcome
-from rlcore.errors import ConfigError, ModelError, RunFailed, UserError
+from rlcore.desk import Desk, Outcome
+from rlcore.errors import ConfigError, ModelError, RunFailed
 from rlcore.launch.engines import build_engines
+from rlcore.launch.finish import finish
 from rlcore.launch.initial import find_checkpoint, pin_initial_policy
 from rlcore.launch.logs import folder_of
 from rlcore.launch.process import Process
@@ -37,7 +35,7 @@ from rlcore.objective import Objective
 from rlcore.planning.devices import peak_flops
 from rlcore.protocols import EngineMemory, PolicyBackend, RolloutEngine, RolloutSource, WeightSink
 from rlcore.publish import Publisher, VersionJournal
-from rlcore.runs.directory import Status, check_run_name
+from rlcore.runs.directory import check_run_name
 from rlcore.tracking import build_trackers
 from rlcore.tracking.hub import reach_hub
 from rlcore.turns import Turns
@@ -46,8 +44,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rollout.service import RolloutService
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -107,7 +103,8 @@ def run_rank(
         control.main("starting the engines", lambda: present(office).source.start(), timeout_s=starting)
         desk = journal = None
         if run is not None:
-            journal = VersionJournal(run.directory.versions_path)
+            known = run.resume_from.state if run.resume_from else {}
+            journal = VersionJournal(run.directory.versions_path, newest=known.get("version") or 0)
             utilization = build_utilization(config, process, credit)
             desk = build_desk(loaded, process, present(office), run, backend, steps, utilization)
         publisher = build_publisher(config, process, backend, office, journal)
@@ -308,36 +305,3 @@ def build_desk(
 def _replay_from(config: Config) -> Path | None:
     path = config.training.replay_from
     return None if path is None else find_checkpoint(Path(path), "training.replay_from")
-
-
-def finish(trainer: Trainer, process: Process) -> Outcome:
-    """Train, export, and leave a result behind, whatever the end is."""
-    config, desk = trainer.config, trainer.desk
-    folder = Path(config.run.dir) / config.run.name / "hf"
-    try:
-        with process.blaming():
-            outcome = trainer.train()
-            if outcome.status in FINISHED and config.checkpoint.export_hf:
-                trainer.backend.export_hf(folder)
-    except BaseException as error:
-        if desk is not None:
-            status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            if not isinstance(error, UserError):
-                _conclude_failed(desk, status, error)
-            desk.tracker.close(status)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise RunFailed(f"{error}; free space under {config.run.dir} and continue with --resume") from error
-        raise
-    process.control.main("the result of the run", lambda: trainer.main.conclude(outcome.status), timeout_s=trainer.patience)
-    if desk is not None:        # the other ranks may leave meanwhile: an upload can take longer than they would wait
-        if outcome.status in FINISHED and config.tracking.hub.repo:
-            desk.push(folder)
-        desk.tracker.close(outcome.status)
-    return outcome
-
-
-def _conclude_failed(desk: Desk, status: Status, error: BaseException) -> None:
-    try:
-        desk.conclude(status, reason=in_one_line(error))
-    except OSError as second:       # a full disk, say: what failed first is what the user must hear
-        logger.error("result.json could not be written: %s", second)

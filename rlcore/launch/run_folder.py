@@ -14,7 +14,7 @@ from rlcore.config.load import Loaded
 from rlcore.control import Failure, Store, in_one_line
 from rlcore.desk import FINISHED
 from rlcore.early_stopping import EarlyStopping
-from rlcore.errors import UserError
+from rlcore.errors import DataError, UserError
 from rlcore.runs.checkpoints import Checkpoint, CheckpointStore
 from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.files import remove_tree
@@ -49,7 +49,7 @@ def conclude(directory: RunDirectory, status: Status, reason: str) -> None:
     try:
         rows = read_metrics(directory.metrics_path)
         directory.write_result(status, rows[-1]["step"] if rows else 0, reason)
-    except OSError as second:
+    except (OSError, DataError) as second:
         logger.error("result.json could not be written: %s", second)
 
 

@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+BLOCK = 1 << 16         # bytes that are read at a time
+
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace `path` by `content` in one rename. A kill at any moment leaves the old file or the new one."""
@@ -21,10 +23,16 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 def cut_torn_line(path: Path) -> None:
     """Cut off what stands behind the last newline of a file of lines: a kill tore it apart, so it was never relied on."""
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with open(path, "r+b") as file:
+    with open(path, "r+b") as file:
+        size = whole = file.seek(0, os.SEEK_END)
+        while whole > 0:        # from behind: it may be larger than memory
+            begin = max(0, whole - BLOCK)
+            file.seek(begin)
+            newline = file.read(whole - begin).rfind(b"\n")
+            whole = begin + newline + 1
+            if newline >= 0:
+                break
+        if whole < size:
             file.truncate(whole)
 
 

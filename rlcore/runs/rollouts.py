@@ -14,8 +14,9 @@ import orjson
 import zstandard
 from numpy.typing import NDArray
 
-from rlcore.data.sample import Sample
+from rlcore.data.sample import ARRAYS, Sample
 from rlcore.errors import DataError
+from rlcore.runs.files import sync
 
 LEVEL = 3
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
@@ -34,6 +35,7 @@ def write_rollouts(
 
     A line is `Sample.to_record()` with `step`, `policy_version` (the one trained), `policy_steps` (one for each of its spans
     of versions, where they are given by version) and `advantages`. Written aside and renamed: a kill leaves no half file.
+    On the disk when this returns.
     """
     if advantages is not None and len(advantages) != len(samples):
         raise ValueError(f"step {step}: {len(samples)} samples but {len(advantages)} advantage vectors")
@@ -46,6 +48,7 @@ def write_rollouts(
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+    sync(path.parent)
 
 
 def read_rollouts(path: Path | str) -> list[dict[str, Any]]:
@@ -65,7 +68,7 @@ def read_rollouts(path: Path | str) -> list[dict[str, Any]]:
 
 def encode_samples(samples: Sequence[Sample]) -> bytes:
     """The same format for samples that no step was trained on yet; `decode_samples` gives them back."""
-    lines = b"".join(_encoded(sample.to_record(), sample) for sample in samples)
+    lines = b"".join(_encoded(sample.to_record(arrays=True)) for sample in samples)
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(lines)
 
 
@@ -81,7 +84,7 @@ def decode_samples(content: bytes) -> list[Sample]:
 def _line(
     step: int, sample: Sample, advantages: NDArray[np.float32] | None, version: int | None, policy_steps: Mapping[int, int]
 ) -> bytes:
-    record = sample.to_record() | {"step": step, "policy_version": version}
+    record = sample.to_record(arrays=True) | {"step": step, "policy_version": version}
     if policy_steps:
         record["policy_steps"] = [policy_steps[span.version] for span in sample.versions]
     if advantages is not None:
@@ -91,14 +94,12 @@ def _line(
                 f"expected ({sample.num_trainable},)"
             )
         record["advantages"] = np.ascontiguousarray(advantages, dtype=np.float32)
-    return _encoded(record, sample)
+    return _encoded(record)
 
 
-def _encoded(record: dict[str, Any], sample: Sample) -> bytes:
+def _encoded(record: dict[str, Any]) -> bytes:
     # As arrays, float32 is written with its own shortest digits: a third of the size, and it reads back exactly.
-    record["rollout_logprobs"] = np.ascontiguousarray(sample.rollout_logprobs)
-    if sample.token_rewards is not None:
-        record["token_rewards"] = np.ascontiguousarray(sample.token_rewards)
+    record |= {name: np.ascontiguousarray(record[name]) for name in ARRAYS if record[name] is not None}
     try:
         return orjson.dumps(record, default=str, option=_OPTIONS)
     except TypeError:   # orjson takes no integer beyond 64 bits; a label may hold one

@@ -10,14 +10,10 @@ from rlcore.tracking.base import BaseTracker
 
 
 class JsonlTracker(BaseTracker):
-    """One line a step in `path`."""
+    """One line a step in `path`, from which a resume has removed the steps that come again."""
 
     def __init__(self, path: Path) -> None:
         self._file = MetricsFile(path)
-        self._started = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if not self._started:
-            self._file.rewind(step - 1)
-            self._started = True
         self._file.append(step, metrics)

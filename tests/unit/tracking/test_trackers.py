@@ -18,7 +18,6 @@ from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import read_metrics
 from rlcore.tracking import BaseTracker, Trackers, build_trackers, pick_samples
 from rlcore.tracking import tensorboard as tensorboard_module
-from rlcore.tracking.jsonl import JsonlTracker
 from rlcore.tracking.tensorboard import TensorboardTracker
 
 MakeSample = Callable[..., Sample]
@@ -34,17 +33,6 @@ def configured(**tracking: Any) -> Config:
             "tracking": tracking,
         }
     )
-
-
-def test_metrics_go_on_after_a_resume(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    first = JsonlTracker(path)
-    for step in range(5):
-        first.log(step, {"x": float(step)})
-    again = JsonlTracker(path)      # from the checkpoint of step 2
-    for step in (3, 4):
-        again.log(step, {"x": -1.0})
-    assert [(row["step"], row["x"]) for row in read_metrics(path)] == [(0, 0), (1, 1), (2, 2), (3, -1), (4, -1)]
 
 
 def test_always_metrics_and_progress_and_nothing_heavy(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""The end of a run, from its first step on: what it leaves behind, and who is told."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from pathlib import Path
+
+from rlcore.control import in_one_line
+from rlcore.desk import FINISHED, Desk, Outcome
+from rlcore.errors import DataError, RunFailed, UserError
+from rlcore.launch import exit_code
+from rlcore.launch.attempts import mark_ended
+from rlcore.launch.process import Process
+from rlcore.loop import Trainer
+from rlcore.runs.directory import Status
+
+logger = logging.getLogger(__name__)
+
+
+def finish(trainer: Trainer, process: Process) -> Outcome:
+    """Train, export, and leave a result behind, whatever the end is."""
+    config, desk = trainer.config, trainer.desk
+    folder = Path(config.run.dir) / config.run.name / "hf"
+    try:
+        with process.blaming():
+            outcome = trainer.train()
+            if outcome.status in FINISHED and config.checkpoint.export_hf:
+                trainer.backend.export_hf(folder)
+    except BaseException as error:
+        if desk is not None:
+            status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            if not isinstance(error, UserError):
+                _conclude_failed(desk, status, error)
+            desk.tracker.close(status)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RunFailed(f"{error}; free space under {config.run.dir} and continue with --resume") from error
+        raise
+
+    def conclude() -> None:
+        trainer.main.conclude(outcome.status)
+        mark_ended(process.control.store, exit_code(outcome.status))    # who is started again from here on has nothing to do
+
+    process.control.main("the result of the run", conclude, timeout_s=trainer.patience)
+    if desk is not None:        # the other ranks may leave meanwhile: an upload can take longer than they would wait
+        if outcome.status in FINISHED and config.tracking.hub.repo:
+            desk.push(folder)
+        desk.tracker.close(outcome.status)
+    return outcome
+
+
+def _conclude_failed(desk: Desk, status: Status, error: BaseException) -> None:
+    try:
+        desk.conclude(status, reason=in_one_line(error))
+    except (OSError, DataError) as second:      # a full disk, damaged metrics: what failed first is what the user must hear
+        logger.error("result.json could not be written: %s", second)

@@ -1,0 +1,57 @@
+"""What a checkpoint relies on is on the disk before it: a power cut may lose the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlcore.data.sample import Sample
+from rlcore.publish import VersionJournal
+from rlcore.runs.rollouts import write_rollouts
+
+
+class Disk:
+    """What is on it of one file: its content when that was last synced, if its name was since it was made."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self._contents, self._names = path, dict[int, bytes](), set[tuple[str, int]]()
+        real = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            real(descriptor)
+            synced = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            if synced.is_dir():
+                self._names |= {(entry.name, entry.stat().st_ino) for entry in synced.iterdir()}
+            else:
+                self._contents[os.fstat(descriptor).st_ino] = synced.read_bytes()
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    def is_whole(self) -> bool:
+        inode = self.path.stat().st_ino
+        return (self.path.name, inode) in self._names and self._contents.get(inode) == self.path.read_bytes()
+
+
+def test_a_version_that_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(tmp_path / "versions.jsonl", monkeypatch)
+    for life in range(2):
+        journal = VersionJournal(disk.path)
+        for step in range(2):
+            assert journal.next(step).version == 2 * life + step + 1
+            assert disk.is_whole()
+
+
+def test_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_sample: Callable[..., Sample]) -> None:
+    disk = Disk(tmp_path / "step_000001.jsonl.zst", monkeypatch)
+    for reward in (0.0, 1.0):       # the second time over the first
+        write_rollouts(disk.path, 1, [make_sample(reward=reward)])
+        assert disk.is_whole()
+
+
+def test_a_version_that_a_checkpoint_knows_is_not_taken_again(tmp_path: Path) -> None:
+    path = tmp_path / "versions.jsonl"      # lost
+    assert VersionJournal(path, newest=7).next(3).version == 8
+    assert VersionJournal(path, newest=7).next(3).version == 9
