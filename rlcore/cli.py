@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from rlcore import __version__
 from rlcore.config.load import Loaded, load_config, split_arguments
 from rlcore.errors import EmptyBatch, RunFailed, UserError
-from rlcore.launch.ranks import first_on_node, started_by_torchrun, wait_for_speaker
+from rlcore.launch.ranks import first_on_node, started_by_torchrun, under_torchrun, wait_for_speaker
+from rlcore.launch.signals import hearing
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -49,13 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
-    loaded = _load([*launcher, *arguments.settings])
-    from rlcore import launch
-    from rlcore.plugin_checks import check_plugins
+    # SIGTERM is as Ctrl-C until the run heeds both; but a rank may stand where no handler would be run.
+    with nullcontext() if under_torchrun() else hearing(signal.default_int_handler):
+        launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
+        loaded = _load([*launcher, *arguments.settings])
+        from rlcore import launch
+        from rlcore.plugin_checks import check_plugins
 
-    loaded = replace(loaded, notes=(*loaded.notes, *check_plugins(loaded)))
-    return launch.train(loaded, resume=arguments.resume, overwrite=arguments.overwrite, arguments=arguments.given)
+        loaded = replace(loaded, notes=(*loaded.notes, *check_plugins(loaded)))
+        return launch.train(loaded, resume=arguments.resume, overwrite=arguments.overwrite, arguments=arguments.given)
 
 
 def validate(arguments: argparse.Namespace) -> int:

@@ -11,8 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from rlcore.launch import BAD_INPUT, INTERRUPTED
 from rlcore.launch.logs import LAST_LINES, LAST_LINES_OF_A_STACK, describe, folder_of, path_of
 from rlcore.launch.pulse import LEAVE_S, NOTICE_S, Watch, came_late, read_stuck
 from rlcore.launch.ranks import SUPERVISED, store_prefix
-from rlcore.launch.run_folder import conclude_for
+from rlcore.launch.run_folder import conclude_for, was_opened
 from rlcore.launch.signals import hearing
 
 POLL_S = 0.1
@@ -40,7 +39,7 @@ def supervise(config: Config, arguments: Sequence[str]) -> int:
     """
     ranks = _Ranks(config)
     try:
-        with _passing_on_signals(ranks.workers):
+        with hearing(ranks.pass_on):
             ranks.start(arguments)
             failure = ranks.wait()
             if failure is not None:
@@ -65,10 +64,20 @@ class _Ranks:
         )
         self.lines = LAST_LINES
         self.workers: list[subprocess.Popen[bytes]] = []
+        self._passed_on = 0         # the last signal that came while they ran
 
     def start(self, arguments: Sequence[str]) -> None:
         for rank in range(self.count):
-            self.workers.append(_start(rank, self.count, self._host.port, self.config, arguments))
+            self.workers.append(worker := _start(rank, self.count, self._host.port, self.config, arguments))
+            if self._passed_on:
+                worker.send_signal(self._passed_on)     # it was not there yet
+
+    def pass_on(self, number: int, _frame: object) -> None:
+        """SIGTERM and Ctrl-C go to every worker, and we wait for their end."""
+        self._passed_on = number
+        for worker in self.workers:
+            if worker.poll() is None:
+                worker.send_signal(number)
 
     def wait(self) -> Failure | None:
         """Until all have ended well, or for what ends the run."""
@@ -105,6 +114,8 @@ class _Ranks:
         speaker, stuck = self.codes[0], read_stuck(self.store)
         if speaker in (BAD_INPUT, INTERRUPTED):
             return int(speaker)
+        if self._passed_on and self.codes[failure.rank] == -self._passed_on and not was_opened(self.store):
+            return INTERRUPTED      # a rank that does not heed signals yet dies of them
         conclude_for(self.config, self.store, failure, began=self._began)
         if failure.waited and stuck is not None:
             raise RunFailed(describe(came_late(stuck), self.config.run, lines=LAST_LINES_OF_A_STACK))
@@ -163,16 +174,3 @@ def _start(rank: int, count: int, port: int, config: Config, arguments: Sequence
     }
     # A session of its own: a Ctrl-C is ours to pass on, once, like a SIGTERM that only we get.
     return subprocess.Popen([sys.executable, "-m", "rlcore", *arguments], env=environment, start_new_session=True)
-
-
-@contextmanager
-def _passing_on_signals(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C go to every worker, and we wait for their end."""
-
-    def forward(number: int, _frame: object) -> None:
-        for worker in workers:
-            if worker.poll() is None:
-                worker.send_signal(number)
-
-    with hearing(forward):
-        yield
