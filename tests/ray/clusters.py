@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rlcore.launch.ray.calls import NAMESPACE
 from tests.integration.lab import ROOT
 
 NODE = {"object_store_memory": 100 << 20, "include_log_monitor": False}     # of each; our runs collect their logs themselves
@@ -38,6 +39,18 @@ def new_cluster() -> Iterator[Any]:
             yield made
         finally:
             made.shutdown()
+
+
+@contextmanager
+def connected_to(address: str) -> Iterator[None]:
+    """This process is a driver of the cluster."""
+    import ray
+
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def add_node(cluster: Any, *, cpus: int = 2, gpus: int = 0) -> Any:

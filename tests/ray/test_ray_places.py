@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlcore.config import Config
+from rlcore.launch.ray.cluster import Cluster, room
+from rlcore.launch.ray.placement import place
 from tests.integration.lab import Lab, Run
-from tests.ray.clusters import add_node, new_cluster
+from tests.ray.actors import Nobody
+from tests.ray.clusters import add_node, connected_to, new_cluster
 from tests.ray.ray_runs import TWO_RANKS, Going, RayRuns
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
@@ -96,6 +101,26 @@ def test_fractions_of_one_gpu(gpu_runs: RayRuns) -> None:
     assert seen["ranks"][0] == seen["ranks"][1], "both ranks are on one GPU"
     assert len(seen["ranks"][0][1]) == 1
     assert len(seen["engines"][0][1]) == 1
+
+
+@pytest.mark.parametrize(("share", "ranks", "gpus"), [(0.6, 2, 2), (0.4, 3, 2), (0.3, 5, 2)])
+def test_no_share_is_cut_over_two_gpus(gpu_runs: RayRuns, share: float, ranks: int, gpus: int) -> None:
+    """What a node of the trainer asks for is room for each of its ranks."""
+    config = Config.model_validate({
+        "run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["p"]}, "training": {"steps": 1},
+        "reward": {"parts": {"a": {"function": "exact_match"}}},
+        "cluster": {"launcher": "ray", "processes_per_node": ranks, "ray": {"rank_gpus": share, "rank_cpus": 0.1}},
+    })  # fmt: skip
+    placement = place(config, has_gpus=True)
+    with connected_to(gpu_runs.address), room(placement.trainer, "PACK", "the trainer") as asked:
+        group = asked.wait(Cluster(placement, ""), limit_s=60, tick=lambda: None)
+        inside = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
+        actors = [
+            ray.remote(Nobody).options(num_cpus=0.1, num_gpus=share, scheduling_strategy=inside).remote() for _ in range(ranks)
+        ]
+        seen = [visible(actor) for actor in actors]
+    assert [len(mine) for mine in seen] == [1] * ranks
+    assert len({mine[0] for mine in seen}) == gpus
 
 
 def test_engines_that_take_turns_are_on_the_ranks_gpus(gpu_runs: RayRuns) -> None:

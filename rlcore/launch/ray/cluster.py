@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import AuthenticationError
 from ray.util import placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
@@ -21,6 +22,7 @@ from rlcore.launch.ray.calls import NAMESPACE, first_line
 from rlcore.launch.ray.placement import Placement, Resources, bundles, lacking, place
 
 LOCAL = "local"             # as cluster.ray.address: always a cluster of our own
+NO_TOKEN = "it wants a token (RAY_AUTH_MODE=token) and this process has none: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH"
 ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 1              # whole seconds: Ray takes less for nothing, and a loop of that keeps a core busy
 
@@ -38,7 +40,7 @@ def connected(config: Config) -> Iterator[Cluster]:
     """Connected to the cluster of `cluster.ray.address`; one that was started for it ends with it.
 
     Raises:
-        UserError: there is none at that address.
+        UserError: there is none at that address, or it wants a token.
         RunFailed: one of our own does not start.
     """
     try:
@@ -61,6 +63,8 @@ def _connect(address: str | None, config: Config) -> None:
         except (ConnectionError, RuntimeError, ValueError) as error:
             if address is not None:
                 raise UserError(f"cluster.ray.address: no Ray cluster at {address!r}: {first_line(error)}") from error
+        except AuthenticationError as error:        # so there is one
+            raise UserError(f"cluster.ray.address: the Ray cluster refuses us: {NO_TOKEN}") from error
     # Ray counts CPUs, and has no more than it is told of: a machine with few runs a small job all the same.
     cpus = max(os.cpu_count() or 1, *(place(config, has_gpus=some).total["CPU"] for some in (False, True)))
     niceness = {"worker_niceness": 0}       # as under the other launchers; Ray's own, 15, starves a run where others work too

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import AuthenticationError
 
 from rlcore.errors import DeadlineExceeded, RlcoreError, UserError
 from rlcore.launch.ray.calls import NAMESPACE, ActorLost, actor_name, first_line, get
+from rlcore.launch.ray.cluster import NO_TOKEN
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import read_metrics
 
@@ -66,6 +68,8 @@ def _connected(address: str | None) -> Iterator[None]:
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"at {address!r}" if address else "that Ray knows of here"
         raise UserError(f"no Ray cluster {where} (--address HOST:PORT): {first_line(error)}") from error
+    except AuthenticationError as error:
+        raise UserError(f"the Ray cluster refuses us: {NO_TOKEN}") from error
     try:
         yield
     finally:

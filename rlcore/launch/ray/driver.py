@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,7 +25,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rlcore.config.derived import generates, world_size
 from rlcore.config.load import Loaded
 from rlcore.control import Failure
-from rlcore.errors import UserError
+from rlcore.desk import FINISHED
+from rlcore.errors import RlcoreError, UserError
 from rlcore.launch.compose import check_input
 from rlcore.launch.engines import engine_name
 from rlcore.launch.ray.board import Board
@@ -38,6 +40,7 @@ from rlcore.launch.ray.requests import EndRequests
 from rlcore.launch.ray.service import ServiceActor
 from rlcore.launch.ray.workplace import Lines, Workplace
 from rlcore.launch.run_folder import conclude_unless_written
+from rlcore.runs.directory import RunDirectory, wait_until_free
 from rollout.engines.sglang.keys import Keys
 
 CLOSE_S = 20.0          # for the service to end its engines, before they are ended with their actors
@@ -52,8 +55,10 @@ def drive(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
         RunFailed: a rank failed, or was lost more than `cluster.max_restarts` times; the message is as under `local`.
     """
     check_input(loaded.config, world_size(loaded.config), resume=resume, overwrite=overwrite)
-    with connected(loaded.config) as cluster, ExitStack() as stack:
-        return Driver(loaded, cluster, stack).run(resume=resume, overwrite=overwrite)
+    requests = EndRequests()
+    with ExitStack() as last, connected(loaded.config) as cluster, ExitStack() as stack:
+        last.enter_context(requests.heeding_signals())      # until all is closed, and the exit code is the run's
+        return Driver(loaded, cluster, stack, requests).run(resume=resume, overwrite=overwrite)
 
 
 def host_name(run: str, index: int) -> str:
@@ -75,13 +80,14 @@ def _warn(text: str) -> None:
 class Driver:
     """One run. What it makes ends with `stack`."""
 
-    def __init__(self, loaded: Loaded, cluster: Cluster, stack: ExitStack) -> None:
+    def __init__(self, loaded: Loaded, cluster: Cluster, stack: ExitStack, requests: EndRequests) -> None:
         self._loaded, self._cluster, self._stack = loaded, cluster, stack
         self.config = loaded.config
+        self._folder = Path(self.config.run.dir) / self.config.run.name
         self._lines = Lines(cluster.address)
         self._workplace = Workplace(os.getcwd(), cluster.address, self._lines.port)
         self._keys = Keys.from_environment()
-        self._requests = EndRequests()
+        self._requests = requests
         self._ranks: Ranks | None = None
         self._asked = False                     # the ranks were asked to end
         self._board: Any = None
@@ -90,11 +96,12 @@ class Driver:
         self._hosts: list[Any] = []
         self._restarts = 0
         self._opened = False                    # the ranks have taken the run's folder
-        self._began = time.time()
+        self._resumes = False                   # ... and this start of them goes on with it
+        self._began = time.time()               # this start of the ranks
 
     def run(self, *, resume: bool, overwrite: bool) -> int:
-        with self._requests.heeding_signals(), self._leaving_a_result():
-            self._stack.callback(self._lines.show)
+        with self._requests.ending_at_once(), self._leaving_a_result():
+            self._stack.callback(self._lines.show, patience_s=0.0)      # nobody speaks any more
             self._open_board()
             placement = self._cluster.placement
             # The trainer's first, and for all its starts: it needs whole nodes, and engines go anywhere.
@@ -117,13 +124,22 @@ class Driver:
 
     def _attempt(self, trainer: Room, *, resume: bool, overwrite: bool) -> int | None:
         """One start of the ranks: the run's exit code, or None for another one."""
+        self._resumes = self._opened
+        if self._resumes:
+            limit = self.config.cluster.start_timeout_s
+            wait_until_free(self._folder, limit_s=limit, key="cluster.start_timeout_s", tick=self._tick)
         group = self._wait_for(trainer)
         ranks = Ranks(self._cluster, group, self._loaded, self._workplace, self._tick)
         try:
             failure = ranks.place() or self._run(ranks, group, resume=resume, overwrite=overwrite)
             if failure is None:
                 return max(ranks.codes.values())
-            if not self._goes_on(ranks.is_loss(failure)):
+            is_loss = ranks.is_loss(failure)
+            result = RunDirectory(self._folder).read_result(since=self._began)
+            if is_loss and result is not None and result["status"] in FINISHED:
+                _warn(f"trainer {failure}, after the end of the run: an upload, or the last word to a tracker, may be missing")
+                return 0
+            if not self._goes_on(is_loss):
                 ranks.wait_for_the_others()
                 self._lines.show()
                 return ranks.report(failure)
@@ -133,6 +149,7 @@ class Driver:
             self._ranks = None
             self._write_board([])
         self._restarts += 1
+        self._began = time.time()
         again = f"restart {self._restarts} of {self.config.cluster.max_restarts} (cluster.max_restarts)"
         _warn(f"trainer {failure}; {again}, from the last checkpoint")
         return None
@@ -170,8 +187,8 @@ class Driver:
             ) from error
         self._requests.heed(self._board)
         self._stack.callback(lambda: end_named([actor_name(name, "board")]))
-        self._board.write.remote({"run": name, "folder": os.path.join(os.getcwd(), self.config.run.dir, name),
-                                  "driver": os.getpid(), "began": self._began})  # fmt: skip
+        facts = {"run": name, "folder": str(self._folder.absolute()), "driver": os.getpid(), "began": self._began}
+        self._board.write.remote(facts)
         self._write_board([])
 
     def _write_board(self, ranks: list[dict[str, Any]]) -> None:
@@ -181,10 +198,9 @@ class Driver:
         """An actor an engine, in its bundle. `gpus`: of each rank, for engines that share them."""
         placement, width = self._cluster.placement, self.config.rollout.engine.tensor_parallel
         resources = bundles([placement.engine])[0]
-        free = {node: [gpu for place, mine in zip(placement.ranks, gpus) if place.node == node for gpu in mine]
-                for node in range(len(placement.trainer))}  # fmt: skip
+        theirs = list(dict.fromkeys(gpu for mine in gpus for gpu in mine))      # ranks may have shares of one
         for index, bundle in enumerate(placement.hosts):
-            shared, free[bundle] = (free[bundle][:width], free[bundle][width:]) if gpus else ([], [])
+            shared = theirs[index * width : (index + 1) * width]
             host = ray.remote(EngineHost).options(
                 name=host_name(self.config.run.name, index), namespace=NAMESPACE, max_restarts=-1,
                 num_cpus=resources.get("CPU", 0.0), num_gpus=resources.get("GPU", 0.0), max_concurrency=CONCURRENT,
@@ -234,10 +250,14 @@ class Driver:
 
     @contextmanager
     def _leaving_a_result(self) -> Iterator[None]:
-        """Of a run that is ended at once, by a second signal or while its ranks are started again."""
+        """Of a run that is ended at once, by a second signal or while its ranks are started again, or that cannot be."""
         try:
             yield
         except KeyboardInterrupt:
             if self._opened:
                 conclude_unless_written(self.config, "interrupted", "it was ended at once", began=self._began)
+            raise
+        except RlcoreError as error:
+            if self._resumes:
+                conclude_unless_written(self.config, "failed", str(error), began=self._began)
             raise

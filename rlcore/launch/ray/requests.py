@@ -17,21 +17,31 @@ class EndRequests:
 
     def __init__(self) -> None:
         self.count = 0
+        self._ends_at_once = False
         self._board: Any = None
         self._stops = 0                         # of `count`, those that were said on the board
         self._next_stop: list[Any] = []         # the call that returns when the board has another one
 
     @contextmanager
     def heeding_signals(self) -> Iterator[None]:
-        """A second signal raises KeyboardInterrupt wherever the main thread is."""
+        """Signals are counted, and end nothing by themselves: not what is being closed."""
 
         def heed(_number: int, _frame: object) -> None:
             self.count += 1
-            if self.count > 1:
+            if self._ends_at_once and self.count > 1:
                 raise KeyboardInterrupt
 
         with hearing(heed):
             yield
+
+    @contextmanager
+    def ending_at_once(self) -> Iterator[None]:
+        """A second signal raises KeyboardInterrupt wherever the main thread is."""
+        self._ends_at_once = True
+        try:
+            yield
+        finally:
+            self._ends_at_once = False
 
     def heed(self, board: Any) -> None:
         """What is said on it from now on."""
