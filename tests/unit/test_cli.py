@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,17 @@ def test_errors_become_exit_codes_without_a_traceback(launched, monkeypatch, cap
     assert cli.main(["train", *GIVEN]) == code
     said = capsys.readouterr().err
     assert said == f"rlcore: {str(error) or 'interrupted'}\n"
+
+
+def test_sigterm_before_the_run_heeds_it_is_as_ctrl_c(launched, monkeypatch):
+    def train(loaded: Any, **how: Any) -> int:
+        signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(launch, "train", train)
+    assert cli.main(["train", *GIVEN]) == 130
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_our_own_bugs_keep_their_traceback(launched, monkeypatch):
