@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rlcore.data.routed_experts import Experts, decode_experts, encode_experts
 from rlcore.data.token_sets import TokenSets
 
+ARRAYS = ("tokens", "loss_mask", "rollout_logprobs", "token_rewards")       # of a sample
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -119,13 +120,15 @@ class Sample:
         lengths = [span.end - span.start for span in self.versions]
         return np.repeat(np.array([span.version for span in self.versions], dtype=np.int64), lengths)
 
-    def to_record(self) -> dict[str, Any]:
-        """Everything as JSON-able values, for `rollouts/step_*.jsonl.zst` and the run checkpoint."""
+    def to_record(self, *, arrays: bool = False) -> dict[str, Any]:
+        """Everything as JSON-able values, for `rollouts/step_*.jsonl.zst` and the run checkpoint.
+
+        Args:
+            arrays: what is an array stays one, for who writes these faster than lists.
+        """
         record = {name: getattr(self, name) for name in self.__slots__}
-        record["tokens"] = self.tokens.tolist()
-        record["loss_mask"] = self.loss_mask.tolist()
-        record["rollout_logprobs"] = self.rollout_logprobs.tolist()
-        record["token_rewards"] = None if self.token_rewards is None else self.token_rewards.tolist()
+        for name in () if arrays else ARRAYS:
+            record[name] = None if record[name] is None else record[name].tolist()
         record["versions"] = [[s.version, s.start, s.end] for s in self.versions]
         record["keep_sets"] = None if self.keep_sets is None else self.keep_sets.to_record()
         record["routed_experts"] = None if self.routed_experts is None else encode_experts(self.routed_experts)
