@@ -48,11 +48,11 @@ class PartialRollouts:
         found = [self._settled(request.sampling, part) for part in await generate(request)]
         in_vain = 0
         while in_vain < MOST_IN_VAIN and (cut := [i for i, one in enumerate(found) if one.finish_reason == "abort"]):
-            prefixes = [Prefix(request.samples[i], found[i].tokens) for i in cut]
-            self.resumed_responses += len(prefixes)
-            self.resumed_tokens += sum(len(prefix.tokens) for prefix in prefixes)
-            rest = await generate(request.going_on(prefixes))
+            rest = await generate(request.going_on([Prefix(request.samples[i], found[i].tokens) for i in cut]))
             for i, part in zip(cut, rest, strict=True):
+                if len(part.tokens):
+                    self.resumed_responses += 1
+                    self.resumed_tokens += len(found[i].tokens)
                 found[i] = self._settled(request.sampling, self._joined(request, found[i], part))
             in_vain = 0 if any(len(part.tokens) for part in rest) else in_vain + 1
         return found

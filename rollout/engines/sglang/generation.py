@@ -22,7 +22,7 @@ from rlcore.protocols import Completion, GenerateRequest, SamplingParams
 from rollout.deadlines import together
 from rollout.engines.sglang.answers import decode
 from rollout.engines.sglang.http import ServerClient
-from rollout.engines.sglang.limits import Limits, asks_keep_sets, check_request, stop_pattern, takes_prefixes
+from rollout.engines.sglang.limits import Limits, asks_keep_sets, check_request, stop_pattern, that_fit
 
 ROUTE = "/generate"
 LIMIT_KEY = "rollout.engine.request_timeout_s"
@@ -56,7 +56,7 @@ class Generation:
         return cls(client, await asyncio.to_thread(Limits.of, info, model_path, client.name))
 
     async def one(self, request: GenerateRequest, *, cache_key: str | None = None) -> list[Completion]:
-        """The `n` completions of a request, in order.
+        """The `n` completions of a request, in order. Responses that are too long to go on here count as aborted.
 
         Args:
             cache_key: keys and values are shared only among requests that have the same.
@@ -66,8 +66,18 @@ class Generation:
             EngineFailed: the server died, hangs, or answered what is no completion.
         """
         check_request(request, self.limits)
-        if not takes_prefixes(request, self.limits):
-            return [aborted(request)] * request.n
+        places = that_fit(request, self.limits)
+        if len(places) == request.n:
+            return await self._asked(request, cache_key)
+        found = [aborted(request)] * request.n
+        if places:
+            rest = request.going_on([request.prefixes[place] for place in places])
+            for place, completion in zip(places, await self._asked(rest, cache_key), strict=True):
+                found[place] = completion
+        return found
+
+    async def _asked(self, request: GenerateRequest, cache_key: str | None) -> list[Completion]:
+        """Of a request that the server takes."""
         if self.through_router:
             return await self._each(request, cache_key)
         if request.n > 1 and len(request.prompt) >= SHARED_PROMPT_TOKENS and await self._prefill(request, cache_key):

@@ -76,9 +76,9 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
         )
 
 
-def takes_prefixes(request: GenerateRequest, limits: Limits) -> bool:
-    """Whether its responses can go on: what is cut within its last tokens may be too long a prompt by then."""
-    return all(len(request.prompt) + len(prefix.tokens) <= limits.prompt_tokens for prefix in request.prefixes)
+def that_fit(request: GenerateRequest, limits: Limits) -> list[int]:
+    """The places of the responses that can go on: what is cut within its last tokens may be too long a prompt by then."""
+    return [i for i in range(request.n) if len(request.prompt) + len(request.made(i)) <= limits.prompt_tokens]
 
 
 def _check_stops(what: str, sampling: SamplingParams, limits: Limits) -> None:

@@ -272,6 +272,27 @@ def test_what_is_too_long_a_prompt_to_go_on_is_cut_again(made, sent):
     assert len(server.bodies) == sent
 
 
+@pytest.mark.parametrize("through_router", [False, True])
+def test_one_that_is_too_long_to_go_on_does_not_hold_the_others_up(through_router):
+    sent: list[int] = []        # tokens of what is to go on
+
+    async def handler(http: web.Request) -> web.Response:
+        body = await http.json()
+        alone = isinstance(body["rid"], str)
+        if alone and not through_router:
+            return web.json_response(completion_of([]))         # the prompt, for all
+        texts = [body["input_ids"]] if alone else body["input_ids"]
+        sent.extend(len(text) for text in texts)
+        answers = [completion_of([text[-1]]) for text in texts]
+        return web.json_response(answers[0] if alone else answers)
+
+    asked = request([1] * (LIMITS.prompt_tokens - 50), n=4, max_new_tokens=60)
+    rest = asked.going_on([Prefix(sample, np.full(made, sample, np.int32)) for sample, made in ((0, 3), (1, 51), (3, 50))])
+    completions = with_client(handler, lambda client: Generation(client, LIMITS, through_router=through_router).one(rest))
+    assert [(c.finish_reason, c.tokens.tolist()) for c in completions] == [("length", [0]), ("abort", []), ("length", [3])]
+    assert sorted(sent) == [LIMITS.prompt_tokens - 47, LIMITS.prompt_tokens]
+
+
 def test_a_router_is_asked_for_the_rest_of_each_response():
     bodies = []
 

@@ -114,8 +114,8 @@ def test_cut_at_any_two_places_a_response_is_the_same(sampling):
             spans = [(version, start) for version, start, end in ((0, 0, first), (1, first, first + second)) if end > start]
             if first + second < made:
                 spans.append((2, first + second))
-                assert partial.resumed_responses == 2
-                assert partial.resumed_tokens == 2 * first + second
+                assert partial.resumed_responses == 1 + (second > 0), "without a token it has not gone on"
+                assert partial.resumed_tokens == first * (second > 0) + first + second
             ends = [start for _, start in spans[1:]] + [made]
             assert found.versions == tuple(VersionSpan(v, start, end) for (v, start), end in zip(spans, ends))
 
@@ -215,9 +215,10 @@ def test_neighbours_of_one_version_are_one_span():
 
 def test_what_is_cut_again_and_again_without_a_token_is_given_up_as_aborted():
     engine = Cutting(lambda _: spelled(WORDS), [2] + [0] * 100)
-    [found], _ = whole(engine)
+    [found], partial = whole(engine)
     assert (found.tokens.tolist(), found.finish_reason) == (spelled("th"), "abort")
     assert len(engine.asked) == 1 + MOST_IN_VAIN
+    assert (partial.resumed_responses, partial.resumed_tokens) == (0, 0)
 
 
 def test_one_sample_that_gets_on_is_enough_for_the_others_to_wait():
