@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rlcore.runs.rollouts import decode_samples, encode_samples
 from rollout.draws import Draws
 from rollout.waves import Group
 
+STALE = "stale"                 # why groups are given up that no step may train on any more
 ROLLED_BACK = "rolled_back"     # why groups are given up whose tokens come from weights that the run has gone back behind
 
 
@@ -21,6 +23,12 @@ class Kept:
     group: Group
     oldest: int
     newest: int
+
+    @cached_property
+    def encoded(self) -> dict[str, Any]:
+        """JSON-able; see `decode`. Kept with the group, since each hand-over may ask: up to as much memory again."""
+        samples = base64.b64encode(encode_samples(self.group.samples)).decode()
+        return {"draw": self.group.draw, "policy_steps": [self.oldest, self.newest], "samples": samples}
 
 
 class GroupBuffer:
@@ -64,14 +72,7 @@ class GroupBuffer:
 
 def encode(groups: Iterable[Kept]) -> list[dict[str, Any]]:
     """JSON-able; see `decode`."""
-    return [
-        {
-            "draw": kept.group.draw,
-            "policy_steps": [kept.oldest, kept.newest],
-            "samples": base64.b64encode(encode_samples(kept.group.samples)).decode(),
-        }
-        for kept in groups
-    ]
+    return [kept.encoded for kept in groups]
 
 
 def decode(states: Sequence[Mapping[str, Any]]) -> list[Kept]:

@@ -11,6 +11,7 @@ from typing import Any
 from rlcore.config import Config
 from rlcore.data.sample import Sample
 from rlcore.errors import EmptyBatch
+from rollout.buffer import STALE
 from rollout.cut import Cut
 from rollout.draws import Draws
 from rollout.filters import FilterChain
@@ -23,17 +24,25 @@ DRAWS_PER_GROUP = 16                            # a step gives up after so many 
 class Tally:
     """What became of draws that were not trained on, up to one hand-over."""
 
-    dropped: Counter[str] = field(default_factory=Counter)     # by filter
+    dropped: Counter[str] = field(default_factory=Counter)     # by filter, or as stale
     requeued: int = 0
     draws: int = 0
 
     def too_little(self, step: int, found: int, wanted: int) -> EmptyBatch:
         reasons = [f"{name} dropped {count}" for name, count in self.dropped.most_common()]
+        advice = []
+        if self.dropped.keys() - {STALE}:
+            advice.append("use other prompts, a higher temperature, more rollout.samples_per_prompt or fewer rollout.filters")
+        if STALE in self.dropped:
+            advice.append(
+                "lower rollout.oversample or raise rollout.max_staleness (at an oversample of 1, only what an engine made with "
+                "weights of long ago is stale)"
+            )
         if self.requeued:
             reasons.append(f"{self.requeued} were aborted by an engine")
+            advice.append("look for why in the logs of the engines")
         return EmptyBatch(
-            f"step {step} has {found} of {wanted} groups after {self.draws} draws: {', '.join(reasons)}; "
-            "use other prompts, a higher temperature, more rollout.samples_per_prompt or fewer rollout.filters"
+            f"step {step} has {found} of {wanted} groups after {self.draws} draws: {', '.join(reasons)}; {'; '.join(advice)}"
         )
 
 

@@ -8,13 +8,16 @@ What goes wrong meanwhile is raised where the trainer asks next.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rlcore.config import Config
-from rollout.buffer import GroupBuffer, Kept, decode, settle
+from rollout.buffer import STALE, GroupBuffer, Kept, decode, settle
 from rollout.collect import DRAWS_PER_GROUP, Collected, Tally
 from rollout.cut import Cut
 from rollout.draws import Draws
@@ -23,7 +26,8 @@ from rollout.policy_steps import PolicySteps
 from rollout.schedule import Rules, Scheduler
 from rollout.waves import Group, WaveRunner
 
-STALE = "stale"                 # why a group is given up that no step may train on any more
+logger = logging.getLogger(__name__)
+
 CLOSE_S = 5.0
 
 
@@ -46,7 +50,7 @@ class AheadCollector:
         self._scheduler = Scheduler(self._rules)
         self._buffer = GroupBuffer()
         self._tasks: dict[int, asyncio.Task[None]] = {}     # what makes each draw in flight; a wave makes several
-        self._late: set[int] = set()                    # of those, the ones that were given up as stale
+        self._given_up: dict[asyncio.Task[None], str] = {}  # that were cancelled and have not ended, and why
         self._tally = Tally()                           # since the last hand-over
         self._failure: BaseException | None = None
         self._news = asyncio.Event()                    # renewed each time
@@ -108,20 +112,18 @@ class AheadCollector:
         self._woken = False
         if self._halted or self._failure is not None:
             return
-        count = min(self._wanted(), self._runner.room(self._config.samples_per_prompt))
-        if count <= 0:
-            return
-        try:
-            draws = self._draws.take(count)
-        except OSError as error:                # of the journal, on a full disk
-            self._failed(error)
-            return
-        self._tally.draws += count
+        with self._heard():
+            count = min(self._wanted(), self._runner.room(self._config.samples_per_prompt))
+            if count > 0:
+                self._begin(self._draws.take(count))
+
+    def _begin(self, draws: Sequence[int]) -> None:
+        self._tally.draws += len(draws)
         self._scheduler.started(draws)
         for wave in [draws] if self._runner.batched else [[draw] for draw in draws]:
             task = asyncio.get_running_loop().create_task(self._make(wave))
             self._tasks |= dict.fromkeys(wave, task)
-            task.add_done_callback(self._ended)
+            task.add_done_callback(partial(self._ended, wave))
 
     def _wanted(self) -> int:
         """Groups that there is room for, and that a step of the run is left for."""
@@ -133,20 +135,34 @@ class AheadCollector:
 
     async def _make(self, draws: Sequence[int]) -> None:
         """From prompts to finished groups."""
-        try:
-            for group in await self._runner.run(draws):
-                self._settle(group)
-        finally:
-            for draw in draws:
-                if self._tasks.get(draw) is asyncio.current_task():     # its samples will not come, or are of no use
-                    self._draw_again(draw)
+        for group in await self._runner.run(draws):
+            self._settle(group)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """Whatever went wrong in it, the trainer learns of it at its next call."""
+    def _ended(self, draws: Sequence[int], task: asyncio.Task[None]) -> None:
+        """Whatever went wrong in it, the trainer learns of it at its next call; but not of how what was given up has ended.
+
+        Draws are given back here, since one that is cancelled before its first step does nothing itself.
+        """
+        with self._heard():
+            for draw in draws:
+                if self._tasks.get(draw) is task:       # its samples will not come, or are of no use
+                    self._draw_again(draw)
+        given_up = self._given_up.pop(task, None) is not None
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._failed(error)
+            if given_up:
+                logger.warning("draws %s were given up, and what made them then failed: %s", draws, error)
+            else:
+                self._failed(error)
         self._tell()
         self._wake()
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """For what the loop calls: nobody but the trainer would hear of an error there."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - recovery: of the journal, say; raised at the trainer's next call
+            self._failed(error)
 
     def _failed(self, error: BaseException) -> None:
         self._failure = self._failure or error
@@ -161,7 +177,6 @@ class AheadCollector:
             self._draw_again(draw)
         else:
             del self._tasks[draw]
-            self._late.discard(draw)                # it came before its end did
             self._draws.ledger.finish(draw)
         if refused_by is not None:
             self._draws.ledger.drop(draw, refused_by)
@@ -178,7 +193,8 @@ class AheadCollector:
         """With the policy steps of its tokens. A version that is not known yet is of the publication that is about to end: it
         counts as old where age matters, and as new where a trainer goes back.
         """
-        made = [self._versions.of(span.version) for one in group.samples for span in one.versions if span.end > span.start]
+        samples = (*group.samples, *group.greedy)
+        made = [self._versions.of(span.version) for one in samples for span in one.versions if span.end > span.start]
         oldest = min((now if publication is None else publication.step for publication in made), default=now)
         newest = max((now + 1 if publication is None else publication.step for publication in made), default=now)
         return Kept(group, oldest, newest)
@@ -191,23 +207,25 @@ class AheadCollector:
                 self._scheduler.dropped(draw)
                 self._draws.give_back(draw, STALE)
                 self._tally.dropped[STALE] += 1
-            elif not self._runner.batched and draw not in self._late:    # those of a wave end together
-                self._late.add(draw)
-                self._tasks[draw].cancel()
+            elif not self._runner.batched and self._tasks[draw] not in self._given_up:      # those of a wave end together
+                self._give_up(self._tasks[draw], STALE)
+
+    def _give_up(self, task: asyncio.Task[None], reason: str = "") -> None:
+        if task.cancel():                       # else it has ended by itself
+            self._given_up.setdefault(task, reason)
 
     def _draw_again(self, draw: int) -> None:
         """It is not in flight any more, and no samples are kept of it."""
-        late = draw in self._late
-        self._late.discard(draw)
-        self._tally.dropped[STALE] += late
-        del self._tasks[draw]
+        reason = self._given_up.get(self._tasks.pop(draw), "")
+        if reason:
+            self._tally.dropped[reason] += 1
         self._scheduler.dropped(draw)
-        self._draws.give_back(draw, STALE if late else "")
+        self._draws.give_back(draw, reason)
 
     def _check_yield(self) -> None:
         """Raises EmptyBatch where the filters, or their age, leave too few for a step."""
         tally, wanted = self._tally, self._rules.groups_per_step
-        if tally.dropped.total() + tally.requeued >= DRAWS_PER_GROUP * wanted:
+        if len(self._buffer) < wanted and tally.dropped.total() + tally.requeued >= DRAWS_PER_GROUP * wanted:
             self._tally = Tally()
             raise tally.too_little(self._scheduler.steps_done + 1, len(self._buffer), wanted)
 
@@ -218,15 +236,17 @@ class AheadCollector:
         self._scheduler.hand_over(chosen)
         self._give_up_stale()
         self._draws.hand_over(chosen, self._scheduler.steps_done)
+        finished, in_flight = self._scheduler.num_finished, self._scheduler.num_in_flight
         metrics = {
-            "rollout/buffered_groups": float(self._scheduler.num_finished),
-            "rollout/in_flight_groups": float(self._scheduler.num_in_flight),
+            "rollout/buffered_groups": float(finished),
+            "rollout/in_flight_groups": float(in_flight),
             "rollout/dropped_stale": float(self._tally.dropped[STALE]),
             **self._measured(),
         }
         tally, self._tally = self._tally, Tally()
         self._wake()
-        return Collected(groups, tally, self._draws.stream.epoch, self.cut(), metrics)
+        stream = self._draws.stream
+        return Collected(groups, tally, stream.epoch - (finished + in_flight) / stream.size, self.cut(), metrics)
 
     def _measured(self) -> dict[str, float]:
         """How busy engines were since the last hand-over."""
@@ -253,8 +273,7 @@ class AheadCollector:
         ahead = state.get("ahead", {})          # there is none before the first draw
         self._versions.learn(ahead.get("versions", ()))
         settle(self._draws, self._buffer, decode(ahead.get("groups", ())), step=step)
-        restored = {"policy_step": step, "steps_done": step, "finished": self._buffer.ages()}
-        self._scheduler = Scheduler.restore(self._rules, restored)
+        self._scheduler = Scheduler.restore(self._rules, step, self._buffer.ages())
         self._tally, self._failure = Tally(), None
         self._give_up_stale()
 
@@ -265,7 +284,7 @@ class AheadCollector:
         self._halted = True
         tasks = set(self._tasks.values())
         for task in tasks:
-            task.cancel()
+            self._give_up(task)
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_S)
         self._tasks.clear()                     # one that does not end has no say any more

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, RunFailed
+from rollout.buffer import ROLLED_BACK, STALE
 from rollout.plugins import load_object
 
 GroupFilter = Callable[[Sequence[Sample]], bool]
@@ -32,6 +33,11 @@ class FilterChain:
         self._filters: dict[str, GroupFilter] = {}
         for name in names:
             short = name.rpartition(":")[2]
+            if short in (STALE, ROLLED_BACK):
+                raise ConfigError(
+                    f"rollout.filters: {name} cannot be called {short!r}, under which the service counts groups of its own; "
+                    "rename the filter"
+                )
             if short in self._filters:
                 raise ConfigError(f"rollout.filters: two filters are called {short!r}")
             self._filters[short] = load_object(name, FILTERS, key="rollout.filters")

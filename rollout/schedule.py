@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,16 +151,15 @@ class Scheduler:
     def num_finished(self) -> int:
         return sum(len(age.finished) for age in self._classes.values())
 
-    def snapshot(self) -> dict[str, Any]:
-        """JSON-able. Groups in flight are not in it: who restores it gives their draws back to the stream."""
-        finished = [[t, age.finished.copy()] for t, age in sorted(self._classes.items()) if age.finished]
-        return {"policy_step": self.policy_step, "steps_done": self.steps_done, "finished": finished}
-
     @classmethod
-    def restore(cls, rules: Rules, state: Mapping[str, Any]) -> Scheduler:
-        """The inverse of `snapshot`, under rules that may have changed since: see `expired`."""
-        made = cls(rules, policy_step=state["policy_step"], steps_done=state["steps_done"])
-        for t, draws in state["finished"]:
+    def restore(cls, rules: Rules, step: int, finished: Iterable[Sequence[Any]]) -> Scheduler:
+        """Of a run that goes on behind `step`, with nothing in flight; the rules may have changed since: see `expired`.
+
+        Args:
+            finished: [policy step of the oldest token, its draws, sorted] of the groups that are there.
+        """
+        made = cls(rules, policy_step=step, steps_done=step)
+        for t, draws in finished:
             made._age(t).finished.extend(draws)
             made._class_of.update(dict.fromkeys(draws, t))
         return made

@@ -21,7 +21,8 @@ _ROWS = (
     # progress
     ("step", "step of the loop, from 1; 0 is the evaluation before training", "-", "steps"),
     ("episode", "samples trained on so far", "-", "samples"),
-    ("epoch", "passes over the training data so far", "-", "epochs"),
+    ("epoch", "passes over the training data so far: prompts trained on or dropped by a filter, by those that there are", "-",
+     "epochs"),
     ("lr", "learning rate of the policy at this step", "-", "1"),
     # optimizer
     ("train/grad_norm", "global norm of the policy's gradient before clipping, at the last optimizer step", "-", "1"),
@@ -43,8 +44,8 @@ _ROWS = (
     ("rollout/excluded_prompts", "rows of the data left out as longer than data.max_prompt_tokens", "-", "prompts"),
     ("rollout/engine_restarts", "engines started again after they failed, since the row before", "-", "engines"),
     ("rollout/retried_requests", "requests sent again because their engine failed, since the row before", "-", "requests"),
-    ("rollout/resumed_responses", "responses that were cut (rollout.on_update abort) and went on, since the row before; one "
-     "that was cut twice counts twice", "-", "responses"),
+    ("rollout/resumed_responses", "responses that were cut (rollout.on_update abort) and went on by a token at least, since "
+     "the row before; one that was cut twice counts twice", "-", "responses"),
     ("rollout/resumed_tokens", "tokens that these had when they went on", "-", "tokens"),
     ("rollout/engines_serving", "engines with the policy's weights when the samples were complete", "-", "engines"),
     ("rollout/buffered_groups", "groups that were finished and left for later steps at the hand-over (rollout.max_staleness "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import random
 from collections import deque
@@ -151,30 +150,24 @@ def test_any_order_of_a_larger_run(groups: int, staleness: int, oversample: floa
     assert len(world.trained) == groups * world.scheduler.steps_done > 0
 
 
-def test_a_snapshot_holds_what_is_finished_and_when() -> None:
-    rules = Rules(2, 2)
-    scheduler = Scheduler(rules)
-    scheduler.started(range(6))
-    for draw in (0, 3, 4):
-        scheduler.finished(draw, 0)
-    scheduler.hand_over([0, 3])
-    scheduler.published(1)
-    again = Scheduler.restore(rules, json.loads(json.dumps(scheduler.snapshot())))
+def test_a_run_goes_on_with_what_is_finished_and_its_age() -> None:
+    finished = [[0, [4]]]
+    again = Scheduler.restore(Rules(2, 2), 1, finished)
     assert (again.num_in_flight, again.num_finished, again.steps_done, again.policy_step) == (0, 1, 1, 1)
-    assert again.room() == 5                # the places of the five that are not in it
+    assert again.room() == 5                # of the places of three steps
     again.started([1, 2])
     again.finished(1, 1)
     assert again.batch() == [4, 1]
-    stricter = Scheduler.restore(Rules(2, 0), scheduler.snapshot())
+    stricter = Scheduler.restore(Rules(2, 0), 1, finished)
     assert stricter.expired() == [4]
 
 
 def test_what_has_expired_is_in_no_batch_even_before_it_is_dropped() -> None:
-    state = {"policy_step": 3, "steps_done": 3, "finished": [[0, [5, 6, 7]], [1, [8]], [2, [9]], [3, [12]]]}
-    scheduler = Scheduler.restore(Rules(2, 1), state)
+    finished = [[0, [5, 6, 7]], [1, [8]], [2, [9]], [3, [12]]]
+    scheduler = Scheduler.restore(Rules(2, 1), 3, finished)
     assert scheduler.expired() == [5, 6, 7, 8]
     assert scheduler.batch() == [9, 12]
-    assert Scheduler.restore(Rules(3, 1), state).batch() is None
+    assert Scheduler.restore(Rules(3, 1), 3, finished).batch() is None
 
 
 def test_over_sampling_starts_more_for_what_filters_will_drop() -> None:

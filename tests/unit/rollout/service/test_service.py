@@ -175,6 +175,8 @@ def test_a_batch_that_filters_empty_says_what_dropped_what(make_service, tmp_pat
         ("zero_varianse", "did you mean 'zero_variance'"),
         ("nowhere:keep", "cannot import nowhere"),
         ("user_parts:missing", "has no 'missing'"),
+        ("user_parts:stale", "cannot be called 'stale'.*rename"),
+        ("user_parts:rolled_back", "cannot be called 'rolled_back'.*rename"),
     ],
 )
 def test_an_unknown_filter_is_refused(make_service, name, message):
@@ -269,6 +271,7 @@ def test_a_blocked_loop_is_no_hang(make_service, engine, monkeypatch):
 
 def test_an_engine_that_does_not_start_is_named(make_service, engine, monkeypatch):
     monkeypatch.setattr(FakeEngine, "start", lambda self: asyncio.sleep(600))
+    monkeypatch.setattr("rollout.fleet.GRACE_S", 0.2)
     with pytest.raises(DeadlineExceeded, match=r"engine fake was not ready after 0\.2 s"):
         make_service(rollout={"engine": {"start_timeout_s": 0.2}})
     assert engine.closed

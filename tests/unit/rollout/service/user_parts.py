@@ -86,6 +86,14 @@ def even_draws(group: Sequence[Sample]) -> bool:
     return group[0].draw % 2 == 0
 
 
+def one_in_six(group: Sequence[Sample]) -> bool:
+    return group[0].draw % 6 == 0
+
+
+def stale(group: Sequence[Sample]) -> bool:
+    return True
+
+
 def no_draws(group: Sequence[Sample]) -> bool:
     return False
 
