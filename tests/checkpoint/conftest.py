@@ -9,7 +9,7 @@ import pytest
 import torch
 from gloo_world import run_world
 from hf_folders import MODELS, write_model
-from plan import LAYOUTS, OTHER_KIND, REFUSED, VARIANTS, WORLDS, Refused, load_cases
+from plan import LAYOUTS, LOADS, OTHER_KIND, REFUSED, VARIANTS, WORLDS, Refused
 from world_outputs import Outputs
 
 
@@ -61,8 +61,16 @@ def _models(outputs: Outputs, variant: str) -> dict[str, Any]:
     return {"variant": VARIANTS[variant], "sources": {"policy": policy, "critic": str(outputs.model("reward"))}}
 
 
+def _asked_for(session: pytest.Session) -> list[tuple[str, str, str]]:
+    """Those of LOADS that a test of this session looks at."""
+    params = [item.callspec.params for item in session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    asked = {tuple(found.get(name) for name in ("variant", "source", "target")) for found in params}
+    return [load for load in LOADS if load in asked]
+
+
 @pytest.fixture(scope="session")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+    loads = _asked_for(request.session)
     outputs = Outputs(tmp_path_factory.mktemp("worlds"))
     for name in MODELS:
         write_model(name, outputs.model(name))
@@ -71,8 +79,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
         for layout in world.saves:
             plan.append((layout, [_checkpoint_case(outputs, variant, layout) for variant in VARIANTS]))
         for layout in world.layouts:
-            loads = [_checkpoint_case(outputs, *case) for case in load_cases(layout)]
-            plan.append((layout, _convert_cases(outputs, layout) + loads))
+            loaded = [_checkpoint_case(outputs, *load) for load in loads if load[2].removeprefix(OTHER_KIND) == layout]
+            plan.append((layout, _convert_cases(outputs, layout) + loaded))
         for name, case in REFUSED.items():
             if case.layout in world.layouts:
                 plan.append((case.layout, [_refused_case(outputs, name, case)]))

@@ -42,6 +42,7 @@ def assert_ended_as(run: Launched, other: Ended) -> None:
     assert run.processes() == []
 
 
+@pytest.mark.full       # as test_soak.py
 def test_a_killed_rank_is_started_again_and_the_run_ends_as_undisturbed(launcher: Launcher, undisturbed: Ended) -> None:
     run = launcher.two_nodes("rank-comes-back", *SETTINGS, restarts=1)
     run.reach(5)

@@ -1,4 +1,5 @@
-"""Runs of scripts/soak.sh: an engine, a rank, the rollout service and a raylet killed, each at a moment drawn from a seed."""
+"""Runs of scripts/soak.sh: an engine, a rank, the rollout service and a raylet killed, each at a moment drawn from a seed and
+under another launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Soak:
     ("launcher", "kind", "seed"),
     [
         ("local", "engine", 3),
-        ("local", "rank", 2),
+        ("torchrun", "rank", 2),
         ("ray", "service", 1),
         pytest.param("ray-nodes", "raylet", 4, marks=pytest.mark.full),
     ],

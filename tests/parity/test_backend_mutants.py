@@ -19,6 +19,7 @@ def run(*names: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_a_few_defects_are_caught() -> None:
     assert run(*FEW) == "3 of 3 defects caught"
 

@@ -31,7 +31,7 @@ DISTRIBUTED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("size", "cases"),
-    [(1, ONE), pytest.param(2, TWO, marks=pytest.mark.full), (2, DISTRIBUTED)],
+    [(1, ONE), pytest.param(2, TWO, marks=pytest.mark.full), pytest.param(2, DISTRIBUTED, marks=pytest.mark.full)],
     ids=["one_process", "model_parallel", "distributed_optimizer"],
 )
 def test_a_parked_trainer_goes_on_as_if_it_had_stayed(size: int, cases: list[dict[str, Any]], tmp_path: Path) -> None:

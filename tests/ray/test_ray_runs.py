@@ -27,6 +27,7 @@ def test_a_run_on_a_cluster_equals_a_local_one(ray_runs: RayRuns, local: Run) ->
     assert [line.split()[0] for line in seen[1:]] == ["restarts", "rank", "rank", "service:", "engine-0:"]
 
 
+@pytest.mark.full       # as test_soak.py, under the local launcher
 def test_a_lost_engine_is_started_again(ray_runs: RayRuns, local: Run) -> None:
     run = ray_runs.train("engine_lost", *COMMON, "rollout.engine.restart.backoff_s=0.1", acts=[(3, Going.kill_engine)])
     check_as_undisturbed(run, local)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlcore.config.rollout import EngineConfig
 from rollout.deadlines import LoopThread
+from rollout.engines.child import members
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.keys import Keys
 from rollout.engines.sglang.process import ManagedServer
@@ -70,3 +72,11 @@ def launch(server: ManagedServer) -> Served:
 def close(served: Served) -> None:
     served.call(served.server.stop(), 30)
     served.loop.close()
+
+
+def gone(group: int, seconds: float = 10.0) -> bool:
+    """None of a server's processes is left, or soon."""
+    deadline = time.monotonic() + seconds
+    while members(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return members(group) == []

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import server_kit
 import yaml
+from server_kit import gone
 
 from rlcore.config.rollout import EngineConfig
 from rollout.deadlines import LoopThread
@@ -66,6 +67,7 @@ def test_engines_alone_are_connected_by_what_the_command_prints(
     [killed] = psutil.Process(process.pid).children()
     killed.kill()
     killed.wait(20)
+    assert gone(killed.pid)
     assert loop.call(external.start(), seconds=server_kit.START_S, what="connecting again") == url
     loop.close()
 

@@ -16,7 +16,7 @@ import aiohttp
 import psutil
 import pytest
 import server_kit
-from server_kit import Served
+from server_kit import Served, gone
 
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed, UserError
 from rlcore.init_model import ModelSpec, init_model
@@ -152,13 +152,6 @@ def test_a_server_that_is_late_is_ended(tiny_model: Path, tmp_path: Path) -> Non
 # --- whatever kills whom, nothing is left; a server starts again ----------------------------------------------------------
 
 
-def gone(group: int, seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while members(group) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return members(group) == []
-
-
 def appeared(group: int, name: str, seconds: float = server_kit.START_S) -> int:
     """The process of the group that carries the name."""
     deadline = time.monotonic() + seconds
@@ -192,6 +185,7 @@ def test_nothing_outlives_a_trainer_that_is_killed_while_its_server_starts(tiny_
     assert gone(server)
 
 
+@pytest.mark.full       # as test_engine_command.py, where a server dies once
 def test_a_server_that_dies_leaves_nothing_and_starts_again(tiny_model: Path, tmp_path: Path) -> None:
     server, loop = server_kit.managed(tiny_model, tmp_path / "restarted.log"), LoopThread("restarted")
     starting = asyncio.run_coroutine_threadsafe(server.start(), loop.loop)

@@ -182,6 +182,7 @@ def test_the_server_wants_its_key(loop, pair):
     assert run(loop, ask(pair[0]._process.key)) == 200
 
 
+@pytest.mark.full       # a run in which they do: tests/integration/test_chaos.py
 def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypatch):
     """Three engines; one dies while it generates, one hangs in the middle of a publication, the third goes on."""
     monkeypatch.setattr("rollout.engines.remote.GRACE_S", 1.0)

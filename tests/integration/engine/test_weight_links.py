@@ -86,6 +86,7 @@ def test_who_hangs_is_named_and_the_others_have_the_bucket(folder, tmp_path):
     with_engines(folder, tmp_path, use)
 
 
+@pytest.mark.full
 def test_who_refuses_is_named_at_once(folder, tmp_path, monkeypatch):
     """It never receives: our side hangs till its own deadline, for which nobody waits."""
 
