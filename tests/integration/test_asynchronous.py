@@ -13,6 +13,7 @@ import pytest
 from lab import LEARNING, Lab, Run
 
 from benchmarks.long_tails import long_tailed
+from rlcore.publish import read_versions
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts
 from rollout.audit import audit
@@ -160,6 +161,19 @@ def test_asked_to_end_while_groups_are_made_it_saves_and_goes_on(runs: Runs) -> 
     check(runs.path("asked"), steps=3, staleness=2)
     runs.finish("asked", *AHEAD)
     assert max(check(runs.path("asked"), steps=8, staleness=2)) > 0
+
+
+@pytest.mark.full
+def test_versions_grow_on_where_their_journal_was_lost(runs: Runs) -> None:
+    """The checkpoint of step 3 has groups that were made by earlier ones."""
+    ended = runs.train("lost", *AHEAD, at={"point": "update", "call": 2 * UPDATES + 1, "action": "terminate"})
+    assert ended.codes == [130], ended.output
+    journal = RunDirectory(runs.path("lost")).versions_path
+    trained = {one.step: one.version for one in read_versions(journal)}[2]
+    journal.unlink()
+    runs.finish("lost", *AHEAD)
+    assert result_of(runs.path("lost"))["steps"] == 8
+    assert read_versions(journal)[0].version == trained + 1
 
 
 @pytest.mark.parametrize("at", [
