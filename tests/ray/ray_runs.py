@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import RayError
 
 from rlcore.launch.ray.calls import NAMESPACE, actor_name
 from tests.integration.lab import LEARNING, Lab, Run
@@ -60,10 +61,20 @@ class Going:
         pid: int = ray.get(self.actor("service").status.remote(), timeout=30)[0]
         return pid
 
+    def server_pid(self, index: int = 0) -> int:
+        pid: int = ray.get(self.actor(f"engine-{index}").pid.remote(), timeout=30)
+        return pid
+
     def engine_pid(self) -> int:
         """Of the actor that owns the engine's server."""
-        server = ray.get(self.actor("engine-0").pid.remote(), timeout=30)
-        return int(psutil.Process(server).ppid())
+        return int(psutil.Process(self.server_pid()).ppid())
+
+    def engine_states(self) -> list[str]:
+        """As the service sees them; none while there is no service."""
+        try:
+            return [row["state"] for row in ray.get(self.actor("service").status.remote(), timeout=30)[1]]
+        except RayError:
+            return []
 
     def kill_rank(self, rank: int) -> None:
         os.kill(self.rank_pids()[rank], signal.SIGKILL)
@@ -121,6 +132,14 @@ class RayRuns:
         if failed:
             raise AssertionError(f"{failed[0]!r}; the run said: {run.out}{run.err}") from failed[0]
         return run
+
+
+def until(reached: Callable[[], bool]) -> None:
+    """Wait for it."""
+    deadline = time.monotonic() + REACH_S
+    while not reached():
+        assert time.monotonic() < deadline, f"it did not come in {REACH_S} s"
+        time.sleep(0.05)
 
 
 def until_gone(pids: set[int], *, within_s: float) -> set[int]:

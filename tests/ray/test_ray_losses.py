@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
 
 from tests.integration.lab import Run
 from tests.ray.clusters import add_node, late_node, lose_node, node_of
-from tests.ray.ray_runs import COMMON, STEPS, Going, RayRuns, balance, check_as_undisturbed, command, until_gone
+from tests.ray.ray_runs import COMMON, STEPS, Going, RayRuns, balance, check_as_undisturbed, command, until, until_gone
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -37,6 +38,53 @@ def test_a_service_that_hangs_is_found_and_made_anew(ray_runs: RayRuns, local: R
     assert seen[-1].startswith("  service: no answer within 15 s"), seen
     assert len(run.lines("(cluster.heartbeat_timeout_s): it is made anew")) == 1
     assert ranks[0] == ranks[1], "the ranks were started again"
+
+
+def test_a_service_lost_while_an_engine_comes_up_finds_it_coming(ray_runs: RayRuns, local: Run) -> None:
+    """The engine's server is held up until a new service has asked for it."""
+    servers: list[int] = []
+
+    def lose_both(going: Going) -> None:
+        ended, service = going.server_pid(), going.service_pid()
+        os.kill(ended, signal.SIGKILL)
+        until(lambda: going.server_pid() != ended)
+        servers.append(going.server_pid())
+        os.kill(servers[0], signal.SIGSTOP)
+        os.kill(service, signal.SIGKILL)
+        assert not until_gone({service}, within_s=20)
+        until(lambda: going.engine_states() == ["starting"])
+        time.sleep(1)
+        assert going.engine_states() == ["starting"]
+        os.kill(servers[0], signal.SIGCONT)
+
+    run = ray_runs.train(
+        "both_come_up", *COMMON, "rollout.engine.restart.backoff_s=0.1",
+        acts=[(3, lose_both), (7, lambda going: servers.append(going.server_pid()))],
+    )
+    check_as_undisturbed(run, local)
+    assert servers[0] == servers[1], "it was started once"
+    assert not run.lines(RESTARTED)
+
+
+def test_a_new_service_needs_no_engine_that_the_run_goes_on_without(ray_runs: RayRuns) -> None:
+    states: list[list[str]] = []
+
+    def lose_both(going: Going) -> None:
+        log = going.run.folder / "logs" / "engine_1.log"
+        log.unlink()
+        log.mkdir()             # its server cannot be started any more
+        os.kill(going.server_pid(1), signal.SIGKILL)
+        until(lambda: going.engine_states()[1:] == ["dead"])
+        going.kill_service()
+
+    run = ray_runs.train(
+        "goes_on_with_one", *COMMON, "rollout.engine.count=2", "rollout.engine.restart.limit=1",
+        acts=[(3, lose_both), (7, lambda going: states.append(going.engine_states()))],
+    )
+    assert run.code == 0, run.err
+    assert balance(run, STEPS)["consumed"] == 4 * STEPS
+    assert states == [["serving", "dead"]]
+    assert not run.lines(RESTARTED)
 
 
 def test_a_rank_that_hangs_starts_all_again(ray_runs: RayRuns, local: Run) -> None:
