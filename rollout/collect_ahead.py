@@ -136,7 +136,8 @@ class AheadCollector:
     async def _make(self, draws: Sequence[int]) -> None:
         """From prompts to finished groups."""
         for group in await self._runner.run(draws):
-            self._settle(group)
+            if self._tasks.get(group.draw) is asyncio.current_task():       # else a halt went on without it
+                self._settle(group)
 
     def _ended(self, draws: Sequence[int], task: asyncio.Task[None]) -> None:
         """Whatever went wrong in it, the trainer learns of it at its next call; but not of how what was given up has ended.

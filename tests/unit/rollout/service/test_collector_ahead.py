@@ -7,6 +7,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,6 +180,43 @@ def test_what_outlives_a_halt_does_not_end_the_next_life(make, monkeypatch):
         assert draws.ledger.balance() == {"in flight": 0, "finished": 0, "requeued": 0, "consumed": 0}
         collector.published(0)
         assert [group.draw for group in (await collector.collect(1)).groups] == [0]
+
+    monkeypatch.setattr(collect_ahead, "CLOSE_S", 0.01)
+    asyncio.run(main())
+
+
+def test_a_group_that_outlives_a_halt_is_none_of_the_next_life(make, monkeypatch):
+    """A workflow that goes on to its end, whoever cancels it; its draw is made anew meanwhile."""
+
+    async def main() -> None:
+        may_end = asyncio.Event()
+
+        async def heeds_nobody(draw: int) -> Group:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(600)
+            await may_end.wait()
+            return await at_once(draw)
+
+        async def made_anew(draw: int) -> Group:
+            await again.wait()
+            return await at_once(draw)
+
+        again = asyncio.Event()
+        collector, draws, runner = make(Runner(heeds_nobody))
+        collector.published(0)
+        await until(lambda: runner.started == [0, 1])
+        beginning = draws.beginning()
+        await collector.halt()
+        collector.restore(beginning)
+        runner.reply = made_anew
+        collector.published(0)
+        await until(lambda: runner.started == [0, 1, 0, 1])
+        may_end.set()
+        await asyncio.sleep(0.01)
+        assert draws.ledger.balance()["finished"] == 0
+        again.set()
+        assert [group.draw for group in (await collector.collect(1)).groups] == [0]
+        assert [group.draw for group in (await collector.collect(2)).groups] == [1]
 
     monkeypatch.setattr(collect_ahead, "CLOSE_S", 0.01)
     asyncio.run(main())
