@@ -26,7 +26,7 @@ class Kept:
 
     @cached_property
     def encoded(self) -> dict[str, Any]:
-        """JSON-able; see `decode`. Kept with the group, since each hand-over may ask: up to as much memory again."""
+        """JSON-able; see `decode`. Kept with the group, since each hand-over may ask: about as much memory again."""
         samples = base64.b64encode(encode_samples(self.group.samples)).decode()
         return {"draw": self.group.draw, "policy_steps": [self.oldest, self.newest], "samples": samples}
 
