@@ -47,7 +47,7 @@ async def run_servers(
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    stopping = asyncio.ensure_future(stop.wait())
+    stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
     starting = [asyncio.ensure_future(server.start()) for server in servers]
     beside: list[asyncio.Future[Any]] = []
     try:
