@@ -5,7 +5,7 @@
 #
 # NODE_RANK counts from 0 and MASTER_ADDR is node 0's address, the same everywhere. MASTER_PORT (29400) must be free on node 0.
 # MAX_RESTARTS (3): how often a node starts its ranks again when one fails; they go on from the last checkpoint by themselves.
-# PYTHON picks the interpreter (default: .venv/bin/python of this checkout, else python3).
+# PYTHON, a path or a name, picks the interpreter (default: .venv/bin/python of this checkout, else python3).
 #
 # Engines on other nodes: engines.sh there, and here the folder that they share and how many such nodes there are:
 #

@@ -121,20 +121,23 @@ def test_a_job_without_a_node_to_train_on_is_refused(stage: Stage) -> None:
     assert "2 nodes, ENGINE_NODES=2: none is left to train" in done.stderr
 
 
-@pytest.mark.parametrize("of_the_user", ["environment", "home", "nobody"])
+@pytest.mark.parametrize("of_the_user", ["environment", "file", "home", "nobody"])
 def test_ray_s_token_is_the_user_s_where_there_is_one(stage: Stage, of_the_user: str) -> None:
     """Else nobody but the job could ask the cluster how its runs are."""
-    given = {"RAY_AUTH_TOKEN": "mine"} if of_the_user == "environment" else {}
+    given = {"environment": {"RAY_AUTH_TOKEN": "mine"}, "file": {"RAY_AUTH_TOKEN_PATH": "/shared/token"}}.get(of_the_user, {})
     if of_the_user == "home":
         (stage.folder / ".ray").mkdir()
         (stage.folder / ".ray" / "auth_token").write_text("mine\n")
     done = stage.sbatch("ray.sbatch", 1, "run.yaml", **given)
     assert done.returncode == 0, done.stderr
     [call] = stage.calls("train")
-    token = call["environment"]["RAY_AUTH_TOKEN"]
-    assert len(token) > 40 if of_the_user == "nobody" else token == "mine"
     assert call["environment"]["RAY_AUTH_MODE"] == "token"
-    assert not any(token in word for word in call["arguments"])
+    token = call["environment"]["RAY_AUTH_TOKEN"]
+    if of_the_user == "nobody":
+        assert len(token) > 40
+        assert not any(token in word for word in call["arguments"])
+    else:
+        assert token == (None if of_the_user == "file" else "mine"), "Ray reads the file itself"
 
 
 def test_sigterm_to_the_job_s_own_script_ends_its_steps(stage: Stage) -> None:
