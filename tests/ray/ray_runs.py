@@ -139,7 +139,7 @@ def until(reached: Callable[[], bool]) -> None:
     deadline = time.monotonic() + REACH_S
     while not reached():
         assert time.monotonic() < deadline, f"it did not come in {REACH_S} s"
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 def until_gone(pids: set[int], *, within_s: float) -> set[int]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import ray
 
-from rlcore.launch.ray.calls import NAMESPACE
+from rlcore.runs.directory import RunDirectory
 from tests.integration.lab import LEARNING
-from tests.ray.ray_runs import TWO_RANKS, Going, RayRuns, balance, command, until_gone
+from tests.ray.clusters import add_node, connected_to, lose_node, node_of
+from tests.ray.ray_runs import TWO_RANKS, Going, RayRuns, balance, command, until, until_gone
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -25,20 +25,10 @@ ONE_RANK = ("rollout.engine.in_process=false", *LEARNING)
 LONG = "training.steps=1000"
 
 
-@contextmanager
-def looking_on(address: str) -> Iterator[None]:
-    """This process is connected to the cluster, as another driver."""
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
 def test_nothing_outlives_a_driver_that_is_killed(ray_runs: RayRuns) -> None:
     driver, going = ray_runs.start("orphaned", *TWO_RANKS, LONG, WORKER), ray_runs.going("orphaned")
     going.reach(2)
-    with looking_on(ray_runs.address):
+    with connected_to(ray_runs.address):
         pids = going.processes()
     assert len(pids) > 4, "two ranks, the service, the engine's actor, and what they started"
     os.kill(driver.pid, signal.SIGKILL)
@@ -102,6 +92,79 @@ def test_runs_share_a_cluster_but_no_name(ray_runs: RayRuns, tmp_path: Path) -> 
     assert balance(ray_runs.going("second").run, 3)["consumed"] == 12
     assert run.code == 130
     assert balance(run, run.result["steps"])["consumed"] == 4 * run.result["steps"]
+
+
+def has_completed(going: Going) -> bool:
+    result = RunDirectory(going.run.folder).read_result()
+    return result is not None and result["status"] == "completed"
+
+
+def test_a_restart_without_room_fails_with_the_reason(ray_runs: RayRuns, cluster: Any) -> None:
+    """Only one node was large enough."""
+    large = add_node(cluster, cpus=8)
+    limits = ("cluster.ray.rank_cpus=3.5", "cluster.start_timeout_s=90")
+    run = ray_runs.train("no_room", *TWO_RANKS, LONG, *limits, acts=[(2, lambda _: lose_node(cluster, large))])
+    assert run.code == 1
+    assert run.lines("restart 1 of 3")
+    assert run.lines("rlcore: the Ray cluster has no room for the trainer within 90 s (cluster.start_timeout_s)")
+    assert run.result["status"] == "failed"
+    assert run.result["reason"].startswith("the Ray cluster has no room for the trainer")
+    assert run.result["steps"] >= 2
+
+
+def test_ctrl_c_while_the_ranks_wait_for_room_again_is_an_interrupt(ray_runs: RayRuns, cluster: Any) -> None:
+    """Whatever rank 0, whose node is left, has said of the loss."""
+    large = [add_node(cluster, cpus=8) for _ in range(2)]
+
+    def lose(going: Going) -> None:
+        lost = node_of(cluster, going.rank_pids()[1])
+        lose_node(cluster, lost)
+        until(lambda: lost.node_id not in {one["NodeID"] for one in ray.nodes() if one["Alive"]})   # nor is the next run there
+        until(lambda: not going.ranks())
+        os.kill(os.getpid(), signal.SIGINT)
+        large.remove(lost)
+
+    apart = ("cluster.nodes=2", "cluster.processes_per_node=1", "cluster.ray.rank_cpus=7")
+    run = ray_runs.train("waits", *TWO_RANKS, *apart, LONG, acts=[(2, lose)])
+    cluster.remove_node(*large)
+    assert run.code == 130
+    assert run.lines("restart 1 of 3")
+    assert run.result["status"] == "interrupted"
+
+
+def test_a_rank_0_that_is_lost_after_the_result_undoes_nothing(ray_runs: RayRuns) -> None:
+    def kill(going: Going) -> None:
+        pid = going.rank_pids()[0]
+        until(lambda: has_completed(going))
+        os.kill(pid, signal.SIGKILL)
+
+    run = ray_runs.train("over", *TWO_RANKS, "training.steps=30", acts=[(1, kill)])
+    assert run.code == 0, run.err
+    assert run.lines("after the end of the run: an upload, or the last word to a tracker, may be missing")
+    assert run.result["status"] == "completed"
+
+
+def test_a_signal_while_a_run_closes_changes_nothing(ray_runs: RayRuns) -> None:
+    driver, going = ray_runs.start("closing", *TWO_RANKS, "training.steps=30"), ray_runs.going("closing")
+    going.reach(1)
+    with connected_to(ray_runs.address):
+        until(lambda: has_completed(going) and not going.ranks())
+        driver.terminate()
+    said = driver.communicate(timeout=60)[0]
+    assert driver.returncode == 0, said
+
+
+def test_a_cluster_that_wants_a_token_says_what_to_set(
+    ray_runs: RayRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("HOME", str(tmp_path))       # where a token may lie
+    wanted = "refuses us: it wants a token (RAY_AUTH_MODE=token) and this process has none: set RAY_AUTH_TOKEN, or"
+    assert wanted in command("status", "--address", ray_runs.address, code=2).splitlines()[-1]
+    driver = ray_runs.start("token", *ONE_RANK)
+    said = driver.communicate(timeout=120)[0]
+    assert driver.returncode == 2
+    assert wanted in said.splitlines()[-1]
 
 
 def test_early_stopping_is_a_success(ray_runs: RayRuns) -> None:
