@@ -61,9 +61,9 @@ class RankActor:
         Raises:
             RlcoreError: as `rlcore.launch.train_rank`.
         """
-        # A rank sees its own GPUs alone, and numbers them from 0; with several a rank, or none, it is as under torchrun.
-        gpus = self.where()[2]
-        local = {"LOCAL_RANK": "0"} if len(gpus) == 1 else {}
+        # A rank that Ray gave GPUs sees those alone, and numbers them from 0; without, it is as under torchrun.
+        has_own = loaded.config.cluster.ray.rank_gpus > 0 and bool(self.where()[2])
+        local = {"LOCAL_RANK": "0"} if has_own else {}
         os.environ.update(seat.environment() | local | {SUPERVISED: str(os.getppid())})
         from rlcore.launch import train_rank
 
