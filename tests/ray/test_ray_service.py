@@ -25,7 +25,7 @@ from rlcore.launch.ray.service import ServiceActor
 from rlcore.launch.ray.workplace import Workplace
 from rlcore.publish import Publisher, VersionJournal
 from rollout.deadlines import LoopThread
-from rollout.engines.sglang.keys import Keys
+from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 from rollout.wire import EngineSink
 from tests.ray.actors import config_of_a_run
 
@@ -73,6 +73,8 @@ class Rollouts:
 @pytest.fixture
 def rollouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollouts]:
     """Of every `ServiceActor` that is opened."""
+    for name in (API_KEY, ADMIN_KEY):       # which an actor sets in its process: this one
+        monkeypatch.setenv(name, "")
     thread = LoopThread("rollouts")
     of_all = Rollouts(thread.loop)
     monkeypatch.setattr(ServiceActor, "_build", lambda self, greedy_baseline: of_all)

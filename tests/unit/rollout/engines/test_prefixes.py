@@ -162,7 +162,9 @@ def test_responses_go_on_through_two_publications_that_abort(model, folder, reac
                 part = slice(span.start, span.end)
                 np.testing.assert_allclose(one.logprobs[part], expected[span.version][part], atol=1e-4)
     assert [span.version for span in answers[0][0].versions] == [1, 2, 3]
-    assert partial.resumed_responses == 18
+    # A part that was cut before its first token has no span, and counts as none: which do is chance.
+    spans = [one.versions for completions in answers for one in completions]
+    assert partial.resumed_responses == sum(len(versions) - (versions[0].version == 1) for versions in spans) >= 9
     assert partial.resumed_tokens > 0
 
 
