@@ -31,9 +31,9 @@ class Going:
         self.run, self.name = run, run.folder.name
 
     def reach(self, step: int) -> None:
-        """Wait until `step` is in the log; until the run has its service, for step 0."""
+        """Wait until `step` is in the log; until the cluster knows of the run, for step 0."""
         deadline = time.monotonic() + REACH_S
-        while not (self._steps() >= step if step else self._has_service()):
+        while not (self._steps() >= step if step else self._is_known()):
             assert time.monotonic() < deadline, f"no step {step} in {REACH_S} s"
             time.sleep(0.02)
 
@@ -41,9 +41,9 @@ class Going:
         path = self.run.folder / "metrics.jsonl"
         return sum('"step"' in line for line in path.read_text().splitlines()) if path.exists() else 0
 
-    def _has_service(self) -> bool:
+    def _is_known(self) -> bool:
         try:
-            return ray.is_initialized() and self.actor("service") is not None
+            return ray.is_initialized() and self.actor("board") is not None
         except ValueError:
             return False
 

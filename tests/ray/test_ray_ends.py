@@ -46,18 +46,15 @@ def test_a_cluster_of_its_own_ends_with_a_driver_that_is_killed(ray_runs: RayRun
 
 
 def test_ctrl_c_during_the_start_ends_it_at_once(ray_runs: RayRuns) -> None:
-    """Service and engine are there, and the ranks wait for room."""
-    pids: set[int] = set()
-
-    def interrupt(going: Going) -> None:
-        pids.add(ray.get(going.actor("service").status.remote(), timeout=240)[0])
-        os.kill(os.getpid(), signal.SIGINT)
-
-    run = ray_runs.train("early", *TWO_RANKS, LONG, "cluster.ray.rank_cpus=50", acts=[(0, interrupt)])
+    """The trainer has its room, and the engine waits for some."""
+    acts = [(0, lambda _: os.kill(os.getpid(), signal.SIGINT))]
+    run = ray_runs.train("early", *TWO_RANKS, LONG, "cluster.ray.engine_cpus=50", acts=acts)
     assert run.code == 130
     assert run.err.splitlines()[-1] == "rlcore: interrupted"
     assert not run.folder.exists()
-    assert not until_gone(pids, within_s=GONE_S)
+    with connected_to(ray_runs.address):
+        assert not [name for name in ray.util.list_named_actors() if name.startswith("early/")]
+        assert {group["state"] for group in ray.util.placement_group_table().values()} == {"REMOVED"}
 
 
 def test_a_second_stop_ends_a_run_that_hangs(ray_runs: RayRuns) -> None:
