@@ -130,13 +130,17 @@ class CheckpointStore:
         return read_checkpoint(self.path(step)).state
 
     def rewind(self, step: int) -> None:
-        """The run goes on from `step`: set later checkpoints aside as `discarded_step_*`, deleted at a later commit."""
+        """The run goes on from `step`: set later checkpoints aside as `discarded_step_*`, deleted at a later commit.
+
+        Older ones are pruned, as by the commit of `step`, which may have been killed before that.
+        """
         for later in self.steps():
             if later > step:
                 discarded = self.folder / f"discarded_{_name(later)}"
                 if discarded.exists():
                     remove_tree(discarded)
                 os.rename(self.path(later), discarded)
+        self._prune(step)
 
     # --- housekeeping ---------------------------------------------------------------------------------------------
 

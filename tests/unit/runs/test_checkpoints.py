@@ -93,6 +93,19 @@ def test_commits_and_keeps_the_newest(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003", "step_000010"]
 
 
+def test_who_goes_on_keeps_as_few_as_the_commit_would_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "_prune", lambda self, newest: None)     # killed before that
+        save(store, 2)
+    again = CheckpointStore(tmp_path, keep=1)
+    assert again.steps() == [1, 2]
+    again.rewind(2)
+    assert again.steps() == [2]
+    assert_whole(again, 2)
+
+
 def test_a_kill_at_any_point_of_a_commit_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
