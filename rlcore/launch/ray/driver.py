@@ -66,11 +66,12 @@ def host_name(run: str, index: int) -> str:
     return actor_name(run, engine_name(index))
 
 
-def here() -> NodeAffinitySchedulingStrategy:
-    """On the driver's node, if there is room: with that the run is lost anyway."""
+def here(*, spills: bool = False) -> NodeAffinitySchedulingStrategy:
+    """On the driver's node, with which the run is lost anyway. `spills`: elsewhere, where that has no room."""
     node = ray.get_runtime_context().get_node_id()
-    # By itself `soft` minds only whether the node is there: on one that is busy it would wait.
-    return NodeAffinitySchedulingStrategy(node_id=node, soft=True, _spill_on_unavailable=True)
+    # By itself `soft` minds only whether the node is there: on one that is busy it would wait. What spills, does so sometimes
+    # where there is room, too.
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=spills, _spill_on_unavailable=spills)
 
 
 def _warn(text: str) -> None:
@@ -216,7 +217,7 @@ class Driver:
         resources = bundles([self._cluster.placement.service])[0]
         service = ray.remote(ServiceActor).options(
             name=actor_name(self.config.run.name, "service"), namespace=NAMESPACE, max_restarts=-1,
-            num_cpus=resources.get("CPU", 0.0), max_concurrency=CONCURRENT, scheduling_strategy=here(),
+            num_cpus=resources.get("CPU", 0.0), max_concurrency=CONCURRENT, scheduling_strategy=here(spills=True),
         )  # fmt: skip
         names = [host_name(self.config.run.name, index) for index in range(len(self._hosts))]
         self._service = service.remote(self._workplace, self.config, names, self._keys)
