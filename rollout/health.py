@@ -91,4 +91,9 @@ class Health:
     @property
     def pause_s(self) -> float:
         """Before the next restart: it doubles with each life that never came to serve."""
-        return min(self.restart.backoff_s * 2.0 ** min(self.barren, DOUBLINGS), self.restart.max_backoff_s)
+        return pause_before(self.restart, self.barren)
+
+
+def pause_before(restart: RestartConfig, barren: int) -> float:
+    """Seconds to wait before a restart, behind so many lives that were of no use."""
+    return min(restart.backoff_s * 2.0 ** min(barren, DOUBLINGS), restart.max_backoff_s)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from rlcore.config.rollout import RestartConfig
 from rlcore.errors import RlcoreError, RunFailed
+from rollout.health import pause_before
 
 Follow = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
 
@@ -77,16 +78,17 @@ async def run_servers(
 
 async def _keep(server: Server, url: str, restart: RestartConfig) -> str:
     """Start it again at `url`, where its users look for it, whenever it ends. Returns what it met at last."""
-    port, pause_s, why = urlsplit(url).port or 0, restart.backoff_s, ""
+    port, barren, why = urlsplit(url).port or 0, 0, ""
     for number in range(1, restart.limit + 1):
         began = time.monotonic()
         why = why or await _end(server)
         if time.monotonic() - began > restart.max_backoff_s:
-            pause_s = restart.backoff_s
+            barren = 0
+        pause_s = pause_before(restart, barren)
         _say(why)
         _say(f"{server.name} is started again in {pause_s:g} s: {number} of {restart.limit} (rollout.engine.restart.limit)")
         await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, restart.max_backoff_s)
+        barren += 1
         try:
             await server.start(port)
         except RlcoreError as error:        # recovery: the next start, or it is left alone

@@ -151,6 +151,34 @@ class Child:
             await asyncio.sleep(POLL_S)
 
 
+class ChildServer:
+    """A server whose process is a `Child`: everything of it but its start."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+
+    @property
+    def ended(self) -> asyncio.Future[int] | None:
+        """Done once the process has ended; None before the first start."""
+        return self._child.ended
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child.process is None else self._child.process.pid
+
+    def describe_end(self) -> str:
+        """How it ended, and the last lines of its log."""
+        return self._child.describe_end()
+
+    async def stop(self) -> None:
+        """Ask it to end, then end it; nothing that it has started in its group is left."""
+        await self._child.terminate()
+
+    async def kill(self) -> None:
+        """End it at once with all that it started, stopped processes too."""
+        await self._child.kill()
+
+
 def _end_of(log: Path) -> str:
     """Whole lines: a log of days is not read for the sake of its last ones."""
     with log.open("rb") as file:

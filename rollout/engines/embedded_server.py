@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import sys
@@ -10,13 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlcore.config.rollout import EngineConfig
-from rollout.engines.child import Child
+from rollout.engines.child import Child, ChildServer
 from rollout.engines.server import ServerConfig, config_json
 
 MODULE = "rollout.engines.server"
 
 
-class EmbeddedServer:
+class EmbeddedServer(ChildServer):
     """`rollout.engines.remote.EngineProcess`. Use it from one event loop, whose thread lives as long as the process shall.
 
     Args:
@@ -33,7 +32,7 @@ class EmbeddedServer:
         self._told = ServerConfig(
             name, model_path, tokenizer, dtype, config.model_dump(mode="json"), key=self.key, host=host, parent_pid=os.getpid()
         )
-        self._child = Child(f"engine {name}", log)
+        super().__init__(Child(f"engine {name}", log))
 
     async def start(self) -> str:
         """Raises RunFailed or DeadlineExceeded with the last lines of the process's log."""
@@ -43,20 +42,3 @@ class EmbeddedServer:
 
         port = await self._child.start([sys.executable, "-m", MODULE], config, timeout_s=self.config.start_timeout_s)
         return f"http://{self._told.host}:{port}"
-
-    @property
-    def ended(self) -> asyncio.Task[int] | None:
-        return self._child.ended
-
-    @property
-    def pid(self) -> int | None:
-        return self._child.process.pid if self._child.process is not None else None
-
-    def describe_end(self) -> str:
-        return self._child.describe_end()
-
-    async def stop(self) -> None:
-        await self._child.terminate()
-
-    async def kill(self) -> None:
-        await self._child.kill()

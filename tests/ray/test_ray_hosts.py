@@ -17,7 +17,7 @@ from rlcore.errors import DeadlineExceeded
 from rlcore.launch.ray import engines
 from rlcore.launch.ray.engines import EngineHost, HostedServer
 from rlcore.launch.ray.workplace import Workplace
-from rollout.engines.child import Child, members
+from rollout.engines.child import Child, ChildServer, members
 from rollout.engines.sglang.keys import Keys
 from tests.ray.actors import config_of_a_run
 
@@ -31,13 +31,13 @@ time.sleep(60)
 """
 
 
-class Loading:
+class Loading(ChildServer):
     """A server whose process runs long before it answers: it loads until it is allowed to be ready. Its port is its pid."""
 
     def __init__(self, folder: Path) -> None:
         self.may_be_ready = folder / "ready"
         self.pids: list[int] = []
-        self._child = Child("engine e", folder / "log")
+        super().__init__(Child("engine e", folder / "log"))
         self.ends_slowly = False        # what is left of its last life, before the next begins
 
     async def start(self) -> str:
@@ -51,23 +51,6 @@ class Loading:
         assert self.pid is not None
         self.pids.append(self.pid)
         return str(ready_fd).encode()
-
-    @property
-    def ended(self) -> asyncio.Future[Any] | None:
-        return self._child.ended
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._child.process is None else self._child.process.pid
-
-    def describe_end(self) -> str:
-        return self._child.describe_end()
-
-    async def stop(self) -> None:
-        await self._child.terminate()
-
-    async def kill(self) -> None:
-        await self._child.kill()
 
     @property
     def left(self) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -17,7 +16,7 @@ import torch
 from rlcore.config.rollout import EngineConfig
 from rlcore.config.server_checks import cannot_start
 from rlcore.errors import ConfigError
-from rollout.engines.child import Child, without_rank
+from rollout.engines.child import Child, ChildServer, without_rank
 from rollout.engines.sglang.arguments import command_line
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 from rollout.vocabulary import folder_vocab_size
@@ -29,7 +28,7 @@ LOG_LINES = 30              # a traceback of the scheduler, and what its parent 
 NOT_FOR_ENGINES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", API_KEY, ADMIN_KEY}
 
 
-class ManagedServer:
+class ManagedServer(ChildServer):
     """One server process with its schedulers, from each start to its end. Use it from one event loop.
 
     The server listens on a port of `config.host`. It ends with this process, whatever ends that, and
@@ -63,7 +62,7 @@ class ManagedServer:
         self._dtype, self._gpus, self._arguments = dtype, tuple(gpus), dict(arguments or {})
         self._tokenizer = None if tokenizer is None else os.path.abspath(tokenizer)
         # SIGINT is uvicorn's own word to stop; to SIGTERM SGLang waits for every request, and looks up every 5 s.
-        self._child = Child(f"engine {name}", log, stop_signal=signal.SIGINT, log_lines=LOG_LINES)
+        super().__init__(Child(f"engine {name}", log, stop_signal=signal.SIGINT, log_lines=LOG_LINES))
 
     async def start(self, port: int = 0) -> str:
         """The server's URL, once it has answered a request of its own. Called again it ends what is left, and starts anew.
@@ -109,27 +108,6 @@ class ManagedServer:
         if self.config.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.config.threads)
         return variables
-
-    @property
-    def ended(self) -> asyncio.Future[int] | None:
-        """Done once the process has ended; None before the first start."""
-        return self._child.ended
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._child.process is None else self._child.process.pid
-
-    def describe_end(self) -> str:
-        """How it ended, and the last lines of its log."""
-        return self._child.describe_end()
-
-    async def stop(self) -> None:
-        """Ask it to end, then end it; none of its processes is left."""
-        await self._child.terminate()
-
-    async def kill(self) -> None:
-        """End it at once with all that it started, stopped processes too."""
-        await self._child.kill()
 
 
 def engine_python(config: EngineConfig) -> str:
