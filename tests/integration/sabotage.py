@@ -66,6 +66,7 @@ class Sabotage:
     """Faults by the step in whose generation they happen, each on one engine; all engines serve when one happens."""
 
     plan: dict[int, tuple[int, Fault]]
+    settle: int = 0             # a step whose generation waits for all engines, too
     hit_s: float = HIT_S        # 0: before the generation begins, however fast it is
     done: list[Fault] = field(default_factory=list)
     proxies: dict[str, Proxy] = field(default_factory=dict)     # by engine, of its present life
@@ -82,9 +83,9 @@ class Sabotage:
             return str(server._url)
 
         def next_step(service: RolloutService, step: int) -> Any:
+            if (step in self.plan or step == self.settle) and not self._all_serve(service):
+                return None                 # bring them the weights first
             if step in self.plan:
-                if not self._all_serve(service):
-                    return None             # bring them the weights first
                 self._strike(service, *self.plan.pop(step))
             return original_next(service, step)
 

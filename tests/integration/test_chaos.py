@@ -37,7 +37,7 @@ def calm(lab: Lab) -> Run:
 
 @pytest.fixture
 def sabotage(monkeypatch: pytest.MonkeyPatch) -> Sabotage:
-    sabotage = Sabotage(dict(PLAN))     # type: ignore[arg-type]
+    sabotage = Sabotage(dict(PLAN), settle=STEPS)      # type: ignore[arg-type]
     sabotage.install(monkeypatch, RemoteEngine)
     return sabotage
 

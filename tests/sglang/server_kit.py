@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
+
+import aiohttp
 
 from rlcore.config.rollout import EngineConfig
 from rollout.deadlines import LoopThread
@@ -47,6 +50,18 @@ class Served:
         """The same server as one that somebody else runs: its `start` connects, its `stop` and `kill` leave it alone."""
         config = self.config.model_copy(update={"urls": [self.url], **changes})
         return ExternalServer("engine-0", self.url, str(self.model), config=config, keys=self.keys)
+
+    async def until_used(self, tokens: int, seconds: float = 60.0) -> None:
+        """Until the requests that run hold so many tokens in the cache, of prompts and responses; seen every 15 steps."""
+        deadline, headers = time.monotonic() + seconds, {"Authorization": f"Bearer {self.keys.api}"}
+        async with aiohttp.ClientSession(self.url, headers=headers) as session:
+            while True:
+                async with session.get("/v1/loads?include=core") as answer:
+                    used = (await answer.json())["loads"][0]["num_used_tokens"]
+                if used >= tokens:
+                    return
+                assert time.monotonic() < deadline, f"{used} tokens in use after {seconds:g} s, not {tokens}"
+                await asyncio.sleep(0.01)
 
     def call(self, work: Coroutine[Any, Any, T], seconds: float = 120.0) -> T:
         return self.loop.call(work, seconds=seconds, what="a test")

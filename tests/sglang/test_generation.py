@@ -194,11 +194,9 @@ def test_an_abort_ends_requests_with_what_they_have(asked: Asked) -> None:
 
     async def abort() -> list[Completion]:
         call = asyncio.ensure_future(asked.generation.one(long))
-        await asyncio.sleep(0.3)
-        while not call.done():          # it may not have arrived yet
-            await asked.control("abort_request", abort_all=True)
-            await asyncio.wait({call}, timeout=0.2)
-        return call.result()
+        await asked.served.until_used(len(PROMPT) + 3 * 20)
+        await asked.control("abort_request", abort_all=True)
+        return await call
 
     completions = asked.served.call(abort())
     assert {completion.finish_reason for completion in completions} == {"abort"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -81,12 +80,13 @@ def test_responses_go_on_through_two_publications(served: Served, engine: SGLang
     oracles = {}
     partial, asked = partial_of(served), replace(request(LONG, tokens=TOKENS), n=3)
     running = None
-    for version in (10, 11, 12):
+    for version, made in ((10, 50), (11, 100), (12, None)):        # tokens of a response, at the next publication
         weights = random_weights(served.model, version)
         oracles[version] = Oracle(served.model, weights)
         publish(sink, weights, version)
         running = running or asyncio.run_coroutine_threadsafe(partial.whole(generate_of(engine), asked), served.loop.loop)
-        time.sleep(0.4)
+        if made:
+            served.call(served.until_used(len(LONG) + 3 * made))
     assert running is not None
     completions = running.result(120)
     for one in completions:

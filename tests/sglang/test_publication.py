@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -88,7 +87,7 @@ def test_an_update_while_responses_are_made(served: Served, engines: Engines, tm
     publish(sink, random_weights(served.model, 1), 10)
     generate(served, engine, prompt=LONG, tokens=2)         # into the cache
     pending = [start(served, engine, draw) for draw in (1, 2)]
-    time.sleep(0.5)
+    served.call(served.until_used(len(LONG) + 2 * 50))
     publish(sink, random_weights(served.model, 2), 11)
     later = generate(served, engine, prompt=LONG, draw=3)
     assert later.versions == (VersionSpan(11, 0, 12),)

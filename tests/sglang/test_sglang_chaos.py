@@ -34,7 +34,7 @@ def test_no_sample_is_lost_or_counted_twice(
 ) -> None:
     model = tmp_path / "model"      # of its own: the session's server has the other, and runs on
     shutil.copytree(tiny_model, model)
-    lab, sabotage = Lab(tmp_path, model), Sabotage(dict(PLAN))
+    lab, sabotage = Lab(tmp_path, model), Sabotage(dict(PLAN), settle=STEPS)
     sabotage.install(monkeypatch, ManagedServer)
     run = lab.train("chaos", *TWO)
     assert run.code == 0, run.err

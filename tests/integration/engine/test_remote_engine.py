@@ -30,11 +30,13 @@ LIMITS = {
     "start_timeout_s": 60.0, "request_timeout_s": 20.0, "update_timeout_s": 5.0,
 }
 
+LONG = 2000         # tokens: seconds, of which the tests wait for tenths
+
 
 @pytest.fixture(scope="module")
 def model():
     torch.set_num_threads(1)
-    return tiny_qwen3()
+    return tiny_qwen3(max_position_embeddings=2 * LONG)
 
 
 @pytest.fixture(scope="module")
@@ -137,26 +139,26 @@ def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, confi
 def test_an_update_in_the_middle_of_a_generation(model, config, loop, pair):
     sink = EngineSink(config, Roster(pair[:1]), loop)
     publish(sink, model, 5)
-    long = [request([1, 2], max_new_tokens=500)]
+    long = [request([1, 2], max_new_tokens=LONG)]
     running = asyncio.run_coroutine_threadsafe(pair[0].generate(long), loop)
     time.sleep(0.3)
     assert not running.done()
     publish(sink, tiny_qwen3(seed=1), 6)
     [[completion]] = running.result(60)
     assert [span.version for span in completion.versions] == [5, 6]
-    assert completion.versions[-1].end == len(completion.tokens) == 500
+    assert completion.versions[-1].end == len(completion.tokens) == LONG
     sink.close()
 
 
 def test_abort_over_the_wire(model, config, loop, pair):
     sink = EngineSink(config, Roster(pair[:1]), loop)
     publish(sink, model, 7)
-    running = asyncio.run_coroutine_threadsafe(pair[0].generate([request([1], max_new_tokens=500)]), loop)
+    running = asyncio.run_coroutine_threadsafe(pair[0].generate([request([1], max_new_tokens=LONG)]), loop)
     time.sleep(0.2)
     run(loop, pair[0].abort())
     [[completion]] = running.result(10)
     assert completion.finish_reason == "abort"
-    assert len(completion.tokens) < 500
+    assert len(completion.tokens) < LONG
     sink.close()
 
 
@@ -193,7 +195,7 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
     sink = EngineSink(config, roster, loop)
     publish(sink, model, 11)
 
-    running = asyncio.run_coroutine_threadsafe(doomed.generate([request([1], max_new_tokens=500)]), loop)
+    running = asyncio.run_coroutine_threadsafe(doomed.generate([request([1], max_new_tokens=LONG)]), loop)
     time.sleep(0.1)
     os.kill(doomed.pid, signal.SIGKILL)
     with pytest.raises(RunFailed, match=r"engine doomed \(pid \d+\) died during /generate: killed by SIGKILL"):
