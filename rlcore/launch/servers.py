@@ -50,9 +50,9 @@ async def run_servers(
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
     starting = [asyncio.ensure_future(server.start()) for server in servers]
+    all_started = asyncio.gather(*starting)
     beside: list[asyncio.Future[Any]] = []
     try:
-        all_started = asyncio.gather(*starting)
         await asyncio.wait({all_started, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
             return
@@ -72,7 +72,7 @@ async def run_servers(
         stopping.cancel()
         for work in (*beside, *starting):       # what has begun to start is ended by that
             work.cancel()
-        await asyncio.wait({*beside, *starting})
+        await asyncio.gather(*beside, *starting, all_started, return_exceptions=True)
         await asyncio.gather(*(server.stop() for server in servers))
 
 

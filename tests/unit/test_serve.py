@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 import json
 import os
+import re
 import signal
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,15 @@ from rlcore.launch.servers import run_servers
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
 QUICK = RestartConfig(limit=2, backoff_s=0.01)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_unsaid(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """asyncio says of an error that nobody took, once the future is freed: on the terminal of somebody's `rlcore engine`."""
+    yield
+    gc.collect()
+    records = [*caplog.get_records("call"), *caplog.records]
+    assert [record.getMessage() for record in records if record.name == "asyncio"] == []
 
 
 class FakeServer:
@@ -60,14 +73,14 @@ class FakeServer:
         self.stopped = True
 
 
-def run(servers: list[FakeServer], then) -> list[str]:
+def run(servers: list[FakeServer], then, restart: RestartConfig = QUICK) -> list[str]:
     announced: list[str] = []
 
     def announce(urls) -> None:
         announced.extend(urls)
         then()
 
-    asyncio.run(asyncio.wait_for(run_servers(servers, announce, restart=QUICK), 10))
+    asyncio.run(asyncio.wait_for(run_servers(servers, announce, restart=restart), 10))
     return announced
 
 
@@ -108,6 +121,30 @@ def test_one_that_cannot_be_kept_up_is_left_alone_and_the_others_go_on(capsys: p
     run(servers, die)
     assert servers[1].ports == [0, 4000, 4000]
     assert "no memory for b\nb is left alone from now on (rollout.engine.restart.limit: 2)" in capsys.readouterr().err
+
+
+class Weak(FakeServer):
+    """Its second and third start fail; what came up lives a moment, but for the fourth, which lives `life_s`."""
+
+    life_s = 0.5
+
+    async def start(self, port: int = 0) -> str:
+        self.starts = [*getattr(self, "starts", []), time.monotonic()]
+        self.fails = "no memory" if len(self.starts) in (2, 3) else ""
+        url = await super().start(port)
+        if len(self.starts) == 5:
+            interrupt()
+        asyncio.get_running_loop().call_later(self.life_s if len(self.starts) == 4 else 0.0, self.die)
+        return url
+
+
+def test_the_pause_grows_until_a_life_was_long(capsys: pytest.CaptureFixture[str]) -> None:
+    server = Weak("a")
+    run([server], lambda: None, RestartConfig(limit=9, backoff_s=0.02, max_backoff_s=0.3))
+    said = re.findall(r"started again in (\S+) s", capsys.readouterr().err)
+    assert said[:4] == ["0.02", "0.04", "0.08", "0.02"]
+    pauses = [later - start for start, later in itertools.pairwise(server.starts)]
+    assert all(pause >= float(text) for pause, text in zip(pauses, said))
 
 
 def test_the_end_of_the_last_is_the_end() -> None:
