@@ -50,6 +50,7 @@ class Desk:
     Args:
         resume_from: the checkpoint after which the run goes on.
         replay_from: the shards that a replay starts from (`training.replay_from`), optimizer included.
+        newest_version: that a publication has taken so far.
         origins: where each value of the configuration came from.
         utilization: measures `perf/mfu`; None where the GPUs' peak is not known.
     """
@@ -64,6 +65,7 @@ class Desk:
         checkpoints: CheckpointStore,
         total_steps: int,
         interrupted: Callable[[], bool],
+        newest_version: Callable[[], int],
         resume_from: Checkpoint | None = None,
         replay_from: Path | None = None,
         origins: Mapping[str, str] | None = None,
@@ -72,6 +74,7 @@ class Desk:
         self.config, self.source, self.tracker = config, source, tracker
         self.directory, self.checkpoints = directory, checkpoints
         self.total_steps, self.interrupted, self.utilization = total_steps, interrupted, utilization
+        self._newest_version = newest_version
         self.early_stopping = EarlyStopping.of(config.training)
         self.step = 0
         self.episodes = 0
@@ -220,7 +223,7 @@ class Desk:
             step,
             {
                 "step": step,
-                "version": self._version,
+                "version": self._newest_version(),
                 "episodes": self.episodes,
                 "seconds": self._elapsed,
                 "objective_kl": self.metrics.get("objective/kl"),

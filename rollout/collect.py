@@ -11,7 +11,7 @@ from typing import Any
 from rlcore.config import Config
 from rlcore.data.sample import Sample
 from rlcore.errors import EmptyBatch
-from rollout.buffer import STALE
+from rollout.buffer import STALE, Kept
 from rollout.cut import Cut
 from rollout.draws import Draws
 from rollout.filters import FilterChain
@@ -115,7 +115,7 @@ class StepCollector:
     async def halt(self) -> None:
         """Nothing goes on that the trainer does not wait for."""
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], kept: Sequence[Kept]) -> None:
         """Nothing is kept from one step to the next."""
         self._draws.restore(state)
         self._draws.give_back_unsettled()

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from rlcore.config import Config
-from rollout.buffer import STALE, GroupBuffer, Kept, decode, settle
+from rollout.buffer import STALE, GroupBuffer, Kept, settle
 from rollout.collect import DRAWS_PER_GROUP, Collected, Tally
 from rollout.cut import Cut
 from rollout.draws import Draws
@@ -177,8 +177,8 @@ class AheadCollector:
             self._tally.requeued += 1
             self._draw_again(draw)
         else:
-            del self._tasks[draw]
             self._draws.ledger.finish(draw)
+            del self._tasks[draw]
         if refused_by is not None:
             self._draws.ledger.drop(draw, refused_by)
             scheduler.dropped(draw)
@@ -263,8 +263,8 @@ class AheadCollector:
         """Of this moment."""
         return Cut(self._draws.snapshot(), tuple(self._buffer), self._versions.known)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a cut, once `halt` has returned.
+    def restore(self, state: Mapping[str, Any], kept: Sequence[Kept]) -> None:
+        """Continue from a cut, whose groups are `kept`, once `halt` has returned.
 
         What was finished since stays, unless a later policy step than that of the cut made a token of it: the trainer has
         forgotten those weights.
@@ -273,7 +273,7 @@ class AheadCollector:
         step = self._draws.ledger.last_step
         ahead = state.get("ahead", {})          # there is none before the first draw
         self._versions.learn(ahead.get("versions", ()))
-        settle(self._draws, self._buffer, decode(ahead.get("groups", ())), step=step)
+        settle(self._draws, self._buffer, kept, step=step)
         self._scheduler = Scheduler.restore(self._rules, step, self._buffer.ages())
         self._tally, self._failure = Tally(), None
         self._give_up_stale()

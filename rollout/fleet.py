@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any
 
+from rlcore.config.derived import comeback_s
 from rlcore.config.rollout import EngineConfig
 from rlcore.errors import NoEngineLeft
 from rlcore.protocols import RolloutEngine
@@ -28,18 +29,22 @@ logger = logging.getLogger(__name__)
 
 
 class Fleet:
-    """All engines of a run, which it starts."""
+    """All engines of a run, which it starts.
 
-    def __init__(self, engines: Sequence[RolloutEngine], config: EngineConfig) -> None:
+    Args:
+        place_s: that one may need before its start; `start_timeout_s` counts from then.
+    """
+
+    def __init__(self, engines: Sequence[RolloutEngine], config: EngineConfig, *, place_s: float = 0.0) -> None:
         self.members = [Member(engine, Health(config.restart)) for engine in engines]
-        self._config = config
+        self._config, self._place_s = config, place_s
+        self.comeback_s = comeback_s(config, place_s)
         self._router = Router(self.members, self._hopeless)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()         # renewed at each change of a state
         self._may_start = asyncio.Event()       # restarts wait for it
         self._may_start.set()
         self.on_room: Callable[[], None] = lambda: None    # called when an engine may have room that it had not before
-        self.start_grace_s = GRACE_S            # of a start, beyond its own limit; more where engines need a place first
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -100,17 +105,17 @@ class Fleet:
     async def candidates(self) -> list[RolloutEngine]:
         """All engines that run, to take a whole publication. Where none does, waits for one that comes back.
 
-        Raises NoEngineLeft when none can, or does within `rollout.engine.start_timeout_s`.
+        Raises NoEngineLeft when none can, or does in time.
         """
-        limit = self._config.start_timeout_s + self._config.restart.max_backoff_s
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + self.comeback_s
         while not (running := self._in(*RUNNING)):
             if (error := self._hopeless()) is not None:
                 raise error
             if not self._may_start.is_set():
                 raise NoEngineLeft(f"no engine runs, and none is started while the trainer is on its GPUs: {self._ends()}")
             if not await self._change(deadline - time.monotonic()):
-                raise NoEngineLeft(f"no engine came back within {limit:g} s (rollout.engine.start_timeout_s): {self._ends()}")
+                keys = f"{'cluster.start_timeout_s, ' if self._place_s else ''}rollout.engine.start_timeout_s"
+                raise NoEngineLeft(f"no engine came back within {self.comeback_s:g} s ({keys}): {self._ends()}")
         return running
 
     async def stale(self) -> list[RolloutEngine]:
@@ -206,7 +211,11 @@ class Fleet:
         return NoEngineLeft(f"no engine is left, and none can be started again (rollout.engine.restart): {self._ends()}")
 
     def _ends(self) -> str:
-        return "; ".join(f"engine {m.name}: {m.health.why}" for m in self.members if m.health.state is State.DEAD)
+        """Of those that do not run, and why not."""
+        words = {State.DEAD: "", State.STARTING: "it is starting; before, "}
+        return "; ".join(
+            f"engine {m.name}: {words[m.health.state]}{m.health.why}" for m in self.members if m.health.state in words
+        )
 
     # --- changes of state -----------------------------------------------------------------------------------------
 
@@ -259,7 +268,7 @@ class Fleet:
         limit, engine = self._config.start_timeout_s, member.engine
         member.health.on(Event.START)
         await within(
-            limit + self.start_grace_s, engine.start(),
+            self._place_s + limit + GRACE_S, engine.start(),
             lambda: f"engine {engine.name} was not ready after {limit:g} s (rollout.engine.start_timeout_s)",
         )
         member.health.on(Event.UP)
@@ -286,9 +295,10 @@ class Fleet:
         try:
             await self._bring_up(member)
         except Exception as error:  # noqa: BLE001 - recovery: another restart, or it is given up
-            self._bury(member, f"it did not start again: {describe(error)}")
+            self._bury(member, f"it did not start{' again' * bool(member.health.restarts)}: {describe(error)}")
             return
-        logger.info("engine %s runs again (restart %d)", member.name, member.health.restarts)
+        if member.health.restarts:
+            logger.info("engine %s runs again (restart %d)", member.name, member.health.restarts)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -31,7 +31,7 @@ class FleetMemory:
     """
 
     def __init__(self, fleet: Fleet, config: EngineConfig, thread: LoopThread) -> None:
-        self._fleet, self._config, self._thread = fleet, config, thread
+        self._fleet, self._thread = fleet, thread
         self._released: set[MemoryTag] = set()
         self._limit = config.update_timeout_s
 
@@ -70,6 +70,6 @@ class FleetMemory:
         await asyncio.gather(*(self._fleet.failed(engine, why) for engine, why in answers.failed.items()))
 
     def _call(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        config = self._config       # every step keeps its own limit; an engine may have to start, or to come back, meanwhile
-        seconds = config.start_timeout_s + config.restart.max_backoff_s + 3 * (self._limit + GRACE_S)
+        # Every step keeps its own limit; an engine may have to start, or to come back, meanwhile.
+        seconds = self._fleet.comeback_s + 3 * (self._limit + GRACE_S)
         self._thread.call(work, seconds=seconds, what=what)

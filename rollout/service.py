@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlcore.config import Config
-from rlcore.config.derived import total_steps
+from rlcore.config.derived import engine_place_s, total_steps
 from rlcore.data.prompts import PromptStream
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DeadlineExceeded
 from rlcore.protocols import RolloutEngine, StepRollouts
+from rollout.buffer import Kept, decode
 from rollout.collect import Collected, StepCollector
 from rollout.collect_ahead import AheadCollector
 from rollout.deadlines import LoopThread, together
@@ -65,7 +66,7 @@ class RolloutService:
         if not engines:
             raise ConfigError("the rollout service needs at least one engine")
         self._config = config
-        self.fleet = Fleet(engines, config.rollout.engine)
+        self.fleet = Fleet(engines, config.rollout.engine, place_s=engine_place_s(config))
         vocab_size = check_vocabulary(config.model.path, tokenizer)
         self.prompts = load_prompts(config, tokenizer, config.data.paths)
         given = config.evaluation
@@ -102,7 +103,7 @@ class RolloutService:
         Raises:
             RunFailed: one of them did not start; the service is closed then.
         """
-        limit = self._config.rollout.engine.start_timeout_s + self.fleet.start_grace_s + REWARD_START_TIMEOUT_S
+        limit = self.fleet.comeback_s + REWARD_START_TIMEOUT_S
         try:
             self._call(self._start(again), limit, "starting the engines and rewards")
         except BaseException:
@@ -261,12 +262,13 @@ class RolloutService:
         Raises:
             DataError: the prompts are not those of the snapshot.
         """
-        work = self._restore(self._draws.beginning() if state is None else state)
-        self._call(work, CLOSE_S, "restoring the rollout service")
+        state = self._draws.beginning() if state is None else state
+        kept = decode(state.get("ahead", {}).get("groups", ()))     # here: a large buffer would hold up the loop
+        self._call(self._restore(state, kept), CLOSE_S, "restoring the rollout service")
 
-    async def _restore(self, state: Mapping[str, Any]) -> None:
+    async def _restore(self, state: Mapping[str, Any], kept: Sequence[Kept]) -> None:
         await self._collector.halt()
-        self._collector.restore(state)
+        self._collector.restore(state, kept)
         self._cut, self._restored_step = self._collector.cut(), self.ledger.last_step
 
     def keep_ledger(self, path: Path) -> None:

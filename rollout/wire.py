@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlcore.config import Config
+from rlcore.config.derived import comeback_s, engine_place_s
 from rlcore.errors import DeadlineExceeded, PublicationFailed, RunFailed
 from rlcore.protocols import RolloutEngine, WeightExpectation
 from rlcore.weights import Bucket
@@ -83,7 +84,7 @@ class EngineSink:
         self._probe = config.rollout.engine.health_timeout_s
         self._patience = config.rollout.engine.request_timeout_s       # to pause, requests in flight may have to end
         engine = config.rollout.engine
-        self._comeback = engine.start_timeout_s + engine.restart.max_backoff_s     # of an engine, where none is up
+        self._comeback = comeback_s(engine, engine_place_s(config))     # where no engine is up
         self._verify_every = config.rollout.engine.verify_every
         self._unverified = 0                                    # publications since the last comparison of checksums
         self._expectation: WeightExpectation | None = None      # of the publication at hand, where it is to be verified

@@ -8,6 +8,7 @@ from functools import reduce
 from typing import Any
 
 from rlcore.config.algorithm import Normalization
+from rlcore.config.rollout import EngineConfig
 from rlcore.config.root import Config
 
 # Built-in estimators, for checks on a machine without torch; what a plugin takes is asked of the plugin.
@@ -162,6 +163,16 @@ def world_size(config: Config) -> int:
     cluster = config.cluster
     processes = cluster.nodes * cluster.processes_per_node
     return processes if cluster.launcher != "torchrun" or processes > 1 else model_parallel_size(config)
+
+
+def engine_place_s(config: Config) -> float:
+    """Seconds that an engine may need before it can start: Ray has to find it a place."""
+    return config.cluster.start_timeout_s if config.cluster.launcher == "ray" else 0.0
+
+
+def comeback_s(engine: EngineConfig, place_s: float) -> float:
+    """Seconds in which an engine that failed runs again: the longest pause, a place, a start."""
+    return engine.restart.max_backoff_s + place_s + engine.start_timeout_s
 
 
 def gpus_of_a_node(config: Config) -> float:

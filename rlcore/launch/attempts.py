@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rlcore.control import Store
 from rlcore.errors import DeadlineExceeded
-from rlcore.launch.ranks import store_prefix
+from rlcore.launch.ranks import here_key, store_prefix
 from rlcore.launch.run_folder import was_opened
 
 POLL_S = 0.1
@@ -54,6 +54,11 @@ def mark_ended(store: Store, code: int) -> None:
     store.set(_ENDED, str(code))
 
 
+def has_ended(store: Store) -> bool:
+    """Whether the result of the run is written, which this attempt's `store` knows."""
+    return store.check([_ENDED])
+
+
 def join_attempt(store: dist.Store, rank: int, world_size: int, *, timeout_s: float) -> Attempt:
     """Rank 0 announces a new attempt and waits for everybody; another rank waits until one begins that it is here for.
 
@@ -69,6 +74,7 @@ def _announce(store: dist.Store, world_size: int, timeout_s: float) -> Attempt:
     number = store.add(_COUNT, 1) - 1
     goes_on = any(was_opened(dist.PrefixStore(store_prefix(before), store)) for before in range(number))
     store.set(_goes_on(number), str(int(goes_on)))
+    store.set(_here(number, 0), "")
     store.set(_NEWEST, str(number))
     deadline, missing = time.monotonic() + timeout_s, list(range(1, world_size))
     while missing := [rank for rank in missing if not store.check([_here(number, rank)])]:
@@ -104,7 +110,7 @@ def _follow(store: dist.Store, rank: int, timeout_s: float) -> Attempt:
 def _leave_what_has_ended(store: dist.Store) -> None:
     if store.check([_NEWEST]):
         attempt = dist.PrefixStore(store_prefix(int(store.get(_NEWEST))), store)
-        if attempt.check([_ENDED]):
+        if has_ended(attempt):
             raise RunHasEnded(int(attempt.get(_ENDED)))
 
 
@@ -113,7 +119,7 @@ def _goes_on(number: int) -> str:
 
 
 def _here(number: int, rank: int) -> str:
-    return f"{store_prefix(number)}/here/{rank}"
+    return f"{store_prefix(number)}/{here_key(rank)}"
 
 
 def _begun(number: int) -> str:

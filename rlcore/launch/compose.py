@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from rlcore.algorithms import AlgorithmError
 from rlcore.config import Config
-from rlcore.config.derived import generates, other_folders, recorded_fields, total_steps, updates_per_step
+from rlcore.config.derived import (
+    comeback_s,
+    engine_place_s,
+    generates,
+    other_folders,
+    recorded_fields,
+    total_steps,
+    updates_per_step,
+)
 from rlcore.config.load import Loaded
 from rlcore.credit import Credit
 from rlcore.data.rows import check_file
@@ -99,14 +107,14 @@ def run_rank(
         if run is not None:
             mark_opened(control.store)
             process.last_words.append(lambda failure: run.leave(RunFailed(str(failure))))
-        starting = patience + config.rollout.engine.start_timeout_s      # a large model loads for long
+        starting = patience + comeback_s(config.rollout.engine, engine_place_s(config))     # a large model loads for long
         control.main("starting the engines", lambda: present(office).source.start(), timeout_s=starting)
         desk = journal = None
         if run is not None:
             known = run.resume_from.state if run.resume_from else {}
             journal = VersionJournal(run.directory.versions_path, newest=known.get("version") or 0)
             utilization = build_utilization(config, process, credit)
-            desk = build_desk(loaded, process, present(office), run, backend, steps, utilization)
+            desk = build_desk(loaded, process, present(office), run, journal, backend, steps, utilization)
         publisher = build_publisher(config, process, backend, office, journal)
         return finish(Trainer(config, control, backend, credit, steps, publisher, desk, turns), process)
 
@@ -255,7 +263,7 @@ def patience_with_engines(config: Config) -> float:
     The end of a publication alone waits for six answers: to load (twice the limit), to close, to compare, to set, to resume.
     """
     engine = config.rollout.engine
-    return engine.start_timeout_s + engine.restart.max_backoff_s + engine.request_timeout_s + engine.update_timeout_s * 6
+    return comeback_s(engine, engine_place_s(config)) + engine.request_timeout_s + engine.update_timeout_s * 6
 
 
 def build_utilization(config: Config, process: Process, credit: Credit) -> Utilization | None:
@@ -274,8 +282,8 @@ def build_utilization(config: Config, process: Process, credit: Credit) -> Utili
 
 
 def build_desk(
-    loaded: Loaded, process: Process, office: Office, run: OpenRun, backend: PolicyBackend, steps: int,
-    utilization: Utilization | None,
+    loaded: Loaded, process: Process, office: Office, run: OpenRun, journal: VersionJournal, backend: PolicyBackend,
+    steps: int, utilization: Utilization | None,
 ) -> Desk:  # fmt: skip
     config, directory, found = loaded.config, run.directory, run.resume_from
     tracker = build_trackers(config, directory, found.state["tracker"] if found else None, total_steps=steps)
@@ -290,6 +298,7 @@ def build_desk(
         checkpoints=run.checkpoints,
         total_steps=steps,
         interrupted=lambda: process.control.interrupt_requested,
+        newest_version=lambda: journal.last,
         resume_from=found,
         replay_from=_replay_from(config),
         origins=loaded.origins,

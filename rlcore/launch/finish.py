@@ -43,6 +43,8 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
 
     process.control.main("the result of the run", conclude, timeout_s=trainer.patience)
     if desk is not None:        # the other ranks may leave meanwhile: an upload can take longer than they would wait
+        if process.pulse is not None:
+            process.pulse.alone()
         if outcome.status in FINISHED and config.tracking.hub.repo:
             desk.push(folder)
         desk.tracker.close(outcome.status)

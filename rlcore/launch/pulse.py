@@ -14,6 +14,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from rlcore.control import Control, Failure, Store, post_failure, read_failure
+from rlcore.launch.ranks import here_key
 
 BEAT_S = 1.0
 NOTICE_S = 5.0          # from a failure of the run to the end of a rank that has not noticed it
@@ -68,14 +69,19 @@ class Watch:
     def failure(self, *, limit_s: float | None = None) -> Failure | None:
         """The rank that is silent for longer than it may, the longest first. `limit_s` lowers the limit."""
         limit = self.limit_s if limit_s is None else min(limit_s, self.limit_s)
+        late = []
         for rank, seconds in sorted(self.silence().items(), key=lambda item: -item[1]):
             _, _, doing = self._beats[rank][0].partition(" ")
             if doing and seconds > limit:
                 key = f"cluster.heartbeat_timeout_s: {self.limit_s:g}"
                 return Failure(rank, f"it has been silent for {seconds:.0f} s ({key}); it was at: {doing}")
             if not doing and seconds > self.start_limit_s:
-                return Failure(rank, f"it has not joined the others within {self.start_limit_s:g} s (cluster.start_timeout_s)")
-        return None
+                late.append(rank)
+        if not late:
+            return None
+        missing = (rank for rank in late if not self.store.check([here_key(rank)]))     # the others wait for it
+        why = f"it has not joined the others within {self.start_limit_s:g} s (cluster.start_timeout_s)"
+        return Failure(next(missing, late[0]), why)
 
 
 class Pulse:
@@ -90,7 +96,7 @@ class Pulse:
         self, store: Store, control: Control, watch: Watch, last_words: Sequence[Callable[[Failure], None]]
     ) -> None:
         self._store, self._control, self._watch, self._last_words = store, control, watch, last_words
-        self._stopped, self._leaving = threading.Event(), threading.Event()
+        self._stopped, self._leaving, self._alone = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
         self._thread.start()
 
@@ -102,6 +108,10 @@ class Pulse:
     def leaving(self) -> None:
         """The main thread knows that the run is over, and is closing what is open."""
         self._leaving.set()
+
+    def alone(self) -> None:
+        """Nobody else is needed from now on, or missed."""
+        self._alone.set()
 
     def stop(self, *, in_peace: bool) -> None:
         """No more beats; `in_peace` tells the watchers that this is no hang."""
@@ -128,7 +138,7 @@ class Pulse:
         try:
             self._store.set(beat_key(self._control.rank), f"{number} {self._control.doing}")
             known = read_failure(self._store)
-            if known is None:
+            if known is None and not self._alone.is_set():
                 silent = self._watch.failure(limit_s=SIGNALLED_S if self._control.was_signalled else None)
                 if silent is not None:
                     post_failure(self._store, silent)

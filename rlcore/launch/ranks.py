@@ -40,3 +40,8 @@ def wait_for_speaker() -> None:
 def store_prefix(attempt: int = 0) -> str:
     """Keys of the ranks in the launcher's store; torchrun keeps it over restarts."""
     return f"rlcore/{attempt}"
+
+
+def here_key(rank: int) -> str:
+    """Under that prefix: a rank waits there for the others."""
+    return f"here/{rank}"

@@ -71,7 +71,7 @@ def conclude_unless_written(config: Config, status: Status, reason: str, *, bega
         began: when its ranks were started, in seconds since the epoch.
     """
     directory = RunDirectory(Path(config.run.dir) / config.run.name)
-    if not (directory.result_path.exists() and directory.result_path.stat().st_mtime >= began):
+    if directory.read_result(since=began) is None:
         conclude(directory, status, reason)
 
 

@@ -38,14 +38,14 @@ def supervise(config: Config, arguments: Sequence[str]) -> int:
         RunFailed: a process died or hung; names its rank and shows its log's last lines.
     """
     ranks = _Ranks(config)
-    try:
-        with hearing(ranks.pass_on):
+    with hearing(ranks.pass_on):        # to their very end: a second signal shall leave nobody behind
+        try:
             ranks.start(arguments)
             failure = ranks.wait()
             if failure is not None:
                 ranks.wait_for_the_others(failure)
-    finally:
-        ranks.end()
+        finally:
+            ranks.end()
     if failure is None:
         return INTERRUPTED if INTERRUPTED in ranks.codes else 0
     return ranks.report(failure)

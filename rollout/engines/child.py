@@ -55,10 +55,10 @@ class Child:
             RunFailed: it cannot be run, or ended before it was ready; then the message holds the last lines of its log.
             DeadlineExceeded: it was not ready within `timeout_s` and was killed.
         """
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         read_fd, write_fd = os.pipe()
         reader = os.fdopen(read_fd, "rb")
         try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab") as log:
                 self.process = await asyncio.create_subprocess_exec(
                     *command, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, pass_fds=(write_fd,),

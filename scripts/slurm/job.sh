@@ -11,7 +11,11 @@ settings=("$@")
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     settings=()
     for word in "$@"; do
-        case $word in --resume | --overwrite) ;; *) settings+=("$word") ;; esac
+        case $word in
+            --resume) ;;
+            --overwrite) say "back from the queue: what is in the run's folder is gone on with, not overwritten again" ;;
+            *) settings+=("$word") ;;
+        esac
     done
     settings+=(--resume)
 fi

@@ -73,7 +73,7 @@ class Going:
         """As the service sees them; none while there is no service."""
         try:
             return [row["state"] for row in ray.get(self.actor("service").status.remote(), timeout=30)[1]]
-        except RayError:
+        except (RayError, ValueError):
             return []
 
     def kill_rank(self, rank: int) -> None:

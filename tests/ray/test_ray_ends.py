@@ -11,6 +11,7 @@ import psutil
 import pytest
 import ray
 
+from rlcore.launch.ray import cluster as cluster_of_a_run
 from rlcore.runs.directory import RunDirectory
 from tests.integration.lab import LEARNING
 from tests.ray.clusters import add_node, connected_to, lose_node, node_of
@@ -57,6 +58,32 @@ def test_ctrl_c_during_the_start_ends_it_at_once(ray_runs: RayRuns) -> None:
         assert {group["state"] for group in ray.util.placement_group_table().values()} == {"REMOVED"}
 
 
+@pytest.mark.parametrize("start", ["_connect", "place"])
+def test_sigterm_while_the_cluster_is_looked_for_is_an_interrupt(
+    ray_runs: RayRuns, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    """`ray.init` has a handler of its own, which ends the process with the signal's number."""
+    original = getattr(cluster_of_a_run, start)
+
+    def told(*given: Any, **named: Any) -> Any:
+        found = original(*given, **named)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    monkeypatch.setattr(cluster_of_a_run, start, told)
+    run = ray_runs.train("looked_for", *TWO_RANKS)
+    assert run.code == 130
+    assert run.err.splitlines()[-1] == "rlcore: interrupted"
+    assert not run.folder.exists()
+
+
+@pytest.mark.parametrize("wrong", ["{pip: [x], conda: y}", "{env_vars: [x]}"])
+def test_a_runtime_environment_that_ray_does_not_take_is_bad_input(ray_runs: RayRuns, wrong: str) -> None:
+    run = ray_runs.train("wrong_environment", *TWO_RANKS, f"cluster.ray.runtime_env={wrong}")
+    assert run.code == 2
+    assert "cluster.ray.runtime_env: Ray does not take it: " in run.err
+
+
 def test_a_second_stop_ends_a_run_that_hangs(ray_runs: RayRuns) -> None:
     said: list[str] = []
 
@@ -91,9 +118,9 @@ def test_runs_share_a_cluster_but_no_name(ray_runs: RayRuns, tmp_path: Path) -> 
     assert balance(run, run.result["steps"])["consumed"] == 4 * run.result["steps"]
 
 
-def has_completed(going: Going) -> bool:
+def has_ended(going: Going, status: str = "completed") -> bool:
     result = RunDirectory(going.run.folder).read_result()
-    return result is not None and result["status"] == "completed"
+    return result is not None and result["status"] == status
 
 
 def test_a_restart_without_room_fails_with_the_reason(ray_runs: RayRuns, cluster: Any) -> None:
@@ -129,23 +156,27 @@ def test_ctrl_c_while_the_ranks_wait_for_room_again_is_an_interrupt(ray_runs: Ra
     assert run.result["status"] == "interrupted"
 
 
-def test_a_rank_0_that_is_lost_after_the_result_undoes_nothing(ray_runs: RayRuns) -> None:
+@pytest.mark.parametrize(("status", "code"), [("completed", 0), ("interrupted", 130)])
+def test_a_rank_0_that_is_lost_after_the_result_undoes_nothing(ray_runs: RayRuns, status: str, code: int) -> None:
     def kill(going: Going) -> None:
         pid = going.rank_pids()[0]
-        until(lambda: has_completed(going))
+        if status == "interrupted":
+            os.kill(os.getpid(), signal.SIGTERM)        # the driver's
+        until(lambda: has_ended(going, status))
         os.kill(pid, signal.SIGKILL)
 
-    run = ray_runs.train("over", *TWO_RANKS, "training.steps=30", acts=[(1, kill)])
-    assert run.code == 0, run.err
+    steps = LONG if status == "interrupted" else "training.steps=30"
+    run = ray_runs.train(f"over_{status}", *TWO_RANKS, steps, acts=[(1, kill)])
+    assert run.code == code, run.err
     assert run.lines("after the end of the run: an upload, or the last word to a tracker, may be missing")
-    assert run.result["status"] == "completed"
+    assert run.result["status"] == status
 
 
 def test_a_signal_while_a_run_closes_changes_nothing(ray_runs: RayRuns) -> None:
     driver, going = ray_runs.start("closing", *TWO_RANKS, "training.steps=30"), ray_runs.going("closing")
     going.reach(1)
     with connected_to(ray_runs.address):
-        until(lambda: has_completed(going) and not going.ranks())
+        until(lambda: has_ended(going) and not going.ranks())
         driver.terminate()
     said = driver.communicate(timeout=60)[0]
     assert driver.returncode == 0, said

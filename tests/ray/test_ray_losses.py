@@ -16,6 +16,7 @@ from tests.ray.ray_runs import COMMON, STEPS, Going, RayRuns, balance, check_as_
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 SILENCE_S = 30.0
+RANKS_START_S = 15.0        # until they wait for their engines
 RESTARTED = "restart 1 of 3 (cluster.max_restarts)"
 HEARTBEAT = f"cluster.heartbeat_timeout_s={SILENCE_S:g}"
 
@@ -64,6 +65,27 @@ def test_a_service_lost_while_an_engine_comes_up_finds_it_coming(ray_runs: RayRu
     check_as_undisturbed(run, local)
     assert servers[0] == servers[1], "it was started once"
     assert not run.lines(RESTARTED)
+
+
+def test_a_rank_lost_while_an_engine_comes_up_leaves_it_coming(ray_runs: RayRuns, local: Run) -> None:
+    """The first start of the engine's server is held up until the ranks that were started again wait for it."""
+    servers: list[int] = []
+
+    def lose(going: Going) -> None:
+        until(lambda: going.engine_states() == ["starting"] and bool(going.server_pid()))
+        servers.append(going.server_pid())
+        os.kill(servers[0], signal.SIGSTOP)
+        before = set(going.rank_pids())
+        going.kill_rank(1)
+        until(lambda: len(going.rank_pids()) == 2 and not before & set(going.rank_pids()))
+        time.sleep(RANKS_START_S)
+        assert going.engine_states() == ["starting"]
+        os.kill(servers[0], signal.SIGCONT)
+
+    run = ray_runs.train("rank_lost_early", *COMMON, acts=[(0, lose), (7, lambda going: servers.append(going.server_pid()))])
+    check_as_undisturbed(run, local)
+    assert servers[0] == servers[1], "it was started once"
+    assert run.lines(RESTARTED)
 
 
 def test_a_new_service_needs_no_engine_that_the_run_goes_on_without(ray_runs: RayRuns) -> None:

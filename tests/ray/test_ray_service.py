@@ -53,10 +53,12 @@ class Rollouts:
         self.prompts = Prompts()
         self.handed_over: list[int] = []
         self.started: list[bool] = []
-        self.may_encode = threading.Event()
+        self.may_encode, self.may_start = threading.Event(), threading.Event()
+        self.may_start.set()
 
     def start(self, *, again: bool) -> None:
         self.started.append(again)
+        assert self.may_start.wait(5)
 
     def abandon(self) -> None: ...
 
@@ -102,6 +104,58 @@ def test_the_word_of_a_former_rank_0_counts_no_more(rollouts: Rollouts) -> None:
         await actor.next_step(present, 2)
         with pytest.raises(ActorLost, match="there is a new one"):
             await new_service().next_step(present, 3)
+
+    asyncio.run(main())
+
+
+def test_a_rank_0_that_comes_while_the_engines_start_waits_for_that_start(
+    rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its predecessor was lost meanwhile."""
+    context = SimpleNamespace(was_current_actor_reconstructed=False)
+    monkeypatch.setattr(service.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(service, "log_to", lambda path: None)
+    monkeypatch.setattr(Workplace, "speak", lambda self: None)
+    rollouts.may_start.clear()
+
+    async def main() -> None:
+        actor = new_service()
+        former = asyncio.ensure_future(actor.start((await actor.open(greedy_baseline=False)).life))
+        await until(lambda: rollouts.started == [False])
+        present = asyncio.ensure_future(actor.start((await actor.open(greedy_baseline=False)).life))
+        await asyncio.sleep(0.1)
+        assert not present.done()
+        rollouts.may_start.set()
+        await asyncio.gather(former, present)
+        assert rollouts.started == [False]
+
+    asyncio.run(main())
+
+
+def test_a_rank_0_that_comes_while_the_prompts_are_read_gets_the_same_service(
+    rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, may_build = [], threading.Event()
+
+    def build(actor: ServiceActor, greedy_baseline: bool) -> Rollouts:
+        built.append(greedy_baseline)
+        assert may_build.wait(5)
+        return rollouts
+
+    monkeypatch.setattr(ServiceActor, "_build", build)
+
+    async def main() -> None:
+        actor = new_service()
+        coming = [asyncio.ensure_future(actor.open(greedy_baseline=False)) for _ in range(2)]
+        await until(lambda: bool(built))
+        may_build.set()
+        former, present = await asyncio.gather(*coming)
+        assert former.life != present.life
+        assert built == [False]
+        rollouts.may_encode.set()
+        await actor.next_step(present.life, 1)
+        with pytest.raises(PartLost):
+            await actor.next_step(former.life, 1)
 
     asyncio.run(main())
 

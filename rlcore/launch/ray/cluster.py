@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import AuthenticationError
+from ray.runtime_env import RuntimeEnv
 from ray.util import placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
@@ -40,12 +41,15 @@ def connected(config: Config) -> Iterator[Cluster]:
     """Connected to the cluster of `cluster.ray.address`; one that was started for it ends with it.
 
     Raises:
-        UserError: there is none at that address, or it wants a token.
+        UserError: there is none at that address, or it wants a token; or Ray does not take `cluster.ray.runtime_env`.
         RunFailed: one of our own does not start.
     """
     try:
-        _connect(config.cluster.ray.address, config)
-        placement = place(config, has_gpus=ray.cluster_resources().get("GPU", 0.0) > 0)
+        try:
+            _connect(config.cluster.ray.address, config)
+            placement = place(config, has_gpus=ray.cluster_resources().get("GPU", 0.0) > 0)
+        except SystemExit as asked:     # Ray's own handler of SIGTERM
+            raise KeyboardInterrupt from asked
         yield Cluster(placement, ray.util.get_node_ip_address())
     finally:
         ray.shutdown()
@@ -56,6 +60,10 @@ def _connect(address: str | None, config: Config) -> None:
         "namespace": NAMESPACE, "runtime_env": runtime_env(config.cluster.ray.runtime_env), "log_to_driver": False,
         "logging_level": logging.ERROR,
     }  # fmt: skip
+    try:
+        RuntimeEnv(**options["runtime_env"])
+    except (TypeError, ValueError) as error:
+        raise UserError(f"cluster.ray.runtime_env: Ray does not take it: {first_line(error)}") from error
     if address != LOCAL:
         try:
             ray.init(address=address or "auto", **options)

@@ -27,6 +27,7 @@ from rlcore.config.load import Loaded
 from rlcore.control import Failure
 from rlcore.desk import FINISHED
 from rlcore.errors import RlcoreError, UserError
+from rlcore.launch import INTERRUPTED
 from rlcore.launch.compose import check_input
 from rlcore.launch.engines import engine_name
 from rlcore.launch.ray.board import Board
@@ -137,9 +138,10 @@ class Driver:
                 return max(ranks.codes.values())
             is_loss = ranks.is_loss(failure)
             result = RunDirectory(self._folder).read_result(since=self._began)
-            if is_loss and result is not None and result["status"] in FINISHED:
+            status = None if result is None or not is_loss else result["status"]
+            if status in FINISHED or (status == "interrupted" and self._asked):
                 _warn(f"trainer {failure}, after the end of the run: an upload, or the last word to a tracker, may be missing")
-                return 0
+                return 0 if status in FINISHED else INTERRUPTED
             if not self._goes_on(is_loss):
                 ranks.wait_for_the_others()
                 self._lines.show()

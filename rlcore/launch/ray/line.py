@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config import Config
+from rlcore.config.derived import comeback_s, engine_place_s
 from rlcore.launch.ray.calls import ActorLost, answer, get, get_when_up
 from rlcore.launch.ray.service import Opened
 from rollout.rewards.pool import START_TIMEOUT_S as REWARD_START_TIMEOUT_S
@@ -44,8 +45,7 @@ class ServiceLine:
         return opened
 
     def start(self) -> None:
-        place_s, engine_s = self.config.cluster.start_timeout_s, self.config.rollout.engine.start_timeout_s
-        limit = place_s + engine_s + REWARD_START_TIMEOUT_S + GRACE_S
+        limit = comeback_s(self.config.rollout.engine, engine_place_s(self.config)) + REWARD_START_TIMEOUT_S + GRACE_S
         self.ask("start", limit_s=limit, key="cluster.start_timeout_s and rollout.engine.start_timeout_s")
         self._started = True
 
@@ -60,11 +60,23 @@ class ServiceLine:
         if self._started:
             self.start()
         if self.state is not None:
-            self.ask("source", "restore", self.state)
+            self.restore()
         if self.ledger is not None:
-            self.ask("source", "keep_ledger", self.ledger)
+            self.keep_ledger()
         if self.published is not None:
             self.ask("source", "published", *self.published)
+
+    def restore(self) -> None:
+        """Tell it `state`."""
+        self._ask_for_long("restore", self.state)
+
+    def keep_ledger(self) -> None:
+        """Tell it where `ledger` is."""
+        self._ask_for_long("keep_ledger", self.ledger)
+
+    def _ask_for_long(self, method: str, argument: Any) -> None:
+        """What a large buffer or a long journal takes its time for."""
+        self.ask("source", method, argument, limit_s=self.config.cluster.start_timeout_s, key="cluster.start_timeout_s")
 
     # --- calls ----------------------------------------------------------------------------------------------------
 

@@ -77,11 +77,11 @@ class RemoteSource:
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         self._line.state = state
-        self._recovered(lambda: self._line.ask("source", "restore", state))
+        self._recovered(self._line.restore)
 
     def keep_ledger(self, path: Path) -> None:
         self._line.ledger = path.absolute()
-        self._recovered(lambda: self._line.ask("source", "keep_ledger", path.absolute()))
+        self._recovered(self._line.keep_ledger)
 
     def close(self) -> None:
         """The service belongs to the driver."""

@@ -21,6 +21,7 @@ from rlcore.config.load import Loaded
 from rlcore.control import Failure, post_failure, read_failure
 from rlcore.errors import DeadlineExceeded, EmptyBatch, PartLost, RlcoreError, RunFailed, UserError
 from rlcore.launch import INTERRUPTED
+from rlcore.launch.attempts import has_ended
 from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe
 from rlcore.launch.pulse import LEAVE_S, NOTICE_S, Watch, came_late, read_stuck
 from rlcore.launch.ranks import store_prefix
@@ -203,7 +204,8 @@ class Ranks:
             try:
                 self.codes[rank] = ray.get(ref)
             except RayActorError:
-                self._lost[rank] = time.monotonic()
+                if rank == 0 or not has_ended(self.store):      # else nobody needs it any more
+                    self._lost[rank] = time.monotonic()
             except RayError as error:
                 self.errors[rank] = in_our_words(error, f"rank {rank}")
 

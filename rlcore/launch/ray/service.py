@@ -75,7 +75,8 @@ class ServiceActor:
         self._life = f"{self._birth}/0"                     # of the newest rank 0
         self._service: RolloutService | None = None
         self._memory: FleetMemory | None = None
-        self._started = False
+        self._opening = asyncio.Lock()                      # a rank 0 may come while one that is gone by now has it build
+        self._starting: asyncio.Future[None] | None = None  # of the engines: once, whoever asks
         self._working: set[asyncio.Future[Any]] = set()     # what rank 0 has asked for and not got yet
 
     # --- rank 0 comes ---------------------------------------------------------------------------------------------
@@ -85,16 +86,17 @@ class ServiceActor:
 
         Raises UserError as `RolloutService`.
         """
-        if self._service is None:
-            self._service = await asyncio.to_thread(self._build, greedy_baseline)
-        else:
-            self._life = f"{self._birth}/{secrets.token_hex(8)}"
-            await asyncio.to_thread(self._service.abandon)
-            if self._working:
-                await asyncio.wait(self._working)
-            await self._in_loop(self._release_engines())
-            await asyncio.to_thread(self._service.halt)
-        return Opened(self._life, len(self._service.prompts), self._service.prompts.lengths)
+        async with self._opening:
+            if self._service is None:
+                self._service = await asyncio.to_thread(self._build, greedy_baseline)
+            else:
+                self._life = f"{self._birth}/{secrets.token_hex(8)}"
+                await asyncio.to_thread(self._service.abandon)
+                if self._working:
+                    await asyncio.wait(self._working)
+                await self._in_loop(self._release_engines())
+                await asyncio.to_thread(self._service.halt)
+            return Opened(self._life, len(self._service.prompts), self._service.prompts.lengths)
 
     def _build(self, greedy_baseline: bool) -> RolloutService:
         from rlcore.data.tokenizer import load_tokenizer
@@ -108,7 +110,6 @@ class ServiceActor:
         hosts = [ray.get_actor(name, namespace=NAMESPACE) for name in self._hosts]
         engines = cluster_engines(config, hosts, self._keys)
         service = build_service(config, tokenizer, engines, greedy_baseline=greedy_baseline)
-        service.fleet.start_grace_s += config.cluster.start_timeout_s       # Ray may have to find an engine's place first
         self._memory = FleetMemory(service.fleet, config.rollout.engine, service.thread)
         return service
 
@@ -119,18 +120,17 @@ class ServiceActor:
             fleet.missed(engine)
 
     async def start(self, life: str) -> None:
-        """Engines and reward workers answer when this returns. No effect on a service that was started.
+        """Engines and reward workers answer when this returns; who comes while they start waits for the same start.
 
         One that is made anew has its engines start as `Fleet.start` says: its run may have gone on without some.
         """
         self._check(life)
-        if self._started:
-            return
-        self._workplace.speak()
-        log_to(folder_of(self._config.run) / "service.log")
-        again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        await asyncio.to_thread(self.service.start, again=again)
-        self._started = True
+        if self._starting is None:
+            self._workplace.speak()
+            log_to(folder_of(self._config.run) / "service.log")
+            again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+            self._starting = asyncio.ensure_future(asyncio.to_thread(self.service.start, again=again))
+        await asyncio.shield(self._starting)
 
     # --- what rank 0 asks -----------------------------------------------------------------------------------------
 

@@ -50,7 +50,9 @@ def end(desk: Desk, store: dist.Store, train: Any) -> Outcome:
         tracking=SimpleNamespace(hub=SimpleNamespace(repo=None)),
     )  # fmt: skip
     trainer = SimpleNamespace(config=config, desk=desk, main=desk, patience=5.0, train=train)
-    return finish(cast(Trainer, trainer), Process(0, 1, 0, torch.device("cpu"), control, cast(Any, None)))
+    pulse = SimpleNamespace(alone=lambda: desk.done.append("alone"), leaving=lambda: None)
+    process = Process(0, 1, 0, torch.device("cpu"), control, cast(Any, None), pulse=cast(Any, pulse))
+    return finish(cast(Trainer, trainer), process)
 
 
 @pytest.mark.parametrize(("status", "code"), [("completed", 0), ("early_stopped", 0), ("interrupted", 130)])
@@ -67,7 +69,7 @@ def test_who_is_started_again_once_there_is_a_result_is_told_so(desk: Desk, stat
 
     desk.on_close = start_again
     end(desk, store, lambda: Outcome(status, 3))
-    assert desk.done == [f"result: {status}", f"closed: {status}"]
+    assert desk.done == [f"result: {status}", "alone", f"closed: {status}"]
     assert told == [code]
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
-from rlcore.control import LocalStore
+from rlcore.control import Control, LocalStore, read_failure
 from rlcore.launch import pulse
-from rlcore.launch.pulse import STALL_S, Watch, beat_key
+from rlcore.launch.pulse import STALL_S, Pulse, Watch, beat_key
+from rlcore.launch.ranks import here_key
 
 
 class Clock:
@@ -71,6 +75,27 @@ def test_a_rank_that_never_came_has_the_longer_limit(ranks):
     assert ranks.watch.failure() is None
     ranks.pass_time(1, 0)
     assert ranks.watch.failure().error == "it has not joined the others within 60 s (cluster.start_timeout_s)"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_who_needs_nobody_any_more_misses_nobody(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    monkeypatch.setattr(pulse, "BEAT_S", 0.01)
+    monkeypatch.setattr(pulse, "NOTICE_S", 600.0)
+    store: Any = LocalStore()
+    beating = Pulse(store, Control(store, 0, 2), Watch(store, [1], limit_s=20, start_limit_s=0.5), [])
+    if alone:
+        beating.alone()
+    time.sleep(1.0)
+    beating.stop(in_peace=True)
+    assert (read_failure(store) is None) == alone
+
+
+def test_of_ranks_that_have_not_met_the_one_is_named_that_the_others_wait_for(ranks):
+    ranks.store.set(here_key(0), "")
+    ranks.pass_time(61)
+    assert ranks.watch.failure().rank == 1
+    ranks.store.set(here_key(1), "")
+    assert ranks.watch.failure().rank == 0, "all are there, and something else holds them up"
 
 
 def test_a_rank_that_is_still_on_its_way_hides_no_other(ranks):

@@ -1,4 +1,4 @@
-"""The environment that a rank finds under Ray: torchrun's, and its own device's number."""
+"""The environment that a rank finds under Ray: torchrun's, and its own device's number; and when its loss counts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
+from torch.distributed import HashStore
 
 import rlcore.launch
+from rlcore.launch.attempts import mark_ended
 from rlcore.launch.ray import rank as rank_module
+from rlcore.launch.ray import ranks as ranks_module
 from rlcore.launch.ray.rank import RankActor, Seat
+from rlcore.launch.ray.ranks import Ranks
 from rlcore.launch.ray.workplace import Workplace
 
 SEAT = Seat(rank=7, world_size=8, local_rank=3, local_world_size=4, host="10.0.0.1", port=2345)
@@ -57,3 +62,26 @@ def test_the_rest_is_what_torchrun_would_set(monkeypatch: pytest.MonkeyPatch) ->
     assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")} == {
         "RANK": "7", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2345",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rank", "has_ended", "counts"), [(0, False, True), (1, False, True), (0, True, True), (1, True, False)]
+)
+def test_after_the_end_of_the_run_only_rank_0_is_missed(
+    monkeypatch: pytest.MonkeyPatch, rank: int, has_ended: bool, counts: bool
+) -> None:
+    """It may be uploading: nobody else shall end it."""
+
+    def gone(ref: object) -> int:
+        raise RayActorError
+
+    ranks = object.__new__(Ranks)
+    ranks.store, ranks.codes, ranks._lost, ranks._runs = HashStore(), {}, {}, {"call": rank}
+    ranks.pids, ranks.nodes = [1, 2], ["a", "b"]
+    if has_ended:
+        mark_ended(ranks.store, 0)
+    monkeypatch.setattr(ranks_module.ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(ranks_module.ray, "get", gone)
+    ranks._collect()
+    assert ranks._runs == {}
+    assert (ranks._gone() is not None) == counts

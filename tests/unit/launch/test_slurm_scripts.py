@@ -73,6 +73,7 @@ def test_a_job_that_was_put_back_resumes(
     flags = [[text for text in call["arguments"] if text in ("--resume", "--overwrite")] for call in stage.calls(word)]
     assert sorted(flags) == sorted([first, again])
     assert all({"run.yaml", "a.b=1"} <= set(call["arguments"]) for call in stage.calls(word))
+    assert ("not overwritten again" in done.stderr) == ("--overwrite" in given)
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--overwrite"])

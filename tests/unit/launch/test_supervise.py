@@ -56,6 +56,27 @@ def test_a_rank_that_was_not_there_yet_hears_of_it(config: Config, monkeypatch: 
     assert time.monotonic() - began < 10
 
 
+def test_a_signal_while_ranks_are_ended_leaves_nobody_behind(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 does not heed SIGTERM."""
+    workers: list[subprocess.Popen[bytes]] = []
+
+    def start(rank: int, *_: object) -> subprocess.Popen[bytes]:
+        stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+        command = ["false"] if rank == 0 else [sys.executable, "-S", "-c", stubborn]
+        workers.append(subprocess.Popen(command))
+        return workers[-1]
+
+    monkeypatch.setattr(supervise, "_start", start)
+    monkeypatch.setattr(supervise, "LEAVE_S", 0.0)
+    monkeypatch.setattr(supervise, "NOTICE_S", 0.5)
+    monkeypatch.setattr(supervise, "END_S", 2.0)
+    asking = threading.Timer(1.5, ask_to_end)
+    asking.start()
+    assert supervise.supervise(config, []) == 1
+    asking.join()
+    assert workers[1].returncode == -signal.SIGKILL
+
+
 def test_a_rank_that_somebody_else_ends_has_failed(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(rank: int, *_: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sh", "-c", "kill -TERM $$"] if rank == 1 else ["sleep", "0"])

@@ -34,6 +34,12 @@ def child(tmp_path: Path) -> Child:
     return Child("engine e", tmp_path / "log")
 
 
+def test_a_log_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(RunFailed, match=r"engine e cannot be started: .*logs"):
+        asyncio.run(start(Child("engine e", tmp_path / "logs" / "e.log"), READY))
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_kill_ends_the_whole_group(child: Child, stopped: bool) -> None:
     async def scenario() -> None:

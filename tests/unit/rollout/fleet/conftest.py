@@ -24,10 +24,10 @@ LIMITS = {
 class Site:
     """Engines a, b, ... in a fleet, and what a trainer would do for them."""
 
-    def __init__(self, names: str, **config: Any) -> None:
+    def __init__(self, names: str, *, place_s: float = 0.0, **config: Any) -> None:
         self.config = EngineConfig(**{**LIMITS, **config})
         self.engines = [FakeEngine(random_reply(31), name=name) for name in names]
-        self.fleet = Fleet(self.engines, self.config)
+        self.fleet = Fleet(self.engines, self.config, place_s=place_s)
         self.dispatcher = Dispatcher(self.fleet, self.config)
 
     async def publish(self, version: int = 1, *, only_stale: bool = False) -> None:

@@ -266,7 +266,9 @@ def test_a_publication_waits_no_longer_than_a_start_takes(on_site, monkeypatch):
     async def use(site):
         monkeypatch.setattr(FakeEngine, "start", lambda self: asyncio.sleep(60))
         await site.fleet.failed(site.engines[0], "gone")
-        with pytest.raises(NoEngineLeft, match=r"no engine came back within 0.3 s \(rollout.engine.start_timeout_s\)"):
+        with pytest.raises(NoEngineLeft, match=(
+            r"no engine came back within 0.3 s \(rollout.engine.start_timeout_s\): engine a: it is starting; before, gone$"
+        )):
             await site.fleet.candidates()
 
     on_site("a", use, start_timeout_s=0.1, restart={"backoff_s": 0.2, "max_backoff_s": 0.2, "limit": 1})

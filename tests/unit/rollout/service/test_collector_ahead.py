@@ -173,7 +173,7 @@ def test_what_outlives_a_halt_does_not_end_the_next_life(make, monkeypatch):
         await until(lambda: len(runner.started) == 4)
         beginning = draws.beginning()
         await collector.halt()
-        collector.restore(beginning)
+        collector.restore(beginning, ())
         runner.reply = at_once
         may_end.set()
         await asyncio.sleep(0.01)
@@ -207,7 +207,7 @@ def test_a_group_that_outlives_a_halt_is_none_of_the_next_life(make, monkeypatch
         await until(lambda: runner.started == [0, 1])
         beginning = draws.beginning()
         await collector.halt()
-        collector.restore(beginning)
+        collector.restore(beginning, ())
         runner.reply = made_anew
         collector.published(0)
         await until(lambda: runner.started == [0, 1, 0, 1])
@@ -238,6 +238,26 @@ def test_who_cannot_begin_tells_the_trainer_at_once(make, monkeypatch, error):
 
     with pytest.raises(type(error), match=str(error)):
         asyncio.run(main())
+
+
+def test_a_group_whose_end_cannot_be_written_down_is_made_again(make, monkeypatch):
+    async def main() -> None:
+        collector, draws, _ = make(Runner())
+        finish = draws.ledger.finish
+
+        def full_disk(draw: int) -> None:
+            monkeypatch.setattr(draws.ledger, "finish", finish)
+            raise OSError("no space left")
+
+        monkeypatch.setattr(draws.ledger, "finish", full_disk)
+        collector.published(0)
+        with pytest.raises(OSError, match="no space left"):
+            await asyncio.wait_for(collector.collect(1), 1)
+        for step in (1, 2):
+            await asyncio.wait_for(collector.collect(step), 1)
+        assert draws.ledger.balance()["consumed"] == 2
+
+    asyncio.run(main())
 
 
 def test_who_cannot_give_a_draw_back_tells_the_trainer(make, monkeypatch):
@@ -367,7 +387,7 @@ def test_a_greedy_response_of_forgotten_weights_is_given_up_with_its_group(make)
         collector.published(0)
         await until(lambda: draws.ledger.balance()["finished"] == 4)
         await collector.halt()
-        collector.restore(draws.beginning())
+        collector.restore(draws.beginning(), ())
         assert draws.ledger.balance() == {"in flight": 0, "finished": 2, "requeued": 2, "consumed": 0}
         assert [draws.ledger.state(draw) for draw in (1, 2)] == ["requeued", "requeued"]
 
