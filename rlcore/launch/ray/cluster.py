@@ -88,7 +88,8 @@ def _connect(address: str | None, config: Config) -> None:
 def runtime_env(given: dict[str, Any]) -> dict[str, Any]:
     """The user's, with this checkout importable where he says nothing of it."""
     variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    return given | {"env_vars": variables | given.get("env_vars", {})}
+    own = given.get("env_vars", {})
+    return given | {"env_vars": variables | own} if isinstance(own, dict) else given    # Ray says what is wrong with it
 
 
 @dataclass(frozen=True)
