@@ -19,7 +19,7 @@ from rlcore.control import Control
 from rlcore.errors import PartLost
 from rlcore.launch.ray import service
 from rlcore.launch.ray.calls import ActorLost
-from rlcore.launch.ray.line import ServiceLine
+from rlcore.launch.ray.line import WORD_S, ServiceLine
 from rlcore.launch.ray.members import RemoteMembers
 from rlcore.launch.ray.service import ServiceActor
 from rlcore.launch.ray.workplace import Workplace
@@ -158,6 +158,22 @@ def test_a_rank_0_that_comes_while_the_prompts_are_read_gets_the_same_service(
             await actor.next_step(former.life, 1)
 
     asyncio.run(main())
+
+
+def test_a_new_service_has_time_for_a_long_journal_and_a_large_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[Any, float] = {}
+
+    def ask(line: ServiceLine, part: str, *given: Any, limit_s: float = WORD_S, key: str = "") -> None:
+        asked[given[0] if given else part] = limit_s
+
+    monkeypatch.setattr(ServiceLine, "open", lambda line: None)
+    monkeypatch.setattr(ServiceLine, "ask", ask)
+    line = ServiceLine(None, config_of_a_run(), greedy_baseline=False)
+    line.state, line.ledger, line.published = {}, Path("ledger.jsonl"), (1, 2, 0)
+    line.revive()
+    start_s = line.config.cluster.start_timeout_s
+    assert start_s > WORD_S
+    assert asked == {"restore": start_s, "keep_ledger": start_s, "published": WORD_S}
 
 
 def test_others_are_answered_while_a_hand_over_is_encoded(rollouts: Rollouts) -> None:

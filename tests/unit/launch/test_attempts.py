@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rlcore.errors import DeadlineExceeded
 from rlcore.launch.attempts import Attempt, RunHasEnded, join_attempt, mark_ended
+from rlcore.launch.ranks import here_key, store_prefix
 from rlcore.launch.run_folder import mark_opened
 
 WORLD = 3
@@ -45,6 +46,14 @@ def is_waiting(joining: Future[Attempt]) -> bool:
 def test_the_first_attempt_goes_on_with_nothing(ranks: Ranks) -> None:
     assert ranks.start_all() == [FIRST] * WORLD
     assert FIRST.prefix == "rlcore/0"
+
+
+def test_who_waits_for_the_others_says_so_where_a_watch_looks(ranks: Ranks) -> None:
+    for rank in (0, 2):
+        with pytest.raises(DeadlineExceeded):
+            ranks.start(rank, timeout_s=0.3).result()
+    store = dist.PrefixStore(store_prefix(), ranks.store)
+    assert [store.check([here_key(rank)]) for rank in range(WORLD)] == [True, False, True]
 
 
 def test_a_later_attempt_goes_on_with_a_run_that_an_earlier_one_has_opened(ranks: Ranks) -> None:
