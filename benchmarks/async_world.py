@@ -1,6 +1,6 @@
 """A run without work: engines, slots and trainer as events in time, around the scheduler that runs use.
 
-Engines have slots, each makes tokens at a constant rate; a group of responses is started when `rollout.schedule.Scheduler` has
+Engines have slots, each makes tokens at a constant rate; a group of responses is started when `rollout.collection.scheduler.Scheduler` has
 room and slots are free. Lengths are log-normal, cut at a longest one. The trainer takes a batch when the scheduler has one,
 trains for a time that goes with its tokens, then publishes, and all slots stand still meanwhile. Engines die, what they worked
 on starts again elsewhere, and come back later. Filters drop groups.
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rollout.schedule import Rules, Scheduler
+from rollout.collection.scheduler import Rules, Scheduler
 
 
 @dataclass(frozen=True)

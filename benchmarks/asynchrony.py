@@ -26,7 +26,7 @@ from report import machine
 from rlcore import cli
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import read_metrics
-from rollout.audit import audit
+from rollout.accounting.audit import audit
 
 # How the loss treats tokens of older weights. `rollout`: PPO's ratio, and its clip, are against the engine's log-probs.
 LOSSES = {

@@ -46,11 +46,11 @@ def check_attention(device: str) -> list[Check]:
 
 def _attention(tensors: list[torch.Tensor], lengths: list[int], device: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """Output and gradients of q, k, v; the last of `tensors` is the gradient of the output."""
-    from backends.megatron.cpu import importing_megatron
+    from backends.megatron.cpu.shim import importing_megatron
 
     with importing_megatron():
-        from backends.megatron.attention import bucketed_attention, uses_varlen, varlen_attention
-        from backends.megatron.layout import PackLayout
+        from backends.megatron.batch.cp_layout import PackLayout
+        from backends.megatron.model.attention import bucketed_attention, uses_varlen, varlen_attention
     where = torch.device(device)
     *inputs, weight = (x.to(where, dtype) for x in tensors)
     inputs = [x.requires_grad_() for x in inputs]
@@ -63,8 +63,8 @@ def check_head(device: str) -> list[Check]:
     """The fused head in bf16 and fp32 against log_softmax in float64 on the CPU. Needs a process group of one rank."""
     import torch.distributed as dist
 
-    from backends.megatron.fused_head import fused_logprobs
-    from backends.megatron.parallel import init_process_group
+    from backends.megatron.model.fused_head import fused_logprobs
+    from backends.megatron.parallel.state import init_process_group
 
     generator = torch.Generator().manual_seed(4)
     hidden, weight = torch.randn(512, 256, generator=generator), torch.randn(8200, 256, generator=generator) * 0.1

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from backends.megatron import MegatronBackend
 from rlcore.config import Config
-from rlcore.credit import Credit
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan
-from rlcore.loop import put
-from rlcore.objective import Objective
-from rlcore.protocols import UpdateResult
+from rlcore.interfaces import UpdateResult
+from rlcore.trainer.credit import Credit
+from rlcore.trainer.loop import put
+from rlcore.trainer.objective import Objective
 
 
 class Trainer:

@@ -14,8 +14,8 @@ from launchers_programs import REPOSITORY, SHARED
 from launchers_ways import RLCORE
 from process import ProgramFailedError
 
-from rlcore.publish import read_versions
 from rlcore.runs.metrics import read_metrics
+from rlcore.trainer.weight_publisher import read_versions
 
 GAP = "rollout/train_rollout_logprob_diff"
 WINDOW = 10         # steps of one mean reward

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from backends.megatron.fused_head import fused_logprobs
+from backends.megatron.model.fused_head import fused_logprobs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]      # (hidden, weight, tokens) -> a scalar to go backward from

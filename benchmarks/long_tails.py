@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from rlcore.protocols import Completion, GenerateRequest
-from rollout.engines.embedded import EmbeddedEngine
-from rollout.runners import Runners
-from rollout.waves import WaveRunner
+from rlcore.interfaces import Completion, GenerateRequest
+from rollout.collection.group_runner import WaveRunner
+from rollout.collection.runners import Runners
+from rollout.engines.embedded.engine import EmbeddedEngine
 
 GATHER_S = 0.005        # what is asked within it is decoded together
 
@@ -70,5 +70,5 @@ def long_tailed(delay: Delay) -> Iterator[None]:
     def engine(*arguments: Any, **options: Any) -> LongTailed:
         return LongTailed(*arguments, delay=delay, **options)
 
-    with patch("rollout.engines.embedded.EmbeddedEngine", engine), patch.object(Runners, "_runner", one_by_one):
+    with patch("rollout.engines.embedded.engine.EmbeddedEngine", engine), patch.object(Runners, "_runner", one_by_one):
         yield

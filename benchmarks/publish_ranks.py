@@ -17,19 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.megatron.convert.architecture import read_architecture
-from backends.megatron.cpu import importing_megatron, megatron_device
+from backends.megatron.cpu.shim import importing_megatron, megatron_device
 
 with importing_megatron():
-    from backends.megatron.export import WeightExporter
-    from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config
-    from backends.megatron.parallel import ParallelState, init_parallel
+    from backends.megatron.model.gpt import build_chunks, in_dtype, padded_vocab_size, transformer_config
+    from backends.megatron.parallel.state import ParallelState, init_parallel
+    from backends.megatron.weights.export import WeightExporter
 from rlcore.config import Config
-from rlcore.config.policy import ParallelConfig
-from rollout.deadlines import LoopThread
-from rollout.engines import remote
-from rollout.engines.remote import RemoteEngine
-from rollout.engines.weight_group import GroupAddress, WeightGroup, open_store
-from rollout.wire import EngineSink, Roster
+from rlcore.config.sections.policy import ParallelConfig
+from rollout.asyncio_utils import LoopThread
+from rollout.engines.embedded import client as remote
+from rollout.engines.embedded.client import RemoteEngine
+from rollout.weight_sync.publication import EngineSink, Roster
+from rollout.weight_sync.weight_group import GroupAddress, WeightGroup, open_store
 
 LIMIT_S = 600.0
 HOST = "127.0.0.1"

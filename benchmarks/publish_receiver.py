@@ -6,8 +6,8 @@ import asyncio
 import time
 from typing import Any
 
-from rollout.engines import server
-from rollout.engines.weight_group import GroupAddress, WeightGroup
+from rollout.engines.embedded import server
+from rollout.weight_sync.weight_group import GroupAddress, WeightGroup
 
 
 class Receiver(server.EngineServer):

@@ -27,14 +27,14 @@ import orjson
 from process import busy_seconds
 from report import QUIET_CORES, machine
 
-from rlcore.config.rollout import EngineConfig
-from rlcore.protocols import GenerateRequest, SamplingParams
-from rollout.dispatch import Dispatcher
+from rlcore.config.sections.rollout import EngineConfig
+from rlcore.interfaces import GenerateRequest, SamplingParams
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.generation import Generation, encode
 from rollout.engines.sglang.http import ServerClient
 from rollout.engines.sglang.keys import Keys
-from rollout.fleet import Fleet
+from rollout.fleet.dispatcher import Dispatcher
+from rollout.fleet.fleet import Fleet
 
 VOCAB = 1000
 PROMPT_TOKENS = 48

@@ -57,7 +57,7 @@ def train(arguments: argparse.Namespace) -> int:
         launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
         loaded = _load([*launcher, *arguments.settings])
         from rlcore import launch
-        from rlcore.plugin_checks import check_plugins
+        from rlcore.launch.plugin_checks import check_plugins
 
         loaded = replace(loaded, notes=(*loaded.notes, *check_plugins(loaded)))
         return launch.train(loaded, resume=arguments.resume, overwrite=arguments.overwrite, arguments=arguments.given)
@@ -65,7 +65,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 def validate(arguments: argparse.Namespace) -> int:
     loaded = _load(arguments.settings)
-    from rlcore.config.checks import describe_checks
+    from rlcore.config.checks.sections import describe_checks
     from rlcore.config.render import render
 
     notes, made, model = list(loaded.notes), describe_checks(), Path(loaded.config.model.path)
@@ -76,7 +76,7 @@ def validate(arguments: argparse.Namespace) -> int:
             for what in ("Estimator, loss and functions take their keywords", "The layout and policy.megatron fit the model")
         ]
     else:
-        from rlcore import plugin_checks
+        from rlcore.launch import plugin_checks
 
         notes += plugin_checks.check_plugins(loaded)
         made += plugin_checks.MADE
@@ -123,14 +123,14 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def ledger(arguments: argparse.Namespace) -> int:
-    from rlcore.launch.ledger import show_ledger
+    from rlcore.launch.commands.ledger import show_ledger
 
     return show_ledger(arguments.run, draw=arguments.draw, as_json=arguments.json, recordings=not arguments.quick)
 
 
 def plan_layouts(arguments: argparse.Namespace) -> int:
     loaded = _load(arguments.settings)
-    from rlcore.launch.plan import plan
+    from rlcore.launch.commands.plan import plan
 
     for line in plan(loaded.config, gpus=arguments.gpus, gpu_memory=arguments.gpu_memory, gpu=arguments.gpu):
         print(line)
@@ -155,8 +155,8 @@ def stop(arguments: argparse.Namespace) -> int:
 def init_model(arguments: argparse.Namespace) -> int:
     from transformers.utils import logging
 
-    from rlcore.init_model import ModelSpec
-    from rlcore.init_model import init_model as write
+    from rlcore.launch.commands.init_model import ModelSpec
+    from rlcore.launch.commands.init_model import init_model as write
 
     given = {name: getattr(arguments, name) for name in _MODEL_OPTIONS if getattr(arguments, name) is not None}
     spec = ModelSpec.preset(arguments.preset, **given)
@@ -167,7 +167,7 @@ def init_model(arguments: argparse.Namespace) -> int:
 
 
 def metrics(arguments: argparse.Namespace) -> int:
-    from rlcore.listing import list_metrics, metrics_page
+    from rlcore.launch.commands.catalogue import list_metrics, metrics_page
 
     if arguments.markdown:
         print(metrics_page(), end="")
@@ -177,7 +177,7 @@ def metrics(arguments: argparse.Namespace) -> int:
 
 
 def algorithms(arguments: argparse.Namespace) -> int:
-    from rlcore.listing import list_algorithms
+    from rlcore.launch.commands.catalogue import list_algorithms
 
     print("\n".join(list_algorithms()))
     return 0

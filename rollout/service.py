@@ -17,23 +17,23 @@ from rlcore.config.derived import engine_place_s, total_steps
 from rlcore.data.prompts import PromptStream
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DeadlineExceeded
-from rlcore.protocols import RolloutEngine, StepRollouts
-from rollout.buffer import Kept, decode
-from rollout.collect import Collected, StepCollector
-from rollout.collect_ahead import AheadCollector
-from rollout.deadlines import LoopThread, together
-from rollout.dispatch import Dispatcher
-from rollout.draws import Draws
-from rollout.errand import Errand
-from rollout.evaluation import Evaluation
-from rollout.filters import FilterChain
-from rollout.fleet import Fleet
-from rollout.policy_steps import PolicySteps, Publication
-from rollout.prompt_files import load_prompts
+from rlcore.interfaces import RolloutEngine, StepRollouts
+from rollout.accounting.prompt_queue import Draws
+from rollout.asyncio_utils import LoopThread, together
+from rollout.collection.buffer import Kept, decode
+from rollout.collection.collector import AheadCollector
+from rollout.collection.errand import Errand
+from rollout.collection.evaluation import Evaluation
+from rollout.collection.filters import FilterChain
+from rollout.collection.load_prompts import load_prompts
+from rollout.collection.lockstep_collector import Collected, StepCollector
+from rollout.collection.published_versions import PolicySteps, Publication
+from rollout.collection.runners import Runners
+from rollout.engines.vocabulary import check_vocabulary
+from rollout.fleet.dispatcher import Dispatcher
+from rollout.fleet.fleet import Fleet
 from rollout.rewards.build import build_scorer
 from rollout.rewards.pool import START_TIMEOUT_S as REWARD_START_TIMEOUT_S
-from rollout.runners import Runners
-from rollout.vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ CLOSE_S = 30.0
 
 
 class RolloutService:
-    """Implements `rlcore.protocols.RolloutSource`. Construction reads and checks; `start` starts engines and reward workers.
+    """Implements `rlcore.interfaces.RolloutSource`. Construction reads and checks; `start` starts engines and reward workers.
 
     Args:
         greedy_baseline: every prompt of a step gets one more response, at temperature 0 and for nothing but the

@@ -90,7 +90,7 @@ MUTANTS = [
 def preload() -> None:
     """Megatron and transformers for all forked children; our own packages are left for each to import from the copy."""
     sys.path.insert(0, str(HERE.parent))
-    from backends.megatron.cpu import importing_megatron
+    from backends.megatron.cpu.shim import importing_megatron
 
     with importing_megatron():
         importlib.import_module("backends.megatron.backend")

@@ -32,7 +32,7 @@ PRELOADED = (
     "mbridge",
     "backends.megatron.backend",
     "rlcore.config.load",
-    "rlcore.credit",
+    "rlcore.trainer.credit",
 )
 HASH_SEEDS = (1, 2)
 POLL_S = 0.02

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from backends.megatron.advantages import compute_advantages_and_returns
     from backends.megatron.backend import MegatronBackend
-    from backends.megatron.parallel import ParallelState
+    from backends.megatron.parallel.state import ParallelState
 
 __all__ = ["MegatronBackend", "ParallelState", "compute_advantages_and_returns"]
 
-_MODULES = {"MegatronBackend": "backend", "ParallelState": "parallel", "compute_advantages_and_returns": "advantages"}
+_MODULES = {"MegatronBackend": "backend", "ParallelState": "parallel.state", "compute_advantages_and_returns": "advantages"}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from backends.megatron.parallel import ParallelState
-from backends.megatron.together import together
-from backends.megatron.transfer import broadcast_json
+from backends.megatron.batch.transfer import broadcast_json
+from backends.megatron.parallel.rank_errors import together
+from backends.megatron.parallel.state import ParallelState
 from rlcore.algorithms import Advantages, GuardedEstimator, MissingInputError, estimator_keywords
 from rlcore.algorithms.guard import SOURCES
 from rlcore.config import Config
-from rlcore.config.algorithm_checks import coefficient_ignored, reward_terms
+from rlcore.config.checks.algorithm import coefficient_ignored, reward_terms
 from rlcore.config.derived import coefficients
-from rlcore.credit import Credit
 from rlcore.data.batch import PER_SEQUENCE, RolloutBatch
 from rlcore.errors import ConfigError
-from rlcore.objective import Objective
+from rlcore.trainer.credit import Credit
+from rlcore.trainer.objective import Objective
 
 _KL_FROM = ("logprobs", "ref_logprobs")
 

@@ -1,4 +1,4 @@
-"""The trainer's models on this rank, behind `rlcore.protocols.PolicyBackend`: policy, critic, frozen reference and teacher."""
+"""The trainer's models on this rank, behind `rlcore.interfaces.PolicyBackend`: policy, critic, frozen reference and teacher."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.megatron.cpu import expected_warnings_off, importing_megatron, megatron_device
+from backends.megatron.cpu.shim import expected_warnings_off, importing_megatron, megatron_device
 
 with importing_megatron():
     from megatron.core.parallel_state import get_global_memory_buffer
 
-    from backends.megatron.attention import uses_varlen
+    from backends.megatron.batch.local_batch import HeldBatch
     from backends.megatron.build import BuildContext, build_critic, build_policy
-    from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint, saved_layout, start_checkpoint
-    from backends.megatron.checkpoint_io import HostCopies
-    from backends.megatron.checkpoint_pending import PendingCheckpoint
+    from backends.megatron.checkpoint.background import PendingCheckpoint
+    from backends.megatron.checkpoint.save_load import Saved, load_checkpoint, save_checkpoint, saved_layout, start_checkpoint
+    from backends.megatron.checkpoint.shards import HostCopies
+    from backends.megatron.checks.layout import check_layout
     from backends.megatron.convert.architecture import read_architecture
-    from backends.megatron.export import WeightExporter, export_hf
     from backends.megatron.frozen import Frozen, Resident, build_reference, build_teacher
-    from backends.megatron.held import HeldBatch
-    from backends.megatron.layers import layers_of
-    from backends.megatron.losses import critic_loss, policy_loss
-    from backends.megatron.metrics import shared_moments
-    from backends.megatron.moe import mean_losses
-    from backends.megatron.optimizer import StepReport
-    from backends.megatron.parallel import destroy_parallel, init_parallel, init_process_group
-    from backends.megatron.parking import Parking
-    from backends.megatron.refusals import check_layout
-    from backends.megatron.routing import Routing, changed_share, check_records
-    from backends.megatron.train import HeadOptions, Model, score_pass, training_pass
+    from backends.megatron.model.attention import uses_varlen
+    from backends.megatron.model.layers import layers_of
+    from backends.megatron.model.moe import mean_losses
+    from backends.megatron.model.routing_replay import Routing, changed_share, check_records
+    from backends.megatron.parallel.state import destroy_parallel, init_parallel, init_process_group
+    from backends.megatron.training.losses import critic_loss, policy_loss
+    from backends.megatron.training.metrics import shared_moments
+    from backends.megatron.training.offload import Parking
+    from backends.megatron.training.optimizer import StepReport
+    from backends.megatron.training.passes import HeadOptions, Model, score_pass, training_pass
+    from backends.megatron.weights.export import WeightExporter, export_hf
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
 from rlcore.config.derived import pack_multiple
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan, padded_length, plan_minibatch
-from rlcore.protocols import UpdateResult
+from rlcore.interfaces import UpdateResult
 from rlcore.weights import DTYPES, Bucket
 
 
@@ -49,7 +49,7 @@ class MegatronBackend:
 
     Args:
         config: the whole configuration; the models' sections and the sampling temperature are used.
-        objective: what one micro-batch's tokens cost, per token (`rlcore.objective.Objective`).
+        objective: what one micro-batch's tokens cost, per token (`rlcore.trainer.objective.Objective`).
         with_reference: build the frozen reference.
         with_teacher: build the frozen teacher, `teacher.path`.
         with_critic: build the value model and its optimizer.

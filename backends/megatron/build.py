@@ -7,19 +7,19 @@ from pathlib import Path
 
 import torch
 
-from backends.megatron.checkpoint import load_weights
+from backends.megatron.checkpoint.save_load import load_weights
+from backends.megatron.checks.layout import check_layout
 from backends.megatron.convert.architecture import Architecture, read_architecture
 from backends.megatron.convert.load import load_hf
-from backends.megatron.layers import layer_fields, layers_of
-from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
-from backends.megatron.optimizer import ScheduledOptimizer
-from backends.megatron.parallel import ParallelState
-from backends.megatron.refusals import check_layout
-from backends.megatron.routing import replay_routing
-from backends.megatron.train import Model
-from backends.megatron.weights import copy_trunk
+from backends.megatron.model.gpt import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
+from backends.megatron.model.layers import layer_fields, layers_of
+from backends.megatron.model.routing_replay import replay_routing
+from backends.megatron.parallel.state import ParallelState
+from backends.megatron.training.optimizer import ScheduledOptimizer
+from backends.megatron.training.passes import Model
+from backends.megatron.weights.copies import copy_trunk
 from rlcore.config import Config
-from rlcore.config.policy import OptimizerConfig
+from rlcore.config.sections.policy import OptimizerConfig
 from rlcore.errors import ModelError
 from rlcore.weights import DTYPES
 

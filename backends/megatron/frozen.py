@@ -11,8 +11,8 @@ from typing import Protocol
 from backends.megatron.build import BuildContext
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.load import load_hf
-from backends.megatron.train import Model
-from backends.megatron.weights import HostWeights, copy_weights
+from backends.megatron.training.passes import Model
+from backends.megatron.weights.copies import HostWeights, copy_weights
 from rlcore.errors import ConfigError
 
 

@@ -7,9 +7,9 @@ from collections.abc import Collection
 from functools import reduce
 from typing import Any
 
-from rlcore.config.algorithm import Normalization
-from rlcore.config.rollout import EngineConfig
-from rlcore.config.root import Config
+from rlcore.config.sections.algorithm import Normalization
+from rlcore.config.sections.rollout import EngineConfig
+from rlcore.config.sections.root import Config
 
 # Built-in estimators, for checks on a machine without torch; what a plugin takes is asked of the plugin.
 SHAPED_REWARDS = frozenset({"ppo", "vapo", "reinforce++", "reinforce++_baseline", "remax", "rloo"})

@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlcore.config.base import Plugin, Section
-from rlcore.config.checks import check, notes_on
-from rlcore.config.problems import Problem, config_error, invalid_values
-from rlcore.config.root import Config
+from rlcore.config.checks.sections import check, notes_on
+from rlcore.config.messages import Problem, config_error, invalid_values
 from rlcore.config.schema import field_section, may_be_null, section_at
+from rlcore.config.sections.base import Plugin, Section
+from rlcore.config.sections.root import Config
 from rlcore.config.tree import DEFAULT, KeyPath, Setting, Tree, find, merge, plain, settings
 from rlcore.config.yaml_reader import read_file, read_override
 from rlcore.errors import ConfigError

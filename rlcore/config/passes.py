@@ -14,7 +14,7 @@ from rlcore.config.derived import (
     needs_teacher,
     updates_per_step,
 )
-from rlcore.config.root import Config
+from rlcore.config.sections.root import Config
 
 # Built-in algorithms, for plans on a machine without torch; what a plugin needs is asked of the plugin.
 VALUE_ESTIMATORS = frozenset({"ppo", "vapo"})

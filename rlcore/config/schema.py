@@ -8,8 +8,8 @@ from functools import cache
 from types import UnionType
 from typing import Any, Union
 
-from rlcore.config.base import Section
-from rlcore.config.root import Config
+from rlcore.config.sections.base import Section
+from rlcore.config.sections.root import Config
 from rlcore.config.tree import KeyPath
 
 ANY = "NAME"    # stands for the free key of a map of sections, as in reward.parts.NAME.weight

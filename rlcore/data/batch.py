@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlcore.data.routed_experts import pad_experts
 from rlcore.data.sample import Sample
-from rlcore.data.token_sets import TokenSets
+from rlcore.data.sampling_masks import TokenSets
 
 PER_SEQUENCE = frozenset({"rewards", "group_ids", "rollout_ids", "sequence_ids", "baseline_rewards"})
 

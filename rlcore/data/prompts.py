@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rlcore.data.rows import Example, read_examples
 from rlcore.data.tokenizer import encode, leading_bos, render_chat
 from rlcore.errors import DataError
-from rlcore.protocols import Prompt
+from rlcore.interfaces import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

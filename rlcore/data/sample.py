@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.data.routed_experts import Experts, decode_experts, encode_experts
-from rlcore.data.token_sets import TokenSets
+from rlcore.data.sampling_masks import TokenSets
 
 ARRAYS = ("tokens", "loss_mask", "rollout_logprobs", "token_rewards")       # of a sample
 FinishReason = Literal["stop", "length", "abort"]

@@ -29,7 +29,7 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
     config = loaded.config
     if config.cluster.launcher == "local" and config.cluster.processes_per_node > 1 and not under_torchrun():
         from rlcore.launch.compose import check_input
-        from rlcore.launch.supervise import supervise
+        from rlcore.launch.local import supervise
 
         check_input(config, config.cluster.processes_per_node, resume=resume, overwrite=overwrite)
         return supervise(config, arguments)
@@ -52,11 +52,11 @@ def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenSe
     Args:
         service: how rank 0 opens the rollout service; default: in this process.
     """
-    from rlcore.control import PeerFailed
     from rlcore.launch.attempts import RunHasEnded
     from rlcore.launch.compose import run_rank
     from rlcore.launch.logs import describe
     from rlcore.launch.process import join
+    from rlcore.trainer.rank_sync import PeerFailed
 
     rank = 0
     try:
@@ -82,7 +82,7 @@ def exit_code(status: Status) -> int:
 
 def evaluate(loaded: Loaded, *, output: Path | None) -> int:
     """Run `rlcore eval`: score the configured model on the evaluation prompts, in this process."""
-    from rlcore.launch.single import evaluate_model
+    from rlcore.launch.commands.eval_export import evaluate_model
 
     return evaluate_model(loaded, output)
 
@@ -90,7 +90,7 @@ def evaluate(loaded: Loaded, *, output: Path | None) -> int:
 def status(address: str | None) -> Iterator[str]:
     """Run `rlcore status`: lines about every run on a Ray cluster."""
     _need_ray()
-    from rlcore.launch.ray import commands
+    from rlcore.launch.ray import status as commands
 
     return commands.status(address)
 
@@ -98,7 +98,7 @@ def status(address: str | None) -> Iterator[str]:
 def stop(run: str, address: str | None, *, timeout_s: float) -> str:
     """Run `rlcore stop`: ask a run on a Ray cluster for a clean end, and wait for it."""
     _need_ray()
-    from rlcore.launch.ray import commands
+    from rlcore.launch.ray import status as commands
 
     return commands.stop(run, address, timeout_s=timeout_s)
 
@@ -110,13 +110,13 @@ def _need_ray() -> None:
 
 def engine(loaded: Loaded, *, urls_file: Path | None = None) -> int:
     """Run `rlcore engine`: the SGLang engines of a configuration alone, for a trainer that is given their URLs."""
-    from rlcore.launch.serve import serve_engines
+    from rlcore.launch.commands.engine import serve_engines
 
     return serve_engines(loaded.config, urls_file=urls_file)
 
 
 def export(source: Path, folder: Path) -> int:
     """Run `rlcore export`: write the weights of a checkpoint as a Hugging Face folder."""
-    from rlcore.launch.single import export_checkpoint
+    from rlcore.launch.commands.eval_export import export_checkpoint
 
     return export_checkpoint(source, folder)

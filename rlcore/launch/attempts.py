@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from rlcore.control import Store
 from rlcore.errors import DeadlineExceeded
 from rlcore.launch.ranks import here_key, store_prefix
 from rlcore.launch.run_folder import was_opened
+from rlcore.trainer.rank_sync import Store
 
 POLL_S = 0.1
 _COUNT = "rlcore/attempts"

@@ -27,26 +27,26 @@ from rlcore.config.derived import (
     updates_per_step,
 )
 from rlcore.config.load import Loaded
-from rlcore.credit import Credit
 from rlcore.data.rows import check_file
-from rlcore.desk import Desk, Outcome
 from rlcore.errors import ConfigError, ModelError, RunFailed
+from rlcore.interfaces import EngineMemory, PolicyBackend, RolloutEngine, RolloutSource, WeightSink
 from rlcore.launch.engines import build_engines
 from rlcore.launch.finish import finish
 from rlcore.launch.initial import find_checkpoint, pin_initial_policy
 from rlcore.launch.logs import folder_of
 from rlcore.launch.process import Process
 from rlcore.launch.run_folder import OpenRun, mark_opened, open_run
-from rlcore.loop import Trainer
-from rlcore.mfu import Utilization
-from rlcore.objective import Objective
 from rlcore.planning.devices import peak_flops
-from rlcore.protocols import EngineMemory, PolicyBackend, RolloutEngine, RolloutSource, WeightSink
-from rlcore.publish import Publisher, VersionJournal
 from rlcore.runs.directory import check_run_name
 from rlcore.tracking import build_trackers
 from rlcore.tracking.hub import reach_hub
-from rlcore.turns import Turns
+from rlcore.trainer.credit import Credit
+from rlcore.trainer.gpu_sharing import Turns
+from rlcore.trainer.loop import Trainer
+from rlcore.trainer.mfu import Utilization
+from rlcore.trainer.objective import Objective
+from rlcore.trainer.rank0 import Desk, Outcome
+from rlcore.trainer.weight_publisher import Publisher, VersionJournal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -158,9 +158,9 @@ def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
     Args:
         here: the run will be on this machine; else what depends on its device is left out where it has no GPU.
     """
+    from backends.megatron.checks.layout import check_layout, check_others
     from backends.megatron.convert.architecture import read_architecture
-    from backends.megatron.preflight import check_policy
-    from backends.megatron.refusals import check_layout, check_others
+    from backends.megatron.policy_checks import check_policy
 
     bridge = config.model.bridge
     policy = read_architecture(Path(config.model.path), bridge=bridge)
@@ -200,12 +200,12 @@ def open_office(
 
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     if config.is_sft:
-        from rlcore.data.sft import SFTSource
+        from rlcore.trainer.sft_source import SFTSource
 
         sft = SFTSource(config, tokenizer)
         return Office(sft, None, len(sft.prompts), sft.prompts.lengths)
     if config.training.replay is not None:
-        from rlcore.runs.replay import ReplaySource
+        from rlcore.trainer.replay_source import ReplaySource
 
         replay = ReplaySource(
             Path(config.training.replay), greedy_baseline=greedy_baseline, recorded=recorded_fields(config)
@@ -217,8 +217,8 @@ def open_office(
 def open_service(
     config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, *, greedy_baseline: bool
 ) -> Office:
-    from rollout.memory import FleetMemory
-    from rollout.wire import EngineSink
+    from rollout.fleet.engine_memory import FleetMemory
+    from rollout.weight_sync.publication import EngineSink
 
     service = build_service(config, tokenizer, build_engines(config, process), greedy_baseline=greedy_baseline)
     stack.callback(service.close)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlcore.config import Config
+from rlcore.interfaces import RolloutEngine
 from rlcore.launch.gpus import assign_gpus, names_of
 from rlcore.launch.logs import folder_of
 from rlcore.launch.process import Process
 from rlcore.launch.ranks import under_torchrun
-from rlcore.protocols import RolloutEngine
 
 if TYPE_CHECKING:
     from rollout.engines.sglang.engine import SGLangEngine
     from rollout.engines.sglang.keys import Keys
-    from rollout.engines.sglang.process import ManagedServer
+    from rollout.engines.sglang.server_process import ManagedServer
 
 
 def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
@@ -34,10 +34,10 @@ def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
         return [*external_engines(config)] if engine.urls else [*managed_engines(config, ranks=ranks)]
     in_process = process.world_size == 1 and engine.count == 1 if engine.in_process is None else engine.in_process
     if in_process:
-        from rollout.engines.embedded import EmbeddedEngine
+        from rollout.engines.embedded.engine import EmbeddedEngine
 
         return [EmbeddedEngine(model, config=engine, dtype=config.model.dtype, tokenizer=tokenizer)]
-    from rollout.engines.remote import RemoteEngine
+    from rollout.engines.embedded.client import RemoteEngine
 
     return [
         RemoteEngine(
@@ -75,7 +75,7 @@ def managed_server(
     config: Config, keys: Keys, index: int, *, logs: Path, gpus: Sequence[str], on_gpu: bool
 ) -> ManagedServer:
     """Engine `index`, made and not started, on GPUs of these names; none: on what is visible."""
-    from rollout.engines.sglang.process import ManagedServer
+    from rollout.engines.sglang.server_process import ManagedServer
 
     return ManagedServer(
         engine_name(index), config.model.path, config=config.rollout.engine, dtype=config.model.dtype,

@@ -6,14 +6,14 @@ import errno
 import logging
 from pathlib import Path
 
-from rlcore.control import in_one_line
-from rlcore.desk import FINISHED, Desk, Outcome
 from rlcore.errors import DataError, RunFailed, UserError
 from rlcore.launch import exit_code
 from rlcore.launch.attempts import mark_ended
 from rlcore.launch.process import Process
-from rlcore.loop import Trainer
 from rlcore.runs.directory import Status
+from rlcore.trainer.loop import Trainer
+from rlcore.trainer.rank0 import FINISHED, Desk, Outcome
+from rlcore.trainer.rank_sync import in_one_line
 
 logger = logging.getLogger(__name__)
 

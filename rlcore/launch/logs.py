@@ -13,9 +13,9 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TextIO
 
-from rlcore.config.run import RunConfig
-from rlcore.control import Failure
+from rlcore.config.sections.run import RunConfig
 from rlcore.errors import RlcoreError
+from rlcore.trainer.rank_sync import Failure
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 OURS = ("rlcore", "backends", "rollout")

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 
 from rlcore.config import Config
-from rlcore.config.run import RunConfig
-from rlcore.control import Control, Failure, LocalStore
+from rlcore.config.sections.run import RunConfig
 from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
 from rlcore.launch.attempts import FIRST, Attempt, join_attempt
+from rlcore.launch.heartbeat import Pulse, Watch
 from rlcore.launch.logs import RankLog, describe, rank_log
-from rlcore.launch.pulse import Pulse, Watch
 from rlcore.launch.ranks import orphaned, supervised, under_torchrun
 from rlcore.launch.signals import hearing
 from rlcore.runs.rng import seed_rng
+from rlcore.trainer.rank_sync import Control, Failure, LocalStore
 
 STORE_S = 60.0          # to reach a store that is known to be there
 # Read by libraries when they are first used on a GPU, so set before that.

@@ -11,14 +11,14 @@ from typing import Any
 
 from rlcore.config import Config
 from rlcore.config.load import Loaded
-from rlcore.control import Failure, Store, in_one_line
-from rlcore.desk import FINISHED
-from rlcore.early_stopping import EarlyStopping
 from rlcore.errors import DataError, UserError
 from rlcore.runs.checkpoints import Checkpoint, CheckpointStore
 from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.files import remove_tree
 from rlcore.runs.metrics import read_metrics
+from rlcore.trainer.early_stopping import EarlyStopping
+from rlcore.trainer.rank0 import FINISHED
+from rlcore.trainer.rank_sync import Failure, Store, in_one_line
 
 _OPENED = "opened"
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from rlcore.data.sample import Sample
 
 
 class BaseTracker:
-    """An `rlcore.protocols.Tracker` that ignores everything.
+    """An `rlcore.interfaces.Tracker` that ignores everything.
 
     Steps come in order. The first one that a tracker hears of says where the run goes on after a resume: what the tracker
     recorded of that step and later ones in an earlier process is void.

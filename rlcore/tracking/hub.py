@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from rlcore.config.training import HubConfig
+from rlcore.config.sections.training import HubConfig
 from rlcore.errors import RunFailed, UserError
 from rlcore.runs.files import write_atomic
 from rlcore.tracking.format import number

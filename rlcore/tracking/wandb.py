@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.config.training import WandbConfig
+from rlcore.config.sections.training import WandbConfig
 from rlcore.data.sample import Sample
 from rlcore.errors import UserError
 from rlcore.runs.files import write_atomic

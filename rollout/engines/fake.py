@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import RunFailed
-from rlcore.protocols import Completion, GenerateRequest, MemoryTag, PauseMode
+from rlcore.interfaces import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import Bucket
-from rollout.engines.expectation import Fingerprints
+from rollout.weight_sync.verification import Fingerprints
 
 Reply = Callable[[GenerateRequest, int], Sequence[int]]
 """(request, sample index) -> the tokens of that response."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlcore.errors import UserError
-from rlcore.protocols import GenerateRequest
+from rlcore.interfaces import GenerateRequest
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, total_tokens: int, limit: str) -> None:

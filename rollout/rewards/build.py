@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlcore.config.reward import RewardConfig
+from rlcore.config.sections.reward import RewardConfig
 from rlcore.errors import ConfigError
 from rollout.rewards.base import RewardPart
 from rollout.rewards.exact_match import InlinePart

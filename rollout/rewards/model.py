@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlcore.config.reward import RewardModelConfig
+from rlcore.config.sections.reward import RewardModelConfig
 from rlcore.data.sample import Sample
 from rlcore.errors import ModelError
+from rollout.engines.vocabulary import folder_vocab_size
 from rollout.rewards.base import Score, checked
-from rollout.vocabulary import folder_vocab_size
 
 Pending = tuple[NDArray[np.int32], "asyncio.Future[Score]"]
 

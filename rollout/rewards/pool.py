@@ -18,7 +18,7 @@ from typing import Any
 
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed
-from rollout.deadlines import CANCEL_S, within
+from rollout.asyncio_utils import CANCEL_S, within
 from rollout.rewards.base import RewardFailure, Score
 from rollout.rewards.worker import HEADER, pack
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlcore.config.reward import RewardConfig
+from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.sample import Sample
 from rollout.rewards.base import RewardFailure, RewardPart, Score
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlcore.data.sample import Sample
-from rlcore.protocols import Completion, Prompt, SamplingParams, Workflow
+from rlcore.interfaces import Completion, Prompt, SamplingParams, Workflow
 from rollout.plugins import load_object
 
 if TYPE_CHECKING:

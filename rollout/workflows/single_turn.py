@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlcore.data.sample import Sample
-from rlcore.protocols import Generate, GenerateRequest, Prompt
+from rlcore.interfaces import Generate, GenerateRequest, Prompt
 from rollout.workflows.base import WorkflowContext, make_sample
 
 

@@ -18,16 +18,16 @@ from torch import nn
 from backends.megatron.convert.architecture import Architecture, read_architecture
 from backends.megatron.convert.load import load_hf
 from backends.megatron.convert.names import owned_parameters
-from backends.megatron.cpu import importing_megatron
+from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
-    from backends.megatron.checkpoint import Saved, load_checkpoint, save_checkpoint
-    from backends.megatron.checkpoint_optimizer import METADATA
-    from backends.megatron.export import WeightExporter, export_hf
-    from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
-    from backends.megatron.optimizer import ScheduledOptimizer
-    from backends.megatron.parallel import ParallelState
-from rlcore.config.policy import OptimizerConfig, ParallelConfig
+    from backends.megatron.checkpoint.optimizer_state import METADATA
+    from backends.megatron.checkpoint.save_load import Saved, load_checkpoint, save_checkpoint
+    from backends.megatron.model.gpt import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
+    from backends.megatron.parallel.state import ParallelState
+    from backends.megatron.training.optimizer import ScheduledOptimizer
+    from backends.megatron.weights.export import WeightExporter, export_hf
+from rlcore.config.sections.policy import OptimizerConfig, ParallelConfig
 from rlcore.weights import DTYPES
 
 GRADIENT_SCALE = (1.0, -0.5, 2.0)

@@ -10,14 +10,14 @@ import torch
 
 from backends.megatron.convert.architecture import read_architecture
 from backends.megatron.convert.load import load_hf
-from backends.megatron.cpu import importing_megatron
+from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
-    from backends.megatron import export
-    from backends.megatron.export import WeightExporter, export_hf
-    from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config
-    from backends.megatron.parallel import ParallelState
-from rlcore.config.policy import ParallelConfig
+    from backends.megatron.model.gpt import build_chunks, in_dtype, padded_vocab_size, transformer_config
+    from backends.megatron.parallel.state import ParallelState
+    from backends.megatron.weights import export
+    from backends.megatron.weights.export import WeightExporter, export_hf
+from rlcore.config.sections.policy import ParallelConfig
 from rlcore.weights import DTYPES
 
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.names import owned_parameters
-from backends.megatron.cpu import importing_megatron
+from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from backends.megatron.export import WeightExporter, export_hf
-    from backends.megatron.optimizer import ScheduledOptimizer
-    from backends.megatron.parallel import ParallelState
+    from backends.megatron.parallel.state import ParallelState
+    from backends.megatron.training.optimizer import ScheduledOptimizer
+    from backends.megatron.weights.export import WeightExporter, export_hf
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")       # the first: the fp32 masters
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from checkpoint_case import Trained
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from backends.megatron.checkpoint import MANIFEST, Saved, load_checkpoint, load_weights, save_checkpoint
-from backends.megatron.parallel import ParallelState
-from rlcore.config.policy import ParallelConfig
+from backends.megatron.checkpoint.save_load import MANIFEST, Saved, load_checkpoint, load_weights, save_checkpoint
+from backends.megatron.parallel.state import ParallelState
+from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import RlcoreError
 
 

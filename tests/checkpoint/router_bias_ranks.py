@@ -10,15 +10,15 @@ from gloo_world import join_world
 
 from backends.megatron.convert.architecture import read_architecture
 from backends.megatron.convert.load import load_hf
-from backends.megatron.cpu import importing_megatron, megatron_device
+from backends.megatron.cpu.shim import importing_megatron, megatron_device
 
 with importing_megatron():
-    from backends.megatron.checkpoint import Saved, load_checkpoint, load_weights, save_checkpoint
-    from backends.megatron.export import WeightExporter, export_hf
-    from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
-    from backends.megatron.optimizer import ScheduledOptimizer
-    from backends.megatron.parallel import ParallelState, destroy_parallel, init_parallel
-from rlcore.config.policy import OptimizerConfig, ParallelConfig
+    from backends.megatron.checkpoint.save_load import Saved, load_checkpoint, load_weights, save_checkpoint
+    from backends.megatron.model.gpt import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
+    from backends.megatron.parallel.state import ParallelState, destroy_parallel, init_parallel
+    from backends.megatron.training.optimizer import ScheduledOptimizer
+    from backends.megatron.weights.export import WeightExporter, export_hf
+from rlcore.config.sections.policy import OptimizerConfig, ParallelConfig
 from rlcore.weights import DTYPES
 
 

@@ -7,7 +7,7 @@ import torch
 from plan import LAYOUTS, LOADS, PAIRS, REFUSED, VARIANTS, WORLDS, is_usual
 from world_outputs import Outputs, read_weights
 
-from backends.megatron.checkpoint import saved_layout
+from backends.megatron.checkpoint.save_load import saved_layout
 
 
 @pytest.mark.parametrize(

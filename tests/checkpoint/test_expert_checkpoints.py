@@ -26,7 +26,7 @@ from hf_folders import write_model
 from optimizer_state import KEYS
 from world_outputs import Outputs, read_weights
 
-from backends.megatron.checkpoint import saved_layout
+from backends.megatron.checkpoint.save_load import saved_layout
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from convert_case import convert
 from gloo_world import join_world
 from refused_case import try_full_disk, try_refused
 
-from backends.megatron.cpu import megatron_device
-from backends.megatron.parallel import destroy_parallel, init_parallel
-from rlcore.config.policy import ParallelConfig
+from backends.megatron.cpu.shim import megatron_device
+from backends.megatron.parallel.state import destroy_parallel, init_parallel
+from rlcore.config.sections.policy import ParallelConfig
 
 KINDS = {"convert": convert, "checkpoint": train_and_save_or_load, "refused": try_refused, "full_disk": try_full_disk}
 

@@ -10,7 +10,7 @@ from typing import Any
 from rlcore.data.sample import Sample
 from rlcore.runs.checkpoints import latest_checkpoint
 from rlcore.runs.rollouts import read_rollouts
-from rollout.ledger import Ledger
+from rollout.accounting.ledger import Ledger
 from tests.integration.lab import Run
 
 PROMPTS, SAMPLES = 4, 4         # of a step

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlcore.data.sample import Sample
-from rlcore.publish import read_versions
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts
-from rollout.audit import audit
+from rlcore.trainer.weight_publisher import read_versions
+from rollout.accounting.audit import audit
 
 
 def ages(folder: Path, step: int) -> list[list[int]]:

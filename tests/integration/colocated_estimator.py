@@ -21,7 +21,7 @@ class EngineKiller:
         self.calls += 1
         if self.calls == 2 and not self.marker.exists():
             self.marker.touch()
-            engines = [p for p in psutil.Process(os.getpid()).children() if "rollout.engines.server" in p.cmdline()]
+            engines = [p for p in psutil.Process(os.getpid()).children() if "rollout.engines.embedded.server" in p.cmdline()]
             assert engines
             for engine in engines:
                 engine.kill()

@@ -31,11 +31,11 @@ PRELOADED = (
     "transformers.models.qwen3.modeling_qwen3",
     "backends.megatron.backend",
     "rlcore.launch.compose",
-    "rlcore.launch.supervise",
-    "rlcore.plugin_checks",
-    "rollout.engines.embedded",
-    "rollout.engines.remote",
-    "rollout.wire",
+    "rlcore.launch.local",
+    "rlcore.launch.plugin_checks",
+    "rollout.engines.embedded.engine",
+    "rollout.engines.embedded.client",
+    "rollout.weight_sync.publication",
 )
 LIMIT_S = 100.0                 # for one job
 ORPHANS_S = 20.0                # in which everything that a job started must be gone
@@ -108,7 +108,7 @@ def run(arguments: list[str]) -> int:
 
 
 def run_job(job: dict[str, Any]) -> int:
-    from rlcore.launch import supervise
+    from rlcore.launch import local as supervise
 
     os.setsid()
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -33,14 +33,14 @@ POINTS = {
     "rollouts": ("rollout.service", "RolloutService.next_step"),
     "score": ("backends.megatron.backend", "MegatronBackend.score"),
     "update": ("backends.megatron.backend", "MegatronBackend.update"),
-    "version": ("rlcore.publish", "VersionJournal.next"),
-    "publish": ("rollout.wire", "EngineSink.send"),
+    "version": ("rlcore.trainer.weight_publisher", "VersionJournal.next"),
+    "publish": ("rollout.weight_sync.publication", "EngineSink.send"),
     "evaluation": ("rollout.service", "RolloutService.evaluate"),
     "metrics": ("rlcore.runs.metrics", "MetricsFile.append"),
     "samples": ("rlcore.runs.directory", "RunDirectory.write_rollouts"),
     "begin": ("rlcore.runs.checkpoints", "CheckpointStore.begin"),
-    "shards": ("backends.megatron.checkpoint", "write_sharded"),
-    "copy": ("backends.megatron.checkpoint", "plan_sharded"),
+    "shards": ("backends.megatron.checkpoint.save_load", "write_sharded"),
+    "copy": ("backends.megatron.checkpoint.save_load", "plan_sharded"),
     "complete": ("backends.megatron.backend", "MegatronBackend.finish_save"),
     "state": ("rlcore.runs.checkpoints", "CheckpointStore.write_state"),
     "commit": ("rlcore.runs.checkpoints", "CheckpointStore.commit"),
@@ -52,8 +52,8 @@ POINTS = {
     "result": ("rlcore.runs.directory", "RunDirectory.write_result"),
     "rename": ("os", "rename"),
     "replace": ("os", "replace"),
-    "journal start": ("rollout.journal", "LedgerJournal.start"),
-    "journal cut": ("rollout.journal", "LedgerJournal.cut"),
+    "journal start": ("rollout.accounting.journal", "LedgerJournal.start"),
+    "journal cut": ("rollout.accounting.journal", "LedgerJournal.cut"),
     "fsync": ("os", "fsync"),
     "write shard": ("megatron.core.dist_checkpointing.strategies.filesystem_async", "_write_item"),
 }
@@ -134,7 +134,7 @@ def tear_line(passed: Counter[str], call: int) -> None:
 
 def tear_ledger(passed: Counter[str], call: int) -> None:
     """Die when half of what write number `call` to ledger.jsonl says is in it."""
-    from rollout.journal import LedgerJournal
+    from rollout.accounting.journal import LedgerJournal
 
     real = LedgerJournal._write
 
@@ -275,7 +275,7 @@ def main() -> None:
 
     import rlcore.data.tokenizer
     import rlcore.launch.compose  # noqa: F401
-    import rollout.engines.embedded  # noqa: F401
+    import rollout.engines.embedded.engine  # noqa: F401
     from backends.megatron import backend  # noqa: F401
 
     for module, _ in POINTS.values():

@@ -16,9 +16,9 @@ import psutil
 import pytest
 from aiohttp import web
 
-from rollout.engines.remote import RemoteEngine
-from rollout.engines.sglang.process import ManagedServer
-from rollout.health import State
+from rollout.engines.embedded.client import RemoteEngine
+from rollout.engines.sglang.server_process import ManagedServer
+from rollout.fleet.health import State
 from rollout.service import RolloutService
 
 Fault = Literal["SIGKILL", "SIGSTOP", "500", "garbage", "slow"]

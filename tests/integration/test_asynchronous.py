@@ -13,11 +13,11 @@ import pytest
 from lab import LEARNING, Lab, Run
 
 from benchmarks.long_tails import long_tailed
-from rlcore.publish import read_versions
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts
-from rollout.audit import audit
-from rollout.engines.decoding import Decoding
+from rlcore.trainer.weight_publisher import read_versions
+from rollout.accounting.audit import audit
+from rollout.engines.embedded.decoding import Decoding
 from tests.integration.ahead_books import ages, check
 from tests.integration.resume_runs import UPDATES, Runs, result_of
 

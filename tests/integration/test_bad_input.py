@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from lab import Lab, Run
 
-from rlcore.init_model import ModelSpec, init_model
+from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
 
 TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64}

@@ -10,9 +10,9 @@ from lab import LEARNING, Lab, Run
 from sabotage import Sabotage
 
 from rlcore.errors import NoEngineLeft, RunFailed
-from rollout.engines.remote import RemoteEngine
+from rollout.engines.embedded.client import RemoteEngine
 from rollout.service import RolloutService
-from rollout.wire import EngineSink
+from rollout.weight_sync.publication import EngineSink
 
 STEPS = 20
 PLAN = {3: (0, "SIGKILL"), 6: (1, "SIGSTOP"), 9: (0, "500"), 12: (1, "garbage"), 15: (0, "slow"), 18: (1, "SIGKILL")}

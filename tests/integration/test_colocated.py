@@ -10,7 +10,7 @@ from lab import LEARNING, Lab, Run
 from rank_runs import RankRuns
 from safetensors.torch import load_file
 
-from rollout.engines.embedded import EmbeddedEngine
+from rollout.engines.embedded.engine import EmbeddedEngine
 
 COLOCATED = "rollout.engine.colocated=true"
 # Everything that has a turn: two models and a reference, two optimizer steps, checkpoints, those in the background too.
@@ -59,7 +59,7 @@ def test_taking_turns_changes_no_bit(lab: Lab, apart: Run, monkeypatch: pytest.M
             assert self._weights is not None
             held.append(sum(t.untyped_storage().nbytes() for t in self._weights.tensors.values()))
 
-    monkeypatch.setattr("rollout.engines.embedded.EmbeddedEngine", Watched)
+    monkeypatch.setattr("rollout.engines.embedded.engine.EmbeddedEngine", Watched)
     together = lab.train("colocated", *PPO, heldout(lab), COLOCATED)
     assert together.code == 0, together.err
     assert_same(together, apart)

@@ -8,7 +8,7 @@ import pytest
 from lab import LEARNING, Lab, same
 from rank_runs import RankRuns
 
-from backends.megatron.checkpoint import saved_layout
+from backends.megatron.checkpoint.save_load import saved_layout
 
 PPO = (
     *LEARNING, "algorithm.estimator.name=ppo", "algorithm.kl.reward_coef=0.01", "algorithm.minibatches=2",

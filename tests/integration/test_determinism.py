@@ -8,7 +8,7 @@ import pytest
 from lab import LEARNING
 from rank_runs import RankRuns
 
-from rlcore.config.run import RunConfig
+from rlcore.config.sections.run import RunConfig
 from rlcore.launch.process import DETERMINISTIC_LIBRARIES, _set_up_torch
 
 LAYOUTS = {

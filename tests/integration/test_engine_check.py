@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from lab import LEARNING, Lab
 
-from rlcore.protocols import Completion, GenerateRequest
-from rollout.engines.embedded import EmbeddedEngine
+from rlcore.interfaces import Completion, GenerateRequest
+from rollout.engines.embedded.engine import EmbeddedEngine
 
 GAP = "rollout/train_rollout_logprob_diff"
 SEVERAL = ("algorithm.minibatches=2", "algorithm.old_logprobs=rollout", "checkpoint.export_hf=false")

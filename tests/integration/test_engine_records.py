@@ -6,7 +6,7 @@ import pytest
 from lab import LEARNING, Lab, Run
 
 from rlcore.data.sample import Sample
-from rlcore.init_model import ModelSpec, init_model
+from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
 
 TOP_P = (*LEARNING, "rollout.sampling.top_p=0.6", "rollout.sampling.top_k=12", "algorithm.minibatches=2", "training.steps=2",

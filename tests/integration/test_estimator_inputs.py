@@ -17,7 +17,7 @@ from rank_runs import Ended, RankRuns
 from torch import Tensor
 
 from rlcore.data.sample import Sample
-from rlcore.init_model import ALPHABETS, ModelSpec, init_model
+from rlcore.launch.commands.init_model import ALPHABETS, ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
 
 EVERY_WEIGHT = ("checkpoint.every=1", "checkpoint.keep=9", "checkpoint.export_hf=false")

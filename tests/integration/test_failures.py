@@ -42,7 +42,7 @@ def last_lines(run: Ended, rank: int) -> list[str]:
 def test_a_rank_that_is_killed(rank_runs: RankRuns, rank: int) -> None:
     run = rank_runs.train(f"killed-{rank}", *FOREVER, *IN_PROCESS, act=to_rank(rank, signal.SIGKILL))
     assert_failed(run, f"rank {rank} failed: it was killed by SIGKILL", within_s=10)
-    assert "INFO rlcore.loop: step " in last_lines(run, rank)[-1]
+    assert "INFO rlcore.trainer.loop: step " in last_lines(run, rank)[-1]
     assert len(run.lines("rlcore: ")) == 1, "said once"
     assert "Traceback" not in run.said
     assert f"rank {rank} failed: it was killed by SIGKILL" in run.log(1 - rank), "the other rank's log says why it left"
@@ -56,7 +56,7 @@ def test_a_rank_that_is_stopped(rank_runs: RankRuns, rank: int) -> None:
     )  # fmt: skip
     silent = f"rank {rank} failed: it has been silent for {HEARTBEAT_S} s (cluster.heartbeat_timeout_s: {HEARTBEAT_S})"
     assert_failed(run, f"{silent}; it was at: ", within_s=HEARTBEAT_S + 12)
-    assert "INFO rlcore.loop: step " in last_lines(run, rank)[-1]
+    assert "INFO rlcore.trainer.loop: step " in last_lines(run, rank)[-1]
     assert "Traceback" not in run.said
 
 
@@ -113,7 +113,7 @@ def test_without_an_engine_the_run_saves_and_ends(
     run = rank_runs.train(
         f"engine-{number.name}", *FOREVER, "rollout.engine.restart.limit=0",
         f"rollout.engine.request_timeout_s={REQUEST_S}",
-        "rollout.engine.update_timeout_s=10", act=to_child("rollout.engines.server", number),
+        "rollout.engine.update_timeout_s=10", act=to_child("rollout.engines.embedded.server", number),
     )  # fmt: skip
     assert_failed(run, says, "engine engine-0", within_s=within_s)
     assert "Traceback" not in run.said
@@ -132,7 +132,7 @@ def test_an_engine_that_is_killed_comes_back_with_the_weights(rank_runs: RankRun
     """The only engine: both ranks wait for rollouts when it gets the version at hand once more."""
     run = rank_runs.train(
         "engine-returns", "policy.parallel.tensor=2", "training.steps=12", "rollout.engine.restart.backoff_s=0.1",
-        act=to_child("rollout.engines.server", signal.SIGKILL), after_steps=1,
+        act=to_child("rollout.engines.embedded.server", signal.SIGKILL), after_steps=1,
     )  # fmt: skip
     assert run.code == 0, run.said
     assert [row["step"] for row in run.rows] == list(range(1, 13))

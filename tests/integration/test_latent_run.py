@@ -10,7 +10,7 @@ from lab import Lab
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlcore.init_model import ModelSpec, init_model
+from rlcore.launch.commands.init_model import ModelSpec, init_model
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 

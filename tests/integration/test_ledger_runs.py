@@ -15,8 +15,8 @@ from rlcore.data.sample import Sample
 from rlcore.runs.checkpoints import latest_checkpoint
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts, write_rollouts
-from rollout.audit import Audit, audit
-from rollout.history import read_journal
+from rollout.accounting.audit import Audit, audit
+from rollout.accounting.journal_reader import read_journal
 from tests.integration.resume_runs import STEPS, UPDATES, Ended, Runs
 
 # Where a run dies, by what a resume then finds: nothing, a step that was begun, a checkpoint that was begun, or everything.

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from rlcore.algorithms import METRICS, metric_spec
 from rlcore.data.sample import Sample
-from rlcore.init_model import ModelSpec, init_model
+from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
 
 PPO = ("algorithm.estimator={name: ppo, lam: 1.0}", "critic.optimizer.lr=1e-3", "algorithm.kl.reward_kind=k3")

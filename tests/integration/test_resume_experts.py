@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlcore.init_model import ModelSpec, init_model
+from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.checkpoints import committed_steps
 from tests.integration.resume_runs import UPDATES, Runs, assert_close_run, metrics_of, result_of
 

@@ -12,14 +12,14 @@ import torch
 from cases import TEMPERATURE, VOCAB
 from numpy.typing import NDArray
 
-from rlcore.config.rollout import EngineConfig
+from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.routed_experts import join_experts
 from rlcore.data.sample import Sample, VersionSpan
-from rlcore.data.token_sets import TokenSets
-from rlcore.protocols import Completion, GenerateRequest, Prompt, SamplingParams
+from rlcore.data.sampling_masks import TokenSets
+from rlcore.interfaces import Completion, GenerateRequest, Prompt, SamplingParams
 from rlcore.weights import TensorSpec, cut_buckets
-from rollout.engines.embedded import EmbeddedEngine
-from rollout.engines.model_weights import as_published
+from rollout.engines.embedded.engine import EmbeddedEngine
+from rollout.engines.embedded.model_weights import as_published
 from rollout.workflows.base import make_sample
 
 TRUNCATED = SamplingParams(max_new_tokens=9, temperature=TEMPERATURE, top_p=0.8, top_k=12, keep_sets=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from backends.megatron import MegatronBackend
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan
-from rlcore.objective import Objective
+from rlcore.trainer.objective import Objective
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -15,9 +15,10 @@ from cases import TRAINED, make_batch, make_config, make_plan, make_vectors
 from rank_main import main
 from torch import Tensor
 
-from backends.megatron import MegatronBackend, checkpoint_io
-from backends.megatron.train import Model
-from rlcore.objective import Objective
+from backends.megatron import MegatronBackend
+from backends.megatron.checkpoint import shards as checkpoint_io
+from backends.megatron.training.passes import Model
+from rlcore.trainer.objective import Objective
 
 WRITE_S = 60.0
 

@@ -13,14 +13,14 @@ from rank_main import main
 from torch import Tensor, nn
 
 from backends.megatron import MegatronBackend
-from backends.megatron.export import WeightExporter
-from rlcore.credit import Credit
+from backends.megatron.weights.export import WeightExporter
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan
 from rlcore.data.sample import Sample
-from rlcore.loop import put
-from rlcore.objective import Objective
 from rlcore.runs.rollouts import read_rollouts
+from rlcore.trainer.credit import Credit
+from rlcore.trainer.loop import put
+from rlcore.trainer.objective import Objective
 
 
 def weights(backend: MegatronBackend, model: Any, head: str) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from backends.megatron import MegatronBackend
 from backends.megatron.frozen import Guest
-from rlcore.objective import Objective
+from rlcore.trainer.objective import Objective
 
 SMALL = 64 << 10        # bytes that may stay: rotary tables, masks, counters
 

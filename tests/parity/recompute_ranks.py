@@ -13,7 +13,7 @@ from rank_main import main
 from saved_bytes import SavedBytes
 
 from backends.megatron import MegatronBackend
-from rlcore.objective import Objective
+from rlcore.trainer.objective import Objective
 
 
 def run(case: dict[str, Any], folder: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backends.megatron import MegatronBackend
 from backends.megatron.convert.load import load_hf
-from rlcore.objective import Objective
+from rlcore.trainer.objective import Objective
 
 
 class Used:

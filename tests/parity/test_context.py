@@ -7,12 +7,12 @@ import torch
 from cases import LENGTHS, make_batch
 from torch import Tensor
 
-from backends.megatron.cpu import importing_megatron
+from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
-    from backends.megatron.attention import bucketed_attention
-from backends.megatron.layout import Cut, PackLayout, Place, own_slots
-from backends.megatron.pack import make_micro_batch, pack_size, pad_lengths
+    from backends.megatron.model.attention import bucketed_attention
+from backends.megatron.batch.cp_layout import Cut, PackLayout, Place, own_slots
+from backends.megatron.batch.pack import make_micro_batch, pack_size, pad_lengths
 from rlcore.data.packing import padded_length
 
 CPU = torch.device("cpu")

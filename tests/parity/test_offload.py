@@ -10,7 +10,7 @@ import pytest
 import torch
 from spawn import run_ranks
 
-from backends.megatron.parking import Contents, Parking
+from backends.megatron.training.offload import Contents, Parking
 
 RANKS = Path(__file__).with_name("offload_ranks.py")
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from spawn import run_ranks
 
-from backends.megatron.parking import Parking
+from backends.megatron.training.offload import Parking
 
 RANKS = Path(__file__).with_name("parking_ranks.py")
 CPU = torch.device("cpu")

@@ -12,23 +12,23 @@ import pytest
 import torch
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.cpu import importing_megatron, megatron_device
+from backends.megatron.cpu.shim import importing_megatron, megatron_device
 
 with importing_megatron():
-    from backends.megatron.attention import bucketed_attention
     from backends.megatron.backend import MegatronBackend
-    from backends.megatron.fields import REFUSED, check_overrides
-    from backends.megatron.model import padded_vocab_size
-    from backends.megatron.optimizer import learning_rate
+    from backends.megatron.checks.transformer_fields import REFUSED, check_overrides
+    from backends.megatron.model.attention import bucketed_attention
+    from backends.megatron.model.gpt import padded_vocab_size
+    from backends.megatron.training.optimizer import learning_rate
 from cases import LENGTHS, make_batch, make_config, make_plan
 
-from backends.megatron.held import Distribution
-from backends.megatron.layout import PackLayout, Place
-from backends.megatron.pack import make_micro_batch, pack_size, pad_lengths
-from backends.megatron.refusals import check_layout
-from backends.megatron.stages import layers_of_stages
-from backends.megatron.transfer import _flatten, _num_bytes, _views
-from rlcore.config.policy import OptimizerConfig, ParallelConfig
+from backends.megatron.batch.cp_layout import PackLayout, Place
+from backends.megatron.batch.local_batch import Distribution
+from backends.megatron.batch.pack import make_micro_batch, pack_size, pad_lengths
+from backends.megatron.batch.transfer import _flatten, _num_bytes, _views
+from backends.megatron.checks.layout import check_layout
+from backends.megatron.parallel.stages import layers_of_stages
+from rlcore.config.sections.policy import OptimizerConfig, ParallelConfig
 from rlcore.data.packing import MinibatchPlan, padded_length
 from rlcore.errors import ConfigError
 

@@ -15,7 +15,7 @@ from spawn import run_ranks
 
 from backends.megatron.convert.architecture import Architecture, read_architecture
 from rlcore.config import Config
-from rlcore.launch.plan import configured_layout
+from rlcore.launch.commands.plan import configured_layout
 from rlcore.planning.memory import Load, activation_bytes, gradient_bytes, optimizer_bytes, rank_weights
 
 RANKS = Path(__file__).with_name("memory_ranks.py")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from spawn import run_ranks
 
+from backends.megatron.checks.recompute import check_recompute
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.recompute import check_recompute
-from rlcore.config.policy import ParallelConfig
+from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError
 
 RANKS = Path(__file__).with_name("recompute_ranks.py")

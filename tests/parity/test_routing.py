@@ -15,11 +15,11 @@ from spawn import run_ranks
 from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.cpu import importing_megatron
+from backends.megatron.cpu.shim import importing_megatron
 from rlcore.errors import ConfigError, RunFailed
 
 with importing_megatron():
-    from backends.megatron.routing import ExpertChoice, check_records, replay_routing
+    from backends.megatron.model.routing_replay import ExpertChoice, check_records, replay_routing
 
 RANKS = Path(__file__).with_name("routing_ranks.py")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -10,9 +10,9 @@ import numpy as np
 
 from rlcore.config import Config
 from rlcore.data.sample import Sample, VersionSpan
+from rlcore.interfaces import StepRollouts
+from rlcore.launch.ray.actor_env import log_to
 from rlcore.launch.ray.service import ServiceActor
-from rlcore.launch.ray.workplace import log_to
-from rlcore.protocols import StepRollouts
 
 
 def config_of_a_run(**sections: dict[str, Any]) -> Config:

@@ -181,7 +181,7 @@ def weights(run: Run) -> bytes:
 def balance(run: Run, step: int) -> dict[str, int]:
     """Of the ledger, which agrees with the checkpoint of `step`, the newest, with the recordings and with the versions."""
     from rlcore.runs.directory import RunDirectory
-    from rollout.audit import audit
+    from rollout.accounting.audit import audit
 
     found = audit(RunDirectory(run.folder))
     assert found.contradictions == []

@@ -15,18 +15,18 @@ import pytest
 from ray.exceptions import RayActorError
 from torch.distributed import HashStore
 
-from rlcore.control import Control
 from rlcore.errors import PartLost
 from rlcore.launch.ray import service
+from rlcore.launch.ray.actor_env import Workplace
 from rlcore.launch.ray.calls import ActorLost
-from rlcore.launch.ray.line import WORD_S, ServiceLine
 from rlcore.launch.ray.members import RemoteMembers
 from rlcore.launch.ray.service import ServiceActor
-from rlcore.launch.ray.workplace import Workplace
-from rlcore.publish import Publisher, VersionJournal
-from rollout.deadlines import LoopThread
+from rlcore.launch.ray.service_client import WORD_S, ServiceLine
+from rlcore.trainer.rank_sync import Control
+from rlcore.trainer.weight_publisher import Publisher, VersionJournal
+from rollout.asyncio_utils import LoopThread
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
-from rollout.wire import EngineSink
+from rollout.weight_sync.publication import EngineSink
 from tests.ray.actors import config_of_a_run
 
 

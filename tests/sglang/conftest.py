@@ -38,7 +38,7 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture(scope="session")
 def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder: Qwen3-MoE, untied, 31 symbols, 2 layers of 32, 4 experts of which 2 are chosen."""
-    from rlcore.init_model import ModelSpec, init_model
+    from rlcore.launch.commands.init_model import ModelSpec, init_model
 
     folder = tmp_path_factory.mktemp("tiny_moe") / "model"
     sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64, "experts": 4, "experts_per_token": 2}

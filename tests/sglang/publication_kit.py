@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlcore.config import Config
-from rlcore.config.rollout import EngineConfig
-from rlcore.protocols import Completion, GenerateRequest, SamplingParams
+from rlcore.config.sections.rollout import EngineConfig
+from rlcore.interfaces import Completion, GenerateRequest, SamplingParams
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
-from rollout.deadlines import LoopThread
-from rollout.engines.model_weights import as_published
+from rollout.asyncio_utils import LoopThread
+from rollout.engines.embedded.model_weights import as_published
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.keys import Keys
-from rollout.wire import EngineSink, Roster
+from rollout.weight_sync.publication import EngineSink, Roster
 
 BUCKET_BYTES = 20_000
 TOLERANCE = 1e-4        # of log-probs

@@ -18,15 +18,15 @@ from publication_kit import TOLERANCE, Oracle, connect, folder_weights, request,
 
 from backends.megatron.convert.architecture import read_architecture
 from backends.megatron.convert.load import load_hf
-from backends.megatron.cpu import importing_megatron, megatron_device
+from backends.megatron.cpu.shim import importing_megatron, megatron_device
 
 with importing_megatron():
-    from backends.megatron.export import WeightExporter
-    from backends.megatron.model import build_chunks, in_dtype, padded_vocab_size, transformer_config
-    from backends.megatron.parallel import ParallelState, destroy_parallel, init_parallel
-from rlcore.config.policy import ParallelConfig
-from rlcore.config.rollout import EngineConfig
-from rollout.deadlines import LoopThread
+    from backends.megatron.model.gpt import build_chunks, in_dtype, padded_vocab_size, transformer_config
+    from backends.megatron.parallel.state import ParallelState, destroy_parallel, init_parallel
+    from backends.megatron.weights.export import WeightExporter
+from rlcore.config.sections.policy import ParallelConfig
+from rlcore.config.sections.rollout import EngineConfig
+from rollout.asyncio_utils import LoopThread
 from rollout.engines.sglang.keys import Keys
 
 BUCKET_BYTES = 20_000

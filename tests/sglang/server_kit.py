@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from rlcore.config.rollout import EngineConfig
-from rollout.deadlines import LoopThread
-from rollout.engines.child import members
+from rlcore.config.sections.rollout import EngineConfig
+from rollout.asyncio_utils import LoopThread
+from rollout.engines.child_process import members
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.keys import Keys
-from rollout.engines.sglang.process import ManagedServer
+from rollout.engines.sglang.server_process import ManagedServer
 
 T = TypeVar("T")
 START_S = 280.0     # 22 s on a quiet machine with two cores, minutes on a busy one; pytest gives a test 300

@@ -19,9 +19,9 @@ import server_kit
 import yaml
 from server_kit import gone
 
-from rlcore.config.rollout import EngineConfig
-from rollout.deadlines import LoopThread
-from rollout.engines.child import members
+from rlcore.config.sections.rollout import EngineConfig
+from rollout.asyncio_utils import LoopThread
+from rollout.engines.child_process import members
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 

@@ -31,11 +31,11 @@ from server_kit import Served
 
 from rlcore.errors import EngineFailed
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.transports.choose import shared_folder
-from rollout.transports.delta_files import Manifest
-from rollout.transports.follower import keep_following
-from rollout.transports.weight_folders import FullWriter, WeightFolders, published
-from rollout.wire import EngineSink
+from rollout.weight_sync.choose import shared_folder
+from rollout.weight_sync.delta_files import Manifest
+from rollout.weight_sync.follower import keep_following
+from rollout.weight_sync.publication import EngineSink
+from rollout.weight_sync.weight_folders import FullWriter, WeightFolders, published
 
 Publication = tuple[SGLangEngine, EngineSink, Path]     # and the folder that the trainer shares with the engine
 

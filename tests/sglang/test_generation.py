@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import UserError
-from rlcore.protocols import Completion, GenerateRequest, SamplingParams
-from rollout.deadlines import together
+from rlcore.interfaces import Completion, GenerateRequest, SamplingParams
+from rollout.asyncio_utils import together
+from rollout.engines.embedded.stopping import StopStrings
 from rollout.engines.sglang.generation import Generation, encode
 from rollout.engines.sglang.http import ServerClient
-from rollout.engines.stopping import StopStrings
 
 VERSION = 7
 SHARPER = 12.0      # times the initial embedding: its logits would be nearly uniform, and temperatures hardly tell

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlcore.config.rollout import EngineConfig
+from rlcore.config.sections.rollout import EngineConfig
 from rollout.engines.sglang.hashes import hash_on_cpu, hash_on_cuda
-from rollout.engines.sglang.process import engine_python
+from rollout.engines.sglang.server_process import engine_python
 
 # The file of the kernel is loaded by itself: importing sglang takes long. Its assertion that a tensor is on a GPU is met.
 THEIRS = """

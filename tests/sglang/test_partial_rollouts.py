@@ -25,10 +25,10 @@ from publication_kit import (
 from server_kit import Served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlcore.protocols import Completion, Generate, GenerateRequest
+from rlcore.interfaces import Completion, Generate, GenerateRequest
+from rollout.collection.partial import PartialRollouts
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.partial import PartialRollouts
-from rollout.wire import EngineSink
+from rollout.weight_sync.publication import EngineSink
 
 LONG = list(range(1, 30)) * 3       # a prompt that is computed once for all its samples
 TOKENS = 300

@@ -27,9 +27,9 @@ from server_kit import Served
 
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed, PublicationFailed, RunFailed
-from rlcore.protocols import Completion
+from rlcore.interfaces import Completion
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.transports.tensor import by_value
+from rollout.weight_sync.serialized import by_value
 
 LONG = list(range(1, 30)) * 3       # a prompt whose keys and values are worth caching
 Engines = Callable[..., SGLangEngine]

@@ -19,9 +19,9 @@ import server_kit
 from server_kit import Served, gone
 
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed, UserError
-from rlcore.init_model import ModelSpec, init_model
-from rollout.deadlines import LoopThread
-from rollout.engines.child import members
+from rlcore.launch.commands.init_model import ModelSpec, init_model
+from rollout.asyncio_utils import LoopThread
+from rollout.engines.child_process import members
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.keys import Keys
 

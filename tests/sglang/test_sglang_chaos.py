@@ -10,7 +10,7 @@ import psutil
 import pytest
 from server_kit import START_S
 
-from rollout.engines.sglang.process import ManagedServer
+from rollout.engines.sglang.server_process import ManagedServer
 from tests.integration.accounts import check_accounts
 from tests.integration.lab import LEARNING, Lab
 from tests.integration.sabotage import Fault, Sabotage

@@ -14,16 +14,16 @@ from transformers import AutoModelForCausalLM
 
 from backends.megatron import MegatronBackend
 from rlcore.config import Config
-from rlcore.control import Control, LocalStore
 from rlcore.errors import EngineFailed
-from rlcore.objective import Objective
-from rlcore.protocols import Completion, GenerateRequest, SamplingParams
-from rlcore.publish import Publisher, VersionJournal
-from rlcore.turns import Turn, Turns
+from rlcore.interfaces import Completion, GenerateRequest, SamplingParams
+from rlcore.trainer.gpu_sharing import Turn, Turns
+from rlcore.trainer.objective import Objective
+from rlcore.trainer.rank_sync import Control, LocalStore
+from rlcore.trainer.weight_publisher import Publisher, VersionJournal
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.fleet import Fleet
-from rollout.memory import FleetMemory
-from rollout.wire import EngineSink
+from rollout.fleet.engine_memory import FleetMemory
+from rollout.fleet.fleet import Fleet
+from rollout.weight_sync.publication import EngineSink
 from tests.integration.lab import LEARNING, Lab
 
 PROMPT = np.array([5, 6, 7, 8, 9], dtype=np.int32)

@@ -87,7 +87,7 @@ LAUNCHERS = {
 
 
 def _is_engine(process: psutil.Process) -> bool:
-    return "rollout.engines.server" in process.cmdline()
+    return "rollout.engines.embedded.server" in process.cmdline()
 
 
 def _is_rank(process: psutil.Process) -> bool:

@@ -14,7 +14,7 @@ import psutil
 
 from rlcore.runs.checkpoints import committed_steps
 from rlcore.runs.directory import RunDirectory
-from rollout.audit import audit
+from rollout.accounting.audit import audit
 from tests.integration.accounts import faults_of
 from tests.soak.launchers import POLL_S, Launcher, Started
 from tests.soak.progress import Moment, Progress, Timeline

@@ -40,7 +40,7 @@ def prepare(folder: Path) -> Path:
     """Makes a model and problems in `folder`, and the configuration of every run in `folder`/runs. Returns its path."""
     from transformers.utils import logging
 
-    from rlcore.init_model import ModelSpec, init_model
+    from rlcore.launch.commands.init_model import ModelSpec, init_model
 
     logging.disable_progress_bar()
     init_model(folder / "model", ModelSpec(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=64))

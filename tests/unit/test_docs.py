@@ -21,8 +21,8 @@ def test_the_page_of_metrics_is_what_the_command_prints(capsys: pytest.CaptureFi
 
 def test_the_pages_name_every_algorithm_and_key() -> None:
     from rlcore.algorithms import CORRECTIONS, estimator_names, policy_loss_names
-    from rlcore.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig, LossConfig
-    from rlcore.config.base import Section
+    from rlcore.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig, LossConfig
+    from rlcore.config.sections.base import Section
 
     algorithms, configuration = ((DOCS / f"{name}.md").read_text() for name in ("algorithms", "configuration"))
     for name in (*estimator_names(), *policy_loss_names(), *CORRECTIONS):
@@ -40,7 +40,7 @@ def test_the_pages_name_every_algorithm_and_key() -> None:
 
 def test_the_page_of_algorithms_shows_a_configuration_that_is_valid(tmp_path: Path) -> None:
     from rlcore.config.load import load_config
-    from rlcore.plugin_checks import check_plugins
+    from rlcore.launch.plugin_checks import check_plugins
 
     found = re.search(r"```yaml\n(.*?)```", (DOCS / "algorithms.md").read_text(), re.DOTALL)
     assert found is not None

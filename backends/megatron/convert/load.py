@@ -20,7 +20,7 @@ from backends.megatron.convert.table import VALUE_HEAD, Entry, Split
 from rlcore.errors import ModelError
 
 if TYPE_CHECKING:
-    from backends.megatron.parallel import ParallelState
+    from backends.megatron.parallel.state import ParallelState
 
 
 class SafetensorsFolder:

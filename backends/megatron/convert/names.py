@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.table import OUTPUT_LAYER, WORD_EMBEDDING, Entry, local_spelling
-from backends.megatron.weights import named_weights
+from backends.megatron.weights.copies import named_weights
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 _EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.*)$")

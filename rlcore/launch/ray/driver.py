@@ -24,12 +24,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rlcore.config.derived import generates, world_size
 from rlcore.config.load import Loaded
-from rlcore.control import Failure
-from rlcore.desk import FINISHED
 from rlcore.errors import RlcoreError, UserError
 from rlcore.launch import INTERRUPTED
 from rlcore.launch.compose import check_input
 from rlcore.launch.engines import engine_name
+from rlcore.launch.ray.actor_env import Lines, Workplace
 from rlcore.launch.ray.board import Board
 from rlcore.launch.ray.calls import NAMESPACE, actor_name, end_named
 from rlcore.launch.ray.cluster import Cluster, Room, connected, room
@@ -37,11 +36,12 @@ from rlcore.launch.ray.engines import EngineHost
 from rlcore.launch.ray.heartbeat import Heartbeat
 from rlcore.launch.ray.placement import bundles
 from rlcore.launch.ray.ranks import Ranks
-from rlcore.launch.ray.requests import EndRequests
 from rlcore.launch.ray.service import ServiceActor
-from rlcore.launch.ray.workplace import Lines, Workplace
+from rlcore.launch.ray.stop_requests import EndRequests
 from rlcore.launch.run_folder import conclude_unless_written
 from rlcore.runs.directory import RunDirectory, wait_until_free
+from rlcore.trainer.rank0 import FINISHED
+from rlcore.trainer.rank_sync import Failure
 from rollout.engines.sglang.keys import Keys
 
 CLOSE_S = 20.0          # for the service to end its engines, before they are ended with their actors

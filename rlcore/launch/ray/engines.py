@@ -16,12 +16,12 @@ import ray
 
 from rlcore.config import Config
 from rlcore.errors import DeadlineExceeded, RlcoreError
+from rlcore.interfaces import RolloutEngine
 from rlcore.launch.engines import engine_log, engine_name, external_engines, managed_server
 from rlcore.launch.logs import folder_of
+from rlcore.launch.ray.actor_env import Workplace
 from rlcore.launch.ray.calls import answer, answer_when_up
-from rlcore.launch.ray.workplace import Workplace
-from rlcore.protocols import RolloutEngine
-from rollout.deadlines import within
+from rollout.asyncio_utils import within
 from rollout.engines.sglang.keys import Keys
 
 LOOPBACK = "127.0.0.1"
@@ -108,7 +108,7 @@ def _server(config: Config, index: int, keys: Keys, gpus: Sequence[str]) -> Serv
         import torch
 
         return managed_server(config, keys, index, logs=logs, gpus=gpus, on_gpu=torch.cuda.is_available())
-    from rollout.engines.embedded_server import EmbeddedServer
+    from rollout.engines.embedded.server_process import EmbeddedServer
 
     return EmbeddedServer(
         engine_name(index), config.model.path, config=engine, dtype=config.model.dtype, tokenizer=config.model.tokenizer,
@@ -119,7 +119,7 @@ def _server(config: Config, index: int, keys: Keys, gpus: Sequence[str]) -> Serv
 class HostedServer:
     """The server behind an `EngineHost`, as the service sees it. Use it from one event loop.
 
-    It is both a `rollout.engines.remote.EngineProcess` and what `SGLangEngine` takes for a server of ours.
+    It is both a `rollout.engines.embedded.client.EngineProcess` and what `SGLangEngine` takes for a server of ours.
 
     Args:
         place_timeout_s: for the actor to be there, before the server's own time begins: Ray may miss a node for half a
@@ -202,7 +202,7 @@ def cluster_engines(config: Config, hosts: Sequence[Any], keys: Keys) -> list[Ro
         from rollout.engines.sglang.engine import SGLangEngine
 
         return [SGLangEngine(one, config=engine, keys=keys, model_path=config.model.path) for one in servers]
-    from rollout.engines.remote import RemoteEngine
+    from rollout.engines.embedded.client import RemoteEngine
 
     return [
         RemoteEngine(

@@ -11,16 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from rlcore.errors import EngineFailed, PublicationFailed
+from rlcore.interfaces import PauseMode, RolloutEngine, WeightExpectation
 from rlcore.launch.ray.calls import ActorLost
-from rlcore.launch.ray.line import ServiceLine
 from rlcore.launch.ray.service import EngineFacts
-from rlcore.protocols import PauseMode, RolloutEngine, WeightExpectation
+from rlcore.launch.ray.service_client import ServiceLine
 from rlcore.weights import Bucket
-from rollout.engines.weight_group import GroupAddress
+from rollout.weight_sync.weight_group import GroupAddress
 
 
 class RemoteMembers:
-    """`rollout.wire.Members`."""
+    """`rollout.weight_sync.publication.Members`."""
 
     def __init__(self, line: ServiceLine) -> None:
         self._line = line

@@ -1,4 +1,4 @@
-"""What rank 0 holds instead of a rollout service of its own: the seams of `rlcore.protocols`, over calls of the service actor.
+"""What rank 0 holds instead of a rollout service of its own: the seams of `rlcore.interfaces`, over calls of the service actor.
 
 Weights do not go this way: rank 0 sends them itself, in its process group with each engine. Where the service died, the one
 that Ray starts in its place is given the newest state that rank 0 has seen, and asks for the weights: what was drawn since
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from rlcore.config import Config
 from rlcore.data.sample import Sample
+from rlcore.interfaces import MemoryTag, StepRollouts
 from rlcore.launch.compose import Office, OpenService, patience_with_engines
 from rlcore.launch.process import Process
 from rlcore.launch.ray.calls import ActorLost
-from rlcore.launch.ray.line import GRACE_S, ServiceLine
 from rlcore.launch.ray.members import RemoteMembers
-from rlcore.protocols import MemoryTag, StepRollouts
-from rollout.deadlines import LoopThread
-from rollout.wire import EngineSink
+from rlcore.launch.ray.service_client import GRACE_S, ServiceLine
+from rollout.asyncio_utils import LoopThread
+from rollout.weight_sync.publication import EngineSink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ def opener(actor: Any) -> OpenService:
 
 
 class RemoteSource:
-    """`rlcore.protocols.RolloutSource`."""
+    """`rlcore.interfaces.RolloutSource`."""
 
     def __init__(self, line: ServiceLine) -> None:
         self._line = line
@@ -102,7 +102,7 @@ class RemoteSource:
 
 
 class RemoteMemory:
-    """`rlcore.protocols.EngineMemory`."""
+    """`rlcore.interfaces.EngineMemory`."""
 
     def __init__(self, line: ServiceLine) -> None:
         self._line = line

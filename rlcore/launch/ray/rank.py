@@ -10,7 +10,7 @@ import ray
 
 from rlcore.config.load import Loaded
 from rlcore.launch.ranks import SUPERVISED
-from rlcore.launch.ray.workplace import Workplace
+from rlcore.launch.ray.actor_env import Workplace
 
 if TYPE_CHECKING:
     from rlcore.launch.compose import OpenService

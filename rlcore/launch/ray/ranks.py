@@ -1,6 +1,6 @@
 """One start of the trainer's ranks: their actors, the store in which they meet, and what their end means.
 
-The first rank that dies or falls silent ends them all, as under our own supervisor (rlcore/launch/supervise.py). What was a
+The first rank that dies or falls silent ends them all, as under our own supervisor (rlcore/launch/local.py). What was a
 loss (a process, a node, a hang) is worth another start; what a rank refused or failed at by itself would only fail again.
 """
 
@@ -18,19 +18,19 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlcore.config.load import Loaded
-from rlcore.control import Failure, post_failure, read_failure
 from rlcore.errors import DeadlineExceeded, EmptyBatch, PartLost, RlcoreError, RunFailed, UserError
 from rlcore.launch import INTERRUPTED
 from rlcore.launch.attempts import has_ended
+from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, Watch, came_late, read_stuck
 from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe
-from rlcore.launch.pulse import LEAVE_S, NOTICE_S, Watch, came_late, read_stuck
 from rlcore.launch.ranks import store_prefix
+from rlcore.launch.ray.actor_env import Workplace
 from rlcore.launch.ray.calls import ActorLost, first_line, get, in_our_words
 from rlcore.launch.ray.cluster import Cluster
 from rlcore.launch.ray.placement import bundles
 from rlcore.launch.ray.rank import RankActor, Seat
-from rlcore.launch.ray.workplace import Workplace
 from rlcore.launch.run_folder import conclude_for, was_opened
+from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
 POLL_S = 0.1
 STORE_S = 60.0

@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 
 from rlcore.config import Config
 from rlcore.errors import PartLost
+from rlcore.interfaces import RolloutEngine, StepRollouts
 from rlcore.launch.logs import folder_of
+from rlcore.launch.ray.actor_env import Workplace, log_to
 from rlcore.launch.ray.calls import NAMESPACE, ActorLost
 from rlcore.launch.ray.engines import cluster_engines
-from rlcore.launch.ray.workplace import Workplace, log_to
-from rlcore.protocols import RolloutEngine, StepRollouts
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
 if TYPE_CHECKING:
-    from rollout.memory import FleetMemory
+    from rollout.fleet.engine_memory import FleetMemory
     from rollout.service import RolloutService
 
 STDERR = 2              # a descriptor: the service's log
@@ -102,7 +102,7 @@ class ServiceActor:
         from rlcore.data.tokenizer import load_tokenizer
         from rlcore.launch.compose import build_service
         from rlcore.runs.rng import seed_rng
-        from rollout.memory import FleetMemory
+        from rollout.fleet.engine_memory import FleetMemory
 
         config = self._config
         seed_rng(config.run.seed)

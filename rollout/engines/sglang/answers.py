@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from rlcore.data.routed_experts import Experts
 from rlcore.data.sample import FinishReason, VersionSpan
-from rlcore.data.token_sets import TokenSets
+from rlcore.data.sampling_masks import TokenSets
 from rlcore.errors import EngineFailed
-from rlcore.protocols import Completion, GenerateRequest
+from rlcore.interfaces import Completion, GenerateRequest
 from rollout.engines.sglang.limits import Limits, asks_keep_sets
 
 ROUNDING = 1e-3                 # a log-prob may lie so much above 0 in an engine's arithmetic

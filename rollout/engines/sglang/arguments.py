@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rlcore.config.rollout import EngineConfig
-from rlcore.config.server_checks import argument_name
+from rlcore.config.checks.servers import argument_name
+from rlcore.config.sections.rollout import EngineConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlcore.errors import ConfigError
 from rollout.engines.sglang.hashes import hash_on_cpu, hash_on_cuda
-from rollout.engines.weight_state import shorten
+from rollout.weight_sync.version_state import shorten
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")      # whose layers SGLang stacks as below
 VOCAB_PADDING = 64              # rows; times the ranks where these do not divide it
@@ -41,7 +41,7 @@ class Stack:
 
 
 class FusedChecksums:
-    """`rlcore.protocols.WeightExpectation` for one SGLang server.
+    """`rlcore.interfaces.WeightExpectation` for one SGLang server.
 
     Args:
         model: config.json of the model.

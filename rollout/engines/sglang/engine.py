@@ -15,19 +15,19 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rlcore.config.rollout import EngineConfig
+from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs, UserError
-from rlcore.protocols import Completion, GenerateRequest, MemoryTag, PauseMode
+from rlcore.interfaces import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import Bucket
-from rollout.deadlines import together
+from rollout.asyncio_utils import together
 from rollout.engines.sglang.checksums import FusedChecksums
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient
 from rollout.engines.sglang.keys import Keys
 from rollout.engines.sglang.limits import no_sglang
-from rollout.engines.sglang.turnstile import Turnstile
-from rollout.engines.weight_group import GroupAddress
-from rollout.engines.weight_state import WeightState
+from rollout.engines.sglang.pause_gate import Turnstile
+from rollout.weight_sync.version_state import WeightState
+from rollout.weight_sync.weight_group import GroupAddress
 
 UPDATE_KEY = "rollout.engine.update_timeout_s"
 HEALTH_KEY = "rollout.engine.health_timeout_s"
@@ -57,7 +57,7 @@ class Server(Protocol):
 
 
 class SGLangEngine:
-    """`rlcore.protocols.RolloutEngine`. Use it from one event loop.
+    """`rlcore.interfaces.RolloutEngine`. Use it from one event loop.
 
     Args:
         server: what starts and ends the process, or knows somebody else's.
@@ -218,7 +218,7 @@ class SGLangEngine:
             await self._control("/begin_weight_update", {"selector": "all"})
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
-        """See `rollout.transports.distributed.GroupEngine`."""
+        """See `rollout.weight_sync.process_group.GroupEngine`."""
         if self.in_group is not None:
             await self._control("/destroy_weights_update_group", {"group_name": self.in_group})
         self.in_group = address.name

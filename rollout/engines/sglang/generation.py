@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.data.token_sets import TokenSets
+from rlcore.data.sampling_masks import TokenSets
 from rlcore.errors import EngineFailed
-from rlcore.protocols import Completion, GenerateRequest, SamplingParams
-from rollout.deadlines import together
+from rlcore.interfaces import Completion, GenerateRequest, SamplingParams
+from rollout.asyncio_utils import together
 from rollout.engines.sglang.answers import decode
 from rollout.engines.sglang.http import ServerClient
 from rollout.engines.sglang.limits import Limits, asks_keep_sets, check_request, stop_pattern, that_fit

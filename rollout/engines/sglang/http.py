@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from rlcore.config.rollout import EngineConfig
+from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs, UserError
 from rollout.engines.sglang.connections import Connections, DeadlinePassed
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys

@@ -9,11 +9,11 @@ from re import escape
 from typing import Any
 
 from rlcore.errors import EngineFailed, UserError
-from rlcore.protocols import GenerateRequest, SamplingParams
+from rlcore.interfaces import GenerateRequest, SamplingParams
+from rollout.engines.embedded.stopping import EXTRA_TOKENS
 from rollout.engines.requests import check_request as check_common
 from rollout.engines.sglang.experts import ExpertLayers
-from rollout.engines.stopping import EXTRA_TOKENS
-from rollout.vocabulary import folder_vocab_size
+from rollout.engines.vocabulary import folder_vocab_size
 
 LEAST_TEMPERATURE = 1e-6        # SGLang takes anything below for greedy
 MOST_STOP_STRINGS = 32

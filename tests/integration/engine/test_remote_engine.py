@@ -21,9 +21,9 @@ from rlcore.config import Config
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import DeadlineExceeded, ModelError, PublicationFailed, RunFailed, UserError
 from rlcore.weights import digest
-from rollout.engines.embedded import EmbeddedEngine
-from rollout.engines.remote import RemoteEngine
-from rollout.wire import EngineSink, Roster
+from rollout.engines.embedded.client import RemoteEngine
+from rollout.engines.embedded.engine import EmbeddedEngine
+from rollout.weight_sync.publication import EngineSink, Roster
 
 LIMITS = {
     "verify_every": 1, "device": "cpu", "threads": 1,
@@ -187,7 +187,7 @@ def test_the_server_wants_its_key(loop, pair):
 @pytest.mark.full       # a run in which they do: tests/integration/test_chaos.py
 def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypatch):
     """Three engines; one dies while it generates, one hangs in the middle of a publication, the third goes on."""
-    monkeypatch.setattr("rollout.engines.remote.GRACE_S", 1.0)
+    monkeypatch.setattr("rollout.engines.embedded.client.GRACE_S", 1.0)
     doomed = remote(config, "doomed", tmp_path)
     frozen = remote(config, "frozen", tmp_path, request_timeout_s=2.0)
     run(loop, start_all([doomed, frozen]))
@@ -246,8 +246,8 @@ def test_a_start_that_takes_too_long_leaves_no_process(config, loop, tmp_path):
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from rlcore.config.rollout import EngineConfig
-from rollout.engines.remote import RemoteEngine
+from rlcore.config.sections.rollout import EngineConfig
+from rollout.engines.embedded.client import RemoteEngine
 
 async def main():
     config = EngineConfig(device="cpu", threads=1)

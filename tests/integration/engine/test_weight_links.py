@@ -12,10 +12,10 @@ import pytest
 import torch
 from engine_kit import flatten, layout, tiny_qwen3
 
-from rlcore.config.rollout import EngineConfig
+from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed
-from rollout.engines.remote import RemoteEngine
-from rollout.transports.distributed import DistributedTransport
+from rollout.engines.embedded.client import RemoteEngine
+from rollout.weight_sync.process_group import DistributedTransport
 
 LIMIT_S = 4.0
 

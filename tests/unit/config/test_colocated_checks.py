@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rlcore.config.checks import notes_on
-from rlcore.config.colocated_checks import colocated
+from rlcore.config.checks.colocated import colocated
+from rlcore.config.checks.sections import notes_on
 from rlcore.config.load import Loaded
 
 SGLANG = "rollout.engine.kind=sglang"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlcore.config import Config
-from rlcore.config.base import Section
 from rlcore.config.schema import field_section
+from rlcore.config.sections.base import Section
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = {"root", "run", "model", "data", "training", "policy", "algorithm", "rollout", "reward"}

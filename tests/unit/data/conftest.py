@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rlcore.init_model import ALPHABETS, char_tokenizer
+from rlcore.launch.commands.init_model import ALPHABETS, char_tokenizer
 
 ROLES = (
     "{% for m in messages %}<{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' else '' }}\n{% endfor %}"

@@ -13,13 +13,13 @@ from rlcore.config.load import load_config
 from rlcore.errors import ConfigError
 from rlcore.launch import engines
 from rlcore.launch.engines import build_engines
-from rollout.engines import remote
-from rollout.engines.embedded import EmbeddedEngine
-from rollout.engines.remote import RemoteEngine
+from rollout.engines.embedded import client as remote
+from rollout.engines.embedded.client import RemoteEngine
+from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY
-from rollout.engines.sglang.process import ManagedServer
+from rollout.engines.sglang.server_process import ManagedServer
 
 SGLANG = "rollout.engine.kind=sglang"
 

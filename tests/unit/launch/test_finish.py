@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlcore.control import Control
-from rlcore.desk import Outcome
 from rlcore.errors import DataError
 from rlcore.launch.attempts import FIRST, RunHasEnded, join_attempt
 from rlcore.launch.finish import finish
 from rlcore.launch.process import Process
-from rlcore.loop import Trainer
 from rlcore.runs.directory import Status
+from rlcore.trainer.loop import Trainer
+from rlcore.trainer.rank0 import Outcome
+from rlcore.trainer.rank_sync import Control
 
 
 class Desk:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.config.rollout import EngineConfig
+from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
 from rlcore.launch.gpus import assign_gpus, names_of
 

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from rlcore.config import Config
-from rlcore.config.engine_checks import SGLANG_ONLY
+from rlcore.config.checks.engine import SGLANG_ONLY
 from rlcore.config.load import load_config, split_arguments
-from rlcore.config.policy import ParallelConfig
-from rlcore.config.rollout import EngineConfig
+from rlcore.config.sections.policy import ParallelConfig
+from rlcore.config.sections.rollout import EngineConfig
 from tests.script_stage import KEYS, ROOT, Stage, value_of
 
 SCRIPTS = sorted([

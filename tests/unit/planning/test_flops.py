@@ -13,10 +13,10 @@ import transformers
 from backends.megatron.convert.architecture import read_architecture
 from rlcore.algorithms import Moments
 from rlcore.data.batch import RolloutBatch
-from rlcore.mfu import Utilization
+from rlcore.interfaces import UpdateResult
 from rlcore.planning.devices import GPUS, peak_flops
 from rlcore.planning.shape import ModelShape
-from rlcore.protocols import UpdateResult
+from rlcore.trainer.mfu import Utilization
 
 EXAMPLES = Path(__file__).parents[3] / "examples/models"
 TINY = ModelShape(layers=2, hidden=8, heads=4, groups=2, head_dim=3, ffn=5, vocab=11)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlcore.data.sample import Sample
-from rlcore.publish import VersionJournal
 from rlcore.runs.rollouts import write_rollouts
+from rlcore.trainer.weight_publisher import VersionJournal
 
 
 class Disk:

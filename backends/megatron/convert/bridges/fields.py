@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.bridges.protocol import FamilyBridge
 from backends.megatron.convert.experts import sigmoid_fields
-from backends.megatron.cpu import importing_megatron
+from backends.megatron.cpu.shim import importing_megatron
 from rlcore.errors import ModelError
 
 _CARRIED = frozenset({

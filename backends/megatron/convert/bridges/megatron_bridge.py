@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.bridges.protocol import legacy_config
-from backends.megatron.cpu import importing_megatron
+from backends.megatron.cpu.shim import importing_megatron
 from rlcore.errors import ModelError
 
 _ARGUMENTS = ("position_embedding_type", "rotary_base", "rotary_percent", "vocab_size")    # of GPTModel

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlcore.config.rollout import EngineConfig
-from rlcore.protocols import GenerateRequest, SamplingParams
-from rollout.dispatch import Dispatcher
+from rlcore.config.sections.rollout import EngineConfig
+from rlcore.interfaces import GenerateRequest, SamplingParams
 from rollout.engines.fake import FakeEngine, random_reply
-from rollout.fleet import Fleet
+from rollout.fleet.dispatcher import Dispatcher
+from rollout.fleet.fleet import Fleet
 
 LIMITS = {
     "request_timeout_s": 5.0, "health_every_s": 0.05, "health_timeout_s": 0.2, "start_timeout_s": 5.0,

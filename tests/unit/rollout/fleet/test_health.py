@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from rlcore.config.rollout import RestartConfig
-from rollout.health import TRANSITIONS, Event, Health, State
+from rlcore.config.sections.rollout import RestartConfig
+from rollout.fleet.health import TRANSITIONS, Event, Health, State
 
 LEGAL = {
     ("dead", "START"): "starting",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
-from rlcore.config.reward import RewardConfig
+from rlcore.config.sections.reward import RewardConfig
 from rlcore.errors import ModelError
 from rollout.rewards.build import build_scorer
 

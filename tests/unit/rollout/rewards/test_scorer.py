@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from rlcore.config.reward import RewardConfig
+from rlcore.config.sections.reward import RewardConfig
 from rlcore.errors import ConfigError
 from rollout.rewards.build import build_scorer
 
@@ -154,7 +154,7 @@ def test_math_that_never_ends_times_out(sample):
 ORPHANS = """
 import asyncio, sys
 sys.path.insert(0, {folder!r})
-from rlcore.config.reward import RewardConfig
+from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.sample import Sample
 import numpy as np
 from rollout.rewards.build import build_scorer

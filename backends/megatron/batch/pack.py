@@ -1,0 +1,112 @@
+"""From a rank's share of a batch to the packed tensors of its micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from backends.megatron.batch.cp_layout import ALONE, PackLayout, Place, own_slots
+from backends.megatron.model.attention import PackedSequences
+from rlcore.data.batch import KeepSets, RolloutBatch
+from rlcore.data.packing import padded_length
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One pack of T slots: consecutive sequences of a batch, B of them, with M trainable tokens; pads stand at the end.
+
+    Under context parallelism these are the rank's slots of a pack of CP * T, which hold m of the M predictions, and every
+    sequence has pads of its own, at its end. A target is shifted here, before anything splits the pack: the token at slot t
+    is predicted from slot t - 1.
+    """
+
+    input_ids: Tensor           # int64 [1, T]
+    packed: PackedSequences
+    target_index: Tensor        # int64 [m]: the slot before each trainable token
+    target_tokens: Tensor       # int64 [m]
+    target_own: Tensor          # int64 [m]: which of the M trainable tokens they are
+    cu_seqlens: Tensor          # int64 [B+1], over trainable tokens
+    rows: slice                 # of the batch's compact vectors
+    sequences: slice            # of its vectors with one value a sequence
+    num_tokens: int             # model tokens of this rank without pads
+    padding: Tensor             # bool [1, T]: True at a pad
+    keep_sets: KeepSets | None = None       # of the m targets; None: all were drawn from the whole vocabulary
+    routed_experts: Tensor | None = None    # int16 [T, layers with experts, topk] from the engine, -1 where it recorded none
+    # Layer -> int16 [t, topk]: the experts that training replays, of the t slots that this rank's routers see.
+    experts: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_slots(self) -> int:
+        return self.input_ids.size(1)
+
+    @property
+    def num_trainable(self) -> int:
+        """M, over all ranks that share the pack."""
+        return self.rows.stop - self.rows.start
+
+
+def pad_lengths(missing: int, longest: int, multiple: int = 1) -> list[int]:
+    """Lengths of the pad sequences that fill `missing` slots, both multiples of `multiple`.
+
+    None is longer than the longest real sequence (or 16), so that attention over pads never dominates.
+    """
+    piece = padded_length(max(longest, 16), multiple)
+    return [piece] * (missing // piece) + ([missing % piece] if missing % piece else [])
+
+
+def pack_size(num_tokens: int, multiple: int) -> int:
+    """Slots of a pack: at least one multiple, so that a micro-batch without tokens still runs."""
+    return padded_length(max(num_tokens, 1), multiple)
+
+
+def make_micro_batch(
+    batch: RolloutBatch, first: int, last: int, num_slots: int, device: torch.device, place: Place = ALONE
+) -> MicroBatch:
+    """Pack the sequences [first, last) of `batch`, which may be empty or none, on `device`.
+
+    Args:
+        num_slots: of the pack over all ranks, a multiple of `place.chunks`; at least the sum of the padded lengths.
+        place: this rank among those that share the pack.
+    """
+    model = slice(int(batch.cu_tokens[first]), int(batch.cu_tokens[last]))
+    rows = slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last]))
+    lengths = batch.lengths[first:last]
+    padded = [padded_length(n, place.chunks) for n in lengths.tolist()]
+    pads = pad_lengths(num_slots - sum(padded), max(padded, default=0), place.chunks)
+
+    starts = torch.tensor([0, *padded], dtype=torch.int64).cumsum(0)[:-1]
+    shift = starts - (batch.cu_tokens[first:last] - model.start)
+    slots = torch.arange(model.stop - model.start) + shift.repeat_interleave(lengths)      # of the tokens, in the whole pack
+    ids = torch.zeros(num_slots, dtype=torch.int64)
+    ids[slots] = batch.tokens[model].long()
+    padding = torch.ones(num_slots, dtype=torch.bool)
+    padding[slots] = False
+    held = own_slots(padded + pads, place)
+    where = torch.full((num_slots,), -1)
+    where[held] = torch.arange(len(held))
+
+    routed = None
+    if batch.routed_experts is not None:
+        routed = batch.routed_experts.new_full((num_slots, *batch.routed_experts.shape[1:]), -1)
+        routed[slots] = batch.routed_experts[model]
+        routed = routed[held].to(device)
+
+    trainable = slots[batch.loss_mask[model]]
+    index = where[trainable - 1]        # a trainable token is never the first of its sequence
+    own = (index >= 0).nonzero()[:, 0]
+    return MicroBatch(
+        input_ids=ids[held][None].to(device),
+        packed=PackedSequences.of(PackLayout.of_lengths(padded + pads, device, place)),
+        target_index=index[own].to(device),
+        target_tokens=ids[trainable[own]].to(device),
+        target_own=own.to(device),
+        cu_seqlens=(batch.cu_seqlens[first : last + 1] - batch.cu_seqlens[first]).to(device),
+        rows=rows,
+        sequences=slice(first, last),
+        num_tokens=int((where[slots] >= 0).sum()),
+        padding=padding[held][None].to(device),
+        keep_sets=None if batch.keep_sets is None else batch.keep_sets.select(rows.start + own).to(device),
+        routed_experts=routed,
+    )

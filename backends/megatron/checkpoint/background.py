@@ -1,0 +1,61 @@
+"""A checkpoint that a thread writes while training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from backends.megatron.checkpoint.errors import write_errors
+from backends.megatron.checkpoint.shards import PlannedShards
+
+_FAREWELL_S = 30.0      # for the tensor at hand, where a run ends in the middle of a checkpoint
+
+
+class PendingCheckpoint:
+    """This rank's part of a checkpoint, written by a thread that starts here.
+
+    A thread and no process: the trainer has threads of its own, where a fork can deadlock. It calls neither Megatron nor a
+    collective, and lets go of the interpreter for as long as the disk takes.
+    """
+
+    def __init__(self, folder: Path, planned: Sequence[PlannedShards], seal: Callable[[], None]) -> None:
+        self._folder, self._planned, self._seal = folder, planned, seal
+        self._seconds: float | None = None
+        self._failure: Exception | None = None
+        self._cancelled = threading.Event()
+        # A daemon: a disk that hangs must not keep the process.
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        began = time.perf_counter()
+        try:
+            with write_errors(self._folder):
+                for part in self._planned:
+                    part.write(self._cancelled)
+        except Exception as error:  # noqa: BLE001  # raised by `written`, on the thread that asks
+            self._failure = error
+        self._seconds = time.perf_counter() - began
+
+    def written(self) -> float | None:
+        """Seconds that the writing took; None while it goes on. Raises RunFailed naming the folder and the reason."""
+        if self._seconds is not None and self._failure is not None:
+            raise self._failure
+        return self._seconds
+
+    def finish(self) -> None:
+        """Complete the checkpoint. Collective, when `written` has returned a number on every rank; inside `megatron_device`.
+
+        Raises RunFailed naming the folder and the reason.
+        """
+        with write_errors(self._folder):
+            for part in self._planned:
+                part.finish()
+        self._seal()
+
+    def cancel(self) -> None:
+        """Stop writing, after the tensor at hand, and wait for that."""
+        self._cancelled.set()
+        self._thread.join(_FAREWELL_S)

@@ -1,0 +1,204 @@
+"""Stock Megatron-Core on a machine without CUDA: its CUDA calls are answered on the CPU while a context is open.
+
+Megatron asks for devices by name (`device="cuda"`, `torch.cuda.current_device()`, `tensor.type()`), synchronises streams and
+keeps CUDA random states. `megatron_device("cpu")` answers all of that with the CPU, for the calls inside it; nothing stays
+installed. With CUDA it is a no-op, so every caller is one code path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from backends.megatron.cpu.gloo import contiguous_scatter, uneven_all_gather, uneven_reduce_scatter
+
+_CPU = torch.device("cpu")
+_CUDA_TYPE_NAMES = {
+    f"torch.{kind}": f"torch.cuda.{kind}" for kind in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor")
+}
+_EXPECTED_WARNINGS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    r"\s*The 'megatron.core.transformer.custom_layers.transformer_engine'",
+    "full scope is deprecated",                     # a default of TransformerConfig
+    "When using async grad allreduce",              # CUDA_DEVICE_MAX_CONNECTIONS, of no use on this path
+)
+
+
+def _on_cpu(device: Any) -> Any:
+    """'cuda', 'cuda:0' and torch.device('cuda') become the CPU; anything else stays."""
+    if isinstance(device, str):
+        return _CPU if device.startswith("cuda") else device
+    return _CPU if isinstance(device, torch.device) and device.type == "cuda" else device
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Sends explicit CUDA devices to the CPU, and answers by which Megatron asks "is this on the GPU": `.cuda()`, `.type()`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs:
+            if "device" in kwargs:
+                kwargs["device"] = _on_cpu(kwargs["device"])
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+        else:
+            kwargs = {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.record_stream:
+            return None
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            name = func(*args)
+            return _CUDA_TYPE_NAMES.get(name, name)
+        if func is torch.Tensor.to and len(args) > 1:
+            args = (args[0], _on_cpu(args[1]), *args[2:])
+        return func(*args, **kwargs)
+
+
+class _Nothing:
+    """A stream, an event, a device guard: takes every call, does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event if event is not None else _Nothing()
+
+    def query(self) -> bool:
+        return True
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    """(owner, attribute, stand-in) of every CUDA call that Megatron makes."""
+    cuda: Any = torch.cuda
+    stream = _Nothing()
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    def get_state(device: Any = "cuda") -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, device: Any = "cuda", graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    found: list[tuple[Any, str, Any]] = [(cuda, name, nothing) for name in ("synchronize", "set_device", "empty_cache")]
+    found += [(cuda, name, _Nothing) for name in ("Stream", "Event", "stream", "device")]
+    found += [(cuda, name, lambda *args, **kwargs: stream) for name in ("current_stream", "default_stream")]
+    found += [
+        (cuda, "current_device", lambda: _CPU),
+        (cuda, "is_current_stream_capturing", lambda: False),
+        (cuda.nvtx, "range_push", nothing),
+        (cuda.nvtx, "range_pop", nothing),
+        # One generator: the "CUDA" random state is the CPU's.
+        (cuda, "manual_seed", torch.default_generator.manual_seed),
+        (cuda, "get_rng_state", get_state),
+        (cuda, "set_rng_state", set_state),
+        (cuda.random, "get_rng_state", get_state),
+        (cuda.random, "set_rng_state", set_state),
+        (torch.distributed, "scatter", contiguous_scatter(torch.distributed.scatter)),
+        (torch.distributed, "all_gather", uneven_all_gather(torch.distributed.all_gather)),
+        (torch.distributed, "reduce_scatter", uneven_reduce_scatter(torch.distributed.reduce_scatter)),
+    ]
+    random = sys.modules.get("megatron.core.tensor_parallel.random")
+    if random is not None:
+        found.append((random, "_set_cuda_rng_state", set_state))
+    dispatcher = sys.modules.get("megatron.core.transformer.moe.token_dispatcher")
+    if dispatcher is not None:
+        found.append((dispatcher, "maybe_move_tensor_to_cpu", _on_host))
+    return found
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron makes numbers of what it finds on a GPU alone, and all-to-all takes no tensors for its split sizes."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+class _Installed:
+    """The stand-ins are global attributes: installed by the first context that opens, removed by the last that closes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._originals: list[tuple[Any, str, Any]] = []
+        self._eager: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                # torch.optim imports it at first use; its tables refuse a function that stands under two names.
+                importlib.import_module("torch._dynamo")
+                stand_ins = _replacements()
+                self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]
+                for owner, name, stand_in in stand_ins:
+                    setattr(owner, name, stand_in)
+                # Megatron imported by another library first left its functions to the compiler, whose tables refuse
+                # the stand-ins as well and are made anew after a process group ends.
+                self._eager = torch.compiler.set_stance("force_eager")
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                self._eager.__exit__(None, None, None)
+                for owner, name, original in self._originals:
+                    setattr(owner, name, original)
+
+
+_installed = _Installed()
+
+
+@contextlib.contextmanager
+def megatron_device(device: torch.device | str) -> Iterator[None]:
+    """Around calls into Megatron: they run on `device`. Re-entrant; needed in each thread that makes such calls.
+
+    On the CPU every torch call inside costs about a microsecond more, so generation and the like stay outside.
+    """
+    if torch.device(device).type == "cuda":
+        yield
+        return
+    with _installed, _CudaMeansCpu():
+        yield
+
+
+@contextlib.contextmanager
+def importing_megatron() -> Iterator[None]:
+    """Around the first import of megatron.core: without CUDA its `torch.compile` decorators become no-ops.
+
+    They would import the compiler (seconds) and need a C++ compiler when one of the functions is first called.
+    """
+    if "megatron.core.jit" in sys.modules:
+        yield
+        return
+    compiler = torch.compile
+    if not torch.cuda.is_available():
+        torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda f: f)  # type: ignore[assignment]
+    try:
+        with expected_warnings_off():
+            yield
+    finally:
+        torch.compile = compiler
+
+
+@contextlib.contextmanager
+def expected_warnings_off() -> Iterator[None]:
+    """Around imports and building: Megatron warns of what this backend chose, by design, to do without."""
+    with warnings.catch_warnings():
+        for message in _EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        yield

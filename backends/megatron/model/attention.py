@@ -1,0 +1,160 @@
+"""Packed (`thd`) causal self-attention without Transformer Engine, its rotary positions, and an RMSNorm.
+
+A pack is T tokens of several sequences, one behind the other, or a context-parallel rank's share of them (`PackLayout`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from backends.megatron.batch.context import gather_keys_values
+from backends.megatron.batch.cp_layout import PackLayout
+from backends.megatron.model.elementwise import rotate
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """What Megatron carries through the layers as `packed_seq_params`.
+
+    The rotary angles travel here too and `PackedAttention` applies them: Megatron would cut the pack sequence by sequence in
+    Python to rotate q and k, in every layer.
+    """
+
+    layout: PackLayout | None = None
+    cos: Tensor | None = None           # [T, 1, d/2], of the angle of each token at its position
+    sin: Tensor | None = None
+
+    @classmethod
+    def of(cls, layout: PackLayout) -> PackedSequences:
+        return cls(qkv_format="thd", max_seqlen_q=layout.longest, max_seqlen_kv=layout.longest, layout=layout)
+
+
+class PackedRotaryEmbedding(RotaryEmbedding):
+    """Rotary angles of a pack, each token at its position inside its sequence, left in the `PackedSequences`.
+
+    GPTModel asks for a length and hands it to `forward`; the slot carries the packed sequences instead.
+    """
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
+        packed = kwargs.get("packed_seq_params", args[-1] if args else None)
+        if not isinstance(packed, PackedSequences):
+            raise TypeError(f"the model takes packed sequences only, got packed_seq_params={packed!r}")
+        return packed
+
+    def forward(self, packed: PackedSequences, *args: Any, **kwargs: Any) -> None:     # type: ignore[override]
+        assert packed.layout is not None
+        emb: Tensor = self.get_emb(packed.layout.longest)       # [longest, 1, 1, d], its halves equal
+        angles = emb[..., : emb.size(-1) // 2]
+        packed.cos, packed.sin = (part[packed.layout.positions, 0] for part in (angles.cos(), angles.sin()))
+
+
+class CoreAttention(MegatronModule):
+    """Core attention over a pack: q [T, heads, d], k [T, groups, d] and v [T, groups, d_v], rotated, to [T, heads * d_v].
+
+    On CUDA in half precision variable-length kernels; else a few batched, right-padded calls. Context-parallel ranks gather
+    keys and values.
+    """
+
+    def __init__(
+        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: Any, attention_dropout: float | None = None,
+        softmax_scale: float | None = None, cp_comm_type: str | None = None, pg_collection: Any = None, **sizes: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["cp"])
+        self.cp_group = groups.cp
+        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None, packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:  # fmt: skip
+        if packed_seq_params is None or packed_seq_params.layout is None:
+            raise TypeError(f"{type(self).__name__} takes packed sequences only")
+        key, value = gather_keys_values(key, value, self.cp_group)
+        attend = varlen_attention if uses_varlen(query.device, query.dtype) else bucketed_attention
+        return attend(query, key, value, packed_seq_params.layout, self.scale)
+
+
+class PackedAttention(CoreAttention):
+    """Core attention that rotates q and k first, by the angles that came with the pack."""
+
+    def forward(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        packed = kwargs["packed_seq_params"]
+        if packed is None or packed.cos is None:
+            raise TypeError("PackedAttention takes packed sequences only, with their rotary angles")
+        query, key = (rotate(x, packed.cos, packed.sin) for x in (query, key))
+        return super().forward(query, key, *args, **kwargs)
+
+
+def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's variable-length flash attention serves this device and dtype."""
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and _varlen_attention() is not None
+
+
+@cache
+def _varlen_attention() -> Any:
+    """torch's kernel, or None before torch 2.10. Its import brings the compiler along, so only CUDA pays for it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
+    """Causal attention inside each sequence of a pack, one call for front and one for back chunks: [T, heads * d_v]."""
+    outputs: list[Tensor] = []
+    width, narrow = value.size(-1), query.size(-1) - value.size(-1)
+    value = F.pad(value, (0, narrow)) if narrow else value      # the kernel knows one size of head
+    for cut in layout.cuts.parts:
+        q = query if cut.queries is None else query.index_select(0, cut.queries)
+        k, v = (x if cut.keys is None else x.index_select(0, cut.keys) for x in (key, value))
+        # (-1, 0) is causal, aligned to the end of the keys where there are more of them than queries.
+        out = _varlen_attention()(
+            q, k, v, cut.cu_queries, cut.cu_keys, cut.longest_queries, cut.longest_keys,
+            scale=scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1),
+        )  # fmt: skip
+        outputs.append(cast(Tensor, out)[..., :width].reshape(q.size(0), -1))
+    restore = layout.cuts.restore
+    return outputs[0] if restore is None else torch.cat(outputs).index_select(0, restore)
+
+
+def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
+    """Causal attention inside each sequence of a pack, one batched call per bucket: [T, heads * d_v]."""
+    heads, groups = query.size(1), key.size(1)
+    buckets = layout.buckets
+    outputs: list[Tensor] = []
+    for bucket in buckets.parts:
+        q, k, v = (
+            (x if buckets.identity else x.index_select(0, index.view(-1))).reshape(*index.shape, x.size(1), x.size(2))
+            for x, index in ((query, bucket.queries), (key, bucket.keys), (value, bucket.keys))
+        )
+        seen = None
+        if bucket.before is not None:   # queries that begin amid their sequence, each at its own place
+            last = bucket.before + torch.arange(q.size(1), device=q.device)[:, None]
+            seen = torch.arange(k.size(1), device=q.device) <= last                     # [b, 1, queries, keys]
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+            attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=heads != groups,
+        )  # fmt: skip
+        outputs.append(out.transpose(1, 2).reshape(bucket.queries.numel(), -1))
+    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return flat if buckets.identity else flat.index_select(0, buckets.restore)
+
+
+class LocalRMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm; under sequence parallelism its weight is marked, so that its gradient is summed over TP."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

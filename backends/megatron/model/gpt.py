@@ -1,0 +1,239 @@
+"""Megatron models from an architecture: configuration, layer specs, chunks, and the wrappers around them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from backends.megatron.checks.recompute import check_recompute
+from backends.megatron.checks.transformer_fields import FUSIONS, INIT_METHODS, check_overrides
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.model.attention import LocalRMSNorm, PackedAttention, PackedRotaryEmbedding
+from backends.megatron.model.elementwise import SwiGLU
+from backends.megatron.model.head import LogprobHead, Targets, ValueHead
+from backends.megatron.model.latent_attention import LatentConfig, use_latent_attention
+from backends.megatron.model.layers import LOCAL_FIELDS
+from backends.megatron.model.moe import moe_fields
+from backends.megatron.model.sigmoid_router import router_class
+from backends.megatron.parallel.stages import stage_fields
+from rlcore.config.sections.policy import ParallelConfig
+from rlcore.errors import ConfigError
+from rlcore.weights import DTYPES
+
+
+def transformer_config(
+    arch: Architecture, parallel: ParallelConfig, dtype: str, device: torch.device, overrides: Mapping[str, Any],
+    layers: Mapping[str, Any] = LOCAL_FIELDS,
+) -> TransformerConfig:  # fmt: skip
+    """A fresh configuration. Each model needs its own: Megatron keeps a model's hooks on it.
+
+    `layers`: the fields that `layer_fields` gives for the chosen layers; `overrides`: the user's.
+    """
+    check_overrides(overrides, arch)
+    check_recompute(overrides, arch, parallel, engine=layers["transformer_impl"] == "transformer_engine")
+    torch_dtype = DTYPES[dtype]
+    interleaved = parallel.virtual_pipeline > 1
+    fields = {
+        **arch.transformer,
+        "activation_func": {"silu": F.silu}[arch.activation],
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
+        **stage_fields(parallel),
+        "context_parallel_size": parallel.context,
+        "sequence_parallel": parallel.sequence,
+        "params_dtype": torch_dtype,
+        "pipeline_dtype": torch_dtype,
+        "bf16": torch_dtype == torch.bfloat16,
+        # Not `perform_initialization: False`: that leaves weights without their tensor-parallel mark, and so out of the
+        # gradient norm on all ranks but the first. Zeros also fill the rows that pad the vocabulary.
+        **dict.fromkeys(INIT_METHODS, nn.init.zeros_),
+        "use_cpu_initialization": False,
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": False,
+        # Batched p2p is ambiguous where two stages exchange several chunks (PP 2 with VPP): wrong gradients.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "deallocate_pipeline_outputs": not interleaved,
+        **moe_fields(arch, parallel),
+        **dict.fromkeys(FUSIONS, False),
+        **layers,
+        **overrides,
+    }
+    try:
+        return (LatentConfig if arch.latent_attention else TransformerConfig)(**fields)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"policy.megatron {dict(overrides)}: megatron.core refuses the model: {error}") from error
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
+    """The next multiple of `divisible_by` x TP, so that every rank holds the same number of rows."""
+    multiple = divisible_by * tensor_parallel
+    return -(-vocab_size // multiple) * multiple
+
+
+class PolicyModel(GPTModel):
+    """A GPTModel whose last stage returns (logprobs [M], entropy [M] or None) of `labels: Targets`."""
+
+    def __init__(self, *args: Any, true_vocab_size: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.true_vocab_size = true_vocab_size
+        _rotate_packs(self)
+        if self.post_process:
+            self.output_layer.__class__ = LogprobHead
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Targets | None = None, **kwargs: Any) -> Any:
+        if not self.post_process:
+            return hidden_states
+        assert labels is not None, "pass labels=Targets(...) with the micro-batch"
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden_states, labels, self.true_vocab_size, weight)
+
+
+class ValueModel(GPTModel):
+    """A GPTModel whose last stage returns values [M], fp32, by a `value_head` instead of an output layer."""
+
+    def __init__(self, *args: Any, seed: int, **kwargs: Any) -> None:
+        kwargs["share_embeddings_and_output_weights"] = False
+        super().__init__(*args, **kwargs)
+        _rotate_packs(self)
+        if self.post_process:
+            del self.output_layer
+            self.value_head = ValueHead(self.config, self.pg_collection.tp, seed=seed)
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Targets | None = None, **kwargs: Any) -> Any:
+        if not self.post_process:
+            return hidden_states
+        assert labels is not None, "pass labels=Targets(...) with the micro-batch"
+        return self.value_head(hidden_states, labels)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
+        # GPTModel's own expects the output layer that is not here.
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+
+
+def _rotate_packs(model: GPTModel) -> None:
+    """With latent attention each layer has its own rotary positions, and the model none."""
+    if not model.config.multi_latent_attention:
+        model.rotary_pos_emb.__class__ = PackedRotaryEmbedding
+
+
+def _layer_specs(arch: Architecture, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one chunk."""
+    layer_spec: Callable[[TransformerConfig, int | None], ModuleSpec] = _layer_spec
+    norm: Any = LocalRMSNorm
+    if config.transformer_impl == "transformer_engine":
+        from backends.megatron.model import te_layers as engine_layers
+
+        layer_spec, norm = engine_layers.engine_layer_spec, engine_layers.FINAL_NORM
+    dense, moe = (layer_spec(config, experts) for experts in (None, config.num_moe_experts))
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    here = arch.moe_layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    return TransformerBlockSubmodules(layer_specs=[moe if has else dense for has in here], layer_norm=norm)
+
+
+def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    """Megatron's local layer with packed attention and torch's RMSNorm."""
+    layer = copy.deepcopy(
+        get_gpt_layer_local_spec(
+            num_experts=num_experts,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+            normalization=config.normalization,
+        )
+    )
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
+    if config.multi_latent_attention:
+        use_latent_attention(parts.self_attention)
+    else:
+        attention = parts.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
+    if num_experts is None:
+        parts.mlp.submodules.activation_func = SwiGLU
+    else:
+        parts.mlp.submodules.router = router_class(config)
+        for net in (parts.mlp.submodules.experts, parts.mlp.submodules.shared_experts):
+            net.submodules.activation_func = SwiGLU
+    return layer
+
+
+def build_chunks(
+    arch: Architecture, config: TransformerConfig, *, padded_vocab: int, value_head: bool = False, seed: int = 0
+) -> list[GPTModel]:
+    """This rank's model chunks (one, or one per virtual stage), on the device, all weights 0 but norms and the value head.
+
+    Collective where embedding and head are tied over pipeline stages.
+    """
+    virtual = config.virtual_pipeline_model_parallel_size
+    chunks: list[GPTModel] = []
+    for stage in range(virtual or 1):
+        vp_stage = stage if virtual else None
+        common: dict[str, Any] = dict(
+            config=config,
+            transformer_layer_spec=_layer_specs(arch, config, vp_stage),
+            vocab_size=padded_vocab,
+            max_sequence_length=arch.max_position_embeddings,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            parallel_output=True,
+            position_embedding_type="rope",
+            rotary_base=arch.rope_theta,
+            vp_stage=vp_stage,
+            **(arch.rope_scaling or {}),
+        )
+        if value_head:
+            chunk: GPTModel = ValueModel(**common, seed=seed)
+        else:
+            chunk = PolicyModel(
+                **common, share_embeddings_and_output_weights=arch.tie_word_embeddings, true_vocab_size=arch.vocab_size
+            )
+        chunks.append(chunk.to(torch.cuda.current_device()))      # a router makes its weight on the CPU
+    return chunks
+
+
+def in_dtype(chunks: list[GPTModel], config: TransformerConfig) -> list[nn.Module]:
+    """The chunks as they are called: in bf16 behind Megatron's wrapper, which hands fp32 out of the last stage."""
+    return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else list(chunks)
+
+
+def with_gradients(
+    modules: list[nn.Module], config: TransformerConfig, *, distributed_optimizer: bool, overlap: bool = False
+) -> list[nn.Module]:
+    """The chunks behind Megatron's DDP, whose fp32 gradient buffers it sums over the data-parallel ranks.
+
+    `overlap`: bucket by bucket, as the backward pass of the last micro-batch fills them; the schedule learns which is the last.
+    Parameters are always gathered before the optimizer step ends, since publication and scoring read them right away.
+    """
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=overlap,
+        check_for_nan_in_grad=False,        # a non-finite norm skips the step instead of ending the run
+        average_in_collective=False,
+    )
+    wrapped = [
+        DistributedDataParallel(config, ddp, module, disable_bucketing=stage > 0) for stage, module in enumerate(modules)
+    ]
+    if overlap:
+        waits = [module.no_sync for module in wrapped]
+        config.no_sync_func = waits if len(waits) > 1 else waits[0]
+    return list(wrapped)

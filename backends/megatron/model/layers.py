@@ -1,0 +1,86 @@
+"""Which layers a model is built of: Transformer Engine's where it is installed on CUDA, else Megatron's local ones."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlcore.config import Config
+from rlcore.config.sections.policy import Fp8Config
+from rlcore.errors import ConfigError
+
+# Fields of `TransformerConfig`. The local MLP's activation is a module of ours; the second makes Megatron build it.
+LOCAL_FIELDS: dict[str, Any] = {"transformer_impl": "local", "use_te_activation_func": True}
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The choice, and why: both are printed when a run starts."""
+
+    kind: Literal["transformer_engine", "local"]
+    reason: str
+
+    @property
+    def transformer_engine(self) -> bool:
+        return self.kind == "transformer_engine"
+
+    def __str__(self) -> str:
+        layers = "Transformer Engine" if self.transformer_engine else "megatron-core local spec, torch RMSNorm"
+        return f"{layers} ({self.reason})"
+
+
+def choose_layers(
+    wanted: Literal["auto", "off"], *, device: str, installed: bool, deterministic: bool, latent: bool = False
+) -> Layers:
+    """The layers for a device ("cpu" or "cuda"), of a model with `latent` attention or without; pure."""
+    if wanted == "off":
+        return Layers("local", "policy.transformer_engine: off")
+    if device != "cuda":
+        return Layers("local", f"Transformer Engine does not run on {device}")
+    if not installed:
+        return Layers("local", "Transformer Engine is not installed")
+    if deterministic:
+        return Layers("local", "run.deterministic: not proven for Transformer Engine")
+    if latent:
+        return Layers("local", "latent attention is not carried over Transformer Engine's layers")
+    return Layers("transformer_engine", "installed")
+
+
+def layers_of(config: Config, device: str, *, latent: bool = False) -> Layers:
+    """The layers of the run's models with `latent` attention, or of those without.
+
+    Raises ConfigError where FP8 is asked for and they cannot do it.
+    """
+    layers = choose_layers(
+        config.policy.transformer_engine,
+        device=device,
+        installed=importlib.util.find_spec("transformer_engine") is not None,
+        deterministic=config.run.deterministic,
+        latent=latent,
+    )
+    if config.policy.fp8 is not None and not layers.transformer_engine:
+        raise ConfigError(f"policy.fp8: needs Transformer Engine's layers, got {layers}; remove policy.fp8")
+    return layers
+
+
+def layer_fields(layers: Layers, *, experts: bool, fp8: Fp8Config | None) -> dict[str, Any]:
+    """Fields of `TransformerConfig` that belong to the choice."""
+    if not layers.transformer_engine:
+        return LOCAL_FIELDS
+    fields: dict[str, Any] = {
+        "transformer_impl": "transformer_engine",
+        "use_te_activation_func": False,
+        "bias_activation_fusion": True,
+        "moe_grouped_gemm": experts,
+    }
+    if fp8 is not None:
+        fields |= {
+            "fp8": fp8.format,
+            "fp8_recipe": fp8.recipe,
+            "fp8_margin": fp8.margin,
+            "fp8_amax_history_len": fp8.amax_history,
+            "fp8_amax_compute_algo": fp8.amax_compute,
+            "moe_router_padding_for_quantization": experts,
+        }
+    return fields

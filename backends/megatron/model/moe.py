@@ -1,0 +1,122 @@
+"""Mixtures of experts on Megatron: the router, whose losses come out right under padding, CP and SP, and what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from backends.megatron.convert.architecture import Architecture
+from rlcore.config.sections.policy import ParallelConfig
+
+
+def moe_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    """TransformerConfig fields that experts need, beside those of the architecture; none for a dense model.
+
+    The routers' losses are off by default, whatever `config.json` says of pre-training.
+    """
+    if not arch.num_experts:
+        return {}
+    return {
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+    }
+
+
+class PackRouter(TopKRouter):
+    """Megatron's top-k router with its own sums of the two losses.
+
+    A loss of a micro-batch is a mean over its n tokens, pads left out, and counts n times among the N tokens of the optimizer
+    step (Megatron divides by N later). The ranks that share a micro-batch (context parallelism, and tensor parallelism under
+    sequence parallelism) each add the part of their tokens. Megatron's own parts come out too small by the number of those
+    ranks, and are NaN for a micro-batch of pads alone.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sums: dict[str, Tensor] = {}       # loss -> the sum of its parts, n times each, since the last `take_losses`
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits in `moe_router_dtype`, or that of the input. Megatron's own needs Transformer Engine to be installed."""
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
+        return F.linear(input.to(dtype), self.weight.to(dtype))
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        """E * sum over experts of (share of the choices) * (mean probability), Fedus et al. 2021."""
+        chosen = reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), self.tp_cp_group)     # [E], all ranks
+        share = chosen / chosen.sum().clamp(min=1)
+        return self._attach(probs, "aux", self.num_experts * (scores_for_aux_loss.sum(dim=0) * share).sum(),
+                            self.get_aux_loss_coeff("aux_loss"))  # fmt: skip
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Mean of the squared log of the softmax's denominator, Zoph et al. 2022."""
+        coeff = self.config.moe_z_loss_coeff
+        if not coeff or not self.training or not torch.is_grad_enabled():
+            return logits
+        squares = torch.logsumexp(logits.float(), dim=-1).square()
+        if padding_mask is not None:
+            squares = squares.masked_fill(padding_mask, 0.0)
+        return self._attach(logits, "z", squares.sum(), coeff)
+
+    def _attach(self, activation: Tensor, name: str, part: Tensor, coeff: float) -> Tensor:
+        self.sums[name] = self.sums.get(name, 0.0) + part.detach().double()
+        attached: Tensor = MoEAuxLossAutoScaler.apply(activation, coeff * part)
+        return attached
+
+
+def padding_mask(padding: Tensor, config: TransformerConfig, chunk: GPTModel) -> Tensor | None:
+    """What hides pads from the routers of a chunk: bool [1, T], True at a pad; None for a dense model.
+
+    Under sequence parallelism Megatron cuts it over the tensor-parallel ranks on the first stage alone.
+    """
+    if config.num_moe_experts is None:
+        return None
+    if chunk.pre_process or not config.sequence_parallel:
+        return padding
+    tp = chunk.pg_collection.tp
+    return padding.chunk(tp.size(), dim=1)[tp.rank()].contiguous()
+
+
+def clear_losses(chunks: Sequence[GPTModel]) -> None:
+    """Start the sums of an optimizer step."""
+    for router in _routers(chunks):
+        router.sums.clear()
+
+
+def mean_losses(chunks: Sequence[GPTModel], arch: Architecture, step_tokens: int) -> dict[str, float]:
+    """`moe_aux_loss` and `moe_z_loss`, where switched on: without coefficients, means over the tokens of the optimizer step and
+    over the layers with experts. The same on every rank; collective over all of them.
+    """
+    config = chunks[0].config
+    coefficients = {"aux": config.moe_aux_loss_coeff, "z": config.moe_z_loss_coeff} if arch.num_experts else {}
+    names = [name for name, coeff in coefficients.items() if coeff]
+    if not names:
+        return {}
+    sums = torch.zeros(len(names), dtype=torch.float64, device=next(chunks[0].parameters()).device)
+    for router in _routers(chunks):
+        sums += torch.stack([router.sums.get(name, sums.new_zeros(())) for name in names])
+    if dist.is_initialized():
+        dist.all_reduce(sums)       # layers over stages, tokens over data, context and sequence parallelism
+    means = sums / max(step_tokens, 1) / sum(arch.moe_layers)
+    return {f"moe_{name}_loss": mean for name, mean in zip(names, means.tolist())}
+
+
+def _routers(chunks: Sequence[GPTModel]) -> Iterator[PackRouter]:
+    for chunk in chunks:
+        yield from (module for module in chunk.modules() if isinstance(module, PackRouter))

@@ -1,0 +1,177 @@
+"""Routing replay: training sends each token to the experts that an earlier pass chose for it, whatever the weights say by then.
+
+Megatron's routers ask an object in their `router_replay` for the top-k; ours stands there. Megatron's own `RouterReplay` keeps
+the routers of all models of the process in one list, and must be told before every call whether a recomputation is due.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from backends.megatron.batch.pack import MicroBatch
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.policy_checks import check_replay
+from rlcore.data.batch import RolloutBatch
+from rlcore.errors import ConfigError, RunFailed
+
+TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+class ExpertChoice:
+    """The top-k of one router: its own, or one that is given, with the scores as they are now. Gradients flow through these."""
+
+    def __init__(self, place: int = 0) -> None:
+        self.place = place                          # among the layers with experts of the whole model
+        self.given: Tensor | None = None            # int16 [t, k]: what the next forward uses; -1: the router's own choice
+        self.recomputed = True                      # whether a forward without gradients may be run once more
+        self.hidden: Tensor | None = None           # bool [t]: pads, which no metric counts
+        self.made: Tensor | None = None             # int64 [t, k]: what the last forward without `given` chose
+        self.changed: Tensor | None = None          # tokens whose own choice was another one than the given
+        self._again: deque[Tensor] = deque()        # given to forwards that the backward runs once more, oldest first
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None,
+        default_compute_topk: TopK = torch.topk,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """scores [t, experts] -> (scores, experts) [t, topk]; the name and the arguments are Megatron's."""
+        if torch.is_grad_enabled() and self._again:     # a checkpointed layer has gradients when it is recomputed alone
+            given = self._again.popleft().long()
+            return scores.gather(1, given), given
+        if self.given is None:
+            chosen, self.made = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            return chosen, self.made
+        own = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]
+        given = torch.where((self.given < 0).any(dim=1, keepdim=True), own, self.given.long())
+        if self.recomputed and not torch.is_grad_enabled():
+            self._again.append(given.to(torch.int16))
+        differs = (own.sort(dim=1).values != given.sort(dim=1).values).any(dim=1)
+        if self.hidden is not None:
+            differs &= ~self.hidden
+        self.changed = differs.sum() + (0 if self.changed is None else self.changed)
+        return scores.gather(1, given), given
+
+    def start_step(self) -> None:
+        self.changed = None
+        self._again.clear()
+
+
+def replay_routing(chunks: Sequence[GPTModel], arch: Architecture) -> None:
+    """Make the routers of a model ready for `recording` and `replaying`.
+
+    Raises ConfigError for a model without experts, and for routers that are fused: they choose inside a kernel.
+    """
+    check_replay(arch)
+    for chunk in chunks:
+        if chunk.config.moe_router_fusion:
+            raise ConfigError("policy.routing_replay: a fused router cannot be told its experts; set it to none, or "
+                              "policy.megatron.moe_router_fusion to false")  # fmt: skip
+        for layer in chunk.decoder.layers:
+            if hasattr(layer.mlp, "router"):
+                layer.mlp.router.router_replay = ExpertChoice(sum(arch.moe_layers[: layer.layer_number - 1]))
+
+
+@contextmanager
+def recording(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
+    """Around a forward: the experts that it chooses are kept with the micro-batch, those of the first such forward alone."""
+    yield
+    for layer, choice in _choices(chunk):
+        if layer not in micro.experts and choice.made is not None:
+            micro.experts[layer] = choice.made.to(torch.int16)
+        choice.made = None
+
+
+@contextmanager
+def replaying(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
+    """Around a forward: every router uses the experts that are kept with the micro-batch, in its recomputation too.
+
+    Those that the engine recorded are taken where there are any; a token without a record is left to the router.
+    Raises RuntimeError where there are none.
+    """
+    choices = list(_choices(chunk))
+    for layer, choice in choices:
+        if layer not in micro.experts and micro.routed_experts is not None:
+            micro.experts[layer] = _own_share(micro.routed_experts, chunk)[:, choice.place]
+        if layer not in micro.experts:
+            raise RuntimeError(f"routing replay: layer {layer} has no recorded experts; call score('policy') before update")
+        choice.given, choice.hidden = micro.experts[layer], _own_share(micro.padding[0], chunk)
+        choice.recomputed = chunk.training
+    try:
+        yield
+    finally:
+        for _, choice in choices:
+            choice.given = choice.hidden = None
+
+
+def check_records(batch: RolloutBatch, arch: Architecture) -> None:
+    """Raises RunFailed for a batch without the engine's records, or with those of a model of another shape."""
+    wanted = (sum(arch.moe_layers), arch.transformer["moe_router_topk"])
+    records, experts = batch.routed_experts, arch.transformer["num_moe_experts"]
+    if records is None or tuple(records.shape[1:]) != wanted:
+        got = "missing" if records is None else tuple(records.shape[1:])
+        raise RunFailed(
+            f"policy.routing_replay is engine, but the samples' routed_experts are {got}, expected [tokens, "
+            f"{wanted[0]} layers with experts, {wanted[1]} experts a token]: set it to logprobs, or use another engine"
+        )
+    if records.numel() and int(records.max()) >= experts:
+        raise RunFailed(
+            f"policy.routing_replay is engine, but the samples' routed_experts name expert {int(records.max())} of a model of "
+            f"{experts}: set it to logprobs, or use an engine with this model"
+        )
+
+
+class Routing(Enum):
+    """Whose experts a pass without gradients uses."""
+
+    OWN = "the routers'"
+    RECORDED = "the routers', and they are kept with the micro-batches"
+    GIVEN = "those that are kept with the micro-batches"
+
+
+def routed(routing: Routing, chunk: GPTModel, micro: MicroBatch) -> AbstractContextManager[None]:
+    """Around a forward of such a pass."""
+    if routing is Routing.RECORDED:
+        return recording(chunk, micro)
+    return replaying(chunk, micro) if routing is Routing.GIVEN else nullcontext()
+
+
+def start_step(chunks: Sequence[GPTModel]) -> None:
+    """Forget what an optimizer step before left: its counts, and recomputations that an error kept from happening."""
+    for chunk in chunks:
+        for _, choice in _choices(chunk):
+            choice.start_step()
+
+
+def changed_share(chunks: Sequence[GPTModel], arch: Architecture, step_tokens: int) -> float:
+    """Of all pairs of a token and a layer with experts in the optimizer step, those whose router would have chosen other
+    experts than the replayed. The same on every rank; collective over all of them.
+    """
+    count = torch.zeros((), dtype=torch.float64, device=next(chunks[0].parameters()).device)
+    for chunk in chunks:
+        for _, choice in _choices(chunk):
+            count += 0 if choice.changed is None else choice.changed
+    dist.all_reduce(count)      # layers over stages; tokens over data, context and sequence parallelism
+    return float(count) / max(step_tokens, 1) / sum(arch.moe_layers)
+
+
+def _choices(chunk: GPTModel) -> Iterator[tuple[int, ExpertChoice]]:
+    """(number of the layer in the model, its router's choice) for the layers with experts; none where nothing is replayed."""
+    for layer in chunk.decoder.layers:
+        choice = getattr(getattr(layer.mlp, "router", None), "router_replay", None)
+        if choice is not None:
+            yield int(layer.layer_number), choice
+
+
+def _own_share(slots: Tensor, chunk: GPTModel) -> Tensor:
+    """Of a tensor [T, ...], the part that the routers of this rank see: all, or [T / TP, ...] under sequence parallelism."""
+    if not chunk.config.sequence_parallel:
+        return slots
+    tp = chunk.pg_collection.tp
+    return slots.chunk(tp.size())[tp.rank()]

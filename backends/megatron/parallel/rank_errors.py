@@ -1,0 +1,32 @@
+"""An error on one rank becomes an error on all of them, instead of a hang in the next collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from backends.megatron.parallel.state import ParallelState
+from rlcore.errors import FailedElsewhere
+
+
+@contextmanager
+def together(parallel: ParallelState, what: str) -> Iterator[None]:
+    """Around work that may fail on one rank: all ranks leave it together, or all raise.
+
+    The failing rank raises its own error, the others FailedElsewhere naming `what` and the rank. Work that itself communicates
+    is covered only from its last communication on: a peer that waits for a failed rank is freed by the group's timeout.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # re-raised below, after the other ranks know
+        failure = error
+    failed = torch.tensor([parallel.world_size if failure is None else parallel.rank])
+    dist.all_reduce(failed, op=dist.ReduceOp.MIN, group=parallel.control_group)
+    if failure is not None:
+        raise failure
+    if int(failed) < parallel.world_size:
+        raise FailedElsewhere(f"{what} failed on rank {int(failed)}; its log has the reason")

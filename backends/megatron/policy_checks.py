@@ -1,0 +1,46 @@
+"""What the policy's section asks of a model that it or this machine cannot give, said before any rank is started."""
+
+from __future__ import annotations
+
+import torch
+
+from backends.megatron.checks.recompute import check_recompute
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.cpu.shim import expected_warnings_off, importing_megatron
+from backends.megatron.model.layers import layer_fields, layers_of
+from rlcore.config import Config
+from rlcore.errors import ConfigError
+
+
+def check_policy(config: Config, arch: Architecture, device: str | None) -> None:
+    """Refuse routing replay without experts, FP8 without its layers, and fields of `policy.megatron`.
+
+    Megatron is imported only where the last are given: it takes seconds.
+
+    Args:
+        device: "cpu" or "cuda"; None: the run will be on another machine, so what depends on that is left out.
+
+    Raises ConfigError naming the key, the reason and what to do.
+    """
+    policy = config.policy
+    if policy.routing_replay != "none":
+        check_replay(arch)
+    layers = None if device is None else layers_of(config, device, latent=arch.latent_attention)
+    if not policy.megatron:
+        return
+    with importing_megatron():
+        from backends.megatron.checks.transformer_fields import check_overrides
+        from backends.megatron.model.gpt import transformer_config
+    if device is None or layers is None:
+        check_overrides(policy.megatron, arch)
+        check_recompute(policy.megatron, arch, policy.parallel)
+        return
+    with expected_warnings_off():
+        fields = layer_fields(layers, experts=bool(arch.num_experts), fp8=policy.fp8)
+        transformer_config(arch, policy.parallel, config.model.dtype, torch.device(device), policy.megatron, fields)
+
+
+def check_replay(arch: Architecture) -> None:
+    """Raises ConfigError for a model without experts."""
+    if not arch.num_experts:
+        raise ConfigError(f"policy.routing_replay: the {arch.family} model has no experts to replay; set it to none")

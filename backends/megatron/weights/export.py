@@ -1,0 +1,316 @@
+"""Megatron parameters -> Hugging Face tensors: gathered bucket by bucket, for a publication or for a folder on disk.
+
+Every rank of the first model replica (for experts: of the first that hold them) copies its part of a bucket into one flat
+buffer and sends it straight to rank 0, which puts the parts together. So each weight crosses the wire once, a bucket costs one
+message a rank however many tensors it holds, and the pipeline stages convert and send ahead of one another. Large parts go by
+themselves: who holds them as they are sends them from there, and where they are rows of their tensor rank 0 receives them in
+their place. Rank 0 is one bucket ahead too: it gathers the next while the last is on its way to the engines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.folder import FolderWriter
+from backends.megatron.convert.layout import Slice, hf_shapes, model_entries, tp_slice, unpack
+from backends.megatron.convert.names import owned_parameters
+from backends.megatron.convert.table import Entry, Split
+from backends.megatron.parallel.rank_errors import together
+from backends.megatron.parallel.state import ParallelState
+from backends.megatron.weights.prefetch import one_ahead
+from rlcore.weights import Bucket, TensorSpec, cut_buckets
+
+Head = Literal["lm", "value"]
+
+_IN_FLIGHT = 2      # buffers: one on the wire, or (rank 0) in the consumer's hands, while the next is filled
+_ALONE_BYTES = 1 << 20      # from here on a message of its own costs less than the copies
+_BUCKETS = 16       # at least so many, that gathering, sending and applying overlap ...
+_SMALL_BUCKET = 16 << 20    # ... but none is made smaller than this for it: each costs a round trip
+
+
+def weight_specs(arch: Architecture, dtype: torch.dtype, head: Head = "lm") -> list[TensorSpec]:
+    """Name, shape and dtype of every weight of the model with an "lm" or "value" head, in the order of a forward pass.
+
+    Those that keep a dtype of their own come last, since no bucket mixes dtypes. Tied models have no `lm_head.weight`;
+    vocabulary padding is left out.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return [
+        TensorSpec(hf_name, shape, entry.dtype or name)
+        for entry in sorted(model_entries(arch, head), key=lambda entry: entry.dtype is not None)
+        for hf_name, shape in zip(entry.hf, hf_shapes(arch, entry))
+    ]
+
+
+def export_hf(
+    exporter: WeightExporter, folder: Path, tokenizer: Path | None = None, *, max_shard_bytes: int = 4 << 30
+) -> None:
+    """Write a Hugging Face folder that `transformers` loads: shards, index, config, and the files of the tokenizer.
+
+    `tokenizer`: the folder that has them, by default the model's own. Collective. The folder is written aside and renamed
+    by rank 0; an earlier export there is replaced.
+    Raises ModelError on rank 0 (and RunFailed elsewhere) where the folder holds something else or is the model's source.
+    """
+    arch, parallel, writer = exporter.arch, exporter.parallel, None
+    with together(parallel, f"the export to {folder}"):
+        if parallel.rank == 0:
+            writer = FolderWriter(folder, exporter.specs, max_shard_bytes, (arch.folder, tokenizer or arch.folder))
+    with together(parallel, f"the export to {folder}"):
+        for bucket, flat in exporter.export_buckets():
+            if writer is not None and flat is not None:
+                for name, tensor in bucket.views(flat):
+                    writer.add(name, tensor)
+        if writer is not None:
+            writer.finish(arch.hf_config, arch.table.classes[exporter.head == "value"])
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where one Hugging Face tensor comes from: the same on every rank of the replica."""
+
+    entry: Entry
+    piece: int                              # which of the entry's tensors
+    stage: int                              # pipeline stage that owns it
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one rank stands in the layout."""
+
+    tp: int
+    stage: int
+    replica: int                            # among the copies of the dense weights
+    etp: int
+    ep: int
+    expert_replica: int                     # ... and of the experts'
+
+    @classmethod
+    def of(cls, p: ParallelState) -> _Place:
+        return cls(p.tp_rank, p.pp_rank, p.dp_rank * p.cp_size + p.cp_rank, p.etp_rank, p.ep_rank, p.edp_rank)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank contributes to one tensor of a bucket."""
+
+    spec: TensorSpec
+    slice: Slice
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.spec.torch_dtype.itemsize
+
+
+class WeightExporter:
+    """Gathers the weights of a model to rank 0 under their Hugging Face names.
+
+    Built once (collective) and used for every publication: its buffers are reused. Buckets have at most `bucket_bytes`.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        arch: Architecture,
+        parallel: ParallelState,
+        *,
+        dtype: torch.dtype,
+        head: Head = "lm",
+        bucket_bytes: int = 256 << 20,
+    ) -> None:
+        self.arch, self.parallel, self.head = arch, parallel, head
+        self.specs = weight_specs(arch, dtype, head)
+        self.buckets = cut_buckets(self.specs, min(bucket_bytes, _overlapping_size(self.specs)))
+        held = [(entry, param) for entry, param, copy in owned_parameters(chunks, arch) if not copy]
+        self._params: dict[str, Tensor] = {entry.megatron: param for entry, param in held}
+        self._device = held[0][1].device
+        # The stages without a vocabulary never ask for it.
+        vocab = [param.size(0) for entry, param in held if entry.split is Split.VOCAB]
+        self._padded_vocab = vocab[0] * parallel.tp_size if vocab else 0
+        self._places = self._find_places()
+        # Experts may be spread over data-parallel ranks: then rank 0 hears from more than its model-parallel group.
+        self._group = parallel.mp_group if arch.num_experts == 0 else dist.group.WORLD
+        self._sources = self._find_sources()
+        self._plans: dict[tuple[int, int], list[_Part]] = {}
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+
+    @torch.no_grad()
+    def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
+        """Each bucket in order: uint8 [num_bytes] on rank 0, None elsewhere. Collective; iterate to the end on every rank.
+
+        The tensor is overwritten when the next bucket is asked for. Nothing else may use the ranks' group until the end.
+        """
+        if self.parallel.rank == 0:
+            yield from one_ahead(lambda bucket: (bucket, self._gather(bucket)), self.buckets, self._device)
+            return
+        on_wire: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
+        for bucket in self.buckets:
+            slot = bucket.index % _IN_FLIGHT
+            _wait(on_wire[slot])
+            on_wire[slot] = self._send(bucket, slot)
+            yield bucket, None
+        for works in on_wire:
+            _wait(works)
+
+    def free_buffers(self) -> None:
+        """Give the memory of the buffers back until the next export."""
+        self._buffers = {}
+
+    # --- one bucket ---------------------------------------------------------------------------------------------------
+
+    def _gather(self, bucket: Bucket) -> Tensor:
+        """Rank 0: receive every other rank's part, convert the own meanwhile, put all in place."""
+        flat = self._buffer("bucket", bucket.index % _IN_FLIGHT, bucket.num_bytes)
+        out = dict(bucket.views(flat))
+        arrivals: list[tuple[list[_Part], Tensor]] = []
+        receives: list[dist.P2POp] = []
+        for rank in range(1, self.parallel.world_size):
+            alone, packed = self._messages(bucket, rank)
+            aside = [part for part in alone if part.slice.dim not in (None, 0)] + packed
+            buffer = self._buffer("receive", rank, sum(part.num_bytes for part in aside))
+            pieces = {part.spec.name: piece for part, piece in _pieces(aside, buffer)}
+            into = [_raw(pieces.get(part.spec.name, part.slice.of(out[part.spec.name]))) for part in alone]
+            if packed:
+                into.append(_tail(buffer, packed))
+            arrivals.append((aside, buffer))
+            receives += [dist.P2POp(dist.irecv, memory, rank, self._group) for memory in into]
+        works = dist.batch_isend_irecv(receives) if receives else []
+        for part in self._parts(bucket, 0):
+            self._copy_own(part, part.slice.of(out[part.spec.name]))
+        _wait(works)
+        for parts, buffer in arrivals:
+            for part, piece in _pieces(parts, buffer):
+                part.slice.of(out[part.spec.name]).copy_(piece)
+        return flat
+
+    def _send(self, bucket: Bucket, slot: int) -> list[dist.Work]:
+        alone, packed = self._messages(bucket, self.parallel.rank)
+        held = {part.spec.name: self._own(part) for part in alone}
+        copied = [part for part in alone if not _is_sent_as(part, held[part.spec.name])] + packed
+        buffer = self._buffer("send", slot, sum(part.num_bytes for part in copied))
+        for part, piece in _pieces(copied, buffer):
+            self._copy_own(part, piece)
+            held[part.spec.name] = piece
+        out = [_raw(held[part.spec.name]) for part in alone]
+        if packed:
+            out.append(_tail(buffer, packed))
+        return list(dist.batch_isend_irecv([dist.P2POp(dist.isend, memory, 0, self._group) for memory in out])) if out else []
+
+    def _messages(self, bucket: Bucket, rank: int) -> tuple[list[_Part], list[_Part]]:
+        """The parts of a bucket that `rank` sends one by one, in this order, and those that follow in one message."""
+        alone: list[_Part] = []
+        packed: list[_Part] = []
+        for part in self._parts(bucket, rank):
+            (alone if part.num_bytes >= _ALONE_BYTES else packed).append(part)
+        return alone, packed
+
+    def _parts(self, bucket: Bucket, rank: int) -> list[_Part]:
+        """What `rank` holds of a bucket, in the bucket's order; rank 0 and the sender come to the same list."""
+        key = bucket.index, rank
+        if key not in self._plans:
+            parts = []
+            for spec in bucket.tensors:
+                source = self._sources[spec.name]
+                if self._contributes(self._places[rank], source):
+                    held = self._slice(source.entry, spec.shape, self._places[rank])
+                    parts.append(_Part(spec, held, held.shape(spec.shape)))
+            self._plans[key] = [part for part in parts if part.num_bytes]
+        return self._plans[key]
+
+    def _contributes(self, place: _Place, source: _Source) -> bool:
+        """Whether the rank at `place` sends its part of a tensor: of several that hold the same, the first does."""
+        entry = source.entry
+        if place.stage != source.stage:
+            return False
+        if entry.expert is not None:
+            here = entry.expert * self.parallel.ep_size // self.arch.num_experts
+            return (place.ep, place.expert_replica) == (here, 0)
+        return place.replica == 0 and (entry.split is not Split.REPLICATED or place.tp == 0)
+
+    def _slice(self, entry: Entry, shape: tuple[int, ...], place: _Place) -> Slice:
+        p = self.parallel
+        rank, size = (place.tp, p.tp_size) if entry.expert is None else (place.etp, p.etp_size)
+        return tp_slice(entry.split, shape, rank, size, self._padded_vocab)
+
+    def _copy_own(self, part: _Part, out: Tensor) -> None:
+        """Copy this rank's piece of a tensor into `out`, which has the piece's shape, cast to the dtype of the wire."""
+        own = self._own(part)
+        out.view(own.shape).copy_(own)
+
+    def _own(self, part: _Part) -> Tensor:
+        """This rank's piece of a tensor, as the parameter has it: perhaps strided, of another shape or dtype."""
+        source = self._sources[part.spec.name]
+        split, own = source.entry.split, self._places[self.parallel.rank]
+        held = [self._slice(source.entry, shape, own).shape(shape) for shape in hf_shapes(self.arch, source.entry)]
+        param = self._params[source.entry.megatron].data
+        return unpack(split, param, self.arch.transformer["kv_channels"], [shape[0] for shape in held])[source.piece]
+
+    # --- what is agreed once ------------------------------------------------------------------------------------------
+
+    def _find_places(self) -> list[_Place]:
+        """Of every rank of the world."""
+        mine = torch.tensor(astuple(_Place.of(self.parallel)))
+        places = [torch.empty_like(mine) for _ in range(self.parallel.world_size)]
+        dist.all_gather(places, mine, group=self.parallel.control_group)
+        return [_Place(*place.tolist()) for place in places]
+
+    def _find_sources(self) -> dict[str, _Source]:
+        """The owning stage of every tensor."""
+        entries = model_entries(self.arch, self.head)
+        stages = torch.tensor([self.parallel.pp_rank if entry.megatron in self._params else -1 for entry in entries])
+        dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=self.parallel.control_group)
+        sources = {}
+        for entry, stage in zip(entries, stages.tolist()):
+            if stage < 0:
+                raise KeyError(f"{entry.megatron}: no pipeline stage holds this parameter")
+            sources.update({name: _Source(entry, piece, stage) for piece, name in enumerate(entry.hf)})
+        return sources
+
+    def _buffer(self, kind: str, key: int, size: int) -> Tensor:
+        """The first `size` bytes of a buffer that grows to the largest need seen and is then reused."""
+        buffer = self._buffers.get((kind, key))
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[kind, key] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return buffer[:size]
+
+
+def _overlapping_size(specs: Sequence[TensorSpec]) -> int:
+    return max(_SMALL_BUCKET, sum(spec.num_bytes for spec in specs) // _BUCKETS)
+
+
+def _is_sent_as(part: _Part, own: Tensor) -> bool:
+    """Whether the bytes of a rank's piece are those of the wire."""
+    return own.is_contiguous() and own.dtype == part.spec.torch_dtype
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, uint8 [n]: a view."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _pieces(parts: Sequence[_Part], buffer: Tensor) -> Iterator[tuple[_Part, Tensor]]:
+    """(part, view) of each part in a flat buffer."""
+    at = 0
+    for part in parts:
+        flat = buffer[at : at + part.num_bytes]
+        yield part, flat.view(part.spec.torch_dtype).view(part.shape)
+        at += part.num_bytes
+
+
+def _tail(buffer: Tensor, parts: Sequence[_Part]) -> Tensor:
+    """Where the last of the parts in a buffer lie."""
+    return buffer[buffer.numel() - sum(part.num_bytes for part in parts) :]
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rlcore.config.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class SamplingConfig(Section):
+    """How responses are drawn. `temperature: 0` is greedy."""
+
+    temperature: NonNegativeFloat = 1.0
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = -1                             # -1: off
+    max_new_tokens: PositiveInt = 1024
+    stop: list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)    # the tokenizer's eos is always one
+
+
+class RestartConfig(Section):
+    """What becomes of an engine that failed: it is started again, after a pause that doubles until it has served again."""
+
+    limit: NonNegativeInt = 10                  # restarts of one engine in a run
+    backoff_s: PositiveFloat = 1.0              # before the first
+    max_backoff_s: PositiveFloat = 60.0
+
+
+class EngineConfig(Section):
+    kind: Literal["embedded", "sglang"] = "embedded"
+    count: PositiveInt = 1                      # engines that the run starts
+    in_process: bool | None = None              # embedded: default true where the run has one process and one engine
+    device: str | None = None                   # default: cuda when there is one, else cpu
+    dtype: Literal["fp32", "bf16"] | None = None    # default: `model.dtype`
+    threads: PositiveInt | None = None          # torch threads of an engine process
+    max_batch: PositiveInt = 256                # embedded: sequences generated together
+    bucket_bytes: PositiveInt = 256 << 20       # weights are published in flat buckets of at most this size
+    start_timeout_s: PositiveFloat = 300.0
+    request_timeout_s: PositiveFloat = 600.0
+    update_timeout_s: PositiveFloat = 300.0     # one bucket
+
+    # sglang: which servers, and what they are told
+    python: str | None = None                   # interpreter of the engine's own environment; default: .venv-sglang's
+    urls: list[str] = Field(default_factory=list)   # engines that somebody else runs
+    tensor_parallel: PositiveInt = 1            # ranks of one engine
+    gpus: list[NonNegativeInt] = Field(default_factory=list)    # of this machine, shared out in order; default: chosen by us
+    host: str = "127.0.0.1"                     # the address that engines listen on, and are reached at
+    server: dict[str, Any] = Field(default_factory=dict)        # any argument of `python -m sglang.launch_server`
+    router_url: str | None = None               # an sglang-router in front of the engines, for generation
+    max_in_flight: PositiveInt = 256            # sglang: requests that one engine is given at a time
+    retries: NonNegativeInt = 3                 # times that a request is sent again when its engine fails
+
+    # log-probs against the trainer's: on the first step, where a difference ends the run; then it is a warning
+    logprobs_every: NonNegativeInt = 20         # steps from one comparison to the next; 0: never compared
+    max_logprob_diff: PositiveFloat | None = None   # mean over tokens, in nats; default: 0.001 in fp32, 0.1 in bf16
+
+    # publication, health
+    transport: Literal["auto", "distributed", "tensor", "disk", "delta"] = "auto"
+    weights_dir: str | None = None              # disk and delta: a folder that trainer and engines share; default: the run's
+    verify_every: NonNegativeInt = 0            # publications from one checksum of all weights to the next; 0: never
+    health_every_s: PositiveFloat = 5.0
+    health_timeout_s: PositiveFloat = 10.0
+    restart: RestartConfig = Field(default_factory=RestartConfig)
+    colocated: bool = False                     # trainer and engines take turns on the same GPUs
+
+
+class RolloutConfig(Section):
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    prompts_per_step: PositiveInt = 32
+    samples_per_prompt: PositiveInt = 8
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    workflow: str = "single_turn"
+    max_staleness: NonNegativeInt = 0
+    on_update: Literal["drain", "retract", "in_place", "abort"] = "drain"
+    filters: list[str] = Field(default_factory=list)
+    oversample: float = Field(default=1.0, ge=1.0)
+    timeout_s: PositiveFloat = 1800.0           # the longest that a step may wait for its rollouts

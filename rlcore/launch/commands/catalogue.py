@@ -1,0 +1,190 @@
+"""What `rlcore metrics` and `rlcore algorithms` print."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rlcore.algorithms import (
+    CORRECTIONS,
+    METRICS,
+    AlgorithmError,
+    GuardedEstimator,
+    GuardedPolicyLoss,
+    build_estimator,
+    build_policy_loss,
+    estimator_names,
+    estimator_plugin,
+    policy_loss_names,
+    policy_loss_plugin,
+)
+from rlcore.algorithms.keywords import Keyword, constructor_keywords
+from rlcore.algorithms.plugins import Plugin
+from rlcore.config.derived import COEFFICIENTS, NORMALIZED
+from rlcore.config.sections.algorithm import CorrectionConfig, KLConfig, LossConfig
+from rlcore.config.sections.base import Section
+
+WIDTH = 120         # of the lines of `rlcore algorithms`
+_LABELS = 10        # columns of the labels in front of an entry's lines
+
+
+class Mode(NamedTuple):
+    """One choice among a few that are no plugins."""
+
+    sentence: str
+    formula: str
+    source: str = ""
+
+
+# M trainable tokens of the optimizer step; N sequences that have one; T tokens of the token's sequence.
+AGGREGATION: Mapping[str, Mode] = {
+    "token-mean": Mode("Each token of the optimizer step counts the same.", "1 / M", "Yu et al. (DAPO), arXiv:2503.14476"),
+    "seq-mean-token-mean": Mode(
+        "Each sequence counts the same, and each token in it.", "1 / (N * T)", "Shao et al. (GRPO), arXiv:2402.03300"
+    ),
+    "seq-mean-token-sum": Mode("Sums over the tokens, averaged over the sequences.", "1 / N"),
+    "seq-mean-token-sum-norm": Mode(
+        "The same, divided by a constant length.", "1 / (N * norm_length)", "Liu et al. (Dr. GRPO), arXiv:2503.20783"
+    ),
+}
+
+_SCHULMAN = "J. Schulman, Approximating KL divergence, 2020"
+KL_KINDS: Mapping[str, Mode] = {
+    "k1": Mode("Unbiased; may be negative.", "d", _SCHULMAN),
+    "k2": Mode("Biased; its gradient in a loss is that of the KL.", "d^2 / 2", _SCHULMAN),
+    "k3": Mode("Unbiased; never negative.", "exp(-d) - 1 + d", _SCHULMAN),
+}
+
+NORMALIZATION: Mapping[str, Mode] = {
+    "batch": Mode("Over all tokens of the batch.", "(A - mean) / sqrt(var + 1e-8)"),
+    "group": Mode("Over the tokens of each group.", "(A - mean of the group) / sqrt(var of the group + 1e-8)"),
+    "none": Mode("As the estimator returned them.", "A"),
+}
+
+
+def list_metrics() -> Iterator[str]:
+    """One line a metric: name, unit, what it is averaged over, definition."""
+    specs = list(METRICS.values())
+    widths = [max(len(getattr(spec, column)) for spec in specs) for column in ("name", "unit", "denominator")]
+    for spec in specs:
+        cells = (spec.name, spec.unit, spec.denominator)
+        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths)) + f"  {spec.definition}"
+
+
+def metrics_page() -> str:
+    """docs/metrics.md, made by `rlcore metrics --markdown`."""
+    rows = "\n".join(
+        f"| `{spec.name}` | {spec.definition} | {spec.denominator} | {spec.unit} |" for spec in METRICS.values()
+    )
+    return f"""# Metrics
+
+Written by `rlcore metrics --markdown`; do not edit. One JSON object a step in `runs/<name>/metrics.jsonl`, the same names
+in TensorBoard and wandb.
+
+A *token* is a trainable token: prompts, tool output, observations and padding are in no metric. A *sequence* is one with
+at least one trainable token, unless a line says "all sequences". A metric whose inputs were not computed is absent, never
+0: without a reference model there is no KL, without a critic no value loss, without a correction no `correction/*`; with
+several optimizer steps a batch and no pass before them nothing compares the policy with the engine (`rollout/ess` and the
+`train_rollout_logprob_diff`s). Steps that train the critic alone (`critic.warmup_steps`) have no policy loss.
+
+| name | what it is | averaged over | unit |
+|---|---|---|---|
+{rows}
+"""
+
+
+def list_algorithms() -> Iterator[str]:
+    """Every algorithm by the key that chooses it, in lines of at most WIDTH where no single word is longer."""
+    yield "estimators (algorithm.estimator.name): one advantage A_t a token, from the reward R of a sequence"
+    for name in estimator_names():
+        yield from _plugin_entry(name, estimator_plugin, build_estimator)
+    yield ""
+    yield "policy losses (algorithm.loss.name): one loss a token, of the ratio r_t = exp(logprobs_t - old_logprobs_t)"
+    for name in policy_loss_names():
+        yield from _plugin_entry(name, policy_loss_plugin, build_policy_loss)
+    yield ""
+    yield "corrections (algorithm.correction.name): weights from w = exp(old_logprobs - rollout_logprobs), trainer to engine"
+    yield from _entry("none", "No correction.", [])
+    for name, spec in CORRECTIONS.items():
+        lower = "1 / upper" if spec.lower is None else f"{spec.lower:g}"
+        rows = [("formula", spec.formula), ("keywords", f"lower = {lower}, upper = {spec.upper:g}"), ("source", spec.source)]
+        yield from _entry(name, "", rows)
+    yield from _keys(CorrectionConfig, "level", "veto", "max_staleness")
+    yield ""
+    yield "aggregation (algorithm.loss.aggregation): the weight of a token, fixed before the optimizer step is split"
+    yield "  M tokens of N sequences in the optimizer step, T of them in the sequence of the token"
+    yield from _mode_entries(AGGREGATION)
+    yield from _keys(LossConfig, "norm_length", "per_rollout")
+    yield ""
+    yield "KL against the reference (algorithm.kl.reward_kind, algorithm.kl.loss_kind), a token"
+    yield "  d = logprobs - ref_logprobs, clamped to +-20"
+    yield from _mode_entries(KL_KINDS)
+    yield from _keys(KLConfig, *KLConfig.model_fields)
+    yield ""
+    yield "normalisation of the advantages (algorithm.normalize_advantages), after the estimator"
+    yield f"  batch by default for {', '.join(sorted(NORMALIZED))}; none for the others"
+    yield from _mode_entries(NORMALIZATION)
+
+
+def _mode_entries(modes: Mapping[str, Mode]) -> Iterator[str]:
+    for name, mode in modes.items():
+        yield from _entry(name, mode.sentence, [("formula", mode.formula), ("source", mode.source)])
+
+
+def _plugin_entry(
+    name: str, find: Callable[[str], Plugin], build: Callable[..., GuardedEstimator | GuardedPolicyLoss]
+) -> Iterator[str]:
+    try:
+        plugin = find(name)
+        keywords = constructor_keywords(plugin.factory, repr(name))
+    except (AlgorithmError, ImportError) as error:      # of an installed package: the others can be listed all the same
+        yield from _entry(name, f"cannot be used: {error}", [])
+        return
+    module, qualname = (getattr(plugin.factory, key, "?") for key in ("__module__", "__qualname__"))
+    rows = [("formula", plugin.formula), *_fields(plugin, keywords, build)]
+    rows += [("keywords" * (i == 0), _keyword(keyword)) for i, keyword in enumerate(keywords.values())]
+    rows += [("source", plugin.source), ("plugin", "" if module.startswith("rlcore.") else f"{module}:{qualname}")]
+    yield from _entry(name, next(iter((plugin.factory.__doc__ or "").strip().splitlines()), ""), rows)
+
+
+def _fields(plugin: Plugin, keywords: Mapping[str, Keyword], build: Callable[..., Any]) -> list[tuple[str, str]]:
+    """What it needs of the batch, and what it takes where the batch has it, beside the fields that are always there."""
+    try:
+        built = build(plugin.name)
+        coefficients = {name: build(plugin.name, **{name: 1.0}).needs for name in COEFFICIENTS if name in keywords}
+    except (ValueError, TypeError):     # a keyword has no default, or the constructor refuses these values
+        return [("needs", "depends on its keywords")]
+    needs = [", ".join(sorted(built.needs))]
+    for name, fields in coefficients.items():
+        needs += [f"{', '.join(sorted(fields - built.needs))} where {name} is not 0"] if fields - built.needs else []
+    if getattr(built, "has_batch_stats", False):
+        needs.append("a look at the whole optimizer step")
+    return [("needs", "; ".join(filter(None, needs))), ("takes", ", ".join(sorted(built.optional)))]
+
+
+def _keyword(keyword: Keyword) -> str:
+    elsewhere = COEFFICIENTS.get(keyword.name)
+    return f"{keyword}" + (f"    (set {elsewhere})" if elsewhere else "")
+
+
+def _keys(section: type[Section], *names: str) -> Iterator[str]:
+    """Keys of a section of the configuration with their defaults."""
+    defaults = (f"{name} = {json.dumps(section.model_fields[name].default)}" for name in names)
+    return _wrapped("  also: ", ", ".join(defaults))
+
+
+def _entry(name: str, sentence: str, rows: list[tuple[str, str]]) -> Iterator[str]:
+    yield from _wrapped(f"  {name}" + (": " if sentence else ""), sentence, indent=4)
+    for label, text in rows:
+        if text:
+            yield from _wrapped(f"    {label:<{_LABELS}}", text)
+
+
+def _wrapped(start: str, text: str, *, indent: int | None = None) -> Iterator[str]:
+    later = " " * (len(start) if indent is None else indent)
+    lines = textwrap.wrap(
+        text, WIDTH, initial_indent=start, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )
+    return iter(lines or [start])

@@ -1,0 +1,102 @@
+"""Commands that need the model once, in one process: scoring it, and writing it as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rlcore.config import Config
+from rlcore.config.load import Loaded, load_config
+from rlcore.config.sections.algorithm import LossConfig
+from rlcore.config.sections.policy import ParallelConfig
+from rlcore.errors import RunFailed, UserError
+from rlcore.interfaces import PolicyBackend
+from rlcore.launch.compose import build_algorithm, build_backend, build_publisher, build_turns, check_model, open_office
+from rlcore.launch.initial import find_checkpoint, pin_initial_policy
+from rlcore.launch.process import Process, join
+from rlcore.runs.directory import RunDirectory
+from rlcore.tracking.format import sample_lines
+from rlcore.tracking.samples import pick_samples
+from rlcore.trainer.gpu_sharing import Turn
+from rlcore.trainer.weight_publisher import VersionJournal
+
+
+def evaluate_model(loaded: Loaded, output: Path | None) -> int:
+    """Publish the configured weights to an engine, score the evaluation prompts, print the scores and a few samples."""
+    config = _generating(_in_one_process(pin_initial_policy(loaded, resume=False).config))
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(TemporaryDirectory()))
+        config.run.dir, config.run.name = str(scratch), "eval"
+        process = stack.enter_context(join(config))
+        check_model(config, 1)
+        office = open_office(config, process, stack)
+        backend = _policy_only(config, process, stack)
+        turns = build_turns(config, process, backend, office)
+
+        def take(turn: Turn) -> None:
+            if turns is not None:
+                turns.take(turn)
+
+        office.source.start()
+        publisher = build_publisher(config, process, backend, office, VersionJournal(scratch / "versions.jsonl"))
+        assert publisher is not None
+        take(Turn.HANDOVER)
+        if lost := publisher.publish(0):
+            raise RunFailed(lost)
+        take(Turn.GENERATING)
+        while (scored := office.source.evaluate()) is None:
+            take(Turn.HANDOVER)
+            if lost := publisher.catch_up():
+                raise RunFailed(lost)
+            take(Turn.GENERATING)
+    metrics, samples = scored
+    for sample in pick_samples(samples, config.tracking.show_samples):
+        print("\n".join(sample_lines(sample)))
+    for name, value in metrics.items():
+        print(f"{name:24} {value:.6g}")
+    if output is not None:
+        output.write_text(json.dumps({"samples": len(samples), **metrics}, indent=2) + "\n")
+    return 0
+
+
+def export_checkpoint(source: Path, folder: Path) -> int:
+    """Read a checkpoint of any layout and write it as a Hugging Face folder."""
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty: choose another folder")
+    shards = find_checkpoint(source, "export")
+    run = RunDirectory(next((p for p in (source, *source.parents) if (p / "config.yaml").is_file()), source))
+    if not run.config_path.is_file():
+        raise UserError(f"{source}: no config.yaml in it or above it; expected a run or one of its checkpoints")
+    config = _in_one_process(load_config([run.config_path]).config)
+    config.policy.checkpoint = str(shards)
+    with ExitStack() as stack:
+        process = stack.enter_context(join(config))
+        _policy_only(config, process, stack).export_hf(folder)
+    print(f"wrote {folder}")
+    return 0
+
+
+def _in_one_process(config: Config) -> Config:
+    """The same models without a layout; nothing is trained, so no optimizer has to be sharded either."""
+    config = config.model_copy(deep=True)
+    config.policy.parallel = ParallelConfig()
+    config.policy.optimizer.distributed = False
+    config.cluster.launcher, config.cluster.processes_per_node = "local", 1
+    return config
+
+
+def _generating(config: Config) -> Config:
+    """What is scored may be a supervised run or a replay, which have no engine of their own."""
+    config.training.debug = config.training.replay = config.training.replay_from = None
+    if config.is_sft:
+        config.algorithm.loss = LossConfig()
+    return config
+
+
+def _policy_only(config: Config, process: Process, stack: ExitStack) -> PolicyBackend:
+    objective, _ = build_algorithm(config)
+    backend = build_backend(config, process, objective, None, optimizer_steps=1)
+    stack.callback(backend.close)
+    return backend

@@ -1,0 +1,140 @@
+"""Rank 0's arithmetic between the rollouts and the optimizer: KL, advantages, token weights, and what is logged of them.
+
+Everything works on the whole batch, on compact vectors of trainable tokens; no rank, no mask, no padding is in sight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.algorithms import (
+    Advantages,
+    EstimatorInputs,
+    PolicyLossInputs,
+    approx_kl,
+    build_estimator,
+    estimator_keywords,
+    loss_weights,
+    mask_weights,
+    normalize_advantages,
+    stale_tokens,
+)
+from rlcore.config import Config
+from rlcore.config.derived import estimator_options, normalization
+from rlcore.config.passes import passes
+from rlcore.data.batch import RolloutBatch, ragged_index
+from rlcore.errors import EmptyBatch, RunFailed
+from rlcore.trainer.objective import Objective, rules_of
+
+INPUT_FIELDS = (
+    "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "baseline_rewards", "teacher_logprobs",
+    "versions", "rollout_ids",
+)  # fmt: skip
+LOSS_FIELDS = (
+    "logprobs", "old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs", "versions", "weights",
+    "sequence_ids",
+)  # fmt: skip
+
+
+class Credit:
+    """Which passes a step needs, and what becomes of their results."""
+
+    def __init__(self, config: Config, objective: Objective) -> None:
+        self.config, self.objective = config, objective
+        algorithm = config.algorithm
+        name = algorithm.estimator.name
+        self.estimator = build_estimator(name, **estimator_options(config, set(estimator_keywords(name))))
+        needs, loss = self.estimator.needs, objective.loss
+        self.passes = passes(
+            config, estimator_needs=needs, loss_needs=loss.needs, whole_step_loss=loss.has_batch_stats
+        )
+        self.needs_logprobs, self.needs_reference = self.passes.policy, self.passes.reference
+        self.needs_teacher, self.needs_critic = self.passes.teacher, self.passes.critic
+        self.needs_baseline = not config.is_sft and "baseline_rewards" in needs
+        self.normalization = normalization(config)
+
+    def assign(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Per-token vectors for the optimizer, from the scores that `batch.vectors` already holds.
+
+        Raises:
+            EmptyBatch: no sequence of the batch has a trainable token.
+            RunFailed: the estimator broke a rule (it wrote into its inputs, returned a wrong shape, a number that is not
+                finite, or no targets for the critic).
+        """
+        if batch.num_trainable == 0:
+            raise EmptyBatch(f"none of the {batch.num_sequences} sequences of this step has a trainable token")
+        vectors = batch.vectors
+        if self.config.is_sft:
+            batch.set("advantages", torch.zeros(batch.num_trainable))
+        else:
+            credit = self.advantages(batch)
+            batch.set("advantages", credit.advantages)
+            if self.needs_critic and credit.returns is not None:
+                batch.set("returns", credit.returns)
+            if self.config.algorithm.old_logprobs == "rollout":
+                batch.set("old_logprobs", vectors["rollout_logprobs"])
+            elif "logprobs" in vectors:
+                batch.set("old_logprobs", vectors["logprobs"])
+        batch.set("weights", self._weights(batch, minibatches))
+        names = ("advantages", "weights", "old_logprobs", "ref_logprobs", "values", "returns")
+        return {name: vectors[name] for name in names if name in vectors} | self._batch_stats(batch, minibatches)
+
+    def advantages(self, batch: RolloutBatch) -> Advantages:
+        """What the estimator makes of the scores in `batch.vectors`, normalised as configured.
+
+        Where the batch has both log-probs, their raw KL is stored as `batch.vectors["kl"]`; nothing changes it later.
+        Raises RunFailed as `assign` does.
+        """
+        vectors = batch.vectors
+        if "logprobs" in vectors and "ref_logprobs" in vectors:
+            batch.set("kl", approx_kl(vectors["logprobs"], vectors["ref_logprobs"], self.config.algorithm.kl.reward_kind))
+        given: dict[str, Any] = {name: batch.vectors[name] for name in INPUT_FIELDS if name in batch.vectors}
+        inputs = EstimatorInputs(
+            cu_seqlens=batch.cu_seqlens, rewards=batch.vectors["rewards"], group_ids=batch.vectors["group_ids"], **given
+        )
+        with rules_of("algorithm.estimator"):
+            result = self.estimator(inputs)
+        if self.needs_critic and result.returns is None:
+            raise RunFailed(
+                f"algorithm.estimator: {self.estimator.name!r} needs values but returned no returns, "
+                "which are what the critic learns: return Advantages(advantages, returns)"
+            )
+        normalized = normalize_advantages(result.advantages, inputs.cu_seqlens, inputs.group_ids, self.normalization)
+        return replace(result, advantages=normalized)
+
+    def _weights(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> Tensor:
+        """One weight a token, taken over the optimizer step that the token belongs to; then 0 where the token is too old."""
+        loss = self.config.algorithm.loss
+        weights = torch.zeros(batch.num_trainable)
+        for rows in minibatches:
+            part = torch.as_tensor(rows, dtype=torch.int64)
+            lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1])[part]
+            cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+            rollouts = batch.vectors["rollout_ids"][part] if loss.per_rollout else None
+            weights[ragged_index(batch.cu_seqlens, part)] = loss_weights(
+                loss.aggregation, cu, norm_length=loss.norm_length, rollout_ids=rollouts
+            )
+        limit = self.config.algorithm.correction.max_staleness
+        if limit is None:
+            return weights
+        if batch.version is None:
+            raise ValueError("algorithm.correction.max_staleness counts from batch.version, which is not set")
+        return mask_weights(weights, stale_tokens(batch.vectors["versions"], batch.version, limit))
+
+    def _batch_stats(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """What the loss asks to know of each optimizer step as a whole, as `batch_stats/<minibatch>/<name>`."""
+        if not self.objective.loss.has_batch_stats:
+            return {}
+        stats: dict[str, Tensor] = {}
+        for k, rows in enumerate(minibatches):
+            part = batch.select(rows)
+            known: dict[str, Any] = {name: part.vectors[name] for name in LOSS_FIELDS if name in part.vectors}
+            with rules_of("algorithm.loss"):
+                found = self.objective.batch_stats(PolicyLossInputs(cu_seqlens=part.cu_seqlens, **known))
+            stats |= {f"batch_stats/{k}/{name}": value for name, value in found.items()}
+        return stats

@@ -1,0 +1,141 @@
+"""Supervised fine-tuning: batches from the labels of a data set, no engine and no reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlcore.config import Config
+from rlcore.data.prompts import PromptSet, PromptStream
+from rlcore.data.rows import Example, read_examples
+from rlcore.data.sample import Sample, VersionSpan
+from rlcore.data.tokenizer import encode, render_chat
+from rlcore.errors import DataError
+from rlcore.interfaces import StepRollouts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class SFTSource:
+    """Implements `rlcore.interfaces.RolloutSource`: `training.batch_size` rows a step, trained on label and EOS.
+
+    A chat row's label becomes the assistant's message; where `data.label_key` is null, its last message is the label.
+
+    Raises:
+        DataError: a row without a text label; names it.
+    """
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        data = config.data
+        rows = read_examples(data.paths, prompt_key=data.prompt_key, label_key=data.label_key)
+        self.prompts = PromptSet.from_examples(
+            (_with_label(row) for row in rows), tokenizer, paths=data.paths, max_prompt_tokens=data.max_prompt_tokens
+        )
+        self._labels = label_tokens(self.prompts, tokenizer, add_eos=data.add_eos)
+        self._batch_size = config.training.batch_size
+        self._stream = PromptStream(
+            len(self.prompts), seed=config.run.seed, shuffle=data.shuffle, fingerprint=self.prompts.fingerprint()
+        )
+
+    def start(self) -> None:
+        """Nothing generates here."""
+
+    def next_step(self, step: int) -> StepRollouts:
+        """The next `training.batch_size` rows; `step` does not matter, the cursor does."""
+        samples = [self._sample(draw) for draw in self._stream.take(self._batch_size)]
+        return StepRollouts(samples, {}, self._stream.epoch, self.snapshot())
+
+    def _sample(self, draw: int) -> Sample:
+        row = self._stream.row(draw)
+        prompt, label = self.prompts[row], self._labels[row]
+        mask = np.zeros(len(prompt.tokens) + len(label), dtype=np.uint8)
+        mask[len(prompt.tokens) :] = 1
+        return Sample(
+            draw=draw,
+            index=0,
+            prompt_id=prompt.prompt_id,
+            group_id=draw,
+            rollout_id=draw,
+            tokens=np.concatenate([prompt.tokens, label]),
+            loss_mask=mask,
+            rollout_logprobs=np.zeros(len(label), dtype=np.float32),
+            versions=(VersionSpan(0, 0, len(label)),),
+            finish_reason="stop",
+            prompt_text=prompt.text,
+            response_text=prompt.label,
+            label=prompt.label,
+        )
+
+    def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
+        """Nothing generates here: no metrics, no samples."""
+        return {}, []
+
+    def published(self, step: int, version: int, incarnation: int) -> None:
+        raise AssertionError("nothing generates here, so nothing is published")
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"stream": self._stream.snapshot()}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None:
+            self._stream.restore(state["stream"])
+
+    def keep_ledger(self, path: Path) -> None:
+        """Labels are taken in order, each once an epoch: nothing can be lost that the step does not say."""
+
+    def close(self) -> None: ...
+
+
+def _with_label(example: Example) -> Example:
+    """The row with its answer in `label`, as text that is not empty."""
+    prompt, label = example.prompt, example.label
+    if label is None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        prompt, label = prompt[:-1], prompt[-1]["content"]
+    if not isinstance(label, str) or not label or not prompt:
+        raise DataError(
+            f"{example.where}: sft needs a prompt and a text label (data.label_key), or chat messages that end "
+            f"with the assistant's; the label is {label!r}"
+        )
+    return replace(example, prompt=prompt, label=label)
+
+
+def label_tokens(
+    prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, *, add_eos: bool
+) -> list[NDArray[np.int32]]:
+    """int32 [n] of each row: what the policy is trained to say, up to its EOS.
+
+    Raises:
+        DataError: a label without tokens, no EOS token for `add_eos`, or a chat template that rewrites the prompt.
+    """
+    eos = tokenizer.eos_token_id
+    if add_eos and eos is None:
+        raise DataError("the tokenizer has no eos token to train on; set data.add_eos: false")
+    answers = [_answer_text(e, text, tokenizer) for e, text in zip(prompts.examples, prompts.texts)]
+    tokens = encode(tokenizer, answers, [example.where for example in prompts.examples])
+    out = []
+    for example, ids in zip(prompts.examples, tokens):
+        if eos is not None and eos in ids:      # a chat template writes its own, and often a line break after it
+            ids = ids[: int(np.flatnonzero(ids == eos)[0])]
+        if not len(ids):
+            raise DataError(f"{example.where}: the label {example.label!r} has no tokens")
+        out.append(np.append(ids, np.int32(eos)) if add_eos else ids)
+    return out
+
+
+def _answer_text(example: Example, prompt_text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    if isinstance(example.prompt, str):
+        return str(example.label)
+    messages = [*example.prompt, {"role": "assistant", "content": example.label}]
+    whole = render_chat(tokenizer, messages, example.where, add_generation_prompt=False)
+    if not whole.startswith(prompt_text):
+        raise DataError(
+            f"{example.where}: the chat template writes the prompt differently once the answer follows, "
+            "so it cannot be told what to train on; use a template whose prompt is a prefix of the whole chat"
+        )
+    return whole[len(prompt_text) :]

@@ -1,0 +1,94 @@
+"""What metrics.jsonl says of a step, from the rollouts, the batch and the optimizer's reports. `METRICS` defines each name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from rlcore.algorithms import EstimatorInputs, Moments, rollout_metrics
+from rlcore.config import Config
+from rlcore.config.derived import updates_per_step
+from rlcore.data.batch import RolloutBatch
+from rlcore.interfaces import StepRollouts, UpdateResult
+from rlcore.trainer.credit import INPUT_FIELDS
+
+
+def step_metrics(
+    config: Config,
+    rollouts: StepRollouts,
+    batch: RolloutBatch,
+    updates: Sequence[UpdateResult],
+    seconds: Mapping[str, float],
+    *,
+    episodes: int,
+) -> dict[str, float]:
+    """All metrics of a step but its evaluation and its times.
+
+    Args:
+        seconds: wall clock of the phases so far; "step" is the whole.
+        episodes: samples trained on, this step included.
+    """
+    metrics: dict[str, float] = {
+        "episode": episodes,
+        "epoch": rollouts.epoch,
+        **rollouts.metrics,
+        **update_metrics(updates, batch, one_update=updates_per_step(config) == 1),
+        **_batch_metrics(config, rollouts, batch),
+        "perf/tokens_per_second": len(batch.tokens) / seconds["step"],
+    }
+    if not config.is_sft:
+        metrics["perf/trainer_idle_fraction"] = seconds["generation"] / seconds["step"]
+    if "time/engine" in metrics and config.rollout.max_staleness == 0:      # else the source knows
+        metrics["perf/engine_idle_fraction"] = max(0.0, 1.0 - metrics["time/engine"] / seconds["step"])
+    return metrics
+
+
+def update_metrics(updates: Sequence[UpdateResult], batch: RolloutBatch, *, one_update: bool) -> dict[str, float]:
+    """Token means over all optimizer steps of the step; norms and rates of the last one.
+
+    With one optimizer step and no pass before it, what the update saw of the batch is what the policy was before the step:
+    its KL and entropy are the batch's. With several, later ones see a policy that has moved.
+    """
+    if not updates:
+        return {}
+    moments = Moments()
+    for update in updates:
+        moments.merge(update.moments)
+    metrics = {
+        **updates[-1].metrics,
+        **moments.reduce(optimizer_steps=len(updates)),
+        "train/optimizer_steps": len(updates),
+        "train/skipped_updates": sum(update.skipped for update in updates),
+    }
+    if not one_update:
+        return {name: value for name, value in metrics.items() if not name.startswith("rollout/")}
+    tokens_per_sequence = batch.num_trainable / sum(count > 0 for count in batch.num_trainable_each)
+    for per_token, per_sequence in (("rollout/kl", "objective/kl"), ("policy/entropy_avg", "objective/entropy")):
+        if per_token in metrics:
+            metrics[per_sequence] = metrics[per_token] * tokens_per_sequence
+    return metrics
+
+
+def _batch_metrics(config: Config, rollouts: StepRollouts, batch: RolloutBatch) -> dict[str, float]:
+    samples, vectors = rollouts.samples, batch.vectors
+    if config.is_sft:
+        return {"val/sequence_lengths": batch.num_trainable / batch.num_sequences}
+    inputs = EstimatorInputs(
+        cu_seqlens=batch.cu_seqlens,
+        rewards=vectors["rewards"],
+        group_ids=vectors["group_ids"],
+        **{name: vectors[name] for name in INPUT_FIELDS if name in vectors},
+    )
+    correct = torch.tensor([float(s.metadata.get("correct", math.nan)) for s in samples])
+    return rollout_metrics(
+        inputs,
+        finish_reasons=[sample.finish_reason for sample in samples],
+        entropy=vectors.get("entropy"),
+        correct=correct,
+        returns=vectors.get("returns"),
+        reward_coef=config.algorithm.kl.reward_coef,
+        version=batch.version,
+        max_staleness=config.algorithm.correction.max_staleness,
+    )

@@ -1,0 +1,162 @@
+"""Publication of weights as a transaction: either every serving engine has a whole version, or it takes no traffic.
+
+    prepare (pause, open) -> buckets in one static order -> finish (close, verify, set version, resume)
+
+All trainer ranks take part, since a bucket is gathered from all of them; only rank 0 talks to engines. When an engine
+fails in the middle, rank 0 still takes part in the gathers to the end, then the whole transaction runs again with the
+engines left. An engine that was started again in between gets the version at hand in a transaction of its own, while the
+others go on serving.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlcore.errors import DataError, PartLost, PublicationFailed, RlcoreError, RunFailed
+from rlcore.interfaces import PolicyBackend, WeightSink
+from rlcore.runs.files import cut_torn_line, sync
+from rlcore.trainer.rank_sync import Control
+from rlcore.weights import Bucket
+
+MAX_ATTEMPTS = 5
+DONE, AGAIN, OPEN = "done", "again", "open"      # what rank 0 says of an attempt; anything else is why there can be no other
+
+
+@dataclass(frozen=True)
+class Version:
+    version: int            # a counter of publications: it never goes back, not even when training does
+    step: int               # the optimizer has done this many training steps
+    incarnation: int        # how often the trainer was started before in this run
+
+
+def read_versions(path: Path) -> list[Version]:
+    """Every version that a run took, in order. A last line that a kill tore apart was never used, and is left out.
+
+    Raises:
+        DataError: a line is no version; names it.
+    """
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    try:
+        return [Version(**json.loads(line)) for line in lines]
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{path}: not a journal of versions: {error}") from error
+
+
+class VersionJournal:
+    """Every version that was ever published by a run, one line each (rank 0).
+
+    Args:
+        newest: known to be taken, whatever `path` says: of the checkpoint that the run goes on from.
+    """
+
+    def __init__(self, path: Path, *, newest: int = 0) -> None:
+        self.path = path
+        known = read_versions(path)
+        if path.exists():
+            cut_torn_line(path)
+        self.last = max(newest, known[-1].version if known else 0)
+        self.incarnation = known[-1].incarnation + 1 if known else 0
+
+    def next(self, step: int) -> Version:
+        """Taken, on the disk, before the first byte moves: a version that failed half-way is never used again."""
+        entry, is_new = Version(self.last + 1, step, self.incarnation), not self.path.exists()
+        with self.path.open("a") as file:
+            file.write(json.dumps(asdict(entry)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            sync(self.path.parent)
+        self.last = entry.version
+        return entry
+
+
+class Publisher:
+    """Publishes the policy. One object a rank; `sink`, `journal` and `published` on rank 0 only.
+
+    Args:
+        published: is told each version that is in force, once all engines that are left have it: step, version, incarnation.
+    """
+
+    def __init__(
+        self,
+        backend: PolicyBackend,
+        control: Control,
+        *,
+        sink: WeightSink | None,
+        journal: VersionJournal | None,
+        timeout_s: float,
+        published: Callable[[int, int, int], None] = lambda step, version, incarnation: None,
+    ) -> None:
+        self.backend, self.control, self.sink, self.journal = backend, control, sink, journal
+        self.published = published
+        self.timeout_s = timeout_s
+        self.version = 0        # of the newest publication: what the engines hold when `publish` has returned (rank 0)
+
+    def publish(self, step: int) -> str:
+        """A new version, to all engines. Returns "", or why the run cannot go on with it; the same on every rank."""
+        for _ in range(MAX_ATTEMPTS):
+            outcome = self._attempt(step)
+            if outcome != AGAIN:
+                return "" if outcome == DONE else outcome
+        return f"the weights of step {step} could not be published in {MAX_ATTEMPTS} attempts"
+
+    def catch_up(self) -> str:
+        """The version at hand once more, to the engines alone that wait for it. Returns as `publish`.
+
+        One attempt: who fails is started again.
+        """
+        outcome = self._attempt(None)
+        return "" if outcome in (DONE, AGAIN) else outcome
+
+    def _attempt(self, step: int | None) -> str:
+        """`DONE`, `AGAIN`, or why another attempt would not help. A `step` gets a new version, None is a catch-up."""
+        failure: RlcoreError | None = None
+        buckets = self.backend.buckets()
+        opened = self.control.decide("opening a publication", lambda: self._open(step, buckets), timeout_s=self.timeout_s)
+        if opened != OPEN:
+            return opened
+        for bucket, flat in self.backend.export_buckets():
+            if self.sink is not None and flat is not None and failure is None:
+                try:
+                    self.sink.send(bucket, flat)
+                except RlcoreError as error:        # recovery: gather to the end, where every rank learns of it
+                    failure = error
+        return self.control.decide("closing a publication", lambda: self._close(failure, step), timeout_s=self.timeout_s)
+
+    def _open(self, step: int | None, buckets: Sequence[Bucket]) -> str:
+        assert self.sink is not None
+        assert self.journal is not None
+        if step is not None:
+            self.version = self.journal.next(step).version
+        try:
+            self.sink.prepare(buckets, only_stale=step is None)
+        except RlcoreError as error:
+            return self._give_up(error)
+        return OPEN
+
+    def _close(self, failure: RlcoreError | None, step: int | None) -> str:
+        assert self.sink is not None
+        assert self.journal is not None
+        if failure is None:
+            try:
+                self.sink.finish(self.version)
+            except RlcoreError as error:
+                failure = error
+        if failure is not None:
+            return self._give_up(failure)
+        if step is not None:
+            self.published(step, self.version, self.journal.incarnation)
+        return DONE
+
+    def _give_up(self, failure: RlcoreError) -> str:
+        assert self.sink is not None
+        self.sink.cancel()
+        if isinstance(failure, PublicationFailed):      # recovery: the next attempt, with the engines left
+            return AGAIN
+        if isinstance(failure, RunFailed) and not isinstance(failure, PartLost):    # recovery: the trainer saves, then stops
+            return str(failure)
+        raise failure

@@ -1,0 +1,45 @@
+"""Held-out prompts, scored with the weights of the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rlcore.data.sample import Sample
+from rollout.collection.group_runner import WaveRunner
+
+
+class Evaluation:
+    """The first `num_prompts` draws of `runner`, all of them each time.
+
+    The random numbers (for a temperature above 0) depend on the prompt alone: the same in each evaluation.
+    """
+
+    def __init__(self, runner: WaveRunner, num_prompts: int) -> None:
+        self._runner, self._num_prompts = runner, num_prompts
+
+    async def run(self) -> tuple[dict[str, float], list[Sample]]:
+        """`eval/*`, and what it is measured on. Raises as `WaveRunner.run`."""
+        failures = self._runner.failures
+        before = replace(failures)
+        samples = [sample for group in await self._runner.run(range(self._num_prompts)) for sample in group.samples]
+        return {
+            **means(samples),
+            "eval/reward_errors": float(failures.errors - before.errors),
+            "eval/reward_timeouts": float(failures.timeouts - before.timeouts),
+        }, samples
+
+    def stuck(self) -> str:
+        """Who is waited for."""
+        return self._runner.stuck()
+
+
+def means(samples: Sequence[Sample]) -> dict[str, float]:
+    """Over samples; `eval/accuracy` is the share that a verifier accepts, or else of rewards above 0."""
+    n = len(samples)
+    return {
+        "eval/score": sum(s.reward for s in samples) / n,
+        "eval/accuracy": sum(bool(s.metadata.get("correct", s.reward > 0)) for s in samples) / n,
+        "eval/sequence_lengths": sum(s.num_trainable for s in samples) / n,
+        "eval/stop_token_rate": sum(s.finish_reason == "stop" for s in samples) / n,
+    }

@@ -1,0 +1,64 @@
+"""Filters of whole groups: which finished groups are worth training on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rlcore.data.sample import Sample
+from rlcore.errors import ConfigError, RunFailed
+from rollout.collection.buffer import ROLLED_BACK, STALE
+from rollout.plugins import load_object
+
+GroupFilter = Callable[[Sequence[Sample]], bool]
+"""True keeps the group: the scored samples of one prompt."""
+
+
+def zero_variance(group: Sequence[Sample]) -> bool:
+    """Keep groups whose rewards differ (DAPO's dynamic sampling, arXiv:2503.14476): others have advantage 0 throughout."""
+    return len({sample.reward for sample in group}) > 1
+
+
+FILTERS: dict[str, GroupFilter] = {"zero_variance": zero_variance}
+
+
+class FilterChain:
+    """The filters of `rollout.filters`, in order; the first that refuses a group names its drop."""
+
+    def __init__(self, names: Sequence[str], *, samples_per_prompt: int) -> None:
+        if "zero_variance" in names and samples_per_prompt == 1:
+            raise ConfigError(
+                "rollout.filters: zero_variance drops every group when rollout.samples_per_prompt is 1; "
+                "raise it or remove the filter"
+            )
+        self._filters: dict[str, GroupFilter] = {}
+        for name in names:
+            short = name.rpartition(":")[2]
+            if short in (STALE, ROLLED_BACK):
+                raise ConfigError(
+                    f"rollout.filters: {name} cannot be called {short!r}, under which the service counts groups of its own; "
+                    "rename the filter"
+                )
+            if short in self._filters:
+                raise ConfigError(f"rollout.filters: two filters are called {short!r}")
+            self._filters[short] = load_object(name, FILTERS, key="rollout.filters")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._filters)
+
+    def refusal(self, group: Sequence[Sample]) -> str | None:
+        """The name of the filter that drops `group`, or None to keep it.
+
+        Raises:
+            RunFailed: a filter raised, or returned something other than a bool.
+        """
+        for name, keeps in self._filters.items():
+            try:
+                verdict = keeps(group)
+            except Exception as error:
+                raise RunFailed(f"filter {name} failed on {group[0].prompt_id}: {type(error).__name__}: {error}") from error
+            if not isinstance(verdict, bool):
+                raise RunFailed(f"filter {name} returned {verdict!r} for {group[0].prompt_id}, expected True (keep) or False")
+            if not verdict:
+                return name
+        return None

@@ -1,0 +1,222 @@
+"""An embedded engine in a process of its own, as a `RolloutEngine`: has it started, talks to it, notices its death."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+import orjson
+from torch import Tensor
+
+from rlcore.config.sections.rollout import EngineConfig
+from rlcore.errors import DeadlineExceeded, EngineFailed, EngineHangs, ModelError, RlcoreError, RunFailed, UserError
+from rlcore.interfaces import Completion, GenerateRequest, MemoryTag, PauseMode
+from rlcore.weights import DTYPES, Bucket
+from rollout.engines.embedded.codec import decode_completion, encode_buckets, encode_request
+from rollout.engines.embedded.server_process import EmbeddedServer
+from rollout.weight_sync.verification import Fingerprints
+from rollout.weight_sync.weight_group import GroupAddress
+
+ERRORS: dict[str, type[RlcoreError]] = {
+    UserError.__name__: UserError, ModelError.__name__: ModelError, DeadlineExceeded.__name__: EngineHangs,
+}  # what else goes wrong there is EngineFailed
+GRACE_S = 5.0       # the server keeps its own deadlines; ours comes a little later, for a server that hangs
+
+
+class EngineProcess(Protocol):
+    """Who starts the server process and ends it: we ourselves (`EmbeddedServer`), or a launcher on another machine."""
+
+    name: str
+    key: str                    # every request carries it
+
+    async def start(self) -> str:
+        """Its URL. Again after `kill`."""
+        ...
+
+    @property
+    def ended(self) -> asyncio.Future[Any] | None:
+        """Done once it has ended; None before the first start."""
+        ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def describe_end(self) -> str: ...
+
+    async def stop(self) -> None: ...
+
+    async def kill(self) -> None: ...
+
+
+class RemoteEngine:
+    """`rlcore.interfaces.RolloutEngine` over a server process. Use it from one event loop.
+
+    Args:
+        model_path, dtype, tokenizer: as for `EmbeddedEngine`.
+        log: file for the process's output.
+        process: who starts it; default: we do, on this machine.
+    """
+
+    group_ranks = 1
+    transports: tuple[str, ...] = ("distributed",)
+
+    def __init__(
+        self, model_path: str, *, config: EngineConfig, dtype: str = "bf16", tokenizer: str | None = None,
+        name: str = "engine-0", log: Path, process: EngineProcess | None = None,
+    ) -> None:
+        self.name, self.config, self.managed = name, config, True
+        self._dtype = dtype
+        self._process = process or EmbeddedServer(name, model_path, config=config, dtype=dtype, tokenizer=tokenizer, log=log)
+        self._session: aiohttp.ClientSession | None = None
+        self._url = ""
+        self.in_group: str | None = None        # the process group for weights that the server is in
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Raises RunFailed or DeadlineExceeded with the last lines of the process's log."""
+        if self._session is not None:
+            return
+        self._url, self.in_group = await self._process.start(), None
+        self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._process.key}"})
+        await self.health()
+
+    async def close(self) -> None:
+        """Ask the process to end, then end it."""
+        await self._hang_up()
+        await self._process.stop()
+
+    async def kill(self) -> None:
+        """End the process at once: for one that does not answer."""
+        await self._hang_up()
+        await self._process.kill()
+
+    async def _hang_up(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    @property
+    def ended(self) -> asyncio.Future[Any] | None:
+        """Done once the process has ended; None before the first start."""
+        return self._process.ended
+
+    @property
+    def url(self) -> str:
+        """Where the process is reached; "" before the first start."""
+        return self._url
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    # --- the verbs ------------------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        body = {"requests": [encode_request(request) for request in requests]}
+        results = await self._call("generate", body, self.config.request_timeout_s, "rollout.engine.request_timeout_s")
+        try:
+            return [[decode_completion(value) for value in completions] for completions in results]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineFailed(f"engine {self.name}: /generate was answered with nonsense: {error!r}") from error
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._call("pause", {"mode": mode}, self.config.request_timeout_s, "rollout.engine.request_timeout_s")
+
+    async def resume(self) -> None:
+        await self._update("resume")
+
+    async def abort(self) -> None:
+        await self._update("abort")
+
+    async def join_group(self, address: GroupAddress, rank: int) -> None:
+        """Enter the process group that weights come over, leaving the one before. Returns when all members are there."""
+        await self._update("join_group", {"address": asdict(address), "rank": rank})
+        self.in_group = address.name
+
+    async def begin_update(self, buckets: Sequence[Bucket]) -> None:
+        await self._update("begin_update", {"buckets": encode_buckets(buckets)})
+
+    async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
+        """Returns when the bucket came over the process group and is in the model; `flat` must be None."""
+        if flat is not None:
+            raise RunFailed(f"engine {self.name} is another process: it takes buckets over the process group")
+        await self._update("receive_bucket", {"index": index})
+
+    async def end_update(self) -> None:
+        await self._update("end_update")
+
+    async def set_version(self, version: int) -> None:
+        await self._update("set_version", {"version": version})
+
+    def expectation(self) -> Fingerprints:
+        return Fingerprints(DTYPES[self.config.dtype or self._dtype])
+
+    async def checksum(self) -> str:
+        return str(await self._update("checksum"))
+
+    async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        await self._update("release_memory", {"tags": list(tags)})
+
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        await self._update("resume_memory", {"tags": list(tags)})
+
+    async def health(self) -> dict[str, Any]:
+        """name, pid, device, gpu (its identity, or None) and version (None without whole weights)."""
+        limit_s = self.config.health_timeout_s
+        health: dict[str, Any] = await self._call("health", {}, limit_s, "rollout.engine.health_timeout_s", grace_s=0.0)
+        return health
+
+    # --- the wire -------------------------------------------------------------------------------------------------
+
+    async def _update(self, verb: str, body: dict[str, Any] | None = None) -> Any:
+        return await self._call(verb, body or {}, self.config.update_timeout_s, "rollout.engine.update_timeout_s")
+
+    async def _call(self, verb: str, body: dict[str, Any], timeout_s: float, key: str, *, grace_s: float | None = None) -> Any:
+        """The verb's result. Raises what the server raised, EngineFailed when it died or talks nonsense, EngineHangs."""
+        session, ended = self._session, self._process.ended
+        if session is None or session.closed or ended is None:
+            raise EngineFailed(f"engine {self.name} does not run (asked to {verb}); start it first")
+        request = asyncio.ensure_future(self._post(session, verb, body))
+        try:
+            grace_s = GRACE_S if grace_s is None else grace_s
+            await asyncio.wait({request, ended}, timeout=timeout_s + grace_s, return_when=asyncio.FIRST_COMPLETED)
+            if not request.done() and not ended.done():
+                raise EngineHangs(
+                    f"engine {self.name} (pid {self.pid}) did not answer /{verb} within {timeout_s:g} s ({key})"
+                )
+            if ended.done():
+                raise self._death(verb)
+            return request.result()
+        except aiohttp.ClientError as error:
+            # A process that is killed drops its connections a moment before it is seen dead.
+            await asyncio.wait({ended}, timeout=1.0)
+            if ended.done():
+                raise self._death(verb) from None
+            raise EngineFailed(f"engine {self.name}: /{verb} failed: {type(error).__name__}: {error}") from error
+        finally:
+            if not request.done():
+                request.cancel()
+            elif not request.cancelled():
+                request.exception()     # seen: where the process died, that is the error to report
+
+    def _death(self, verb: str) -> EngineFailed:
+        return EngineFailed(f"engine {self.name} (pid {self.pid}) died during /{verb}: {self._process.describe_end()}")
+
+    async def _post(self, session: aiohttp.ClientSession, verb: str, body: dict[str, Any]) -> Any:
+        unlimited = aiohttp.ClientTimeout(total=None)       # `_call` keeps the deadline
+        async with session.post(f"{self._url}/{verb}", data=orjson.dumps(body), timeout=unlimited) as response:
+            raw, status = await response.read(), response.status
+        try:
+            answer = orjson.loads(raw)
+            if "result" in answer:
+                return answer["result"]
+            kind, text = ERRORS.get(answer["type"], EngineFailed), str(answer["error"])
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            said = f"/{verb} was answered with nonsense (HTTP {status}): {raw[:80]!r}"
+            raise EngineFailed(f"engine {self.name}: {said}") from None
+        raise kind(text if self.name in text else f"engine {self.name}: {text}")

@@ -1,0 +1,243 @@
+"""The embedded engine: the Hugging Face model in this process, decoded by one worker thread.
+
+Order. Calls of `generate` run one after the other, in the order in which they were made, and each is decoded by itself:
+requests of different calls never share a batch. Inside a call the requests are sorted by (draw, first sample, turn, seed)
+and cut into chunks of `max_batch` responses in that order. So the batches, and with them every last bit of the result,
+depend on what was asked in one call and never on timing: hand over a whole step in one call.
+
+Threads. The event loop only waits. Decoding runs on the worker thread; weights are copied on another, while the worker is
+idle or parked at the gate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.config.sections.rollout import EngineConfig
+from rlcore.errors import RunFailed, UserError
+from rlcore.interfaces import Completion, GenerateRequest, MemoryTag, PauseMode
+from rlcore.weights import DTYPES, Bucket
+from rollout.asyncio_utils import within
+from rollout.engines.embedded.causal_lm import CausalLM
+from rollout.engines.embedded.decoding import Decoding, Slot
+from rollout.engines.embedded.model_weights import ModelWeights
+from rollout.engines.embedded.pause_gate import Gate
+from rollout.engines.embedded.stopping import StopStrings
+from rollout.engines.requests import check_request as check_common
+from rollout.weight_sync.verification import Fingerprints
+
+CLOSE_S = 30.0      # for the token that is being made
+
+
+class EmbeddedEngine:
+    """`rlcore.interfaces.RolloutEngine` in this process.
+
+    It takes torch's number of threads as it finds it; `config.threads` is for engines in processes of their own.
+
+    Args:
+        model_path: Hugging Face folder; only its config is read, weights come by publication.
+        dtype: "fp32" or "bf16"; `config.dtype` overrides it.
+        tokenizer: folder of the tokenizer, read when a request has stop strings; default `model_path`.
+    """
+
+    transports: tuple[str, ...] = ("copy",)
+
+    def __init__(
+        self, model_path: str, *, config: EngineConfig, dtype: str = "bf16", tokenizer: str | None = None,
+        name: str = "engine-0",
+    ) -> None:
+        self.name, self.config = name, config
+        self.managed, self.ended = True, None
+        self.model_path, self.tokenizer_path = model_path, tokenizer or model_path
+        self.dtype = config.dtype or dtype
+        self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._open()
+        self._model: CausalLM | None = None
+        self._weights: ModelWeights | None = None
+        self._tokenizer: Any = None
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._gate = Gate(self.name, park_timeout_s=self.config.request_timeout_s)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix=self.name)
+
+    async def start(self) -> None:
+        if self._gate.closed:
+            self._open()
+        if self._model is None:
+            await asyncio.get_running_loop().run_in_executor(self._worker, self._build)
+
+    def _build(self) -> None:
+        self._model = CausalLM(self.model_path, device=self.device, dtype=self.dtype)
+        self._weights = ModelWeights(self.name, self._model.module)
+
+    async def close(self) -> None:
+        """Requests in flight fail with RunFailed at their next token. Raises DeadlineExceeded when none comes."""
+        self._gate.close()
+        stopping = asyncio.to_thread(self._worker.shutdown)
+        await within(CLOSE_S, stopping, lambda: f"{self.name}: one token took longer than {CLOSE_S:g} s while closing")
+
+    async def kill(self) -> None:
+        """Leave the worker behind with whatever it does; its model is freed when it is done."""
+        self._gate.close()
+        self._worker.shutdown(wait=False)
+        self._model = self._weights = None
+
+    async def health(self) -> dict[str, Any]:
+        """name and version (None without whole weights)."""
+        return {"name": self.name, "version": self.version}
+
+    # --- generation -----------------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        """`n` completions a request, in order.
+
+        Raises UserError for a request that cannot be served, RunFailed when there is no whole version of weights.
+        """
+        model = self._started()[0]
+        for request in requests:
+            check_request(request, model)
+        gate = self._gate       # a restart makes a new one
+        ticket = gate.enter()
+        try:
+            future = self._worker.submit(self._generate, gate, ticket, list(requests))
+        except RuntimeError:    # the worker takes nothing after close
+            gate.leave(ticket)
+            raise RunFailed(f"{self.name}: the engine is closed") from None
+        future.add_done_callback(lambda _: gate.leave(ticket))
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            gate.abandon(ticket)
+            raise
+
+    def _generate(self, gate: Gate, ticket: int, requests: list[GenerateRequest]) -> list[list[Completion]]:
+        result: list[list[Completion]] = [[] for _ in requests]
+        slots = plan_slots(requests)
+        with torch.inference_mode():
+            for start in range(0, len(slots), self.config.max_batch):
+                chunk = slots[start : start + self.config.max_batch]
+                for slot, completion in zip(chunk, self._decode(gate, ticket, requests, chunk)):
+                    result[slot.request].append(completion)
+        return result
+
+    def _decode(
+        self, gate: Gate, ticket: int, requests: Sequence[GenerateRequest], slots: Sequence[Slot]
+    ) -> list[Completion]:
+        model, weights = self._started()
+        decoding = Decoding(model, requests, slots, self._stop_strings)
+        while not decoding.finished:
+            gate.pass_through(ticket, decoding.drop_cache)
+            if gate.aborted(ticket):
+                decoding.abort()
+            else:
+                decoding.step(weights.require_ready())
+        if gate.closed:
+            raise RunFailed(f"{self.name}: the engine was closed during a request")
+        return decoding.completions()
+
+    def _stop_strings(self, strings: tuple[str, ...]) -> StopStrings:
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path)
+        return StopStrings(strings, self._tokenizer)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns when no token is being made any more.
+
+        `drain` lets the calls that were accepted finish, `abort` ends them; `retract` and `in_place` park them between two
+        tokens, and after `resume` the first computes keys and values again, the second goes on with the old ones. Calls made
+        during the pause wait.
+        """
+        await asyncio.to_thread(self._gate.pause, mode, self.config.request_timeout_s)
+
+    async def resume(self) -> None:
+        self._gate.resume()
+
+    async def abort(self) -> None:
+        self._gate.abort()
+
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    async def begin_update(self, buckets: Sequence[Bucket]) -> None:
+        """Raises RunFailed unless the engine is paused, ModelError when the names or shapes are not the model's."""
+        if self._gate.mode is None:
+            raise RunFailed(f"{self.name}: weights can be updated only while the engine is paused; call pause first")
+        self._started()[1].begin(buckets)
+
+    def landing(self, index: int) -> Tensor | None:
+        """Where bucket `index` of the update at hand may be received to need no copying: uint8 [num_bytes]."""
+        return self._started()[1].landing(index)
+
+    async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
+        if flat is None:
+            raise RunFailed(f"{self.name}: an engine in this process takes buckets by copy, not over a process group")
+        await asyncio.to_thread(self._started()[1].copy, index, flat)
+
+    async def end_update(self) -> None:
+        self._started()[1].end()
+
+    async def set_version(self, version: int) -> None:
+        self._started()[1].set_version(version)
+
+    def expectation(self) -> Fingerprints:
+        return Fingerprints(DTYPES[self.dtype])
+
+    async def checksum(self) -> str:
+        return await asyncio.to_thread(self._started()[1].checksum)
+
+    async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Keys and values live no longer than a call anyway. Raises RunFailed unless the engine is paused."""
+        if self._gate.mode is None:
+            raise RunFailed(f"{self.name}: memory can be released only while the engine is paused; call pause first")
+        if "weights" in tags:
+            self._started()[1].release()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        if "weights" in tags:
+            self._started()[1].restore()
+
+    @property
+    def version(self) -> int | None:
+        """The version in force, None without a whole one."""
+        weights = self._weights
+        return weights.version if weights is not None and weights.state == "ready" else None
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _started(self) -> tuple[CausalLM, ModelWeights]:
+        if self._model is None or self._weights is None:
+            raise RunFailed(f"{self.name}: the engine {'is closed' if self._gate.closed else 'was not started'}")
+        return self._model, self._weights
+
+
+def plan_slots(requests: Sequence[GenerateRequest]) -> list[Slot]:
+    """All responses of a call in the order in which they are decoded."""
+
+    def address(index: int) -> tuple[int, int, int, int]:
+        request = requests[index]
+        return request.draw, request.first_sample, request.turn, request.seed
+
+    order = sorted(range(len(requests)), key=address)
+    return [Slot(i, place) for i in order for place in range(requests[i].n)]
+
+
+def check_request(request: GenerateRequest, model: CausalLM) -> None:
+    """Raises UserError for what would otherwise fail deep inside the model."""
+    check_common(
+        request, vocab_size=model.vocab_size, total_tokens=model.max_positions, limit="the model's context"
+    )
+    if request.sampling.routed_experts and not model.tap.num_layers:
+        raise UserError(
+            f"draw {request.draw}: asks for routed experts, but the model has none: set policy.routing_replay to none"
+        )

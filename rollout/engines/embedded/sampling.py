@@ -1,0 +1,136 @@
+"""Drawing tokens. Every random number has an address, so a draw depends neither on its batch nor on what was drawn before.
+
+The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a bijection of a
+128-bit counter under a 64-bit key. Here the key is the seed and the counter is the address itself, so two addresses never
+share a block. A token is the inverse of the cumulative distribution, in vocabulary order, at one such uniform number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from rlcore.interfaces import SamplingParams
+
+ROUNDS = 10
+MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+WEYL = (0x9E3779B9, 0xBB67AE85)
+LOW = np.uint64(0xFFFFFFFF)
+HALF = np.uint64(32)
+
+
+def philox4x32(counter: Sequence[ArrayLike], key: tuple[int, int]) -> tuple[NDArray[np.uint64], ...]:
+    """Philox4x32-10: four 32-bit words for each 4 x 32-bit counter, as uint64 arrays of the counters' common shape."""
+    c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word, dtype=np.uint64) & LOW for word in counter))
+    for round_index in range(ROUNDS):
+        k0, k1 = (np.uint64((word + round_index * step) & 0xFFFFFFFF) for word, step in zip(key, WEYL))
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (product1 >> HALF) ^ c1 ^ k0, product1 & LOW, (product0 >> HALF) ^ c3 ^ k1, product0 & LOW
+    return c0, c1, c2, c3
+
+
+def uniforms(
+    seed: int, draw: ArrayLike, sample: ArrayLike, turn: ArrayLike, position: ArrayLike
+) -> NDArray[np.float64]:
+    """One number in [0, 1) for each address, a multiple of 2^-52; the arguments broadcast.
+
+    52 bits and not 53: `u * total` then stays strictly below `total` in float64, whatever the total.
+    """
+    high, low, _, _ = philox4x32((draw, sample, turn, position), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    bits = (high << np.uint64(20)) | (low >> np.uint64(12))
+    return bits.astype(np.float64) * 2.0**-52
+
+
+@dataclass(frozen=True)
+class SamplingTable:
+    """How each of R rows is drawn. A field is None when no row needs it."""
+
+    temperature: Tensor | None      # float32 [R], 1 where the row is greedy
+    greedy: Tensor | None           # bool [R]
+    top_p: Tensor | None            # float64 [R]
+    top_k: Tensor | None            # int64 [R], the vocabulary size where it is off
+    truncated: Tensor | None        # bool [R]: log-probs are those of the truncated distribution, and the kept are told
+
+    @classmethod
+    def build(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu") -> SamplingTable:
+        temperature = [p.temperature or 1.0 for p in params]
+        greedy = [p.temperature == 0 for p in params]
+        top_p = [p.top_p for p in params]
+        top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
+        truncated = [p.keep_sets and p.temperature > 0 for p in params]
+
+        def column(values: Sequence[float], dtype: torch.dtype, needed: bool) -> Tensor | None:
+            return torch.tensor(values, dtype=dtype, device=device) if needed else None
+
+        filtered = any(p < 1 for p in top_p) or any(k < vocab_size for k in top_k)
+        return cls(
+            temperature=column(temperature, torch.float32, any(t != 1 for t in temperature)),
+            greedy=column(greedy, torch.bool, any(greedy)),
+            top_p=column(top_p, torch.float64, filtered),
+            top_k=column(top_k, torch.int64, filtered),
+            truncated=column(truncated, torch.bool, filtered and any(truncated)),
+        )
+
+    def select(self, rows: Tensor) -> SamplingTable:
+        """The table of some of the rows; `rows` is int64 [r]."""
+        columns = (self.temperature, self.greedy, self.top_p, self.top_k, self.truncated)
+        return SamplingTable(*(None if column is None else column[rows] for column in columns))
+
+
+def keep_mask(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """bool [R, V]: the tokens that top-k, then top-p on what top-k left, allow.
+
+    Top-p keeps the smallest set of most probable tokens whose mass reaches `top_p`; the most probable one always stays.
+    Equally probable tokens stay in the order of their ids.
+    """
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    within_k = rank < top_k[:, None]
+    ordered = ordered.double() * within_k
+    mass = ordered.cumsum(-1)
+    before = mass - ordered
+    within_p = (before < top_p[:, None] * mass[:, -1:]) | (top_p[:, None] >= 1) | (rank == 0)
+    return torch.zeros_like(within_k).scatter_(-1, order, within_k & within_p)
+
+
+class Drawn(NamedTuple):
+    """One token for each of R rows."""
+
+    tokens: Tensor                  # int64 [R]
+    logprobs: Tensor                # float32 [R]
+    kept: Tensor | None = None      # bool [R, V]: what the tokens were drawn from; None where no row shall tell
+
+
+def sample_tokens(logits: Tensor, table: SamplingTable, uniform: Tensor) -> Drawn:
+    """Draw one token a row.
+
+    Log-probs are those under `logits / temperature`, of the full distribution, or, where the table says so, of the truncated
+    one. `logits` is [R, V], `uniform` float64 [R] in [0, 1). Greedy rows take the arg max, with log-probs at temperature 1.
+    NaN logits give NaN log-probs.
+    """
+    logits = logits.float()
+    if table.temperature is not None:
+        logits = logits / table.temperature[:, None]
+    logprobs = logits.log_softmax(-1)
+    probs = logprobs.exp()
+    kept = None
+    if table.top_p is not None and table.top_k is not None:
+        kept = keep_mask(probs, table.top_p, table.top_k)
+        probs = probs * kept
+    cdf = probs.cumsum(-1, dtype=torch.float64)
+    tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
+    tokens.clamp_(max=logits.shape[-1] - 1)     # only NaN gets there
+    if table.greedy is not None:
+        tokens = torch.where(table.greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
+    chosen = logprobs.gather(-1, tokens)[:, 0]
+    if table.truncated is None or kept is None:
+        return Drawn(tokens[:, 0], chosen)
+    renormalised = (chosen.double() - cdf[:, -1].log()).float()     # cdf ends with the mass of what was kept
+    chosen = torch.where(table.truncated, renormalised, chosen)
+    return Drawn(tokens[:, 0], chosen, kept | ~table.truncated[:, None])

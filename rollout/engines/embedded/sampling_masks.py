@@ -1,0 +1,52 @@
+"""What top-k and top-p left of the vocabulary, token by token, while responses are being made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlcore.data.sampling_masks import TokenSets
+
+
+class KeepSetLog:
+    """The keep-sets of R responses that grow by one token a step. They are in host memory from the start."""
+
+    def __init__(self) -> None:
+        self._rows: list[NDArray[np.int64]] = []    # of each step: whose sets they are, ascending
+        self._counts: list[NDArray[np.int64]] = []
+        self._tokens: list[NDArray[np.int32]] = []
+
+    def add(self, kept: Tensor | None, alive: Tensor, active: Tensor | None) -> None:
+        """The sets of one step.
+
+        Args:
+            kept: bool [A, V]; None: no row was truncated.
+            alive: bool [A]: rows whose response has not ended.
+            active: int64 [A]: which of the R rows they are; None: all of them, in order.
+        """
+        if kept is None:
+            rows, counts, tokens = alive.new_zeros(0), alive.new_zeros(0), alive.new_zeros(0)
+        else:
+            told = alive & ~kept.all(-1)        # the whole vocabulary is not written out
+            places = told.nonzero()[:, 0]
+            some = kept[places]
+            rows, counts, tokens = places if active is None else active[places], some.sum(-1), some.nonzero()[:, 1]
+        self._rows.append(rows.cpu().numpy())
+        self._counts.append(counts.cpu().numpy())
+        self._tokens.append(tokens.to(torch.int32).cpu().numpy())
+
+    def sets(self, lengths: Sequence[int]) -> list[TokenSets]:
+        """Of each of the R responses, `lengths` tokens long."""
+        counts = np.zeros((len(lengths), len(self._rows)), dtype=np.int32)
+        pieces: list[list[NDArray[np.int32]]] = [[] for _ in lengths]
+        for step, (rows, sizes, tokens) in enumerate(zip(self._rows, self._counts, self._tokens)):
+            counts[rows, step] = sizes
+            for row, piece in zip(rows.tolist(), np.split(tokens, sizes.cumsum()[:-1])):
+                pieces[row].append(piece)
+        nothing = np.zeros(0, dtype=np.int32)
+        return [TokenSets(np.concatenate([nothing, *piece]), row[:length].copy())
+                for piece, row, length in zip(pieces, counts, lengths)]  # fmt: skip

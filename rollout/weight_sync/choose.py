@@ -1,0 +1,61 @@
+"""Which transport carries the weights of a run: `rollout.engine.transport`, or what suits the engines at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from rlcore.config import Config
+from rlcore.config.sections.rollout import EngineConfig
+from rlcore.errors import ConfigError
+from rlcore.interfaces import RolloutEngine
+from rollout.weight_sync.base import Transport
+from rollout.weight_sync.delta import DeltaTransport
+from rollout.weight_sync.disk import DiskTransport
+from rollout.weight_sync.in_process import CopyTransport
+from rollout.weight_sync.process_group import DistributedTransport
+from rollout.weight_sync.serialized import TensorTransport
+from rollout.weight_sync.weight_folders import WeightFolders
+
+
+def choose_transport(config: Config, engines: Sequence[RolloutEngine], *, device: torch.device) -> Transport:
+    """Raises ConfigError where the engines have no common way, or not the one that is configured."""
+    limit, probe = config.rollout.engine.update_timeout_s, config.rollout.engine.health_timeout_s
+    name = choose_name(config.rollout.engine, [engine.transports for engine in engines])
+    if name == "copy":
+        return CopyTransport(timeout_s=limit)
+    if name == "distributed":
+        return DistributedTransport(device=device, timeout_s=limit, probe_s=probe)
+    if name == "tensor":
+        return TensorTransport(timeout_s=limit, probe_s=probe)
+    tokenizer = config.model.tokenizer
+    folders = WeightFolders(
+        shared_folder(config), model=Path(config.model.path), tokenizer=None if tokenizer is None else Path(tokenizer)
+    )
+    return DeltaTransport(folders, timeout_s=limit) if name == "delta" else DiskTransport(folders, timeout_s=limit)
+
+
+def shared_folder(config: Config) -> Path:
+    """Where weights lie that trainer and engines share."""
+    given = config.rollout.engine.weights_dir
+    return Path(given) if given is not None else Path(config.run.dir) / config.run.name / "weights"
+
+
+def choose_name(config: EngineConfig, offered: Sequence[Sequence[str]]) -> str:
+    """`auto`: the first way of the first engine that all have; where trainer and engines share GPUs, from memory to memory.
+
+    Args:
+        offered: each engine's ways, the preferred one first.
+    """
+    common = [name for name in offered[0] if all(name in others for others in offered)]
+    if not common:
+        raise ConfigError(f"rollout.engine: no transport reaches all engines of this run; they take {list(map(list, offered))}")
+    if config.transport == "auto" or common == ["copy"]:
+        return "tensor" if config.colocated and "tensor" in common else common[0]
+    if config.transport not in common:
+        raise ConfigError(
+            f"rollout.engine.transport: {config.transport} does not reach this run's engines; they take {', '.join(common)}"
+        )
+    return config.transport

@@ -1,0 +1,103 @@
+"""Only what changed goes through the shared folder; each machine that runs engines keeps whole weights of its own.
+
+The trainer writes a whole publication first, then changes (delta_files.py), and a whole one again when the changes since the
+last together are larger than it. Managed engines run on the trainer's machine and read the folder of its own follower.
+Where engines are given by URL, whoever runs them follows too (`rlcore engine`), and says so in the shared folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rlcore.weights import Bucket
+from rollout.asyncio_utils import within
+from rollout.weight_sync.base import Failures, ask
+from rollout.weight_sync.delta_files import DeltaWriter, Manifest, Snapshot
+from rollout.weight_sync.folders import FolderReader, FolderTransport
+from rollout.weight_sync.follower import POLL_S, Follower, Note, read_notes
+from rollout.weight_sync.weight_folders import WeightFolders, number_of
+
+
+class FollowedReader(FolderReader, Protocol):
+    """An engine that reads the folder of a follower on its machine."""
+
+    managed: bool           # it runs on this machine
+    url: str
+
+
+class DeltaTransport(FolderTransport[DeltaWriter]):
+    """`rollout.weight_sync.base.Transport`: changes, with the checksum of every tensor that they make."""
+
+    name = "delta"
+
+    def __init__(self, folders: WeightFolders, *, timeout_s: float) -> None:
+        super().__init__(folders, timeout_s=timeout_s)
+        self._engines: list[FollowedReader] = []
+        self._snapshot: Snapshot | None = None      # what the next changes are counted from
+        self._since_whole = 0                       # bytes of changes since the last whole publication
+        self._follower: Follower | None = None
+        self.last: Manifest | None = None           # what was written last
+
+    async def open(self, engines: Sequence[FollowedReader], buckets: Sequence[Bucket]) -> Failures:
+        self._engines = list(engines)
+        since, self._snapshot = self._snapshot, None        # back when it holds what was published
+        whole = sum(bucket.num_bytes for bucket in buckets)
+        if since is not None and (since.buckets != tuple(buckets) or self._since_whole > whole):
+            since = None
+        await self._begin(lambda: DeltaWriter(self._folders, buckets, since))
+        return {}
+
+    async def complete(self) -> Failures:
+        folder, self._snapshot, manifest = await asyncio.to_thread(self._take_writer().finish)
+        self.last = manifest
+        self._since_whole = 0 if manifest.base is None else self._since_whole + manifest.num_bytes
+        number = number_of(folder)
+        local = await self._follow(number) if any(engine.managed for engine in self._engines) else None
+
+        async def load(engine: FollowedReader) -> None:
+            await engine.load_folder(local if engine.managed and local else await self._followed(engine, number))
+
+        answers = await ask(self._engines, "load_folder", load, 2 * self._timeout_s)
+        if manifest.base is None:
+            await asyncio.to_thread(self._folders.keep_only, {folder})
+        return answers.failed
+
+    async def close(self) -> None:
+        await super().close()
+        if self._follower is not None:
+            await asyncio.to_thread(self._follower.close)
+
+    async def _follow(self, number: int) -> Path:
+        """Our own follower's folder at publication `number`."""
+        if self._follower is None:
+            self._follower = Follower(self._folders.root)
+        return await asyncio.to_thread(self._follower.follow, number)
+
+    async def _followed(self, engine: FollowedReader, number: int) -> Path:
+        """The folder of the follower beside an engine, once it holds publication `number`."""
+        mine: list[Note] = []
+
+        async def wait() -> Path:
+            while True:
+                notes = await asyncio.to_thread(read_notes, self._folders.root)
+                mine[:] = [note for note in notes if engine.url in note.urls]
+                for note in mine:
+                    if note.number == number:
+                        return Path(note.folder)
+                await asyncio.sleep(POLL_S)
+
+        def late() -> str:
+            limit = f"within {self._timeout_s:g} s (rollout.engine.update_timeout_s)"
+            if not mine:
+                return (
+                    f"engine {engine.name}: nobody who follows {self._folders.root} named {engine.url} {limit}: start it with "
+                    "`rlcore engine` and the same rollout.engine.weights_dir, or set rollout.engine.transport to disk"
+                )
+            return f"engine {engine.name}: its follower on {mine[0].host} is at {mine[0].number}, expected {number} {limit}" + (
+                f": {mine[0].error}" if mine[0].error else ""
+            )
+
+        return await within(self._timeout_s, wait(), late)

@@ -1,0 +1,146 @@
+"""The changes of one publication as a folder, and the record that says what a folder is applied to and what it makes.
+
+    update_000004/      a whole one: safetensors, config, manifest.json
+    update_000005/      what changed since 4: changes.bin, manifest.json
+    update_000006/      what changed since 5
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlcore.errors import RunFailed
+from rlcore.hf_folder import write_json
+from rlcore.weights import Bucket, TensorSpec, fingerprint
+from rollout.weight_sync.delta_codec import encode
+from rollout.weight_sync.weight_folders import FullWriter, WeightFolders, number_of
+
+CHANGES = "changes.bin"
+_THREADS = 8                # hashing, comparing and packing let go of the interpreter's lock
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder holds."""
+
+    base: int | None                                    # the number that the changes apply to; None: it is a whole one
+    num_bytes: int                                      # that were written
+    fingerprints: dict[str, str]                        # of every tensor as it is now (rlcore.weights.fingerprint)
+    changes: dict[str, tuple[int, int]] = field(default_factory=dict)     # tensor -> (offset, size) in changes.bin
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Raises RunFailed naming the file."""
+        path = folder / "manifest.json"
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise RunFailed(f"{path} is no manifest of a publication: {error}") from error
+
+
+@dataclass
+class Snapshot:
+    """The publication that the next changes are counted from: a copy of all weights in host memory."""
+
+    buckets: tuple[Bucket, ...]
+    flats: list[Tensor]                                 # uint8 [num_bytes] each
+    number: int = 0
+
+
+class DeltaWriter:
+    """One publication, written whole where there is no `since`, else as what changed since then.
+
+    `since` is used up: its weights become the new ones while they are written. As with `FullWriter`, `finish` tells what went
+    wrong in `add`.
+    """
+
+    def __init__(self, folders: WeightFolders, buckets: Sequence[Bucket], since: Snapshot | None) -> None:
+        self._folders = folders
+        self._base = since.number if since is not None else None
+        self._snapshot = since or Snapshot(tuple(buckets), [])
+        self._full = FullWriter(folders, buckets) if since is None else None
+        self._aside = self._full.aside if self._full is not None else folders.begin(0)
+        self._fingerprints: dict[str, str] = {}
+        self._changes: dict[str, tuple[int, int]] = {}
+        self._size = 0
+        self._failure: OSError | None = None
+
+    def add(self, bucket: Bucket, flat: Tensor) -> None:
+        """`flat`: uint8 [num_bytes] on the host; copied."""
+        if self._failure is not None:
+            return
+        with ThreadPoolExecutor(_THREADS) as pool:
+            views = list(bucket.views(flat))
+            self._fingerprints |= zip([name for name, _ in views], pool.map(fingerprint, [view for _, view in views]))
+            if self._full is not None:
+                self._full.add(bucket, flat)
+                self._snapshot.flats.append(flat.clone())
+                return
+            try:
+                self._write_changes(bucket, flat, pool)
+            except OSError as error:
+                self.cancel()
+                self._failure = error
+
+    def _write_changes(self, bucket: Bucket, flat: Tensor, pool: ThreadPoolExecutor) -> None:
+        before, after = self._snapshot.flats[bucket.index], flat
+
+        def difference(piece: tuple[TensorSpec, int]) -> bytes:
+            spec, at = piece
+            old, new = (tensor[at : at + spec.num_bytes].numpy() for tensor in (before, after))
+            return encode(old, new, spec.torch_dtype.itemsize)
+
+        starts = np.cumsum([0, *(spec.num_bytes for spec in bucket.tensors)])
+        with (self._aside / CHANGES).open("ab") as file:
+            for spec, delta in zip(bucket.tensors, pool.map(difference, zip(bucket.tensors, map(int, starts)))):
+                if delta:
+                    file.write(delta)
+                    self._changes[spec.name] = (self._size, len(delta))
+                    self._size += len(delta)
+        before.copy_(after)
+
+    def finish(self) -> tuple[Path, Snapshot, Manifest]:
+        """The folder under its name, and what the next changes are counted from. Raises RunFailed."""
+        if self._failure is not None:
+            raise self._folders.refused(self._failure)
+        if self._full is not None:
+            size = sum(bucket.num_bytes for bucket in self._snapshot.buckets)
+            manifest = Manifest(None, size, self._fingerprints)
+            folder = self._full.finish(manifest=asdict(manifest))
+        else:
+            manifest = Manifest(self._base, self._size, self._fingerprints, self._changes)
+            try:
+                write_json(self._aside / "manifest.json", asdict(manifest))
+            except OSError as error:
+                raise self._folders.refused(error) from error
+            folder = self._folders.publish(self._aside)
+        self._snapshot.number = number_of(folder)
+        return folder, self._snapshot, manifest
+
+    def cancel(self) -> None:
+        """Leave nothing of it."""
+        if self._full is not None:
+            self._full.cancel()
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+
+def changed_bytes(folder: Path, manifest: Manifest, name: str) -> bytes:
+    """What `delta_codec.apply` takes for tensor `name`. Raises OSError."""
+    offset, size = manifest.changes[name]
+    with (folder / CHANGES).open("rb") as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def tensor_at(raw: np.ndarray[Any, np.dtype[np.uint8]], spec: TensorSpec) -> Tensor:
+    return torch.from_numpy(raw).view(spec.torch_dtype).view(spec.shape)

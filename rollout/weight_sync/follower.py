@@ -1,0 +1,196 @@
+"""The engines' side of the `delta` transport: a local folder of whole weights that follows what the trainer publishes.
+
+Whoever manages engines on a machine runs one (the trainer for its own, `rlcore engine` elsewhere). It copies the newest whole
+publication once, then applies changes in place; a tensor counts when its checksum is the one that the trainer wrote down.
+Where anything is missing or damaged it begins again from the whole publication.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from rlcore.errors import RunFailed
+from rlcore.hf_folder import Place, find_tensors
+from rlcore.runs.files import write_atomic
+from rlcore.weights import fingerprint
+from rollout.weight_sync.delta_codec import DeltaError, apply
+from rollout.weight_sync.delta_files import Manifest, changed_bytes, tensor_at
+from rollout.weight_sync.weight_folders import number_of, published
+
+POLL_S = 0.1
+NOTES = "followers"             # folder of the notes in which followers say how far they are
+
+logger = logging.getLogger(__name__)
+
+
+class Damaged(Exception):
+    """A folder of the chain, or the local one, is not what its manifest says."""
+
+
+class Follower:
+    """`folder` holds whole weights of publication `number`, once `follow` has returned."""
+
+    def __init__(self, shared: Path, folder: Path | None = None) -> None:
+        self.shared = shared.absolute()
+        self.folder = folder or local_folder(self.shared)
+        self.number: int | None = None
+        self._fingerprints: dict[str, str] = {}
+        self._places: dict[str, Place] = {}
+
+    def newest(self) -> int | None:
+        """The number of the newest publication."""
+        folders = published(self.shared)
+        return number_of(folders[-1]) if folders else None
+
+    def follow(self, number: int) -> Path:
+        """Bring `folder` to publication `number`. Raises RunFailed where the shared folder does not allow that."""
+        if self.number == number:
+            return self.folder
+        try:
+            if self.number is not None:
+                self._walk(number)
+                return self.folder
+        except Damaged as error:
+            logger.warning("%s: %s; starting again from the last whole publication", self.folder, error)
+        self.number = None
+        try:
+            self._walk(number)
+        except Damaged as error:
+            raise RunFailed(f"publication {number} in {self.shared} cannot be rebuilt in {self.folder}: {error}") from error
+        return self.folder
+
+    def close(self) -> None:
+        """Remove the local folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.number = None
+
+    def _walk(self, number: int) -> None:
+        """From where we are, or else from the last whole publication, over each change up to `number`."""
+        steps: list[tuple[Path, Manifest]] = []
+        at: int | None = number
+        while at is not None and at != self.number:
+            folder = self.shared / f"update_{at:06d}"
+            try:
+                steps.append((folder, Manifest.read(folder)))
+            except RunFailed as error:
+                raise Damaged(str(error)) from error
+            at = steps[-1][1].base
+        for folder, manifest in reversed(steps):
+            try:
+                if manifest.base is None:
+                    self._copy(folder, manifest)
+                else:
+                    self._change(folder, manifest)
+            except (OSError, DeltaError, ValueError) as error:
+                raise Damaged(f"{folder}: {error}") from error
+            self.number, self._fingerprints = number_of(folder), manifest.fingerprints
+
+    def _copy(self, folder: Path, manifest: Manifest) -> None:
+        self.number = None
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.folder.parent).free
+        if free < manifest.num_bytes:
+            raise RunFailed(
+                f"{self.folder} has {free:,} bytes left, the weights need {manifest.num_bytes:,}: make room there"
+            )
+        shutil.copytree(folder, self.folder)
+        self._places = find_tensors(self.folder)
+        self._check(manifest, manifest.fingerprints)
+
+    def _change(self, folder: Path, manifest: Manifest) -> None:
+        self.number = None          # until all changes are applied the folder is of no publication
+        for name in manifest.changes:
+            place = self._places.get(name)
+            if place is None:
+                raise Damaged(f"{folder} changes {name}, which the last whole publication does not have")
+            apply(changed_bytes(folder, manifest, name), self._map(place), place.spec.torch_dtype.itemsize)
+        self._check(manifest, manifest.changes)
+        for name, wanted in manifest.fingerprints.items():
+            if name not in manifest.changes and self._fingerprints.get(name) != wanted:
+                raise Damaged(f"{folder} leaves {name} as it was, but that is not what is here")
+
+    def _check(self, manifest: Manifest, names: Iterable[str]) -> None:
+        if self._places.keys() != manifest.fingerprints.keys():
+            differ = sorted(self._places.keys() ^ manifest.fingerprints.keys())
+            raise Damaged(f"{self.folder} and the manifest name different tensors: {', '.join(differ[:5])}")
+        for name in names:
+            place = self._places[name]
+            if fingerprint(tensor_at(self._map(place), place.spec)) != manifest.fingerprints[name]:
+                raise Damaged(f"{name} in {self.folder} does not have the checksum that was published")
+
+    def _map(self, place: Place) -> np.memmap[tuple[int], np.dtype[np.uint8]]:
+        return np.memmap(place.path, np.uint8, "r+", place.offset, (place.spec.num_bytes,))
+
+
+@dataclass(frozen=True)
+class Note:
+    """How far a follower is, as it tells the trainer in the shared folder."""
+
+    host: str
+    urls: list[str]             # of the engines that read its folder
+    number: int | None
+    folder: str
+    error: str | None = None    # why it did not get further
+
+
+async def keep_following(shared: Path, urls: Sequence[str]) -> None:
+    """Follow every publication, and say so in the shared folder; until it is cancelled."""
+    follower = Follower(shared)
+    note_path = shared / NOTES / f"{socket.gethostname()}-{os.getpid()}.json"
+    note_path.parent.mkdir(parents=True, exist_ok=True)
+    tried: int | None = None
+    try:
+        while True:
+            newest = await asyncio.to_thread(follower.newest)
+            if newest is not None and newest != tried:
+                tried, error = newest, None
+                try:
+                    await asyncio.to_thread(follower.follow, newest)
+                except RunFailed as failure:        # recovery: the trainer is told, the next publication may be whole
+                    error = str(failure)
+                    logger.warning("%s", failure)
+                note = Note(socket.gethostname(), list(urls), follower.number, str(follower.folder), error)
+                await asyncio.to_thread(write_atomic, note_path, json.dumps(asdict(note)).encode())
+            await asyncio.sleep(POLL_S)
+    finally:
+        note_path.unlink(missing_ok=True)
+        follower.close()
+
+
+def read_notes(shared: Path) -> list[Note]:
+    notes = []
+    for path in sorted((shared / NOTES).glob("*.json")):
+        try:
+            notes.append(Note(**json.loads(path.read_text())))
+        except FileNotFoundError:       # a follower that has just ended
+            continue
+    return notes
+
+
+def local_folder(shared: Path) -> Path:
+    """A folder of this process in memory, where the system has one, else among temporary files.
+
+    What processes of the same `shared` left behind when they died is removed.
+    """
+    memory = Path("/dev/shm")
+    root = memory if memory.is_dir() else Path(tempfile.gettempdir())
+    stem = f"rlcore-weights-{hashlib.sha256(str(shared).encode()).hexdigest()[:12]}-"
+    for left in root.glob(f"{stem}*"):
+        pid = left.name.removeprefix(stem)
+        if not (pid.isdigit() and psutil.pid_exists(int(pid))):
+            shutil.rmtree(left, ignore_errors=True)
+    return root / f"{stem}{os.getpid()}"

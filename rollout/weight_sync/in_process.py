@@ -1,0 +1,36 @@
+"""Engines in the trainer's own process take each bucket by copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from rlcore.weights import Bucket
+from rollout.weight_sync.base import Engine, Failures, ask
+
+
+class CopyTransport:
+    """`rollout.weight_sync.base.Transport` for embedded engines in this process."""
+
+    name = "copy"
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._engines: list[Engine] = []
+
+    async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
+        self._engines = list(engines)
+        return {}
+
+    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
+        answers = await ask(
+            self._engines, "receive_bucket", lambda e: e.receive_bucket(bucket.index, flat), self._timeout_s
+        )
+        return answers.failed
+
+    async def complete(self) -> Failures:
+        return {}
+
+    async def close(self) -> None:
+        self._engines = []

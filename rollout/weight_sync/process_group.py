@@ -1,0 +1,214 @@
+"""Engines in other processes take each bucket over a process group: NCCL between different GPUs, else gloo.
+
+Each engine has a group of its own with the trainer, and all send at once. In one group of all, those that wait for a member
+that hangs could not be freed from our side (neither gloo nor NCCL lets go of a collective whose other ranks are alive), and
+SGLang sets no deadline of its own. The price is that every engine's copy leaves the trainer's device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlcore.errors import EngineFailed, RunFailed
+from rlcore.weights import Bucket
+from rollout.weight_sync.base import Engine, Failures, ask
+from rollout.weight_sync.weight_group import Backend, GroupAddress, WeightGroup, gpu_identity, open_store
+
+JOIN_S = 60.0           # for both sides to meet, at most
+
+T = TypeVar("T")
+
+
+class GroupEngine(Protocol):
+    """An engine that can be in a process group for weights."""
+
+    name: str
+    url: str                # where it is reached; the trainer is told to it as what it is on the way there
+    group_ranks: int        # how many ranks of the group are its own: one for each of its tensor-parallel ranks
+    in_group: str | None    # the name of the group that it is in; None again when it was started or connected anew
+
+    async def join_group(self, address: GroupAddress, rank: int) -> None:
+        """Enter the group with the ranks from `rank` on, leaving the group before; returns when all of it are there."""
+        ...
+
+    async def receive_bucket(self, index: int, flat: None) -> None: ...
+
+    async def health(self) -> dict[str, Any]:
+        """`gpu`: what tells its GPU from others', None on the CPU or where it shares one with the trainer."""
+        ...
+
+
+class DistributedTransport:
+    """`rollout.weight_sync.base.Transport` for every `GroupEngine`.
+
+    Args:
+        device: where the trainer's buckets are.
+        timeout_s: for one bucket (`rollout.engine.update_timeout_s`).
+        probe_s: for an answer to /health (`rollout.engine.health_timeout_s`).
+    """
+
+    name = "distributed"
+
+    def __init__(self, *, device: torch.device, timeout_s: float, probe_s: float) -> None:
+        self._device, self._timeout_s, self._probe_s = device, timeout_s, probe_s
+        self._links: dict[Engine, Link] = {}
+        self._engines: list[Engine] = []        # of the transaction at hand
+
+    async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
+        """Groups that are whole from an earlier time are kept."""
+        for engine in [engine for engine, link in self._links.items() if not link.is_whole]:
+            self._links.pop(engine).close()
+        new = [engine for engine in engines if engine not in self._links]
+        answers = await ask(new, "health", lambda e: e.health(), self._probe_s)
+        for engine, health in answers.results.items():
+            backend = choose_backend(gpu_identity(self._device), health["gpu"])
+            self._links[engine] = Link(engine, backend, self._device, self._timeout_s)
+        self._engines = [engine for engine in engines if engine not in answers.failed]
+        return answers.failed | await self._on_links(lambda link: link.join())
+
+    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
+        if all(self._links[engine].backend == "gloo" for engine in self._engines):
+            flat = flat.cpu()       # once for all
+        return await self._on_links(lambda link: link.send(bucket, flat))
+
+    async def complete(self) -> Failures:
+        return {}
+
+    async def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+        self._links, self._engines = {}, []
+
+    async def _on_links(self, step: Callable[[Link], Any]) -> Failures:
+        reasons = await asyncio.gather(*(step(self._links[engine]) for engine in self._engines))
+        return {engine: why for engine, why in zip(self._engines, reasons) if why is not None}
+
+
+def choose_backend(trainer: str | None, engine: str | None) -> Backend:
+    """NCCL needs a GPU on each side, and not the same one.
+
+    Args:
+        trainer, engine: what tells its GPU from others'; None where it has none of its own.
+    """
+    return "gloo" if trainer is None or engine is None or trainer == engine else "nccl"
+
+
+class Link:
+    """The process group of the trainer, rank 0, and one engine. What it does tells why the engine failed, or None."""
+
+    def __init__(self, engine: Engine, backend: Backend, device: torch.device, timeout_s: float) -> None:
+        self.engine, self.backend = engine, backend
+        self._device, self._timeout_s = device, timeout_s
+        self.group: WeightGroup | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Not where the engine was started again since: its new process knows of no group."""
+        return self.group is not None and self.group.is_open and self.group.address.name == self.engine.in_group
+
+    async def join(self) -> str | None:
+        """Make the group unless it is there."""
+        if self.is_whole:
+            return None
+        limit = min(self._timeout_s, JOIN_S)
+        try:
+            host, store, port = await asyncio.to_thread(self._meeting_place)
+        except (EngineFailed, OSError, dist.DistError) as error:     # recovery: without this engine, by the caller
+            return f"engine {self.engine.name} cannot be met: {error}"
+        size = 1 + self.engine.group_ranks
+        address = GroupAddress(host, port, size, self.backend, self._timeout_s, f"weights-{secrets.token_hex(8)}")
+        meeting = in_thread(lambda: WeightGroup(address, 0, device=self._device, store=store))
+        why = await self._asked("join_group", lambda e: e.join_group(address, 1), limit)
+        if why is not None:
+            meeting.add_done_callback(close_late)
+            return why
+        try:
+            self.group = await meeting
+        except RunFailed as error:      # recovery: as above
+            return str(error)
+        return None
+
+    def _meeting_place(self) -> tuple[str, dist.TCPStore, int]:
+        host = own_address(self.engine.url)
+        return host, *open_store(host, self._timeout_s)
+
+    async def send(self, bucket: Bucket, flat: Tensor) -> str | None:
+        group = self.group
+        assert group is not None, "open the transport first"
+        sending = in_thread(lambda: group.send(flat))
+        try:
+            why = await self._asked("receive_bucket", lambda e: e.receive_bucket(bucket.index, None), self._timeout_s)
+        except asyncio.CancelledError:      # half a bucket is on its way: the group is of no use to the next publication
+            self.close()
+            raise
+        if why is not None:             # nobody waits for our side, which may hang until its own deadline
+            sending.add_done_callback(lambda done: done.exception())
+            self.close()
+            return why
+        try:
+            await sending
+        except RunFailed as error:      # recovery: as above
+            self.close()
+            return str(error)
+        return None
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+    async def _asked(self, what: str, call: Callable[[Any], Any], seconds: float) -> str | None:
+        return (await ask([self.engine], what, call, seconds)).failed.get(self.engine)
+
+
+def own_address(url: str) -> str:
+    """The address under which the server at `url` reaches this machine: the one that packets to it carry. Sends none."""
+    parts = urlsplit(url)
+    family, kind, protocol, _, there = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as way:
+        way.connect(there)
+        address = str(way.getsockname()[0])
+    return "127.0.0.1" if ipaddress.ip_address(address).is_loopback else address
+
+
+def close_late(meeting: asyncio.Future[WeightGroup]) -> None:
+    """The group came together, if it did, when nobody wanted it any more."""
+    if meeting.exception() is None:
+        meeting.result().close()
+
+
+def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """The result of `work` in a thread of its own, which may outlive us: it ends at a deadline that nobody waits for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def tell(result: T | None, error: BaseException | None) -> None:
+        if not future.cancelled():
+            if error is None:
+                future.set_result(result)       # type: ignore[arg-type]
+            else:
+                future.set_exception(error)
+
+    def run() -> None:
+        result: T | None = None
+        error: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as failure:    # noqa: BLE001 - recovery: for whoever waits, who would else wait forever
+            error = failure
+        if not loop.is_closed():        # else nobody waits any more
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    return future

@@ -1,0 +1,119 @@
+"""SGLang engines on the trainer's host take each bucket out of the body of a request.
+
+On CUDA the body holds IPC handles, and the bytes go from GPU memory to GPU memory; this has never been run. On the CPU it holds
+the bytes themselves. Either way the server unpickles it, by a list of what it lets in; what is said here is on that list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import pickle
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from rlcore.weights import Bucket
+from rollout.weight_sync.base import Engine, Failures, ask
+
+DEVICE = 6              # where the device stands among the arguments of torch's `rebuild_cuda_tensor`
+
+
+class BodyEngine(Protocol):
+    """An engine that takes weights in the body of a request."""
+
+    name: str
+    group_ranks: int        # its tensor-parallel ranks, each of which takes a payload
+
+    async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None: ...
+
+    async def health(self) -> dict[str, Any]:
+        """`device`: "cpu" or "cuda"."""
+        ...
+
+
+class TensorTransport:
+    """`rollout.weight_sync.base.Transport` for every `BodyEngine`.
+
+    Args:
+        timeout_s: for one bucket (`rollout.engine.update_timeout_s`).
+        probe_s: for an answer to /health (`rollout.engine.health_timeout_s`).
+    """
+
+    name = "tensor"
+
+    def __init__(self, *, timeout_s: float, probe_s: float) -> None:
+        self._timeout_s, self._probe_s = timeout_s, probe_s
+        self._engines: list[Engine] = []
+        self._by_handle = False
+
+    async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
+        answers = await ask(engines, "health", lambda e: e.health(), self._probe_s)
+        self._by_handle = all(health["device"] == "cuda" for health in answers.results.values())
+        self._engines = list(engines)
+        return answers.failed
+
+    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
+        payloads = await asyncio.to_thread(self._payloads, bucket, flat)
+        answers = await ask(
+            self._engines, "receive_serialized", lambda e: e.receive_serialized(bucket.index, payloads[e]), self._timeout_s
+        )
+        return answers.failed
+
+    async def complete(self) -> Failures:
+        return {}
+
+    async def close(self) -> None:
+        self._engines = []
+
+    def _payloads(self, bucket: Bucket, flat: Tensor) -> dict[Engine, list[str]]:
+        """Bytes are the same for all and packed once; a handle counts its readers, so each reader gets its own."""
+        if flat.is_cuda and self._by_handle:
+            torch.cuda.current_stream(flat.device).synchronize()       # the readers know nothing of our stream
+            return {engine: [by_handle(bucket, flat) for _ in range(engine.group_ranks)] for engine in self._engines}
+        payload = by_value(bucket, flat)
+        return {engine: [payload] * engine.group_ranks for engine in self._engines}
+
+
+def by_value(bucket: Bucket, flat: Tensor) -> str:
+    # Of the clone: a view would be pickled with the whole of its storage.
+    return encode(pickle.dumps(flattened(bucket, flat.detach().cpu().clone())))
+
+
+def by_handle(bucket: Bucket, flat: Tensor) -> str:
+    """`flat` must live until the reader has answered."""
+    buffer = io.BytesIO()
+    HandlePickler(buffer).dump(flattened(bucket, flat.detach()))
+    return encode(buffer.getvalue())
+
+
+def flattened(bucket: Bucket, flat: Tensor) -> dict[str, Any]:
+    """What SGLang's `flattened_bucket` looks like; its server reads the attributes of the metadata, not their class."""
+    metadata, at = [], 0
+    for spec in bucket.tensors:
+        end = at + spec.num_bytes
+        metadata.append(SimpleNamespace(
+            name=spec.name, shape=torch.Size(spec.shape), dtype=spec.torch_dtype, start_idx=at, end_idx=end, numel=end - at
+        ))
+        at = end
+    return {"flattened_tensor": flat, "metadata": metadata}
+
+
+class HandlePickler(pickle.Pickler):
+    """Tensors as CUDA IPC handles, with the GPU by its identity: trainer and engine may number them otherwise."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        rebuild, arguments = reductions.reduce_tensor(value)
+        uuid = str(torch.cuda.get_device_properties(value.device).uuid)
+        return rebuild, (*arguments[:DEVICE], uuid, *arguments[DEVICE + 1 :])
+
+
+def encode(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -1,0 +1,23 @@
+"""The digest of an engine that keeps the tensors as they come, from the trainer's end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlcore.weights import combine_fingerprints, fingerprint
+
+
+class Fingerprints:
+    """`rlcore.interfaces.WeightExpectation` of an engine with weights of `dtype`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._sent: dict[str, str] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self._sent[name] = fingerprint(tensor.to(self._dtype))
+
+    def problem(self, said: str) -> str | None:
+        expected = combine_fingerprints(self._sent)
+        return None if said == expected else f"checksum {said[:12]}, expected {expected[:12]}"

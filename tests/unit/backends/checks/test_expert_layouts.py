@@ -1,0 +1,119 @@
+"""What `config.json` says of experts, which parameters they have, and which layouts of them are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.megatron.checks.layout import check_layout
+from backends.megatron.convert.architecture import Architecture, read_architecture
+from backends.megatron.convert.layout import hf_shapes, model_entries
+from rlcore.config.sections.policy import ParallelConfig
+from rlcore.errors import ConfigError, ModelError
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "vocab_size": 31, "num_experts_per_tok": 2,
+}  # fmt: skip
+QWEN3_MOE = {**SIZES, "model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 24, "norm_topk_prob": True}
+QWEN2_MOE = {**SIZES, "model_type": "qwen2_moe", "num_experts": 6, "moe_intermediate_size": 24,
+             "shared_expert_intermediate_size": 40}  # fmt: skip
+MIXTRAL = {**SIZES, "model_type": "mixtral", "num_local_experts": 6, "sliding_window": None}
+
+
+def read(folder: Path, config: dict[str, Any], **changes: Any) -> Architecture:
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in {**config, **changes}.items() if v != "absent"}))
+    (folder / "model.safetensors").touch()
+    return read_architecture(folder)
+
+
+def test_qwen3_moe(tmp_path: Path) -> None:
+    fields = read(tmp_path, QWEN3_MOE).transformer
+    assert {key: fields[key] for key in fields if "moe" in key} == {
+        "num_moe_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_layer_freq": 1,
+        "moe_router_score_function": "softmax", "moe_router_pre_softmax": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "key", "value"),
+    [
+        (QWEN3_MOE, {"norm_topk_prob": "absent"}, "moe_router_pre_softmax", True),
+        (QWEN3_MOE, {"num_experts": "absent", "num_local_experts": 8}, "num_moe_experts", 8),
+        (QWEN3_MOE, {"mlp_only_layers": [0, 2]}, "moe_layer_freq", [0, 1, 0, 1]),
+        (QWEN3_MOE, {"decoder_sparse_step": 2}, "moe_layer_freq", [0, 1, 0, 1]),
+        (QWEN2_MOE, {}, "moe_shared_expert_intermediate_size", 40),
+        (QWEN2_MOE, {}, "moe_shared_expert_gate", True),
+        (MIXTRAL, {}, "moe_ffn_hidden_size", 48),
+        (MIXTRAL, {}, "moe_router_pre_softmax", False),
+    ],
+)
+def test_other_spellings(tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], key: str, value: object) -> None:
+    assert read(tmp_path, config, **changes).transformer[key] == value
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "words"),
+    [
+        (QWEN3_MOE, {"num_experts": "absent"}, "num_experts or num_local_experts: got None"),
+        (QWEN3_MOE, {"num_experts_per_tok": 7}, "got 7, more than the 6 experts"),
+        (QWEN3_MOE, {"mlp_only_layers": [0, 1, 2, 3]}, "leave no layer with experts"),
+        (MIXTRAL, {"sliding_window": 4096}, "sliding_window: 4096"),
+    ],
+)
+def test_refused(tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(tmp_path, config, **changes)
+    assert words in str(caught.value)
+
+
+def test_every_expert_of_every_layer_that_has_them(tmp_path: Path) -> None:
+    arch = read(tmp_path, QWEN2_MOE, mlp_only_layers=[1])
+    entries = {entry.megatron: entry for entry in model_entries(arch, "lm")}
+    assert sum(entry.expert is not None for entry in entries.values()) == 3 * 6 * 2
+    layer = "decoder.layers.1.mlp."
+    assert {name for name in entries if name.startswith(layer)} == {layer + "linear_fc1.weight", layer + "linear_fc2.weight"}
+    last = entries["decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"]
+    assert last.hf == tuple(f"model.layers.3.mlp.experts.5.{part}_proj.weight" for part in ("gate", "up"))
+    shapes = {name.split("mlp.")[1]: hf_shapes(arch, entries[name]) for name in entries if ".layers.0.mlp." in name}
+    assert shapes["router.weight"] == [(6, 32)]
+    assert shapes["experts.local_experts.0.linear_fc2.weight"] == [(32, 24)]
+    assert shapes["shared_experts.linear_fc1.weight"] == [(40, 32)] * 2
+    assert shapes["shared_experts.gate_weight"] == [(1, 32)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "words"),
+    [
+        ({"tensor": 2}, 2, "sequence: false, but experts under tensor 2 need sequence parallelism"),
+        ({"tensor": 2, "sequence": True, "expert_tensor": 1}, 2, "leave expert_tensor out, or set expert=2"),
+        ({"expert": 4}, 4, "4 does not divide the model's experts (6)"),
+        ({"expert": 3}, 4, "= 3 does not divide the world size 4"),
+        ({"tensor": 2, "sequence": True, "expert_tensor": 4, "expert": 2}, 8, "4 does not divide tensor (2)"),
+    ],
+)
+def test_refused_layouts(tmp_path: Path, layout: dict[str, Any], world: int, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_layout(read(tmp_path, QWEN3_MOE), ParallelConfig(**layout), world)
+    assert words in str(caught.value)
+
+
+def test_layouts_that_fit(tmp_path: Path) -> None:
+    arch = read(tmp_path, QWEN3_MOE)
+    for layout, world in (
+        ({"expert": 2}, 2),
+        ({"tensor": 2, "sequence": True}, 2),
+        ({"tensor": 2, "sequence": True, "expert_tensor": 1, "expert": 2}, 2),
+        ({"pipeline": 2, "expert": 2}, 4),
+    ):
+        check_layout(arch, ParallelConfig(**layout), world)
+
+
+@pytest.mark.parametrize("layout", [{"expert": 2}, {"tensor": 2, "expert_tensor": 1}])
+def test_a_dense_model_has_no_experts_to_lay_out(tmp_path: Path, layout: dict[str, Any]) -> None:
+    arch = read(tmp_path, {**SIZES, "model_type": "llama"})
+    with pytest.raises(ConfigError, match="the llama model has no experts to lay out"):
+        check_layout(arch, ParallelConfig(**layout), 2)

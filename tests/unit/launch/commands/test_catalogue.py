@@ -1,0 +1,177 @@
+"""What `rlcore algorithms` prints: complete, true, and readable with plugins of any make."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from math import exp
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from rlcore.algorithms import (
+    CORRECTIONS,
+    AggregationMode,
+    KLKind,
+    approx_kl,
+    estimator_keywords,
+    estimator_names,
+    estimator_plugin,
+    loss_weights,
+    normalize_advantages,
+    policy_loss_keywords,
+    policy_loss_names,
+    policy_loss_plugin,
+)
+from rlcore.algorithms.normalization import NormalizationMode
+from rlcore.launch.commands.catalogue import AGGREGATION, KL_KINDS, NORMALIZATION, WIDTH, list_algorithms
+
+ROOT = Path(__file__).parents[2]
+
+
+def sections(lines: list[str]) -> dict[str, dict[str, list[str]]]:
+    """The first word of each section -> name -> lines of its entry, without their indent."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for line in filter(None, lines):
+        indent = len(line) - len(line.lstrip())
+        if indent == 0:
+            entries = found[line.split(" (")[0]] = {}
+        elif indent == 2:
+            entry = entries[line.split(":")[0].strip()] = [line.strip()]
+        else:
+            entry.append(line[4:])
+    return found
+
+
+@pytest.fixture(scope="module")
+def listed() -> dict[str, dict[str, list[str]]]:
+    return sections(list(list_algorithms()))
+
+
+def test_every_estimator_and_loss_of_ours_is_whole(listed: dict[str, Any]) -> None:
+    kinds = (
+        ("estimators", estimator_names(), estimator_plugin, estimator_keywords),
+        ("policy losses", policy_loss_names(), policy_loss_plugin, policy_loss_keywords),
+    )
+    for section, names, plugin_of, keywords_of in kinds:
+        assert list(listed[section]) == names
+        for name in names:
+            plugin, entry = plugin_of(name), listed[section][name]
+            assert plugin.formula, name
+            assert plugin.source, name
+            text = " ".join(" ".join(entry).split())
+            assert text.startswith(f"{name}: {(plugin.factory.__doc__ or '').splitlines()[0]} formula ")
+            assert " ".join(plugin.formula.split()) in text
+            assert text.endswith(f"source {plugin.source}")
+            assert all(str(keyword) in text for keyword in keywords_of(name).values())
+
+
+def test_one_entry_in_full(listed: dict[str, Any]) -> None:
+    assert listed["estimators"]["ppo"] == [
+        "ppo: GAE over the trainable tokens of each sequence.",
+        "formula   delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lam * A_{t+1}",
+        "needs     values; kl where kl_coef is not 0; logprobs, teacher_logprobs where distill_coef is not 0",
+        "takes     token_rewards",
+        "keywords  gamma: float = 1.0",
+        "          lam: float = 0.95",
+        "          kl_coef: float = 0.0    (set algorithm.kl.reward_coef)",
+        "          distill_coef: float = 0.0    (set algorithm.distillation.coef)",
+        "source    Schulman et al., arXiv:1506.02438; KL in the reward: Ouyang et al., arXiv:2203.02155",
+    ]
+
+
+def test_lines_fit_a_screen() -> None:
+    assert max(map(len, list_algorithms())) <= WIDTH == 120
+
+
+def test_the_modes_that_are_no_plugins_are_all_there(listed: dict[str, Any]) -> None:
+    known = ((AGGREGATION, AggregationMode), (KL_KINDS, KLKind), (NORMALIZATION, NormalizationMode))
+    for table, mode in known:
+        assert list(table) == list(get_args(mode))
+        assert any(set(table) <= set(entries) for entries in listed.values())
+    assert [name for name in listed["corrections"] if name != "also"] == ["none", *CORRECTIONS]
+    assert "keywords  lower = 1 / upper, upper = 2" in listed["corrections"]["mis"]
+
+
+@pytest.mark.parametrize("kind", get_args(KLKind))
+def test_formulas_of_kl_are_true(kind: Any) -> None:
+    for d in (-1.5, 0.0, 0.7):
+        value = eval(KL_KINDS[kind].formula.replace("^", "**"), {"d": d, "exp": exp})
+        kl = approx_kl(torch.tensor(d, dtype=torch.float64), torch.zeros((), dtype=torch.float64), kind)
+        assert float(kl) == pytest.approx(value, abs=1e-12)
+
+
+@pytest.mark.parametrize("mode", get_args(AggregationMode))
+def test_formulas_of_aggregation_are_true(mode: Any) -> None:
+    cu_seqlens = torch.tensor([0, 3, 3, 8])
+    norm_length = 7.0 if mode == "seq-mean-token-sum-norm" else None
+    weights = loss_weights(mode, cu_seqlens, norm_length=norm_length)
+    sizes = {"M": 8, "N": 2, "norm_length": norm_length}
+    expected = [eval(AGGREGATION[mode].formula, {**sizes, "T": length}) for length in [3] * 3 + [5] * 5]
+    assert weights.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", get_args(NormalizationMode))
+def test_formulas_of_normalisation_are_true(mode: Any) -> None:
+    advantages = torch.tensor([1.0, 4.0, -2.0, 0.5, 0.25, 3.0]).double()
+    got = normalize_advantages(advantages, torch.tensor([0, 2, 3, 6]), torch.tensor([7, 7, 1]), mode)
+    members = [slice(0, 3), slice(3, 6)] if mode == "group" else [slice(0, 6)]
+    for part in members:
+        values: dict[str, Any] = {"A": advantages[part], "mean": advantages[part].mean(), "var": advantages[part].var()}
+        value = eval(NORMALIZATION[mode].formula.replace(" of the group", ""), {**values, "sqrt": torch.sqrt})
+        torch.testing.assert_close(got[part], value)
+
+
+PLUGINS = """
+class Bare:
+    def __call__(self, inputs): ...
+
+class Demanding:
+    '''Must be told its share.'''
+    needs = {"values"}
+    def __init__(self, *, share: float, kl_coef: float = 0.0) -> None: ...
+    def __call__(self, inputs): ...
+
+class Picky(Bare):
+    '''Takes small coefficients only.'''
+    formula = "A = R"
+    def __init__(self, *, kl_coef: float = 0.0) -> None:
+        if kl_coef > 0.5:
+            raise ValueError("kl_coef")
+
+class Swallows(Bare):
+    def __init__(self, **keywords) -> None: ...
+"""
+
+
+def test_plugins_of_installed_packages_are_listed_whatever_they_leave_out(tmp_path: Path) -> None:
+    (tmp_path / "their_package.py").write_text(PLUGINS)
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    names = {name.lower(): f"their_package:{name}" for name in ("Bare", "Demanding", "Picky", "Swallows")}
+    names["gone"] = "no_such_package:Gone"
+    points = "\n".join(f"theirs_{name} = {target}" for name, target in names.items())
+    (info / "entry_points.txt").write_text(f"[rlcore.estimators]\n{points}\n")
+
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-m", "rlcore", "algorithms"], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    entries = sections(done.stdout.splitlines())["estimators"]
+    assert entries["theirs_bare"] == ["theirs_bare", "plugin    their_package:Bare"]
+    assert entries["theirs_demanding"] == [
+        "theirs_demanding: Must be told its share.",
+        "needs     depends on its keywords",
+        "keywords  share: float",
+        "          kl_coef: float = 0.0    (set algorithm.kl.reward_coef)",
+        "plugin    their_package:Demanding",
+    ]
+    assert entries["theirs_picky"][1:3] == ["formula   A = R", "needs     depends on its keywords"]
+    assert entries["theirs_swallows"][0].startswith("theirs_swallows: cannot be used: ")
+    assert "its constructor takes **keywords; name every keyword instead" in " ".join(entries["theirs_swallows"])
+    assert entries["theirs_gone"][0] == "theirs_gone: cannot be used: No module named 'no_such_package'"
+    assert "ppo" in entries

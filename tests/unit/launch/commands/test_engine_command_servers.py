@@ -1,0 +1,315 @@
+"""`rlcore engine`: servers that run alone, from the start to a signal or the end of the last."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rlcore.config import Config
+from rlcore.config.sections.rollout import RestartConfig
+from rlcore.errors import ConfigError, RunFailed
+from rlcore.launch import engines
+from rlcore.launch.commands import engine as serve
+from rlcore.launch.commands.engine import follower, serve_engines
+from rlcore.launch.commands.servers import run_servers
+from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
+
+QUICK = RestartConfig(limit=2, backoff_s=0.01)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_unsaid(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """asyncio says of an error that nobody took, once the future is freed: on the terminal of somebody's `rlcore engine`."""
+    yield
+    gc.collect()
+    records = [*caplog.get_records("call"), *caplog.records]
+    assert [record.getMessage() for record in records if record.name == "asyncio"] == []
+
+
+class FakeServer:
+    """Starts when told to; the result of `ended` is its death."""
+
+    def __init__(self, name: str, *, fails: str = "", never: bool = False) -> None:
+        self.name, self.fails, self.never = name, fails, never
+        self.ended: asyncio.Future[int] | None = None
+        self.cancelled = self.stopped = False
+        self.ports: list[int] = []              # of its starts
+        self.on_start: Callable[[], None] = lambda: None
+
+    async def start(self, port: int = 0) -> str:
+        self.ports.append(port)
+        if self.fails:
+            raise RunFailed(self.fails)
+        if self.never:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                await asyncio.sleep(0.02)       # for the process to end
+                self.cancelled = True
+                raise
+        self.ended = asyncio.get_running_loop().create_future()
+        self.on_start()
+        return f"http://{self.name}:{port or 4000}"
+
+    def die(self) -> None:
+        assert self.ended is not None
+        self.ended.set_result(-9)
+
+    def describe_end(self) -> str:
+        return "killed by SIGKILL; the end of its log: out of memory"
+
+    async def stop(self) -> None:
+        assert self.cancelled or not self.never, "its start goes on"
+        self.stopped = True
+
+
+def run(servers: list[FakeServer], then, restart: RestartConfig = QUICK) -> list[str]:
+    announced: list[str] = []
+
+    def announce(urls) -> None:
+        announced.extend(urls)
+        then()
+
+    asyncio.run(asyncio.wait_for(run_servers(servers, announce, restart=restart), 10))
+    return announced
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_of_them_cleanly(signum: signal.Signals) -> None:
+    servers = [FakeServer("a"), FakeServer("b")]
+    assert run(servers, lambda: os.kill(os.getpid(), signum)) == ["http://a:4000", "http://b:4000"]
+    assert all(server.stopped for server in servers)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_one_that_dies_is_started_again_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    servers = [FakeServer("a"), FakeServer("b")]
+
+    def die_once() -> None:
+        servers[1].die()
+        servers[1].on_start = interrupt
+
+    assert run(servers, die_once) == ["http://a:4000", "http://b:4000"]
+    assert (servers[0].ports, servers[1].ports) == ([0], [0, 4000])
+    said = capsys.readouterr().err
+    assert "b ended: killed by SIGKILL; the end of its log: out of memory\nb is started again in 0.01 s: 1 of 2" in said
+    assert said.endswith("b runs again at http://b:4000\n")
+    assert all(server.stopped for server in servers)
+
+
+def test_one_that_cannot_be_kept_up_is_left_alone_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    servers = [FakeServer("a"), FakeServer("b")]
+
+    def die() -> None:
+        servers[1].fails = "no memory for b"
+        servers[1].die()
+        asyncio.get_running_loop().call_later(0.3, interrupt)
+
+    run(servers, die)
+    assert servers[1].ports == [0, 4000, 4000]
+    assert "no memory for b\nb is left alone from now on (rollout.engine.restart.limit: 2)" in capsys.readouterr().err
+
+
+class Weak(FakeServer):
+    """Its second and third start fail; what came up lives a moment, but for the fourth, which lives `life_s`."""
+
+    life_s = 0.5
+
+    async def start(self, port: int = 0) -> str:
+        self.starts = [*getattr(self, "starts", []), time.monotonic()]
+        self.fails = "no memory" if len(self.starts) in (2, 3) else ""
+        url = await super().start(port)
+        if len(self.starts) == 5:
+            interrupt()
+        asyncio.get_running_loop().call_later(self.life_s if len(self.starts) == 4 else 0.0, self.die)
+        return url
+
+
+def test_the_pause_grows_until_a_life_was_long(capsys: pytest.CaptureFixture[str]) -> None:
+    server = Weak("a")
+    run([server], lambda: None, RestartConfig(limit=9, backoff_s=0.02, max_backoff_s=0.3))
+    said = re.findall(r"started again in (\S+) s", capsys.readouterr().err)
+    assert said[:4] == ["0.02", "0.04", "0.08", "0.02"]
+    pauses = [later - start for start, later in itertools.pairwise(server.starts)]
+    assert all(pause >= float(text) for pause, text in zip(pauses, said))
+
+
+def test_the_end_of_the_last_is_the_end() -> None:
+    servers = [FakeServer("a"), FakeServer("b")]
+
+    def die() -> None:
+        for server in servers:
+            server.fails = f"no memory for {server.name}"
+            server.die()
+
+    with pytest.raises(RunFailed, match="no engine is left: no memory for a; no memory for b"):
+        run(servers, die)
+    assert all(server.stopped for server in servers)
+
+
+def test_a_signal_while_one_is_started_again_ends_that_start() -> None:
+    server = FakeServer("a")
+
+    def die() -> None:
+        server.never = True
+        server.die()
+        asyncio.get_running_loop().call_later(0.2, interrupt)
+
+    run([server], die)
+    assert server.cancelled
+    assert server.stopped
+
+
+def test_one_that_does_not_start_ends_the_start_of_the_others() -> None:
+    servers = [FakeServer("a", never=True), FakeServer("b", fails="no memory for b")]
+    with pytest.raises(RunFailed, match="no memory for b"):
+        run(servers, lambda: None)
+    assert servers[0].cancelled
+    assert all(server.stopped for server in servers)
+
+
+def test_a_signal_while_they_start_ends_the_start() -> None:
+    server = FakeServer("a", never=True)
+
+    async def interrupted() -> None:
+        asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(run_servers([server], lambda urls: pytest.fail("nothing started"), restart=QUICK), 10)
+
+    asyncio.run(interrupted())
+    assert server.cancelled
+    assert server.stopped
+
+
+@pytest.mark.parametrize(("engine", "message"), [
+    ({}, r"rollout\.engine\.kind: got 'embedded', expected 'sglang'"),
+    ({"kind": "sglang", "urls": ["http://a:1"]}, r"rollout\.engine\.urls: these engines run already"),
+    ({"kind": "sglang", "colocated": True}, r"rollout\.engine\.colocated: the trainer itself starts"),
+])
+def test_what_does_not_run_alone_is_refused(engine: dict[str, object], message: str) -> None:
+    config = Config.model_validate({
+        "run": {"name": "test"}, "model": {"path": "none"}, "data": {"paths": "none.jsonl"}, "training": {"steps": 1},
+        "rollout": {"engine": engine},
+    })
+    with pytest.raises(ConfigError, match=message):
+        serve_engines(config)
+
+
+def served(run_dir: Path) -> Config:
+    return Config.model_validate({
+        "run": {"name": "test", "dir": str(run_dir)}, "model": {"path": "none"}, "data": {"paths": "none.jsonl"},
+        "training": {"steps": 1}, "rollout": {"engine": {"kind": "sglang"}},
+    })  # fmt: skip
+
+
+def test_keys_that_were_given_are_not_printed_and_made_ones_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = served(tmp_path)
+    made: list[Keys] = []
+
+    def servers(config: Config, keys: Keys, **_: object) -> list[FakeServer]:
+        made.append(keys)
+        return [FakeServer("a")]
+
+    async def announced(servers, announce, follow, *, restart) -> None:
+        announce(["http://a:1"])
+
+    monkeypatch.setattr(engines, "managed_servers", servers)
+    monkeypatch.setattr(serve, "run_servers", announced)
+    monkeypatch.setenv(API_KEY, "a-key-of-mine")
+    monkeypatch.delenv(ADMIN_KEY, raising=False)
+    assert serve_engines(config) == 0
+    said = capsys.readouterr().out
+    assert f"export {ADMIN_KEY}={made[0].admin}\n" in said
+    assert API_KEY not in said
+    assert "a-key-of-mine" not in said
+    assert """rollout.engine.urls='["http://a:1"]'""" in said
+
+
+def test_the_file_with_the_urls_is_there_only_while_the_engines_are_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, seen = tmp_path / "urls.json", list[object]()
+    file.write_text('["http://killed:1"]')
+
+    async def run_both(servers, announce, follow, *, restart) -> None:
+        seen.append(file.exists())
+        announce(["http://a:1", "http://a:2"])
+        seen.append(json.loads(file.read_text()))
+        raise RunFailed("a ended")
+
+    monkeypatch.setattr(engines, "managed_servers", lambda config, keys, *, ranks, logs: told.append((ranks, logs)) or [])
+    monkeypatch.setattr(serve, "run_servers", run_both)
+    told: list[tuple[int, Path]] = []
+    with pytest.raises(RunFailed, match="a ended"):
+        serve_engines(served(tmp_path), urls_file=file)
+    assert seen == [False, ["http://a:1", "http://a:2"]]
+    assert not file.exists()
+    assert told == [(0, tmp_path / "test-engines" / socket.gethostname())], "no trainer here; several machines share the folder"
+    with pytest.raises(ConfigError, match="--urls-file: there is no folder"):
+        serve_engines(served(tmp_path), urls_file=tmp_path / "none" / "urls.json")
+
+
+def test_what_runs_beside_the_servers_knows_their_urls_and_ends_with_them() -> None:
+    told: list[str] = []
+
+    async def follow(urls) -> None:
+        told.extend(urls)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+        finally:
+            told.append("ended before them" if not servers[0].stopped else "ended behind them")
+
+    servers = [FakeServer("a")]
+    asyncio.run(asyncio.wait_for(run_servers(servers, lambda _: None, follow, restart=QUICK), 10))
+    assert told == ["http://a:4000", "ended before them"]
+    assert servers[0].stopped
+
+
+def test_servers_do_not_go_on_without_what_runs_beside_them() -> None:
+    async def follow(urls) -> None:
+        raise RunFailed("the shared folder is gone")
+
+    servers = [FakeServer("a")]
+    with pytest.raises(RunFailed, match="the shared folder is gone"):
+        asyncio.run(asyncio.wait_for(run_servers(servers, lambda _: None, follow, restart=QUICK), 10))
+    assert servers[0].stopped
+
+
+def test_engines_of_the_delta_transport_follow_a_folder(tmp_path) -> None:
+    def config(**engine) -> Config:
+        return Config.model_validate({
+            "run": {"name": "test"}, "model": {"path": "none"}, "data": {"paths": "none"}, "training": {"steps": 1},
+            "rollout": {"engine": {"kind": "sglang", **engine}},
+        })
+
+    assert follower(config()) is None
+    assert follower(config(transport="disk", weights_dir=str(tmp_path))) is None
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.weights_dir: not given"):
+        follower(config(transport="delta"))
+    follow = follower(config(transport="delta", weights_dir=str(tmp_path)))
+    assert follow is not None
+
+    async def run() -> None:
+        following = asyncio.ensure_future(follow(["http://a"]))
+        await asyncio.sleep(0.2)
+        assert (tmp_path / "followers").is_dir()
+        following.cancel()
+        await asyncio.wait({following})
+
+    asyncio.run(run())

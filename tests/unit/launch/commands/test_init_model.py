@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rlcore import cli
+from rlcore.errors import ModelError, UserError
+from rlcore.launch.commands.init_model import ALPHABETS, ModelSpec, init_model
+
+SMALL = {"hidden": 32, "layers": 2, "intermediate": 64}
+
+
+def test_the_default_is_the_addition_model(tmp_path, capsys):
+    assert cli.main(["init-model", str(tmp_path / "m")]) == 0
+    assert capsys.readouterr().out.endswith("qwen3, 595,200 parameters, 31 symbols\n")
+    config = AutoConfig.from_pretrained(tmp_path / "m")
+    assert (config.model_type, config.vocab_size, config.tie_word_embeddings) == ("qwen3", 31, True)
+
+
+@pytest.mark.parametrize("text", ["12+34=", "46", " 1  2 ", "a"[:0], "x\ny"])
+def test_text_goes_through_the_tokenizer_character_by_character(tiny_model, text):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    ids = tokenizer.encode(text)
+    assert [tokenizer.decode([i]) for i in ids] == list(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+
+
+def test_special_tokens(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert len(tokenizer) == 31
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert tokenizer.encode("1<eos>") == [tokenizer.convert_tokens_to_ids("1"), 1]
+
+
+def test_an_unknown_character_is_an_error(tiny_model):
+    with pytest.raises(Exception, match="WordLevel error"):
+        AutoTokenizer.from_pretrained(tiny_model).encode("12+é")
+
+
+def test_a_chat_is_its_contents(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    messages = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "1+2=3"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "deepseek_v3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_families(tmp_path, family, tied):
+    count = init_model(tmp_path, ModelSpec(family=family, tied=tied, **SMALL))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.model_type == family
+    assert sum(p.numel() for p in model.parameters()) == count
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
+    assert model.generation_config.eos_token_id == 1
+    assert model.dtype == torch.float32
+    assert model(torch.tensor([[2, 3, 4]])).logits.shape == (1, 3, 31)
+
+
+def test_the_seed_fixes_the_weights_and_leaves_torchs_generator_alone(tmp_path):
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        init_model(tmp_path / name, ModelSpec(seed=seed, **SMALL))
+    assert torch.equal(torch.rand(2), expected)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b
+    assert a != c
+
+
+def test_a_model_is_not_overwritten_by_accident(tmp_path):
+    init_model(tmp_path, ModelSpec(**SMALL))
+    with pytest.raises(ModelError, match="--overwrite"):
+        init_model(tmp_path)
+    init_model(tmp_path, ModelSpec(seed=2, **SMALL), overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"hidden": 130}, "hidden: got 130, expected a multiple of 2 x heads"),
+        ({"kv_heads": 3}, "kv_heads: got 3, expected a divisor of heads"),
+        ({"layers": 0}, "layers: got 0"),
+        ({"family": "deepseek_v3", "experts": 1, "experts_per_token": 1}, "experts: got 1, expected 2 or more"),
+        ({"alphabet": "aba"}, "alphabet: got 'aba'"),
+    ],
+)
+def test_impossible_sizes(given, message):
+    with pytest.raises(UserError, match=message):
+        ModelSpec(**given)
+
+
+def test_presets_differ_in_their_alphabet():
+    assert ModelSpec.preset("addition").vocab_size == 31
+    assert ModelSpec.preset("ascii", hidden=64).vocab_size == len(ALPHABETS["ascii"]) + 2 == 99

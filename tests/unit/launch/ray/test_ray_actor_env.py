@@ -1,0 +1,75 @@
+"""What actors say, on the driver's terminal."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from rlcore.launch.ray import actor_env as workplace
+from rlcore.launch.ray.actor_env import Lines, Voice, line_key
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def lines() -> Lines:
+    return Lines(HOST)
+
+
+@pytest.fixture
+def store(lines: Lines) -> dist.Store:
+    """As an actor has it."""
+    return dist.TCPStore(HOST, lines.port, None, False, wait_for_workers=False)
+
+
+def half_said(store: dist.Store) -> int:
+    """The number of a line whose speaker was killed before its text was there."""
+    return store.add("lines", 1)
+
+
+def test_lines_come_in_their_order_each_on_its_stream(
+    lines: Lines, store: dist.Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print("one", file=Voice(store, "out"))
+    print("a warning", file=Voice(store, "err"))
+    print("two", file=Voice(store, "out"))
+    lines.show()
+    assert capsys.readouterr() == ("one\ntwo\n", "a warning\n")
+    lines.show()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_line_that_stays_half_said_is_passed_over(
+    lines: Lines, store: dist.Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(workplace.time, "monotonic", lambda: now)
+    half_said(store)
+    print("later", file=Voice(store, "out"))
+    lines.show()
+    now += 0.9 * workplace.HALF_SAID_S
+    lines.show()
+    assert capsys.readouterr().out == "", "its text may be on its way"
+    now += 0.2 * workplace.HALF_SAID_S
+    lines.show()
+    assert capsys.readouterr().out == "later\n"
+
+
+def test_a_line_whose_text_comes_late_is_shown(
+    lines: Lines, store: dist.Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = half_said(store)
+    lines.show()
+    print("two", file=Voice(store, "out"))
+    store.set(line_key(number), "out one\n")
+    lines.show()
+    assert capsys.readouterr().out == "one\ntwo\n"
+
+
+def test_when_nobody_speaks_any_more_nothing_is_waited_for(
+    lines: Lines, store: dist.Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half_said(store)
+    print("the last word", file=Voice(store, "out"))
+    lines.show(patience_s=0.0)
+    assert capsys.readouterr().out == "the last word\n"

@@ -1,0 +1,87 @@
+"""The environment that a rank finds under Ray: torchrun's, and its own device's number; and when its loss counts."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+from torch.distributed import HashStore
+
+import rlcore.launch
+from rlcore.launch.attempts import mark_ended
+from rlcore.launch.ray import rank as rank_module
+from rlcore.launch.ray import ranks as ranks_module
+from rlcore.launch.ray.actor_env import Workplace
+from rlcore.launch.ray.rank import RankActor, Seat
+from rlcore.launch.ray.ranks import Ranks
+
+SEAT = Seat(rank=7, world_size=8, local_rank=3, local_world_size=4, host="10.0.0.1", port=2345)
+
+
+class Here(Workplace):
+    def __init__(self) -> None:
+        pass
+
+    def enter(self) -> None:
+        pass
+
+
+def found_by_the_rank(monkeypatch: pytest.MonkeyPatch, *, rank_gpus: float, visible: str | None) -> dict[str, str]:
+    found: dict[str, str] = {}
+
+    def train_rank(loaded: Any, *, resume: bool, overwrite: bool, service: Any) -> int:
+        assert (resume, overwrite, service) == (True, False, None)
+        found.update(os.environ)
+        return 5
+
+    before = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    monkeypatch.setattr(os, "environ", before | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
+    monkeypatch.setattr(rlcore.launch, "train_rank", train_rank)
+    monkeypatch.setattr(rank_module.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    loaded: Any = SimpleNamespace(config=SimpleNamespace(cluster=SimpleNamespace(ray=SimpleNamespace(rank_gpus=rank_gpus))))
+    assert RankActor(Here()).run(SEAT, loaded, resume=True, overwrite=False, service="service of rank 0") == 5
+    return found
+
+
+@pytest.mark.parametrize(("rank_gpus", "visible", "local_rank"), [
+    (1.0, "6", "0"), (0.5, "6", "0"),       # it sees one GPU, which is its 0
+    (0.0, None, "3"), (1.0, "", "3"),       # it has none of its own: it shares what its node has, as under torchrun
+    (0.0, "0,1,2,3", "3"),                  # not Ray's doing
+])  # fmt: skip
+def test_a_rank_takes_the_gpu_that_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, rank_gpus: float, visible: str | None, local_rank: str
+) -> None:
+    assert found_by_the_rank(monkeypatch, rank_gpus=rank_gpus, visible=visible)["LOCAL_RANK"] == local_rank
+
+
+def test_the_rest_is_what_torchrun_would_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = found_by_the_rank(monkeypatch, rank_gpus=1.0, visible="6")
+    assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")} == {
+        "RANK": "7", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2345",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rank", "has_ended", "counts"), [(0, False, True), (1, False, True), (0, True, True), (1, True, False)]
+)
+def test_after_the_end_of_the_run_only_rank_0_is_missed(
+    monkeypatch: pytest.MonkeyPatch, rank: int, has_ended: bool, counts: bool
+) -> None:
+    """It may be uploading: nobody else shall end it."""
+
+    def gone(ref: object) -> int:
+        raise RayActorError
+
+    ranks = object.__new__(Ranks)
+    ranks.store, ranks.codes, ranks._lost, ranks._runs = HashStore(), {}, {}, {"call": rank}
+    ranks.pids, ranks.nodes = [1, 2], ["a", "b"]
+    if has_ended:
+        mark_ended(ranks.store, 0)
+    monkeypatch.setattr(ranks_module.ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(ranks_module.ray, "get", gone)
+    ranks._collect()
+    assert ranks._runs == {}
+    assert (ranks._gone() is not None) == counts

@@ -1,0 +1,40 @@
+"""Signals of the driver's process: what they do while the run goes, and while it closes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from rlcore.launch.ray.stop_requests import EndRequests
+
+
+def ask() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_second_signal_ends_the_run_at_once() -> None:
+    requests = EndRequests()
+    with requests.heeding_signals(), requests.ending_at_once():
+        ask()
+        assert requests.count == 1
+        with pytest.raises(KeyboardInterrupt):
+            ask()
+
+
+def test_signals_do_not_cut_the_closing_short() -> None:
+    """What the run was ended with, its exit code, stays."""
+    requests = EndRequests()
+    with requests.heeding_signals():
+        with requests.ending_at_once():
+            ask()
+        ask()
+        assert requests.count == 2
+
+
+def test_afterwards_signals_are_whose_they_were() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with EndRequests().heeding_signals():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before

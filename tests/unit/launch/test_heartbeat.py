@@ -1,0 +1,128 @@
+"""Who is taken for hung, and who is not."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from rlcore.launch import heartbeat as pulse
+from rlcore.launch.heartbeat import STALL_S, Pulse, Watch, beat_key
+from rlcore.launch.ranks import here_key
+from rlcore.trainer.rank_sync import Control, LocalStore, read_failure
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(pulse, "time", made)
+    return made
+
+
+class Ranks:
+    """Two ranks that beat when they are told to, and a watch over them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.store, self.number = clock, LocalStore(), 0
+        self.watch = Watch(self.store, range(2), limit_s=20, start_limit_s=60)
+
+    def beat(self, *ranks: int, doing: str = "training") -> None:
+        self.number += 1
+        for rank in ranks:
+            self.store.set(beat_key(rank), f"{self.number} {doing}")
+
+    def pass_time(self, seconds: float, *beating: int) -> None:
+        for _ in range(int(seconds)):
+            self.clock.now += 1
+            self.beat(*beating)
+            self.watch.silence()
+
+
+@pytest.fixture
+def ranks(clock: Clock) -> Ranks:
+    return Ranks(clock)
+
+
+def test_a_rank_that_stops_beating_is_named_with_what_it_was_at(ranks):
+    ranks.beat(0, 1)
+    ranks.pass_time(20, 0)
+    assert ranks.watch.failure() is None
+    ranks.pass_time(2, 0)
+    failure = ranks.watch.failure()
+    assert failure.rank == 1
+    assert failure.error == "it has been silent for 21 s (cluster.heartbeat_timeout_s: 20); it was at: training"
+
+
+def test_a_shorter_limit_can_be_asked_for(ranks):
+    ranks.beat(0, 1)
+    ranks.pass_time(7, 0)
+    assert ranks.watch.failure() is None
+    assert ranks.watch.failure(limit_s=5).rank == 1
+    assert ranks.watch.failure(limit_s=500) is None
+
+
+def test_a_rank_that_never_came_has_the_longer_limit(ranks):
+    ranks.pass_time(60, 0)
+    assert ranks.watch.failure() is None
+    ranks.pass_time(1, 0)
+    assert ranks.watch.failure().error == "it has not joined the others within 60 s (cluster.start_timeout_s)"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_who_needs_nobody_any_more_misses_nobody(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    monkeypatch.setattr(pulse, "BEAT_S", 0.01)
+    monkeypatch.setattr(pulse, "NOTICE_S", 600.0)
+    store: Any = LocalStore()
+    beating = Pulse(store, Control(store, 0, 2), Watch(store, [1], limit_s=20, start_limit_s=0.5), [])
+    if alone:
+        beating.alone()
+    time.sleep(1.0)
+    beating.stop(in_peace=True)
+    assert (read_failure(store) is None) == alone
+
+
+def test_of_ranks_that_have_not_met_the_one_is_named_that_the_others_wait_for(ranks):
+    ranks.store.set(here_key(0), "")
+    ranks.pass_time(61)
+    assert ranks.watch.failure().rank == 1
+    ranks.store.set(here_key(1), "")
+    assert ranks.watch.failure().rank == 0, "all are there, and something else holds them up"
+
+
+def test_a_rank_that_is_still_on_its_way_hides_no_other(ranks):
+    ranks.beat(0)
+    ranks.pass_time(30)
+    assert ranks.watch.failure().rank == 0
+
+
+def test_a_rank_that_left_in_peace_is_not_missed(ranks):
+    ranks.beat(0, 1)
+    ranks.pass_time(1, 0, 1)
+    ranks.store.set(beat_key(1), "left")
+    ranks.pass_time(200, 0)
+    assert ranks.watch.failure() is None
+
+
+def test_a_watcher_that_stood_still_starts_to_count_anew(ranks):
+    """A laptop that slept, or a run that was stopped and continued: everybody was silent."""
+    ranks.beat(0, 1)
+    ranks.watch.silence()
+    ranks.clock.now += 3600
+    assert ranks.watch.failure() is None
+    ranks.pass_time(19, 0)
+    assert ranks.watch.failure() is None
+    ranks.pass_time(2, 0)
+    assert ranks.watch.failure().rank == 1
+
+
+def test_what_counts_as_standing_still_is_longer_than_between_two_looks():
+    assert STALL_S > 5 * pulse.BEAT_S

@@ -1,0 +1,102 @@
+"""Checks that build the algorithms: what they refuse, and how `rlcore validate` says it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rlcore import cli
+from rlcore.algorithms import Advantages, EstimatorInputs
+from rlcore.config.load import load_config
+from rlcore.launch.plugin_checks import check_plugins
+
+HEAD = "run: {name: x}\nmodel: {path: m}\ndata: {paths: [d.jsonl]}\ntraining: {steps: 1}\n"     # four lines
+HERE = f"{__name__}:Student"
+
+
+class Student:
+    """An estimator that reads the teacher itself, and has no rewards a token."""
+
+    needs = frozenset({"teacher_logprobs"})
+
+    def __call__(self, inputs: EstimatorInputs) -> Advantages:
+        assert inputs.teacher_logprobs is not None
+        return Advantages(inputs.teacher_logprobs)
+
+
+def validate(folder: Path, lines: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What `rlcore validate` says against a file that ends with `lines`."""
+    file = folder / "run.yaml"
+    file.write_text(HEAD + "\n".join(lines) + "\n")
+    assert cli.main(["validate", str(file)]) == 2
+    return capsys.readouterr().err.removeprefix("rlcore: ").replace(str(folder) + "/", "").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("lines", "key", "line", "said"),
+    [
+        # seen without torch
+        (["algorithm:", "  estimator: {name: gpg}", "  kl: {reward_coef: 0.1}"], "algorithm.kl.reward_coef", 7,
+         "got 0.1, but estimator 'gpg' takes no KL into its reward and would ignore it: set algorithm.kl.loss_coef"),
+        (["teacher: {path: t}", "algorithm:", "  distillation: {coef: 0.1}"], "algorithm.distillation.coef", 7,
+         "got 0.1, but estimator 'grpo' takes no distillation into its reward and would ignore it"),
+        (["algorithm:", "  estimator: {name: rloo}", "  distillation:", "    coef: 0.1"], "teacher.path", None,
+         "missing: algorithm.distillation.coef is not 0, so name the model to learn from"),
+        (["algorithm:", "  estimator: {name: rloo, distill_coef: 0.1}"], "algorithm.estimator.distill_coef", 6,
+         "set algorithm.distillation.coef instead; estimators are given it"),
+        (["algorithm:", "  old_logprobs: rollout", "  correction: {name: tis}"], "algorithm.correction.name", 7,
+         "'tis' compares the trainer's log-probs with the engine's, and algorithm.old_logprobs: rollout takes the engine's"),
+        (["algorithm:", "  loss: {name: decoupled_ppo}", "  correction: {name: mis}"], "algorithm.correction.name", 7,
+         "loss 'decoupled_ppo' has this ratio as a weight of its own, so 'mis' would apply it twice"),
+        (["algorithm:", "  correction:", "    level: sequence"], "algorithm.correction.level", 7,
+         "got 'sequence', but algorithm.correction.name is none"),
+        (["algorithm:", "  correction: {name: tis, lower: -1}"], "algorithm.correction.lower", 6,
+         "got -1, expected at least 0"),
+        (["algorithm:", "  kl:", "    loss_unbiased: true"], "algorithm.kl.loss_unbiased", 7,
+         "there is no KL in the loss to weigh"),
+        (["algorithm:", "  loss: {per_rollout: yes}"], "algorithm.loss.per_rollout", 6,
+         "would change nothing, as aggregation token-mean counts tokens alone"),
+        (["algorithm: {normalize_advantages: whiten}"], "algorithm.normalize_advantages", 5,
+         "got 'whiten', expected one of 'batch', 'group' or 'none'"),
+        (["rollout: {samples_per_prompt: 1}", "algorithm: {estimator: {name: ppo}, normalize_advantages: group}"],
+         "rollout.samples_per_prompt", 5, "algorithm.normalize_advantages: group compares the samples of one prompt"),
+        # seen when the algorithms are built
+        (["algorithm:", f"  estimator: {{name: '{HERE}'}}", "  kl: {reward_coef: 0.1}"], "algorithm.kl.reward_coef", 7,
+         "takes no KL into its reward and would ignore it"),
+        (["teacher: {path: t}", "algorithm:", f"  estimator: {{name: '{HERE}'}}", "  distillation: {coef: 0.1}"],
+         "algorithm.distillation.coef", 8, "takes no distillation into its reward and would ignore it"),
+        (["algorithm:", f"  estimator: {{name: '{HERE}'}}"], "algorithm.estimator", 6,
+         "'teacher_logprobs' is missing: set teacher.path"),
+        (["algorithm:", "  loss: {name: clip_cov, clip_cov_ratio: 2.0}"], "algorithm.loss", 6,
+         "clip_cov_ratio: expected a number in (0, 1], got 2.0"),
+        (["algorithm:", "  loss: {name: gspo, clip_hi: 0.1}"], "algorithm.loss.clip_hi", 6,
+         "unknown keyword; did you mean algorithm.loss.clip_high?"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_key_file_and_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: list[str], key: str, line: int | None, said: str
+) -> None:
+    (message,) = validate(tmp_path, lines, capsys)
+    place = key if line is None else f"{key} (run.yaml:{line})"
+    assert message.startswith(f"{place}: "), message
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "noted"),
+    [
+        (["teacher.path=t"], ["teacher: is ignored: algorithm.distillation.coef is 0"]),
+        (["teacher.path=t", "algorithm.estimator.name=ppo", "algorithm.distillation.coef=0.1"], []),
+        (["teacher.path=t", f"algorithm.estimator.name={HERE}"], []),
+        (["critic.path=c"], ["critic: is ignored: estimator 'grpo' needs no values"]),
+        (["critic.path=c", "algorithm.estimator.name=vapo"], []),
+        (["algorithm.estimator.name=remax"], []),
+        (["algorithm.loss.name=decoupled_ppo", "algorithm.old_logprobs=recompute"], []),
+        (["algorithm.correction={name: mis, level: geometric, lower: 0.999, upper: 1.001, veto: 1e-4}"], []),
+    ],
+)
+def test_what_is_accepted_and_noted(overrides: list[str], noted: list[str]) -> None:
+    given = ["run.name=x", "model.path=m", "data.paths=d.jsonl", "training.steps=1", *overrides]
+    assert check_plugins(load_config([], given)) == noted

@@ -1,0 +1,289 @@
+"""What `rlcore ledger` finds contradictory, and how it tells a ledger and the life of a draw; whole runs are in
+tests/integration/test_ledger_runs.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.errors import UserError
+from rlcore.launch.commands.ledger import MOST, describe, life_of, show_ledger
+from rlcore.runs.checkpoints import Checkpoint
+from rlcore.runs.directory import RunDirectory
+from rollout.accounting.audit import Audit, audit, check_checkpoint, check_recording, check_steps
+from rollout.accounting.journal_reader import read_journal
+
+CONFIG = """
+run: {name: test}
+model: {path: none}
+data: {paths: [none.jsonl], label_key: answer}
+reward: {parts: {right: {function: exact_match}}}
+training: {steps: 5}
+"""
+START = {"start": 0, "prompts": [9, "nine"], "max_staleness": 0}
+# Step 1 takes two of three draws, one of which came back; step 2 finds nothing in draw 3, and takes what is left.
+WHOLE: list[dict[str, Any]] = [
+    START, {"drawn": [0, 1, 2]}, {"finished": [0, 1, 2]}, {"requeued": [1], "because": "stale"},
+    {"consumed": [0, 2], "step": 1}, {"cut": 1},
+    {"drawn": [1, 3]}, {"finished": [1, 3]}, {"dropped": [3], "by": "f"}, {"consumed": [1], "step": 2}, {"cut": 2},
+]  # fmt: skip
+
+
+def written(folder: Path, entries: list[dict[str, Any]]) -> Path:
+    path = folder / "ledger.jsonl"
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_in_order_contradict_nothing(tmp_path: Path) -> None:
+    assert list(check_steps(read_journal(written(tmp_path, WHOLE)))) == []
+    rewound = [*WHOLE, {**START, "start": 1}, *WHOLE[6:]]
+    assert list(check_steps(read_journal(written(tmp_path, rewound)))) == []
+    history = read_journal(written(tmp_path, WHOLE))
+    saved = history.at(1)
+    assert saved is not None
+    anew = [{**START, "start": 1, "ledger": saved.snapshot()}, *WHOLE[6:]]
+    assert list(check_steps(read_journal(written(tmp_path, anew)))) == []
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ([*WHOLE[:9], {"consumed": [1], "step": 3}], ["line 10: step 3 consumed draws 1, step 2 was the next"]),
+        (WHOLE[:5] + WHOLE[6:], ["line 9: step 2 consumed draws 1, step 1 was the next"]),
+        (WHOLE[:4] + WHOLE[5:6], ["line 5: the cut of step 1, while the last step that consumed draws is 0"]),
+        (WHOLE[:9] + WHOLE[10:], ["line 10: the cut of step 2, while the last step that consumed draws is 1"]),
+        (
+            [*WHOLE[:8], {"consumed": [3], "step": 1}, *WHOLE[9:]],     # behind the cut of its step
+            ["line 9: step 1 consumed draws 3, step 2 was the next"],
+        ),
+    ],
+)  # fmt: skip
+def test_steps_out_of_order_are_named(tmp_path: Path, entries: list[dict[str, Any]], said: list[str]) -> None:
+    assert list(check_steps(read_journal(written(tmp_path, entries)))) == said
+
+
+# --- the checkpoint ---------------------------------------------------------------------------------------------------
+
+
+def checkpoint(history: Path, step: int = 1) -> dict[str, Any]:
+    """What a service gives to the checkpoint of `step`, which keeps the groups of its finished draws."""
+    ledger = read_journal(history).at(step)
+    assert ledger is not None
+    finished = [draw for draw in ledger.unsettled() if ledger.state(draw) == "finished"]
+    return {
+        "stream": {"cursor": len(ledger), "requeued": ledger.requeued()}, "ledger": ledger.snapshot(),
+        "ahead": {"groups": [{"draw": draw} for draw in reversed(finished)]},
+    }  # fmt: skip
+
+
+def said_of(path: Path, source: dict[str, Any], step: int = 1) -> list[str]:
+    return list(check_checkpoint(Checkpoint(step, path.parent, {"source": source}), read_journal(path)))
+
+
+# 1 and 2 are finished, 3 is in flight.
+KEPT = [START, {"drawn": [0, 1, 2, 3]}, {"finished": [0, 1, 2]}, {"consumed": [0], "step": 1}, {"cut": 1}]
+
+
+@pytest.mark.parametrize("entries", [WHOLE, KEPT])
+def test_a_checkpoint_of_its_cut_contradicts_nothing(tmp_path: Path, entries: list[dict[str, Any]]) -> None:
+    path = written(tmp_path, entries)
+    assert said_of(path, checkpoint(path)) == []
+
+
+def other_ledger(source: dict[str, Any]) -> None:
+    source["ledger"]["codes"][0] = -3
+    source["stream"]["requeued"] = [0]
+
+
+def other_last_draw(source: dict[str, Any]) -> None:
+    source["ledger"]["codes"][-1] = -3
+    source["stream"]["requeued"] = [3]
+
+
+def shorter(source: dict[str, Any]) -> None:
+    source["ledger"] = {"codes": [1, -2], "lengths": [1, 1], "filters": []}
+    source["stream"] = {"cursor": 2, "requeued": []}
+    source["ahead"]["groups"] = [{"draw": 1}]
+
+
+def other_cursor(source: dict[str, Any]) -> None:
+    source["stream"]["cursor"] = 5
+
+
+def other_requeued(source: dict[str, Any]) -> None:
+    source["stream"]["requeued"] = [2]
+
+
+def lost_group(source: dict[str, Any]) -> None:
+    source["ahead"]["groups"].pop()
+
+
+def group_of_a_consumed_draw(source: dict[str, Any]) -> None:
+    source["ahead"]["groups"].append({"draw": 0})
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (other_ledger, ["draw 0 is requeued in the checkpoint of step 1 and consumed by step 1 in the journal; so 1 draws"]),
+        (other_last_draw, ["draw 3 is requeued in the checkpoint of step 1 and in flight in the journal; so 1 draws"]),
+        (shorter, ["the checkpoint of step 1 knows 2 draws, the journal 4 at its cut"]),
+        (other_cursor, ["the stream of the checkpoint of step 1 is at draw 5, with none to come again; its ledger has 4 draws, "
+                        "requeued none"]),
+        (other_requeued, ["the stream of the checkpoint of step 1 is at draw 4, with 2 to come again; its ledger has 4 draws, "
+                          "requeued none"]),
+        (lost_group, ["the checkpoint of step 1 keeps the groups of draws 2, finished are 1, 2"]),
+        (group_of_a_consumed_draw, ["the checkpoint of step 1 keeps the groups of draws 0, 1, 2, finished are 1, 2"]),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_contradicts_its_cut_is_named(
+    tmp_path: Path, harm: Callable[[dict[str, Any]], None], said: list[str]
+) -> None:
+    path = written(tmp_path, KEPT)
+    source = checkpoint(path)
+    harm(source)
+    assert said_of(path, source) == said
+
+
+def test_a_checkpoint_without_its_cut_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path, WHOLE)
+    assert said_of(path, checkpoint(path), step=3) == ["the journal has no cut of step 3, of which there is a checkpoint"]
+
+
+# --- recordings -------------------------------------------------------------------------------------------------------
+
+
+def samples(*addresses: tuple[int, int]) -> list[dict[str, Any]]:
+    return [{"draw": draw, "index": index} for draw, index in addresses]
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        (samples((4, 0), (4, 1), (7, 0)), []),
+        (samples((4, 0)), ["step 2 consumed draws 7, of which no sample is recorded"]),
+        (samples((4, 0), (7, 0), (5, 0)), ["step 2 was trained on draws 5, which the ledger does not say it consumed"]),
+        (samples((4, 0), (7, 1), (7, 1)), ["step 2 was trained twice on sample 1 of draw 7"]),
+    ],
+)
+def test_a_step_was_trained_on_what_it_consumed(records: list[dict[str, Any]], said: list[str]) -> None:
+    assert list(check_recording(2, records, [4, 7])) == said
+
+
+# --- a run's folder ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_before_its_first_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    written(tmp_path, [*WHOLE, {**START, "start": 1}, {"drawn": [1]}, {"requeued": [1]}, {"drawn": [1]}])
+    found = audit(RunDirectory(tmp_path))
+    assert found == Audit(
+        draws=3, states={"in flight": 1, "finished": 0, "requeued": 0, "consumed": 2}, steps=1, given_up={"stale": 1},
+        restarts=1, rewound=4,
+    )  # fmt: skip
+
+
+def test_given_up_groups_are_counted_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    written(tmp_path, [
+        START, {"drawn": [0, 1, 2]}, {"finished": [0, 1]}, {"requeued": [0, 1], "because": "stale"}, {"requeued": [2]},
+    ])  # fmt: skip
+    found = audit(RunDirectory(tmp_path))
+    assert (found.given_up, found.restarts, found.contradictions) == ({"stale": 2}, 0, [])
+
+
+def test_a_journal_that_contradicts_itself_is_all_there_is_to_say(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    written(tmp_path, [START, {"drawn": [0]}, {"consumed": [0], "step": 1}])
+    found = audit(RunDirectory(tmp_path))
+    assert found.contradictions == [f"{tmp_path / 'ledger.jsonl'}:3: draw 0 is in flight, expected finished"]
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def test_a_ledger_in_a_few_lines() -> None:
+    found = Audit(draws=3, states={"in flight": 0, "requeued": 1, "consumed": 2}, steps=2, restarts=1, rewound=7, checkpoint=2,
+                  given_up={"stale": 4, "rolled_back": 1}, recorded=2)  # fmt: skip
+    assert list(describe(found)) == [
+        "draws            3: 1 requeued, 2 consumed",
+        "steps            2",
+        "given up         1 rolled_back, 4 stale",
+        "restarts         1, which rewound 7 lines",
+        "checkpoint       step 2",
+        "recordings       of 2 steps",
+        "balanced",
+    ]
+    assert "restarts         2, which rewound 0 lines" in describe(Audit(restarts=2))
+    assert list(describe(Audit())) == [
+        "draws            0", "steps            0", "restarts         0", "checkpoint       none",
+        "recordings       of 0 steps", "balanced",
+    ]  # fmt: skip
+
+
+def test_contradictions_are_counted_and_the_first_are_shown() -> None:
+    lines = list(describe(Audit(contradictions=[f"no. {number}" for number in range(MOST + 3)])))
+    assert lines[5:7] == ["NOT balanced:", "  no. 0"]
+    assert lines[-2:] == [f"  no. {MOST - 1}", "  and 3 more"]
+    assert list(describe(Audit(contradictions=["only"])))[-2:] == ["NOT balanced:", "  only"]
+
+
+def test_the_life_of_a_draw(tmp_path: Path) -> None:
+    history = read_journal(written(tmp_path, [*WHOLE, {**START, "start": 1}, {"drawn": [1]}]))
+    assert list(life_of(history, 1)) == [
+        "draw 1: in flight",
+        "  line 2        drawn",
+        "  line 3        finished",
+        "  line 4        requeued (because stale)",
+        "  line 7        drawn, rewound by line 12",
+        "  line 8        finished, rewound by line 12",
+        "  line 10       consumed (step 2), rewound by line 12",
+        "  line 13       drawn",
+    ]
+    first, *_, last = life_of(history, 3)
+    assert first == "draw 3: not drawn, since it was rewound"
+    assert last == "  line 9        dropped (by f), rewound by line 12"
+    with pytest.raises(UserError, match=r"draw 4 was not made; the ledger knows 3"):
+        list(life_of(history, 4))
+
+
+def test_a_draw_of_a_lost_journal_has_a_state_and_no_life(tmp_path: Path) -> None:
+    """The start holds the ledger of the checkpoint, where the draw was made."""
+    saved = {"codes": [1], "lengths": [3], "filters": []}
+    history = read_journal(written(tmp_path, [{**START, "start": 1, "ledger": saved}]))
+    assert list(life_of(history, 2)) == ["draw 2: consumed by step 1"]
+
+
+def test_the_life_of_a_draw_that_contradicts_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is no state, and everything that is needed to see why."""
+    path = written(tmp_path, [*WHOLE, {"consumed": [1], "step": 3}, {"cut": 3}])
+    assert show_ledger(tmp_path, draw=1, as_json=False, recordings=True) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"draw 1: in no one state, the journal contradicts itself: {path}:12: draw 1 is consumed by step 2, expected finished",
+        "  line 2        drawn",
+        "  line 3        finished",
+        "  line 4        requeued (because stale)",
+        "  line 7        drawn",
+        "  line 8        finished",
+        "  line 10       consumed (step 2)",
+        "  line 12       consumed (step 3)",
+    ]
+
+
+def test_nothing_is_compared_for_the_life_of_a_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step has no cut, which `rlcore ledger` alone says."""
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    written(tmp_path, WHOLE[:5] + WHOLE[6:])
+    assert show_ledger(tmp_path, draw=0, as_json=False, recordings=True) == 0
+    assert capsys.readouterr().out.startswith("draw 0: consumed by step 1\n")
+    assert show_ledger(tmp_path, draw=None, as_json=False, recordings=True) == 1
+    assert "NOT balanced" in capsys.readouterr().out

@@ -1,0 +1,130 @@
+"""Random lives of draws, with crashes at any byte of the journal: whatever happens, the books balance."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rlcore.data.prompts import PromptStream
+from rollout.accounting.audit import check_steps
+from rollout.accounting.journal_reader import read_journal
+from rollout.accounting.prompt_queue import Draws
+
+
+class Books(RuleBasedStateMachine):
+    """A service that is driven by a trainer, and a model of what it must know: the ledger at each cut that counts."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name) / "ledger.jsonl"
+        self.step = 0                                           # whose batch the trainer has
+        self.cuts: dict[int, dict[str, Any]] = {}               # step -> the snapshot of its hand-over
+        self.checkpoint = 0                                     # of this step is the newest
+        self.draws = self.fresh()
+        self.draws.keep_journal(self.path)
+
+    def teardown(self) -> None:
+        if hasattr(self, "draws"):
+            self.draws.close()
+            self.folder.cleanup()
+
+    def fresh(self) -> Draws:
+        return Draws(PromptStream(5, seed=1, fingerprint="five"))
+
+    def in_state(self, state: str) -> list[int]:
+        return [draw for draw in self.draws.ledger.unsettled() if self.draws.ledger.state(draw) == state]
+
+    # --- the life of draws ----------------------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 6))
+    def take(self, count: int) -> None:
+        requeued = self.draws.ledger.requeued()
+        taken = self.draws.take(count)
+        assert taken[: len(requeued)] == requeued[:count]       # what came back goes first
+
+    @precondition(lambda self: self.in_state("in flight"))
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        for draw in data.draw(st.lists(st.sampled_from(self.in_state("in flight")), min_size=1, unique=True)):
+            self.draws.ledger.finish(draw)
+
+    @precondition(lambda self: self.in_state("finished"))
+    @rule(data=st.data(), name=st.sampled_from(["zero_variance", "mine"]))
+    def drop(self, data: st.DataObject, name: str) -> None:
+        self.draws.ledger.drop(data.draw(st.sampled_from(self.in_state("finished"))), name)
+
+    @precondition(lambda self: self.draws.ledger.unsettled())
+    @rule(data=st.data(), reason=st.sampled_from(["", "stale"]))
+    def give_back(self, data: st.DataObject, reason: str) -> None:
+        self.draws.give_back(data.draw(st.sampled_from(self.draws.ledger.unsettled())), reason)
+
+    @precondition(lambda self: self.in_state("finished"))
+    @rule(data=st.data())
+    def hand_over(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.in_state("finished")), min_size=1, unique=True))
+        self.step += 1
+        self.draws.hand_over(sorted(chosen), self.step)
+        self.cuts[self.step] = json.loads(json.dumps(self.draws.snapshot()))
+
+    @rule()
+    def save(self) -> None:
+        self.checkpoint = self.step
+
+    # --- what ends it ---------------------------------------------------------------------------------------------
+
+    def go_on(self, draws: Draws, state: dict[str, Any] | None, step: int) -> None:
+        if state is not None:
+            draws.restore(state)
+        draws.give_back_unsettled()
+        draws.keep_journal(self.path)
+        self.draws, self.step = draws, step
+        self.cuts = {at: cut for at, cut in self.cuts.items() if at <= step}
+        if state is not None:
+            assert self.draws.ledger.consumed() == read_journal(self.path).at(step).consumed()
+
+    @rule(share=st.floats(0, 1))
+    def everything_dies(self, share: float) -> None:
+        """At any byte that a machine may have kept of the file; the checkpoint is whole."""
+        self.draws.journal._release()                           # as a kill does: what is held is lost
+        content = self.path.read_bytes()
+        self.path.write_bytes(content[: round(share * len(content))])
+        self.go_on(self.fresh(), self.cuts.get(self.checkpoint), self.checkpoint)
+        # What a journal has lost of cuts before the checkpoint's it cannot be asked for any more.
+        self.cuts = {at: cut for at, cut in self.cuts.items() if at in read_journal(self.path).cuts}
+
+    @rule()
+    def the_trainer_dies(self) -> None:
+        """The service goes back with it."""
+        draws, state = self.draws, self.cuts.get(self.checkpoint)
+        self.go_on(draws, draws.beginning() if state is None else state, self.checkpoint)
+
+    @rule()
+    def the_service_dies(self) -> None:
+        """The trainer goes on with another, from the state that came with the newest hand-over."""
+        self.draws.journal._release()
+        self.go_on(self.fresh(), self.cuts.get(self.step), self.step)
+
+    # --- what always holds ----------------------------------------------------------------------------------------
+
+    @invariant()
+    def balanced(self) -> None:
+        self.draws.journal.flush()
+        history, ledger, stream = read_journal(self.path), self.draws.ledger, self.draws.stream
+        assert history.at().snapshot() == ledger.snapshot()
+        assert list(check_steps(history)) == []
+        assert sum(ledger.balance().values()) == len(ledger) == stream.cursor
+        assert stream.snapshot()["requeued"] == ledger.requeued()
+        assert ledger.last_step == self.step
+        for step, cut in self.cuts.items():
+            assert history.at(step).snapshot() == cut["ledger"]
+
+
+Books.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBooks = Books.TestCase

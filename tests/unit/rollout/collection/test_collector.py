@@ -1,0 +1,395 @@
+"""The collector alone, without a service around it: what the loop calls in one turn, and what is given up while it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlcore.data.prompts import PromptStream
+from rlcore.data.sample import Sample, VersionSpan
+from rlcore.errors import EmptyBatch, RunFailed
+from rlcore.runs.rollouts import encode_samples
+from rollout.accounting.prompt_queue import Draws
+from rollout.collection import buffer
+from rollout.collection import collector as collect_ahead
+from rollout.collection.buffer import decode
+from rollout.collection.collector import AheadCollector
+from rollout.collection.filters import FilterChain
+from rollout.collection.group_runner import Group
+from rollout.collection.lockstep_collector import Tally
+from rollout.collection.published_versions import PolicySteps, Publication
+
+PROMPTS = 20
+Reply = Callable[[int], Coroutine[Any, Any, Group]]
+
+
+def sample(draw: int, *versions: int, index: int = 0, reason: str = "stop") -> Sample:
+    """A prompt of one token, then one token of each version."""
+    m = len(versions)
+    return Sample(
+        draw=draw, index=index, prompt_id=f"f:{draw}", group_id=draw, rollout_id=draw, tokens=np.arange(1 + m, dtype=np.int32),
+        loss_mask=np.array([0] + [1] * m, dtype=np.uint8), rollout_logprobs=np.zeros(m, np.float32),
+        versions=tuple(VersionSpan(version, at, at + 1) for at, version in enumerate(versions)), finish_reason=reason,
+    )  # fmt: skip
+
+
+def made_by(version: int) -> Reply:
+    async def reply(draw: int) -> Group:
+        return Group(draw, [sample(draw, version)])
+
+    return reply
+
+
+at_once = made_by(1)
+
+
+@dataclass
+class Runner:
+    """Makes each group by `reply`, and begins `free` of them."""
+
+    reply: Reply = at_once
+    free: int = 1000
+    batched: bool = False
+    started: list[int] = field(default_factory=list)
+
+    async def run(self, draws: Sequence[int]) -> list[Group]:
+        self.started += draws
+        return [await self.reply(draw) for draw in draws]
+
+    def room(self, samples: int) -> int:
+        return self.free
+
+
+@pytest.fixture
+def make(make_config) -> Callable[..., tuple[AheadCollector, Draws, Runner]]:
+    """Version v is policy step v - 1."""
+
+    def made(runner: Runner, **rollout: Any) -> tuple[AheadCollector, Draws, Runner]:
+        config = make_config(rollout={"max_staleness": 1, "prompts_per_step": 1, "samples_per_prompt": 1, **rollout})
+        draws, versions = Draws(PromptStream(PROMPTS, seed=1)), PolicySteps()
+        for step in range(5):
+            versions.add(Publication(step + 1, step, 0))
+        filters = FilterChain(config.rollout.filters, samples_per_prompt=2)
+        collector = AheadCollector(config, draws, runner, filters, versions, steps=100, busy_s=lambda: 0.0)
+        return collector, draws, runner
+
+    return made
+
+
+async def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0)
+
+
+# --- what is given up -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_given_up_before_it_has_begun_goes_back_too(make):
+    """In one turn of the loop a group is started, the one before it ends, and the step that takes that one is the last that
+    could have taken either.
+    """
+
+    async def main() -> None:
+        ends = asyncio.Event()
+
+        async def reply(draw: int) -> Group:
+            if draw == 1:
+                await ends.wait()
+            return await at_once(draw)
+
+        collector, draws, runner = make(Runner(reply, free=2), oversample=2.0)
+        collector.published(0)
+        await until(lambda: runner.started == [0, 1])
+        runner.free = 0
+        await collector.collect(1)
+        runner.free = 1
+        collector.room_changed()                        # begins draw 2 in the next turn,
+        ends.set()                                      # in which draw 1 ends,
+        collected = await asyncio.create_task(collector.collect(2))     # and is taken
+        assert [group.draw for group in collected.groups] == [1]
+        assert runner.started == [0, 1]
+        await until(lambda: draws.ledger.state(2) == "requeued")
+        assert draws.ledger.balance() == {"in flight": 0, "finished": 0, "requeued": 1, "consumed": 2}
+        collector.published(1)
+        runner.reply = made_by(2)
+        collected = await collector.collect(3)
+        assert [group.draw for group in collected.groups] == [2]
+        assert collected.metrics["rollout/dropped_stale"] == 1.0
+
+    asyncio.run(main())
+
+
+async def fails_to_close(draw: int) -> Group:
+    """As a workflow with a sandbox that is gone."""
+    try:
+        await asyncio.sleep(600)
+    except asyncio.CancelledError:
+        raise RunFailed(f"workflow sandboxed failed on draw {draw}: OSError: no such sandbox") from None
+    raise AssertionError
+
+
+def test_how_a_stale_group_ends_is_nobody_s_concern(make, caplog):
+    async def main() -> None:
+        reply = lambda draw: at_once(draw) if draw != 3 else fails_to_close(draw)  # noqa: E731
+        collector, draws, runner = make(Runner(reply), oversample=2.0)
+        collector.published(0)
+        await until(lambda: len(draws.ledger) == 4)
+        await collector.collect(1)
+        await collector.collect(2)                      # the last step that may take any of the four
+        await until(lambda: draws.ledger.state(3) == "requeued")
+        collector.published(2)
+        runner.reply = made_by(3)
+        assert [group.draw for group in (await collector.collect(3)).groups] == [2]
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    assert "draws [3] were given up, and what made them then failed: workflow sandboxed failed" in caplog.text
+
+
+def test_what_outlives_a_halt_does_not_end_the_next_life(make, monkeypatch):
+    async def main() -> None:
+        may_end = asyncio.Event()
+
+        async def lingers(draw: int) -> Group:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                await may_end.wait()
+                raise RunFailed("the sandbox took its time, and failed") from None
+            raise AssertionError
+
+        collector, draws, runner = make(Runner(lingers), oversample=2.0)
+        collector.published(0)
+        await until(lambda: len(runner.started) == 4)
+        beginning = draws.beginning()
+        await collector.halt()
+        collector.restore(beginning, ())
+        runner.reply = at_once
+        may_end.set()
+        await asyncio.sleep(0.01)
+        assert draws.ledger.balance() == {"in flight": 0, "finished": 0, "requeued": 0, "consumed": 0}
+        collector.published(0)
+        assert [group.draw for group in (await collector.collect(1)).groups] == [0]
+
+    monkeypatch.setattr(collect_ahead, "CLOSE_S", 0.01)
+    asyncio.run(main())
+
+
+def test_a_group_that_outlives_a_halt_is_none_of_the_next_life(make, monkeypatch):
+    """A workflow that goes on to its end, whoever cancels it; its draw is made anew meanwhile."""
+
+    async def main() -> None:
+        may_end = asyncio.Event()
+
+        async def heeds_nobody(draw: int) -> Group:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(600)
+            await may_end.wait()
+            return await at_once(draw)
+
+        async def made_anew(draw: int) -> Group:
+            await again.wait()
+            return await at_once(draw)
+
+        again = asyncio.Event()
+        collector, draws, runner = make(Runner(heeds_nobody))
+        collector.published(0)
+        await until(lambda: runner.started == [0, 1])
+        beginning = draws.beginning()
+        await collector.halt()
+        collector.restore(beginning, ())
+        runner.reply = made_anew
+        collector.published(0)
+        await until(lambda: runner.started == [0, 1, 0, 1])
+        may_end.set()
+        await asyncio.sleep(0.01)
+        assert draws.ledger.balance()["finished"] == 0
+        again.set()
+        assert [group.draw for group in (await collector.collect(1)).groups] == [0]
+        assert [group.draw for group in (await collector.collect(2)).groups] == [1]
+
+    monkeypatch.setattr(collect_ahead, "CLOSE_S", 0.01)
+    asyncio.run(main())
+
+
+# --- what goes wrong where nobody listens -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError("7 was started"), RunFailed("another writes"), OSError("full")])
+def test_who_cannot_begin_tells_the_trainer_at_once(make, monkeypatch, error):
+    def take(count: int) -> list[int]:
+        raise error
+
+    async def main() -> None:
+        collector, draws, _ = make(Runner())
+        monkeypatch.setattr(draws, "take", take)
+        collector.published(0)
+        await asyncio.wait_for(collector.collect(1), 1)
+
+    with pytest.raises(type(error), match=str(error)):
+        asyncio.run(main())
+
+
+def test_a_group_whose_end_cannot_be_written_down_is_made_again(make, monkeypatch):
+    async def main() -> None:
+        collector, draws, _ = make(Runner())
+        finish = draws.ledger.finish
+
+        def full_disk(draw: int) -> None:
+            monkeypatch.setattr(draws.ledger, "finish", finish)
+            raise OSError("no space left")
+
+        monkeypatch.setattr(draws.ledger, "finish", full_disk)
+        collector.published(0)
+        with pytest.raises(OSError, match="no space left"):
+            await asyncio.wait_for(collector.collect(1), 1)
+        for step in (1, 2):
+            await asyncio.wait_for(collector.collect(step), 1)
+        assert draws.ledger.balance()["consumed"] == 2
+
+    asyncio.run(main())
+
+
+def test_who_cannot_give_a_draw_back_tells_the_trainer(make, monkeypatch):
+    def give_back(draw: int, reason: str = "") -> None:
+        raise RunFailed("another service writes the ledger")
+
+    async def stuck(draw: int) -> Group:
+        await asyncio.sleep(600)
+        raise AssertionError
+
+    async def main() -> None:
+        collector, draws, _ = make(Runner(lambda draw: at_once(draw) if draw < 2 else stuck(draw)), oversample=2.0)
+        collector.published(0)
+        await collector.collect(1)
+        monkeypatch.setattr(draws, "give_back", give_back)
+        await collector.collect(2)                      # two groups are given up
+        await asyncio.wait_for(collector.collect(3), 1)
+
+    with pytest.raises(RunFailed, match="another service writes the ledger"):
+        asyncio.run(main())
+
+
+# --- filters ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_filter_that_keeps_little_fills_the_places_of_many_steps(make):
+    """More is dropped meanwhile than one step may cost, but a batch lies ready all the time."""
+
+    async def main() -> None:
+        given = {"max_staleness": 4, "prompts_per_step": 4, "filters": ["user_parts:one_in_six"]}
+        collector, draws, _ = make(Runner(), **given)
+        collector.published(0)
+        await until(lambda: draws.ledger.balance()["finished"] == 20)      # the trainer has taken its time
+        assert draws.ledger.balance()["dropped by one_in_six"] > 16 * 4
+        assert [group.draw for group in (await collector.collect(1)).groups] == [0, 6, 12, 18]
+
+    asyncio.run(main())
+
+
+def test_what_only_engines_have_aborted_is_not_said_to_be_stale(make):
+    async def aborted(draw: int) -> Group:
+        return Group(draw, [sample(draw, reason="abort")])
+
+    async def main() -> None:
+        collector, _, _ = make(Runner(aborted))
+        collector.published(0)
+        await collector.collect(1)
+
+    with pytest.raises(EmptyBatch) as caught:
+        asyncio.run(main())
+    assert str(caught.value) == (
+        "step 1 has 0 of 1 groups after 16 draws: 16 were aborted by an engine; look for why in the logs of the engines"
+    )
+
+
+def test_what_is_advised_follows_from_what_dropped_the_groups():
+    tally = Tally(draws=9)
+    tally.dropped.update(stale=5)
+    said = str(tally.too_little(3, 1, 4))
+    assert said.startswith("step 3 has 1 of 4 groups after 9 draws: stale dropped 5; lower rollout.oversample or raise ro")
+    assert "temperature" not in said
+    tally.dropped.update(short=1)
+    said = str(tally.too_little(3, 1, 4))
+    assert "stale dropped 5, short dropped 1; use other prompts" in said
+    assert "rollout.max_staleness" in said
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_encoded_once_however_long_it_waits(make, monkeypatch):
+    encoded = []
+
+    def encode(samples: Sequence[Sample]) -> bytes:
+        encoded.append(samples[0].draw)
+        return encode_samples(samples)
+
+    async def main() -> None:
+        collector, draws, _ = make(Runner(), max_staleness=3)
+        collector.published(0)
+        await until(lambda: draws.ledger.balance()["finished"] == 4)
+        for step, left in ((1, [1, 2, 3]), (2, [2, 3])):
+            state = (await collector.collect(step)).cut.encoded()
+            assert [group["draw"] for group in state["ahead"]["groups"]] == left
+            assert [kept.group.draw for kept in decode(state["ahead"]["groups"])] == left
+        assert encoded == [1, 2, 3]
+
+    monkeypatch.setattr(buffer, "encode_samples", encode)
+    asyncio.run(main())
+
+
+# --- what is counted --------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_is_of_prompts_that_are_settled(make):
+    """As in lock-step: what is in flight or lies ready has been in no step yet."""
+
+    async def stuck_from_10(draw: int) -> Group:
+        if draw >= 10:
+            await asyncio.sleep(600)
+        return await at_once(draw)
+
+    async def main() -> list[float]:
+        given = {"max_staleness": 2, "prompts_per_step": 4, "filters": ["user_parts:even_draws"]}
+        collector, draws, _ = make(Runner(stuck_from_10), **given)
+        collector.published(0)
+        await until(lambda: draws.ledger.balance()["in flight"] == 7)     # of the places of three steps
+        found = await collector.collect(1)
+        expected = {"in flight": 7, "finished": 1, "requeued": 0, "consumed": 4, "dropped by even_draws": 5}
+        assert draws.ledger.balance() == expected
+        await collector.halt()
+        return [found.epoch]
+
+    assert asyncio.run(main()) == [pytest.approx(9 / PROMPTS)]
+
+
+def test_a_greedy_response_of_forgotten_weights_is_given_up_with_its_group(make):
+    versions: dict[int, list[int]] = defaultdict(lambda: [1, 1])
+    versions[1], versions[2] = [1, 2], [2, 1]       # of the sample, and of its greedy baseline
+
+    async def reply(draw: int) -> Group:
+        made, greedy = versions[draw]
+        return Group(draw, [sample(draw, made)], [sample(draw, greedy, index=1)])
+
+    async def main() -> None:
+        collector, draws, _ = make(Runner(reply), max_staleness=3)
+        collector.published(0)
+        await until(lambda: draws.ledger.balance()["finished"] == 4)
+        await collector.halt()
+        collector.restore(draws.beginning(), ())
+        assert draws.ledger.balance() == {"in flight": 0, "finished": 2, "requeued": 2, "consumed": 0}
+        assert [draws.ledger.state(draw) for draw in (1, 2)] == ["requeued", "requeued"]
+
+    asyncio.run(main())

@@ -1,0 +1,95 @@
+"""The gate: whole batches, in the order of the draws, whoever came first."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rlcore.interfaces import GenerateRequest, SamplingParams
+from rollout.collection.lockstep_batcher import BatchGate
+
+SAMPLING = SamplingParams(max_new_tokens=1)
+
+
+def request(draw: int, turn: int = 0, first_sample: int = 0) -> GenerateRequest:
+    return GenerateRequest(np.zeros(1, np.int32), SAMPLING, draw, turn=turn, first_sample=first_sample)
+
+
+class Recorder:
+    """A flush that answers each request with its own address."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[tuple[int, int, int]]] = []
+
+    async def __call__(self, requests):
+        addresses = [(r.draw, r.turn, r.first_sample) for r in requests]
+        self.batches.append(addresses)
+        await asyncio.sleep(0.001)
+        return [[address] for address in addresses]
+
+
+async def conversation(gate, generate, draw, turns, delay=0.0):
+    """`turns` calls one after the other, with a pause before each; checks that each answer is its own."""
+    try:
+        for turn in range(turns):
+            await asyncio.sleep(delay)
+            assert await generate(request(draw, turn)) == [(draw, turn, 0)]
+    finally:
+        gate.leave(draw)
+
+
+async def run(flush, jobs):
+    gate = BatchGate(flush)
+    generators = {draw: gate.enter(draw) for draw, *_ in jobs}
+    await asyncio.wait_for(asyncio.gather(*(conversation(gate, generators[d], d, *rest) for d, *rest in jobs)), 10)
+
+
+@pytest.mark.parametrize("delays", [(0.0, 0.0, 0.0), (0.03, 0.0, 0.01), (0.0, 0.02, 0.04)])
+def test_batches_do_not_depend_on_arrival(delays):
+    flush = Recorder()
+    asyncio.run(run(flush, [(5, 2, delays[0]), (3, 1, delays[1]), (4, 3, delays[2])]))
+    assert flush.batches == [[(3, 0, 0), (4, 0, 0), (5, 0, 0)], [(4, 1, 0), (5, 1, 0)], [(4, 2, 0)]]
+
+
+def test_parallel_calls_of_one_workflow_are_one_batch():
+    async def scenario():
+        flush = Recorder()
+        gate = BatchGate(flush)
+        one, two = gate.enter(1), gate.enter(2)
+        answers = await asyncio.wait_for(
+            asyncio.gather(two(request(2)), one(request(1, first_sample=1)), one(request(1, first_sample=0))), 10
+        )
+        return flush.batches, answers
+
+    batches, answers = asyncio.run(scenario())
+    assert batches == [[(1, 0, 0), (1, 0, 1), (2, 0, 0)]]
+    assert answers == [[(2, 0, 0)], [(1, 0, 1)], [(1, 0, 0)]]
+
+
+def test_one_who_leaves_without_asking_holds_nobody_up():
+    async def scenario():
+        flush = Recorder()
+        gate = BatchGate(flush)
+        one, _ = gate.enter(1), gate.enter(2)
+        call = asyncio.ensure_future(one(request(1)))
+        await asyncio.sleep(0.01)
+        assert gate.busy() == [2]
+        assert flush.batches == []
+        gate.leave(2)
+        return await asyncio.wait_for(call, 10)
+
+    assert asyncio.run(scenario()) == [(1, 0, 0)]
+
+
+def test_a_failing_engine_fails_all_who_wait():
+    async def flush(requests):
+        raise RuntimeError("engine is gone")
+
+    async def scenario():
+        gate = BatchGate(flush)
+        calls = [gate.enter(draw)(request(draw)) for draw in (1, 2)]
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+
+    assert [str(error) for error in asyncio.run(scenario())] == ["engine is gone"] * 2

@@ -1,0 +1,223 @@
+"""Abort and the pause modes, with new weights put in between two tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import flatten, layout, load, publish, request, tiny_qwen3, with_engine
+
+from rlcore.data.sample import VersionSpan
+from rlcore.errors import DeadlineExceeded, RunFailed
+from rollout.engines.embedded.decoding import Decoding
+from rollout.engines.embedded.pause_gate import Gate
+
+LONG = 400      # tokens: enough to be caught in the middle
+PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10]]
+
+
+@pytest.fixture
+def in_the_middle(monkeypatch):
+    """An awaitable: returns once a batch has made 20 tokens."""
+    reached = threading.Event()
+    step = Decoding.step
+
+    def watched(self, version):
+        step(self, version)
+        if self.made == 20:
+            reached.set()
+
+    monkeypatch.setattr(Decoding, "step", watched)
+
+    async def wait():
+        assert await asyncio.to_thread(reached.wait, 20)
+
+    return wait
+
+
+def requests_of(length=LONG):
+    return [request(p, draw=i, n=2, max_new_tokens=length) for i, p in enumerate(PROMPTS)]
+
+
+def logprobs_under(model, prompt, completion):
+    ids = torch.tensor([[*prompt, *map(int, completion.tokens)]])
+    with torch.no_grad():
+        full = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return full.gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+def interrupted(folder, model, in_the_middle, mode, other, **config):
+    async def use(engine):
+        running = asyncio.create_task(engine.generate(requests_of()))
+        await in_the_middle()
+        await publish(engine, other, 2, mode)
+        return await running
+
+    return [c for row in with_engine(folder, model, use, **config) for c in row]
+
+
+def test_retract_computes_everything_again_under_the_new_weights(model, folder, in_the_middle):
+    other = tiny_qwen3(seed=1)
+    prompts = [p for p in PROMPTS for _ in range(2)]
+    for prompt, completion in zip(prompts, interrupted(folder, model, in_the_middle, "retract", other)):
+        first, second = completion.versions
+        assert (first.version, first.start, second.version, second.end) == (1, 0, 2, LONG)
+        assert 20 <= first.end == second.start < LONG
+        cut = first.end
+        np.testing.assert_allclose(completion.logprobs[:cut], logprobs_under(model, prompt, completion)[:cut], atol=1e-4)
+        np.testing.assert_allclose(completion.logprobs[cut:], logprobs_under(other, prompt, completion)[cut:], atol=1e-4)
+
+
+def test_in_place_goes_on_with_the_old_keys(model, folder, in_the_middle):
+    other = tiny_qwen3(seed=1)
+    completion = interrupted(folder, model, in_the_middle, "in_place", other)[0]
+    first, second = completion.versions
+    assert (first.version, second.version, second.end) == (1, 2, LONG)
+    cut = first.end
+    np.testing.assert_allclose(completion.logprobs[:cut], logprobs_under(model, PROMPTS[0], completion)[:cut], atol=1e-4)
+    fresh = logprobs_under(other, PROMPTS[0], completion)[cut:]
+    assert np.abs(completion.logprobs[cut:] - fresh).max() > 1e-2
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_an_update_with_the_same_weights_changes_no_token(model, folder, in_the_middle, mode):
+    disturbed = interrupted(folder, model, in_the_middle, mode, model)
+    calm = [c for row in with_engine(folder, model, lambda e: e.generate(requests_of())) for c in row]
+    for a, b in zip(calm, disturbed):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+        assert a.versions == (VersionSpan(1, 0, LONG),)
+        assert [span.version for span in b.versions] == [1, 2]
+
+
+def test_drain_finishes_what_runs_and_holds_what_comes_later(model, folder, in_the_middle):
+    async def use(engine):
+        running = asyncio.create_task(engine.generate(requests_of()))
+        await in_the_middle()
+        await engine.pause("drain")
+        was_done = engine._gate._open_tickets == set()
+        later = asyncio.create_task(engine.generate(requests_of(4)))
+        await load(engine, tiny_qwen3(seed=1), 2)
+        held = not (await asyncio.wait([later], timeout=0.2))[0]
+        await engine.resume()
+        return was_done, held, await running, await later
+
+    was_done, held, ran, later = with_engine(folder, model, use)
+    assert was_done
+    assert held
+    assert {c.versions for row in ran for c in row} == {(VersionSpan(1, 0, LONG),)}
+    assert {c.versions for row in later for c in row} == {(VersionSpan(2, 0, 4),)}
+
+
+def test_pause_with_abort_ends_what_runs_and_what_waits(model, folder, in_the_middle):
+    async def use(engine):
+        running = asyncio.create_task(engine.generate(requests_of()))
+        waiting = asyncio.create_task(engine.generate(requests_of()))
+        await in_the_middle()
+        await publish(engine, model, 2, "abort")
+        return await running, await waiting, await engine.generate(requests_of(3))
+
+    ran, waited, after = with_engine(folder, model, use)
+    for completion in (c for row in ran for c in row):
+        assert completion.finish_reason == "abort"
+        assert 20 <= len(completion.tokens) == len(completion.logprobs) < LONG
+        assert completion.versions == (VersionSpan(1, 0, len(completion.tokens)),)
+    assert {(c.finish_reason, len(c.tokens), c.versions) for row in waited for c in row} == {("abort", 0, ())}
+    assert {c.versions for row in after for c in row} == {(VersionSpan(2, 0, 3),)}
+
+
+def test_abort_keeps_finished_responses_and_needs_no_resume(model, folder, in_the_middle):
+    async def use(engine):
+        mixed = [request([3], draw=0, max_new_tokens=5), request([4], draw=1, max_new_tokens=LONG)]
+        running = asyncio.create_task(engine.generate(mixed))
+        await in_the_middle()
+        await engine.abort()
+        return await running, await engine.generate(requests_of(2))
+
+    ([short], [long]), after = with_engine(folder, model, use)
+    assert (short.finish_reason, len(short.tokens)) == ("length", 5)
+    assert long.finish_reason == "abort"
+    assert {c.finish_reason for row in after for c in row} == {"length"}
+
+
+def test_an_update_broken_off_leaves_the_engine_stale_until_a_whole_one(model, folder, in_the_middle):
+    async def use(engine):
+        running = asyncio.create_task(engine.generate(requests_of()))
+        await in_the_middle()
+        await engine.pause("retract")
+        await engine.begin_update(layout(model))
+        await engine.receive_bucket(0, flatten(layout(model)[0], model))
+        with pytest.raises(RunFailed, match="ended without bucket"):
+            await engine.end_update()
+        await engine.resume()
+        with pytest.raises(RunFailed, match="stale"):
+            await running
+        with pytest.raises(RunFailed, match="stale"):
+            await engine.generate(requests_of(2))
+        await publish(engine, model, 3)
+        return await engine.generate(requests_of(2))
+
+    result = with_engine(folder, model, use)
+    assert {c.versions for row in result for c in row} == {(VersionSpan(3, 0, 2),)}
+
+
+def test_closing_ends_requests_with_an_error(model, folder, in_the_middle):
+    async def use(engine):
+        running = asyncio.create_task(engine.generate(requests_of()))
+        await in_the_middle()
+        await engine.close()
+        with pytest.raises(RunFailed, match=r"engine-0.*closed"):
+            await running
+        with pytest.raises(RunFailed, match="engine-0: the engine is closed"):
+            await engine.generate(requests_of(2))
+
+    with_engine(folder, model, use)
+
+
+def test_a_cancelled_call_stops_at_its_next_token(model, folder, in_the_middle):
+    async def use(engine):
+        running = asyncio.create_task(engine.generate(requests_of()))
+        await in_the_middle()
+        running.cancel()
+        await engine.pause("drain")
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await engine.resume()
+        assert engine._gate._open_tickets == engine._gate._abandoned == set()
+        return await engine.generate(requests_of(2))
+
+    assert {c.finish_reason for row in with_engine(folder, model, use) for c in row} == {"length"}
+
+
+def test_a_pause_that_nobody_ends_is_an_error_within_its_deadline(model, folder, in_the_middle):
+    async def use(engine):
+        running = asyncio.create_task(engine.generate(requests_of()))
+        await in_the_middle()
+        await engine.pause("in_place")
+        with pytest.raises(DeadlineExceeded, match=r"not resumed for 1 s \(rollout.engine.request_timeout_s\)"):
+            await running
+
+    with_engine(folder, model, use, request_timeout_s=1.0)
+
+
+def test_the_event_loop_stays_responsive_while_it_generates(model, folder, in_the_middle):
+    async def use(engine):
+        running = asyncio.create_task(engine.generate(requests_of()))
+        await in_the_middle()
+        turns = 0
+        while not running.done():
+            await asyncio.sleep(0.002)
+            turns += 1
+        return turns
+
+    assert with_engine(folder, model, use) > 10
+
+
+def test_a_pause_that_cannot_take_effect_names_the_engine():
+    gate = Gate("engine-7", park_timeout_s=1)
+    gate.enter()        # a call that never reaches the gate
+    with pytest.raises(DeadlineExceeded, match=r"engine-7: pause \(drain\) did not take effect"):
+        gate.pause("drain", timeout_s=0.05)

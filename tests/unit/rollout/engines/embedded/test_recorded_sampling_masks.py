@@ -1,0 +1,95 @@
+"""The keep-sets that the embedded engine records: what each token was drawn from, and nothing that was not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import VOCAB, request, with_engine
+
+from rlcore.data.sampling_masks import TokenSets
+from rollout.engines.embedded.codec import decode_completion, decode_request, encode_completion, encode_request
+from rollout.engines.embedded.sampling import keep_mask
+from rollout.engines.embedded.sampling_masks import KeepSetLog
+
+KEPT: dict[str, Any] = {"temperature": 0.7, "top_p": 0.7, "top_k": 9, "keep_sets": True}
+
+
+def generate(folder, model, requests, **config):
+    return with_engine(folder, model, lambda engine: engine.generate(requests), **config)
+
+
+def expected(model, prompt, tokens, settings) -> tuple[list[list[int]], list[float]]:
+    """By one forward pass over the whole response."""
+    text = torch.tensor([[*prompt, *tokens]])
+    logits = model(text).logits[0, len(prompt) - 1 : -1].detach() / settings["temperature"]
+    mask = keep_mask(logits.softmax(-1), torch.full((len(tokens),), settings["top_p"]).double(),
+                     torch.full((len(tokens),), settings["top_k"]))  # fmt: skip
+    log_p = logits.masked_fill(~mask, -torch.inf).log_softmax(-1)
+    sets = [row.nonzero()[:, 0].tolist() for row in mask]
+    return sets, [float(log_p[i, token]) for i, token in enumerate(tokens)]
+
+
+def listed(sets: TokenSets) -> list[list[int]]:
+    return [part.tolist() for part in np.split(sets.tokens, sets.counts.cumsum()[:-1])]
+
+
+def test_every_token_comes_with_what_it_was_drawn_from(folder, model):
+    """Rows end at different times and leave the batch; prompts are of different lengths."""
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    asked = [request(p, draw=i, n=4, max_new_tokens=12, stop_token_ids=(0, 1, 2, 3), **KEPT) for i, p in enumerate(prompts)]
+    results = generate(folder, model, asked)
+    lengths = set()
+    for prompt, completions in zip(prompts, results):
+        for completion in completions:
+            sets, logprobs = expected(model, prompt, completion.tokens.tolist(), KEPT)
+            assert listed(completion.keep_sets) == sets
+            np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-5)
+            lengths.add(len(completion.tokens))
+    assert len(lengths) > 2
+
+
+def test_only_those_who_ask_get_them_and_the_whole_vocabulary_takes_no_room(folder, model):
+    truncated = {**KEPT, "keep_sets": False}
+    whole = {"temperature": 0.7, "keep_sets": True}
+    asked = [request([1, 2], draw=0, **KEPT), request([1, 2], draw=1, **truncated), request([1, 2], draw=2, **whole),
+             request([1, 2], draw=3, temperature=0.0, top_p=0.5, keep_sets=True)]  # fmt: skip
+    (kept,), (plain,), (full,), (greedy,) = generate(folder, model, asked)
+    assert 0 < kept.keep_sets.counts.min() <= kept.keep_sets.counts.max() <= 9
+    assert plain.keep_sets is None
+    for one in (full, greedy):
+        assert one.keep_sets.counts.tolist() == [0] * len(one.tokens)
+        assert len(one.keep_sets.tokens) == 0
+    (alone,) = generate(folder, model, [request([1, 2], draw=2, **whole)])[0]
+    assert alone.keep_sets.counts.tolist() == full.keep_sets.counts.tolist()
+
+
+def test_they_cross_the_border_of_a_process(folder, model):
+    asked = request([1, 2], **KEPT)
+    assert decode_request(encode_request(asked)).sampling == asked.sampling
+    ((made,),) = generate(folder, model, [asked])
+    back = decode_completion(encode_completion(made))
+    assert back.keep_sets.tokens.dtype == back.keep_sets.counts.dtype == np.int32
+    assert listed(back.keep_sets) == listed(made.keep_sets)
+    assert decode_completion(encode_completion(generate(folder, model, [request([1])])[0][0])).keep_sets is None
+
+
+def test_a_log_of_rows_that_come_and_go():
+    log = KeepSetLog()
+    everything, alive = torch.ones(1, 4, dtype=torch.bool), torch.tensor([True, True, False])
+    mask = torch.tensor([[True, False, True, False]]).repeat(3, 1)
+    log.add(torch.cat([mask[:1], everything, mask[:1]]), alive, None)       # the third has ended, the second kept all
+    log.add(None, alive[:2], torch.tensor([0, 1]))
+    log.add(mask[:1], alive[:1], torch.tensor([1]))
+    first, second, third = log.sets([2, 3, 0])
+    assert (first.counts.tolist(), first.tokens.tolist()) == ([2, 0], [0, 2])
+    assert (second.counts.tolist(), second.tokens.tolist()) == ([0, 0, 2], [0, 2])
+    assert (third.counts.tolist(), third.tokens.tolist()) == ([], [])
+
+
+@pytest.mark.parametrize("top_k", [VOCAB, VOCAB + 5])
+def test_a_top_k_of_everything_truncates_nothing(folder, model, top_k):
+    ((made,),) = generate(folder, model, [request([1], top_k=top_k, keep_sets=True)])
+    assert not made.keep_sets.counts.any()

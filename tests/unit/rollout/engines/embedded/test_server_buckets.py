@@ -1,0 +1,191 @@
+"""A bucket goes into the model while the next one comes; nothing is lost of it, and nothing of its failure."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.errors import RunFailed
+from rlcore.weights import TensorSpec, cut_buckets
+from rollout.engines.embedded.codec import encode_buckets
+from rollout.engines.embedded.engine import EmbeddedEngine
+from rollout.engines.embedded.server import EngineServer
+
+BUCKETS = cut_buckets([TensorSpec(f"w{i}", (4,), "float32") for i in range(3)], 16)
+
+
+@dataclasses.dataclass
+class Group:
+    """Buckets of zeros, ones, twos, in two buffers by turns, as the real group has them."""
+
+    received: int = 0
+    buffers: tuple[torch.Tensor, ...] = tuple(torch.empty(16, dtype=torch.uint8) for _ in range(2))
+
+    def receive(self, num_bytes: int, into: torch.Tensor | None) -> torch.Tensor:
+        assert (num_bytes, into) == (16, None)
+        buffer = self.buffers[self.received % 2].fill_(self.received)
+        self.received += 1
+        return buffer
+
+
+class Engine:
+    """Applies a bucket when it may."""
+
+    name = "engine-0"
+
+    def __init__(self) -> None:
+        self.may_apply = asyncio.Event()
+        self.applied: list[int] = []
+        self.ended = self.fails = False
+
+    async def begin_update(self, buckets: Any) -> None:
+        self.applied = []
+
+    def landing(self, index: int) -> None:
+        return None
+
+    async def receive_bucket(self, index: int, flat: torch.Tensor) -> None:
+        await asyncio.wait_for(self.may_apply.wait(), 20)
+        if self.fails:
+            raise RunFailed("out of memory")
+        assert flat.tolist() == [index] * 16
+        self.applied.append(index)
+
+    async def end_update(self) -> None:
+        assert len(self.applied) == len(BUCKETS)
+        self.ended = True
+
+    async def release_memory(self, tags: list[str]) -> None:
+        self.released = tags
+
+    def __getattr__(self, verb: str) -> Any:
+        return getattr(EmbeddedEngine, verb)
+
+
+def serve() -> tuple[EngineServer, Engine]:
+    engine = Engine()
+    server = EngineServer(engine, "key")        # type: ignore[arg-type]
+    server._group = Group()                     # type: ignore[assignment]
+    return server, engine
+
+
+async def begin(server: EngineServer) -> None:
+    await server.verbs["begin_update"]({"buckets": encode_buckets(BUCKETS)})
+
+
+def test_the_answer_comes_before_the_bucket_is_applied_and_the_end_waits_for_all() -> None:
+    async def run() -> None:
+        server, engine = serve()
+        await begin(server)
+        await asyncio.wait_for(server.verbs["receive_bucket"]({"index": 0}), 20)
+        assert engine.applied == []
+        second = asyncio.ensure_future(server.verbs["receive_bucket"]({"index": 1}))
+        await asyncio.sleep(0.05)
+        assert not second.done()        # its bytes are here, but the third would overwrite the first
+        engine.may_apply.set()
+        await second
+        await server.verbs["receive_bucket"]({"index": 2})
+        await server.verbs["end_update"]({})
+        assert engine.applied == [0, 1, 2]
+        assert engine.ended
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("told_by", ["receive_bucket", "end_update"])
+def test_a_bucket_that_cannot_be_applied_is_told_with_the_next_step(told_by: str) -> None:
+    async def run() -> None:
+        server, engine = serve()
+        await begin(server)
+        engine.fails = True
+        engine.may_apply.set()
+        await server.verbs["receive_bucket"]({"index": 0})
+        with pytest.raises(RunFailed, match="out of memory"):
+            await server.verbs[told_by]({"index": 1})
+        assert not engine.ended
+
+    asyncio.run(run())
+
+
+def test_a_failure_of_an_update_that_was_given_up_does_not_reach_the_next() -> None:
+    async def run() -> None:
+        server, engine = serve()
+        await begin(server)
+        engine.fails = True
+        engine.may_apply.set()
+        await server.verbs["receive_bucket"]({"index": 0})
+        await begin(server)
+        engine.fails = False
+        server._group = Group()         # type: ignore[assignment]
+        for index in range(3):
+            await server.verbs["receive_bucket"]({"index": index})
+        await server.verbs["end_update"]({})
+        assert engine.ended
+
+    asyncio.run(run())
+
+
+def test_a_bucket_is_received_where_its_weights_are() -> None:
+    place, taken = torch.zeros(16, dtype=torch.uint8), []
+
+    class InPlace(Engine):
+        def landing(self, index: int) -> Any:
+            return place if index == 1 else None
+
+        async def receive_bucket(self, index: int, flat: torch.Tensor) -> None:
+            taken.append((index, flat))
+
+    class Anywhere(Group):
+        def receive(self, num_bytes: int, into: torch.Tensor | None) -> torch.Tensor:
+            return super().receive(num_bytes, None) if into is None else into.fill_(7)
+
+    async def run() -> None:
+        server = EngineServer(InPlace(), "key")     # type: ignore[arg-type]
+        server._group = Anywhere()                  # type: ignore[assignment]
+        await begin(server)
+        for index in range(2):
+            await server.verbs["receive_bucket"]({"index": index})
+        await server._applied()
+
+    asyncio.run(run())
+    assert [index for index, _ in taken] == [0, 1]
+    assert taken[0][1] is not place
+    assert taken[1][1] is place
+    assert place.tolist() == [7] * 16
+
+
+def test_memory_is_released_when_nothing_writes_there_any_more() -> None:
+    class Silent(Group):
+        closed = threading.Event()
+
+        def receive(self, num_bytes: int, into: torch.Tensor | None) -> torch.Tensor:
+            assert self.closed.wait(20)
+            time.sleep(0.05)
+            order.append("received")
+            raise RunFailed("the weight group is closed")
+
+        def close(self) -> None:
+            self.closed.set()
+
+    order: list[str] = []
+
+    async def run() -> None:
+        server, engine = serve()
+        await begin(server)
+        server._group = Silent()        # type: ignore[assignment]
+        receiving = asyncio.ensure_future(server.verbs["receive_bucket"]({"index": 0}))
+        await asyncio.sleep(0.05)       # the trainer gave this update up
+        await asyncio.wait_for(server.verbs["release_memory"]({"tags": ["weights"]}), 20)
+        order.append("released")
+        assert engine.released == ["weights"]
+        with pytest.raises(RunFailed):
+            await receiving
+
+    asyncio.run(run())
+    assert order == ["received", "released"]

@@ -1,0 +1,53 @@
+"""Who is let through to an SGLang engine, and when nobody is inside."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from rlcore.errors import EngineHangs
+from rollout.engines.sglang.pause_gate import Turnstile
+
+
+def test_a_call_that_waited_is_not_let_through_when_it_is_closed_again_at_once() -> None:
+    async def use() -> None:
+        turnstile = Turnstile("engine-0", timeout_s=5.0)
+        seen: list[int] = []
+
+        async def call() -> None:
+            async with turnstile:
+                seen.append(turnstile.inside)
+
+        turnstile.close()
+        waiting = asyncio.ensure_future(call())
+        await asyncio.sleep(0.01)
+        turnstile.open()
+        turnstile.close()
+        await turnstile.emptied()
+        await asyncio.sleep(0.01)
+        assert seen == [], "a pause that has found nobody inside must find nobody later"
+        turnstile.open()
+        await waiting
+        assert seen == [1]
+
+    asyncio.run(use())
+
+
+def test_both_sides_wait_no_longer_than_the_limit() -> None:
+    async def use() -> None:
+        turnstile = Turnstile("engine-0", timeout_s=0.1)
+        async with turnstile:
+            with pytest.raises(EngineHangs, match=r"engine-0 still had 1 requests in flight after 0\.1 s"):
+                await turnstile.emptied()
+            turnstile.close()
+            began = time.monotonic()
+            with pytest.raises(EngineHangs, match=r"engine-0 was paused and not resumed after 0\.1 s"):
+                async with turnstile:
+                    pass
+            assert time.monotonic() - began < 2
+        assert turnstile.inside == 0
+        await turnstile.emptied()
+
+    asyncio.run(use())

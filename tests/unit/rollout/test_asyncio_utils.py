@@ -1,0 +1,170 @@
+"""Waiting with a limit: who is cancelled, who is waited for, and whose deadline it was."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from rlcore.errors import DeadlineExceeded
+from rollout import asyncio_utils as deadlines
+from rollout.asyncio_utils import LoopThread, asked_to_end, call_on, together, within
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 20))
+
+
+async def deaf(over: asyncio.Event) -> None:
+    """Work that goes on when it is cancelled, until `over`."""
+    while not over.is_set():
+        try:
+            await over.wait()
+        except asyncio.CancelledError:
+            continue
+
+
+def test_of_all_results_each_is_in_its_place() -> None:
+    async def after(seconds: float, value: str) -> str:
+        await asyncio.sleep(seconds)
+        return value
+
+    assert run(together(after(0.02, "a"), after(0.0, "b"), after(0.01, "c"))) == ["a", "b", "c"]
+
+
+def test_after_the_first_error_nothing_goes_on() -> None:
+    done: list[str] = []
+
+    async def long_work() -> None:
+        try:
+            await asyncio.sleep(10)
+        finally:
+            await asyncio.sleep(0.01)       # it cleans up
+            done.append("cleaned")
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("no")
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="no"):
+            await together(long_work(), fails(), long_work())
+        assert done == ["cleaned"] * 2, "before the error is out"
+
+    run(main())
+
+
+def test_who_gives_up_gives_all_up() -> None:
+    ended: list[int] = []
+
+    async def long_work(index: int) -> None:
+        try:
+            await asyncio.sleep(10)
+        finally:
+            ended.append(index)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(together(long_work(0), long_work(1)))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert sorted(ended) == [0, 1]
+
+    run(main())
+
+
+def after_an_error(over: asyncio.Event) -> Coroutine[Any, Any, Any]:
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("the error")
+
+    return together(deaf(over), fails())
+
+
+def at_a_deadline(over: asyncio.Event) -> Coroutine[Any, Any, Any]:
+    return within(0.01, deaf(over), lambda: "the error")
+
+
+@pytest.mark.parametrize("wait", [after_an_error, at_a_deadline])
+def test_work_that_resists_is_not_waited_for_long(
+    wait: Callable[[asyncio.Event], Coroutine[Any, Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "CANCEL_S", 0.05)
+
+    async def main() -> None:
+        over, began = asyncio.Event(), time.monotonic()
+        with pytest.raises((ValueError, DeadlineExceeded), match="the error"):
+            await wait(over)
+        assert time.monotonic() - began < 5
+        over.set()
+        await asyncio.sleep(0)
+
+    run(main())
+
+
+def test_a_deadline_inside_the_work_is_the_works() -> None:
+    async def work() -> None:
+        raise asyncio.TimeoutError("its own")
+
+    with pytest.raises(asyncio.TimeoutError, match="its own"):
+        run(within(10, work(), lambda: "ours"))
+
+
+def test_the_message_tells_of_the_moment_before_anything_is_cancelled() -> None:
+    waiting = ["engine-0"]
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(10)
+        finally:
+            waiting.clear()
+
+    with pytest.raises(DeadlineExceeded, match="engine-0"):
+        run(within(0.01, work(), lambda: f"waiting for {waiting}"))
+
+
+def test_who_cancelled() -> None:
+    async def by_itself() -> bool:
+        try:
+            raise asyncio.CancelledError
+        except asyncio.CancelledError:
+            return asked_to_end(asyncio.current_task())
+
+    async def by_another() -> bool:
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            return asked_to_end(asyncio.current_task())
+        return False
+
+    async def main() -> tuple[bool, bool]:
+        task = asyncio.ensure_future(by_another())
+        await asyncio.sleep(0)
+        task.cancel()
+        return await by_itself(), await task
+
+    assert run(main()) == (sys.version_info < (3, 11), True), "a task of Python 3.10 cannot tell, and takes it for another's"
+
+
+def test_a_call_from_another_thread_ends_at_its_deadline_and_its_work_with_it() -> None:
+    thread, ended = LoopThread("under test"), threading.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(10)
+        finally:
+            ended.set()
+
+    try:
+        with pytest.raises(DeadlineExceeded, match="too late"):
+            call_on(thread.loop, work(), 0.05, "too late")
+        assert ended.wait(5)
+    finally:
+        thread.close()
+    assert thread.loop.is_closed()

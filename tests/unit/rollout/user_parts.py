@@ -1,0 +1,120 @@
+"""Workflows, filters and a reward of a user, good and bad."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlcore.data.sample import Sample
+from rlcore.interfaces import Generate, GenerateRequest, Prompt
+from rollout.workflows.base import WorkflowContext, make_sample
+from rollout.workflows.single_turn import SingleTurn
+
+
+class TwoTries:
+    """Asks again, under turn 1, and answers with the second try; prompts that start with 1 dawdle first."""
+
+    def __init__(self, context: WorkflowContext) -> None:
+        self.context = context
+
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        for turn in (0, 1):
+            if prompt.text.startswith("1"):
+                await asyncio.sleep(0.01)
+            request = GenerateRequest(prompt.tokens, self.context.sampling, draw, turn=turn, seed=self.context.seed)
+            (completion,) = await generate(request)
+        return [make_sample(prompt, draw, 0, completion)]
+
+
+class BothTries(TwoTries):
+    """Both tries as samples of one group; the second one is another sample."""
+
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        samples = []
+        for index in (0, 1):
+            request = GenerateRequest(prompt.tokens, self.context.sampling, draw, first_sample=index, seed=self.context.seed)
+            (completion,) = await generate(request)
+            samples.append(make_sample(prompt, draw, index, completion))
+        return samples
+
+
+class Processed(SingleTurn):
+    """A process reward of 0.5 for each token of the first sample, none for the others."""
+
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        samples = await super().__call__(prompt, draw, generate)
+        samples[0].token_rewards = np.full(samples[0].num_trainable, 0.5, np.float32)
+        return samples
+
+
+class WronglyProcessed(SingleTurn):
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        samples = await super().__call__(prompt, draw, generate)
+        samples[0].token_rewards = np.zeros(len(samples[0].tokens), np.float32)
+        return samples
+
+
+class Broken(TwoTries):
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        raise KeyError("tool")
+
+
+class Cancelled(TwoTries):
+    """As one that awaits a task of its own which something of its own has cancelled."""
+
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        task = asyncio.ensure_future(super().__call__(prompt, draw, generate))
+        task.cancel()
+        return await task
+
+
+class Empty(TwoTries):
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        return []
+
+
+class Stuck(TwoTries):
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        if draw == 1:
+            await asyncio.sleep(600)
+        return await super().__call__(prompt, draw, generate)
+
+
+def even_draws(group: Sequence[Sample]) -> bool:
+    return group[0].draw % 2 == 0
+
+
+def one_in_six(group: Sequence[Sample]) -> bool:
+    return group[0].draw % 6 == 0
+
+
+def stale(group: Sequence[Sample]) -> bool:
+    return True
+
+
+def no_draws(group: Sequence[Sample]) -> bool:
+    return False
+
+
+def pairs(group: Sequence[Sample]) -> bool:
+    return len(group) == 2
+
+
+def broken_filter(group: Sequence[Sample]) -> bool:
+    raise ZeroDivisionError("no groups")
+
+
+def vague_filter(group: Sequence[Sample]) -> bool:
+    return None  # type: ignore[return-value]
+
+
+def right_or_fails(sample: Sample) -> float:
+    if sample.response_text != sample.label:
+        raise ValueError("wrong")
+    return 1.0
+
+
+def nan(sample: Sample) -> float:
+    return float("nan")

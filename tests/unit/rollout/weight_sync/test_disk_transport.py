@@ -1,0 +1,118 @@
+"""Weights in a shared folder: whole or absent, removed when nobody needs them, and a disk that refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from shared_folders import Reader, flatten, layout, make_weights, model_folder, publish, read, same
+
+from rlcore.errors import RunFailed
+from rollout.weight_sync.disk import DiskTransport
+from rollout.weight_sync.weight_folders import FullWriter, WeightFolders, check_sizes, published
+from tests.limits import no_large_files
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> WeightFolders:
+    return WeightFolders(tmp_path / "weights", model=model_folder(tmp_path / "model"))
+
+
+def names(folders: WeightFolders) -> list[str]:
+    return sorted(path.name for path in folders.root.iterdir())
+
+
+def test_every_engine_loads_what_was_published(folders: WeightFolders) -> None:
+    engines = [Reader("a"), Reader("b")]
+
+    async def run() -> None:
+        transport = DiskTransport(folders, timeout_s=5)
+        for seed in range(3):
+            weights = make_weights(seed)
+            assert await publish(transport, engines, weights) == {}
+            for engine in engines:
+                assert same(engine.weights, weights)
+            assert names(folders) == [f"update_{seed + 1:06d}"]        # the older one is gone
+        await transport.close()
+
+    asyncio.run(run())
+    assert (published(folders.root)[0] / "config.json").read_text() == '{"model_type": "qwen3"}'
+    assert (published(folders.root)[0] / "tokenizer.json").exists()
+
+
+def test_what_an_engine_still_has_is_kept(folders: WeightFolders) -> None:
+    first, second = Reader("a"), Reader("b")
+
+    async def run() -> None:
+        transport = DiskTransport(folders, timeout_s=5)
+        await publish(transport, [first, second], make_weights(0))
+        await publish(transport, [second], make_weights(0))            # it alone had missed something
+        assert names(folders) == ["update_000001", "update_000002"]
+        second.broken = True
+        failed = await publish(transport, [first, second], make_weights(1))
+        assert failed == {second: "RuntimeError: out of memory"}
+        assert names(folders) == ["update_000003"]
+        assert same(first.weights, make_weights(1))
+
+    asyncio.run(run())
+
+
+def test_nothing_is_seen_of_a_publication_that_is_given_up(folders: WeightFolders) -> None:
+    weights = make_weights()
+    buckets = layout(weights)
+
+    async def run() -> None:
+        transport = DiskTransport(folders, timeout_s=5)
+        await transport.open([Reader()], buckets)
+        await transport.send(buckets[0], flatten(buckets[0], weights))
+        assert published(folders.root) == []
+        await transport.close()
+        assert names(folders) == []
+
+    asyncio.run(run())
+
+
+def test_an_earlier_runs_folders_are_counted_on_and_its_rest_removed(folders: WeightFolders) -> None:
+    asyncio.run(publish(DiskTransport(folders, timeout_s=5), [Reader()], make_weights(0)))
+    (folders.root / ".update_000002.partial").mkdir()                  # killed while it wrote
+    (folders.root / "notes.txt").touch()                               # of somebody else
+    again = WeightFolders(folders.root, model=folders.root.parent / "model")
+    engine = Reader()
+    asyncio.run(publish(DiskTransport(again, timeout_s=5), [engine], make_weights(1)))
+    assert names(folders) == ["notes.txt", "update_000002"]
+    assert same(engine.weights, make_weights(1))
+
+
+def test_a_disk_that_refuses_is_told_at_the_end(folders: WeightFolders) -> None:
+    message = r"could not be written to .*/weights \(rollout.engine.weights_dir\): .*File too large"
+    with pytest.raises(RunFailed, match=message), no_large_files(200):
+        asyncio.run(publish(DiskTransport(folders, timeout_s=5), [Reader()], make_weights()))
+    assert names(folders) == []
+
+
+def test_too_little_room_is_told_before_anything_is_written(folders: WeightFolders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000, 100, 900))
+    size = sum(weight.nbytes for weight in make_weights().values())
+    with pytest.raises(RunFailed, match=rf"/weights .* has 900 bytes left, the weights need {size:,}"):
+        asyncio.run(publish(DiskTransport(folders, timeout_s=5), [Reader()], make_weights()))
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_shard_of_the_wrong_size_is_named(folders: WeightFolders, damage: str) -> None:
+    weights = make_weights()
+    buckets = layout(weights)
+    writer = FullWriter(folders, buckets)
+    for bucket in buckets:
+        writer.add(bucket, flatten(bucket, weights))
+    folder = writer.finish()
+    check_sizes(folder, buckets)
+    assert same(read(folder), weights)
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1]) if damage == "cut" else shard.unlink()
+    with pytest.raises(RunFailed, match=rf"{shard.name} is (missing|[\d,]+ bytes long), expected [\d,]+ bytes"):
+        check_sizes(folder, buckets)

@@ -1,0 +1,217 @@
+"""The trainer's side of a publication, over engines in this process. Other processes: tests/integration/engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from engine_kit import flatten, layout, request, tiny_qwen3
+
+from rlcore.config import Config
+from rlcore.data.sample import VersionSpan
+from rlcore.errors import PublicationFailed, RunFailed
+from rlcore.weights import digest
+from rollout.engines.embedded.engine import EmbeddedEngine
+from rollout.weight_sync.publication import EngineSink, Roster
+
+
+def make_config(folder, **engine):
+    limits = {"device": "cpu", "request_timeout_s": 20.0, "update_timeout_s": 10.0}
+    return Config.model_validate({
+        "run": {"name": "test"}, "model": {"path": str(folder), "dtype": "fp32"}, "data": {"paths": "none.jsonl"},
+        "training": {"steps": 1}, "rollout": {"engine": limits | engine},
+    })
+
+
+@pytest.fixture
+def loop():
+    """An event loop in a thread of its own, as the rollout service has."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def run(loop, coroutine):
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
+
+
+@pytest.fixture
+def engines(folder, loop):
+    config = make_config(folder).rollout.engine
+    engines = [EmbeddedEngine(str(folder), config=config, dtype="fp32", name=f"engine-{i}") for i in range(3)]
+    for engine in engines:
+        run(loop, engine.start())
+    yield engines
+    for engine in engines:
+        run(loop, engine.close())
+
+
+def publish_once(sink, model, version):
+    buckets = layout(model)
+    sink.prepare(buckets)
+    for bucket in buckets:
+        sink.send(bucket, flatten(bucket, model))
+    sink.finish(version)
+
+
+def test_every_engine_gets_the_weights_and_the_version(model, folder, loop, engines):
+    roster = Roster(engines)
+    sink = EngineSink(make_config(folder, verify_every=1), roster, loop)
+    publish_once(sink, model, 7)
+    for engine in engines:
+        assert run(loop, engine.checksum()) == digest(model.named_parameters())
+        [[completion]] = run(loop, engine.generate([request([1, 2])]))
+        assert completion.versions == (VersionSpan(7, 0, 8),)
+    publish_once(sink, tiny_qwen3(seed=1), 8)
+    assert {engine.version for engine in engines} == {8}
+    sink.close()
+
+
+@pytest.mark.parametrize("step", ["pause", "begin_update", "end_update", "checksum", "set_version", "resume"])
+def test_an_engine_that_fails_a_step_is_dropped_and_the_others_go_on(model, folder, loop, engines, step, monkeypatch):
+    async def fail(*_):
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(engines[1], step, fail)
+    roster = Roster(engines)
+    sink = EngineSink(make_config(folder, verify_every=1), roster, loop)
+    publish_once(sink, model, 1)
+    assert [engine.name for engine in roster.engines] == ["engine-0", "engine-2"]
+    assert roster.dropped == {"engine-1": "RuntimeError: no such luck"}
+    assert engines[0].version == engines[2].version == 1
+    with pytest.raises(RunFailed, match="engine-1: the engine is closed"):      # it takes no traffic
+        run(loop, engines[1].generate([request([1])]))
+
+
+def test_an_engine_that_misses_a_bucket_means_a_second_run_with_the_others(model, folder, loop, engines, monkeypatch):
+    whole = engines[2].receive_bucket
+
+    async def fail(index, flat):
+        if index == 1:
+            raise RuntimeError("out of memory")
+        await whole(index, flat)
+
+    monkeypatch.setattr(engines[2], "receive_bucket", fail)
+    roster = Roster(engines)
+    sink = EngineSink(make_config(folder), roster, loop)
+    with pytest.raises(PublicationFailed, match=r"bucket 1 .* out of memory"):
+        publish_once(sink, model, 1)
+    sink.cancel()
+    assert engines[0].version is None       # paused, and stale until the whole update
+    publish_once(sink, model, 2)
+    assert [engine.version for engine in roster.engines] == [2, 2]
+
+
+def test_an_engine_that_fails_costs_the_others_no_connection(model, folder, loop, engines, monkeypatch):
+    class Late(Roster):
+        """The last engine waits for weights."""
+
+        async def stale(self):
+            return self.engines[2:]
+
+    async def fail(*_):
+        raise RuntimeError("out of memory")
+
+    sink = EngineSink(make_config(folder), Late(engines), loop)
+    publish_once(sink, model, 1)
+    closed = []
+    monkeypatch.setattr(sink._transport, "close", lambda: closed.append(True) or asyncio.sleep(0))
+    monkeypatch.setattr(engines[2], "receive_bucket", fail)
+    sink.prepare(layout(model), only_stale=True)
+    with pytest.raises(PublicationFailed, match="out of memory"):
+        sink.send(layout(model)[0], flatten(layout(model)[0], model))
+    sink.cancel()
+    assert not closed
+    publish_once(sink, model, 2)
+    assert [engine.version for engine in engines[:2]] == [2, 2]
+
+
+def test_members_are_told_before_a_pause_and_after_a_whole_version(model, folder, loop, engines, monkeypatch):
+    said = []
+
+    class Noted(Roster):
+        async def stale(self):
+            return self.engines[2:]
+
+        def draining(self, engine):
+            said.append(("draining", engine.name))
+
+        def published(self, engine, version):
+            said.append(("published", engine.name, version, engine.version))
+
+        def missed(self, engine):
+            said.append(("missed", engine.name))
+
+    pause = engines[2].pause
+    monkeypatch.setattr(engines[2], "pause", lambda mode: said.append(("pause", "engine-2")) or pause(mode))
+    sink = EngineSink(make_config(folder), Noted(engines), loop)
+    publish_once(sink, model, 3)
+    names = [engine.name for engine in engines]
+    assert said == [
+        *(("draining", name) for name in names), ("pause", "engine-2"), *(("published", name, 3, 3) for name in names)
+    ]  # fmt: skip
+    said.clear()
+    sink.prepare(layout(model), only_stale=True)
+    sink.cancel()
+    assert said == [("draining", "engine-2"), ("pause", "engine-2"), ("missed", "engine-2")]
+
+
+def test_checksums_are_compared_as_often_as_asked(model, folder, loop, engines, monkeypatch):
+    compared, checksum = [], engines[0].checksum
+    monkeypatch.setattr(engines[0], "checksum", lambda: compared.append(engines[0].version) or checksum())
+    sink = EngineSink(make_config(folder, verify_every=2), Roster(engines[:1]), loop)
+    for version in range(1, 5):
+        publish_once(sink, model, version)
+    assert len(compared) == 2, "the first and the third"
+
+
+def test_weights_that_arrive_damaged_are_noticed(model, folder, loop, engines, monkeypatch):
+    whole = engines[0].receive_bucket
+
+    async def damage(index, flat):
+        flat = flat.clone()
+        flat[5] ^= 1
+        await whole(index, flat)
+
+    monkeypatch.setattr(engines[0], "receive_bucket", damage)
+    roster = Roster(engines)
+    sink = EngineSink(make_config(folder, verify_every=1), roster, loop)
+    publish_once(sink, model, 1)
+    assert roster.dropped["engine-0"].startswith("its weights differ from what was sent")
+    assert len(roster.engines) == 2
+
+
+def test_no_engine_left_ends_the_run_with_every_reason(model, folder, loop, engines):
+    sink = EngineSink(make_config(folder), Roster(engines[:2]), loop)
+    with pytest.raises(RunFailed, match=r"no engine is left.*engine-0: .*missing model.*engine-1: ") as caught:
+        sink.prepare(layout(model)[1:])
+    assert "model.embed_tokens.weight" in str(caught.value)
+
+
+def test_an_engine_that_hangs_is_dropped_at_its_deadline(model, folder, loop, engines, monkeypatch):
+    async def hang(*_):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(engines[0], "begin_update", hang)
+    monkeypatch.setattr("rollout.weight_sync.base.GRACE_S", 0.1)
+    roster = Roster(engines)
+    sink = EngineSink(make_config(folder, update_timeout_s=0.5), roster, loop)
+    publish_once(sink, model, 1)
+    assert roster.dropped == {"engine-0": "engine engine-0 did not answer begin_update within 0.5 s"}
+
+
+def test_closing_does_not_wait_for_a_loop_that_is_stuck(model, folder, loop, engines, monkeypatch, caplog):
+    monkeypatch.setattr("rollout.weight_sync.publication.CLOSE_S", 0.2)
+    sink = EngineSink(make_config(folder), Roster(engines), loop)
+    publish_once(sink, model, 1)
+    freed = threading.Event()
+    loop.call_soon_threadsafe(freed.wait, 20)
+    sink.close()
+    assert not freed.is_set()
+    freed.set()
+    assert "the engines' event loop did nothing for 0.2 s" in caplog.text

@@ -1,0 +1,168 @@
+"""How ranks wait for a checkpoint that is written in the background."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from backends.megatron.checkpoint.background import PendingCheckpoint
+from rlcore.errors import DeadlineExceeded, RunFailed
+from rlcore.interfaces import PolicyBackend
+from rlcore.trainer.checkpointer import Saver
+from rlcore.trainer.rank0 import Desk
+from rlcore.trainer.rank_sync import Control, LocalStore
+
+
+class Writing:
+    """A backend that writes until it is told to have written."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self.calls: list[str] = []
+
+    def start_save(self, folder: Path) -> None:
+        self.calls.append("start")
+
+    def save(self, folder: Path) -> None:
+        self.calls.append("save")
+
+    def save_seconds(self) -> float | None:
+        return self.seconds
+
+    def finish_save(self) -> None:
+        self.calls.append("finish")
+
+
+class Book:
+    """A desk that only keeps what was begun and committed."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.committed: list[int] = []
+
+    def begin_checkpoint(self, step: int) -> Path:
+        self.begun.append(step)
+        return Path("model")
+
+    def commit_checkpoint(self, step: int) -> None:
+        self.committed.append(step)
+
+
+@pytest.fixture
+def parts() -> tuple[Saver, Writing, Book]:
+    backend, desk = Writing(), Book()
+    control = Control(LocalStore(), 0, 1)
+    return Saver(control, cast(PolicyBackend, backend), cast(Desk, desk), timeout_s=0.2), backend, desk
+
+
+def test_it_is_committed_at_the_border_after_it_was_written(parts: tuple[Saver, Writing, Book]) -> None:
+    saver, backend, desk = parts
+    assert saver.save(3, in_background=True) is None
+    assert saver.poll() is None
+    assert saver.is_writing
+    assert (desk.begun, desk.committed) == ([3], [])
+    backend.seconds = 1.5
+    assert saver.poll() == 1.5
+    assert not saver.is_writing
+    assert desk.committed == [3]
+    assert backend.calls == ["start", "finish"]
+    assert saver.poll() is None
+
+
+def test_a_second_save_waits_for_the_first(parts: tuple[Saver, Writing, Book]) -> None:
+    saver, backend, desk = parts
+    saver.save(3, in_background=True)
+    threading.Timer(0.05, lambda: setattr(backend, "seconds", 2.0)).start()
+    assert saver.save(4, in_background=True) == 2.0
+    assert (desk.begun, desk.committed) == ([3, 4], [3])
+
+
+def test_but_not_for_ever(parts: tuple[Saver, Writing, Book]) -> None:
+    saver, _, desk = parts
+    saver.save(3, in_background=True)
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 waited 0 s for .*step 3 to be written; cluster.collective_timeout_s"):
+        saver.save(4, in_background=True)
+    assert desk.begun == [3]
+
+
+KEPT = "the run is saved after step 3: continue with --resume"
+
+
+def test_before_a_run_fails_its_last_step_is_saved(parts: tuple[Saver, Writing, Book]) -> None:
+    saver, backend, desk = parts
+    saver.save(2, in_background=False)
+    assert saver.keep(3) == KEPT
+    assert desk.committed == [2, 3]
+    assert saver.keep(3) == KEPT
+    assert backend.calls == ["save", "save"], "once is enough"
+
+
+def test_before_a_run_fails_the_checkpoint_on_its_way_is_committed(parts: tuple[Saver, Writing, Book]) -> None:
+    saver, backend, desk = parts
+    saver.save(3, in_background=True)
+    threading.Timer(0.05, lambda: setattr(backend, "seconds", 2.0)).start()
+    assert saver.keep(3) == KEPT
+    assert (desk.begun, desk.committed) == ([3], [3])
+
+
+def test_a_run_that_trained_nothing_has_nothing_to_save(parts: tuple[Saver, Writing, Book]) -> None:
+    saver, backend, desk = parts
+    assert saver.keep(0) == "no step was trained yet"
+    saver.newest = 3        # as after a resume
+    assert saver.keep(3) == KEPT
+    assert (desk.begun, backend.calls) == ([], [])
+
+
+def test_any_rank_says_what_is_intact(tmp_path: Path) -> None:
+    """The first rank that fails speaks for all."""
+    checkpoints, store = tmp_path / "checkpoints", LocalStore()
+    (checkpoints / "step_000002").mkdir(parents=True)
+    store.set("main/1", str(checkpoints / ".step_000004.tmp" / "model"))      # rank 0 has opened it
+
+    class FullDisk(Writing):
+        def save(self, folder: Path) -> None:
+            raise RunFailed(f"writing {folder}: No space left on device")
+
+    saver = Saver(Control(store, 1, 2), cast(PolicyBackend, FullDisk()), None, timeout_s=0.2)
+    with pytest.raises(RunFailed) as caught:
+        saver.save(4, in_background=False)
+    assert str(caught.value) == (
+        f"the checkpoint of step 4 could not be written: writing {checkpoints}/.step_000004.tmp/model: No space left on "
+        f"device; the checkpoint of step 2 is intact; free space under {checkpoints} and continue with --resume"
+    )
+
+
+class Endless:
+    """A part of a checkpoint that is written until it is cancelled."""
+
+    def write(self, cancelled: threading.Event) -> None:
+        if not cancelled.wait(10):
+            raise AssertionError("nobody cancelled")
+        raise RunFailed("given up")
+
+
+def test_a_run_that_ends_leaves_no_thread_behind() -> None:
+    before = threading.active_count()
+    pending = PendingCheckpoint(Path("folder"), cast(Any, [Endless()]), lambda: None)
+    assert pending.written() is None
+    began = time.monotonic()
+    pending.cancel()
+    assert time.monotonic() - began < 5
+    assert threading.active_count() == before
+    with pytest.raises(RunFailed, match="given up"):
+        pending.written()
+
+
+def test_the_error_of_the_thread_is_told_in_one_line() -> None:
+    class Failing:
+        def write(self, cancelled: threading.Event) -> None:
+            raise OSError(28, "No space left on device")
+
+    pending = PendingCheckpoint(Path("/runs/x/model"), cast(Any, [Failing()]), lambda: None)
+    pending.cancel()
+    with pytest.raises(RunFailed, match=r"^writing /runs/x/model: .*No space left on device$"):
+        pending.written()

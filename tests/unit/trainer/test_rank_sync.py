@@ -1,0 +1,138 @@
+"""How ranks agree, and how the failure of one becomes the end of all. Ranks are threads over one store here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from rlcore.errors import ConfigError, DeadlineExceeded, FailedElsewhere, RunFailed, UserError
+from rlcore.trainer.rank_sync import Control, Failure, LocalStore, PeerFailed, in_one_line, post_failure, read_failure
+
+
+def together(*ranks: Callable[[], object]) -> list[object]:
+    """What each rank returned or raised."""
+    ended: list[object] = [None] * len(ranks)
+
+    def run(rank: int) -> None:
+        try:
+            ended[rank] = ranks[rank]()
+        except Exception as error:  # noqa: BLE001  looked at by the test
+            ended[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return ended
+
+
+@pytest.fixture
+def pair() -> tuple[Control, Control]:
+    store = LocalStore()
+    return Control(store, 0, 2), Control(store, 1, 2)
+
+
+def fails(error: Exception) -> Callable[[], str]:
+    def work() -> str:
+        raise error
+
+    return work
+
+
+def test_rank_0_works_and_every_rank_goes_on(pair):
+    said = together(
+        lambda: (pair[0].main("a list", lambda: [1], timeout_s=5), pair[0].decide("a word", lambda: "go", timeout_s=5)),
+        lambda: (pair[1].main("a list", fails(AssertionError()), timeout_s=5), pair[1].decide("a word", str, timeout_s=5)),
+    )
+    assert said == [([1], "go"), (None, "go")]
+
+
+def test_an_error_of_rank_0_ends_the_others_with_its_words(pair):
+    own, peer = together(
+        lambda: pair[0].main("reading", fails(ConfigError("data.paths: nothing there")), timeout_s=5),
+        lambda: pair[1].main("reading", str, timeout_s=5),
+    )
+    assert isinstance(own, ConfigError)
+    assert isinstance(peer, PeerFailed)
+    assert str(peer) == "rank 0 failed: data.paths: nothing there"
+    assert peer.failure == Failure(0, "data.paths: nothing there", bad_input=True)
+
+
+def test_waiting_has_a_deadline_that_names_what_was_waited_for(pair):
+    with pytest.raises(DeadlineExceeded, match=r"rank 1 waited 0 s for rank 0: the rollouts of step 3"):
+        pair[1].main("the rollouts of step 3", str, timeout_s=0.05)
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 waited 0 s for rank 1: building the models"):
+        pair[0].assemble("building the models", timeout_s=0.05)
+
+
+def test_rank_0_does_not_go_on_before_every_rank_has_come(pair):
+    order: list[str] = []
+
+    def late() -> None:
+        order.append("rank 1 comes")
+        pair[1].assemble("building", timeout_s=5)
+
+    def waits() -> None:
+        pair[0].assemble("building", timeout_s=5)
+        order.append("rank 0 goes on")
+
+    together(waits, late)
+    assert order == ["rank 1 comes", "rank 0 goes on"]
+
+
+def test_what_a_peer_refused_is_bad_input_for_the_run(pair):
+    pair[1].fail(ConfigError("model.path: no such folder"))
+    with pytest.raises(UserError, match=r"^rank 1: model.path: no such folder$"):
+        pair[0].assemble("building", timeout_s=5)
+
+
+def test_the_first_failure_is_the_one_that_counts():
+    store = LocalStore()
+    post_failure(store, Failure(1, "first"))
+    post_failure(store, Failure(0, "second"))
+    assert read_failure(store) == Failure(1, "first")
+
+
+def test_a_collective_that_breaks_is_explained_by_the_peer_that_broke_it(pair):
+    pair[1].fail(ArithmeticError("overflow"))
+    explained = pair[0].explain(RuntimeError("Connection closed by peer"))
+    assert isinstance(explained, PeerFailed)
+    assert str(explained) == "rank 1 failed: ArithmeticError: overflow"
+
+
+def test_a_bystander_waits_for_the_rank_that_knows(pair):
+    later = threading.Timer(0.1, pair[1].fail, [RunFailed("writing model: No space left on device")])
+    later.start()
+    explained = pair[0].explain(FailedElsewhere("writing model failed on rank 1"))
+    later.join()
+    assert isinstance(explained, PeerFailed)
+    assert str(explained) == "rank 1 failed: writing model: No space left on device"
+
+
+@pytest.mark.parametrize("error", [ConfigError("mine"), ValueError("mine too")])
+def test_an_error_of_ones_own_stays(pair, error):
+    pair[1].fail(ArithmeticError("overflow"))
+    assert pair[0].explain(error) is error
+
+
+def test_a_peer_failure_is_not_posted_as_ones_own(pair):
+    pair[0].fail(PeerFailed(Failure(1, "gone")))
+    assert read_failure(pair[0].store) is None
+
+
+def test_unexpected_errors_come_with_their_place():
+    with pytest.raises(KeyError) as caught:
+        {}["x"]
+    assert in_one_line(caught.value).startswith("KeyError: 'x' (")
+    assert "test_control.py" in in_one_line(caught.value)
+    assert in_one_line(RunFailed("as it is")) == "as it is"
+
+
+def test_an_interrupt_of_any_rank_reaches_rank_0(pair):
+    pair[1].interrupt()
+    assert not pair[0].interrupt_requested
+    pair[1].announce_interrupt()
+    assert pair[0].interrupt_requested
