@@ -104,7 +104,7 @@ def _apart(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def check_step(device: str, work: Path, *, toy: bool) -> list[Check]:
-    """A GRPO step in fp32, and in bf16 with the distributed optimizer and a parked reference, against fp32 on the CPU."""
+    """A GRPO step in fp32, and in bf16 with the distributed optimizer and a offloaded reference, against fp32 on the CPU."""
     from gpu_step import one_step
 
     shape = SHAPES["toy" if toy else "small"]

@@ -14,7 +14,7 @@ from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan
 from rlcore.interfaces import UpdateResult
-from rlcore.trainer.credit import Credit
+from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.loop import put
 from rlcore.trainer.objective import Objective
 
@@ -31,7 +31,7 @@ class Trainer:
         self.minibatches = [range(batch.num_sequences)]
         self.plans = self.backend.plan(batch, self.minibatches) if plan is None else [plan]
         self.backend.load_batch(batch, self.plans)
-        self.credit = Credit(config, objective)
+        self.credit = CreditAssignment(config, objective)
 
     @property
     def micro_batches(self) -> int:

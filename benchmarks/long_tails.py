@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from rlcore.interfaces import Completion, GenerateRequest
-from rollout.collection.group_runner import WaveRunner
+from rollout.collection.group_runner import GroupRunner
 from rollout.collection.runners import Runners
 from rollout.engines.embedded.engine import EmbeddedEngine
 
@@ -64,7 +64,7 @@ def long_tailed(delay: Delay) -> Iterator[None]:
     """Runs of this process have such an engine, and give it each request when it has room (`rollout.engine.max_in_flight`)."""
     build = Runners._runner
 
-    def one_by_one(self: Runners, *arguments: Any, **options: Any) -> WaveRunner:
+    def one_by_one(self: Runners, *arguments: Any, **options: Any) -> GroupRunner:
         return replace(build(self, *arguments, **options), batched=False)
 
     def engine(*arguments: Any, **options: Any) -> LongTailed:

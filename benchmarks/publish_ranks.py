@@ -28,7 +28,7 @@ from rlcore.config.sections.policy import ParallelConfig
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.embedded import client as remote
 from rollout.engines.embedded.client import RemoteEngine
-from rollout.weight_sync.publication import EngineSink, Roster
+from rollout.weight_sync.publication import StaticParticipants, WeightPublication
 from rollout.weight_sync.weight_group import GroupAddress, WeightGroup, open_store
 
 LIMIT_S = 600.0
@@ -64,7 +64,7 @@ class Engines:
         self._loop, self._sizes, self._version = LoopThread("engines"), sizes, 0
         for engine in self.engines:
             self._call(engine.start())
-        self._sink = EngineSink(config, Roster(self.engines), self._loop.loop)
+        self._sink = WeightPublication(config, StaticParticipants(self.engines), self._loop.loop)
         self._raw = self._join_raw()
         self._buffer = torch.zeros(max(sizes), dtype=torch.uint8)
 

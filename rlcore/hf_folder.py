@@ -88,7 +88,7 @@ def header(shard: Bucket) -> bytes:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor lies in a folder."""
 
     path: Path
@@ -96,7 +96,7 @@ class Place:
     spec: TensorSpec
 
 
-def find_tensors(folder: Path) -> dict[str, Place]:
+def find_tensors(folder: Path) -> dict[str, TensorPlace]:
     """Every tensor of a folder's safetensors files, by name.
 
     Raises OSError or ValueError where a file is not readable.
@@ -112,7 +112,7 @@ def find_tensors(folder: Path) -> dict[str, Place]:
         entries.pop("__metadata__", None)
         for name, entry in entries.items():
             spec = TensorSpec(name, tuple(entry["shape"]), types[entry["dtype"]])
-            places[name] = Place(path, 8 + length + entry["data_offsets"][0], spec)
+            places[name] = TensorPlace(path, 8 + length + entry["data_offsets"][0], spec)
     return places
 
 

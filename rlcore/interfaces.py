@@ -20,7 +20,7 @@ from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan
 from rlcore.data.routed_experts import Experts
 from rlcore.data.sample import FinishReason, Sample, VersionSpan
-from rlcore.data.sampling_masks import TokenSets
+from rlcore.data.sampling_masks import SamplingMasks
 from rlcore.weights import Bucket
 
 # --- training -----------------------------------------------------------------------------------------------------
@@ -79,18 +79,18 @@ class PolicyBackend(Protocol):
         """Each bucket in order, gathered from the ranks that hold its parts: uint8 [num_bytes] on rank 0, else None."""
         ...
 
-    def park(self) -> None:
+    def offload(self) -> None:
         """Move everything into host memory and give the device's memory back; the loaded batch is given up.
 
         Everything but a batch's passes still works, and brings what it needs for as long as it takes.
         """
         ...
 
-    def unpark(self) -> None:
-        """The inverse of `park`: on the device for good. No effect without it."""
+    def onload(self) -> None:
+        """The inverse of `offload`: on the device for good. No effect without it."""
         ...
 
-    def trim(self) -> None:
+    def release_cache(self) -> None:
         """Give back what this process keeps of the device's memory for its next passes: other processes need it now."""
         ...
 
@@ -147,7 +147,7 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    keep_sets: bool = False
+    sampling_mask: bool = False
     routed_experts: bool = False
 
 
@@ -206,7 +206,7 @@ class Completion:
     logprobs: NDArray[np.float32]           # [m]
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]       # cover [0, m)
-    keep_sets: TokenSets | None = None      # m sets, where `SamplingParams.keep_sets` asked for them
+    sampling_mask: SamplingMasks | None = None      # m sets, where `SamplingParams.sampling_mask` asked for them
     routed_experts: Experts | None = None   # [at most P + m - 1, layers with experts, k], likewise
 
 

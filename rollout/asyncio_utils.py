@@ -49,7 +49,7 @@ def asked_to_end(task: asyncio.Task[Any] | None) -> bool:
     return task is None or sys.version_info < (3, 11) or task.cancelling() > 0
 
 
-async def together(*work: Awaitable[T]) -> list[T]:
+async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
     """All results, or the first error, after which nothing of `work` goes on."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:

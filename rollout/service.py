@@ -18,16 +18,16 @@ from rlcore.data.prompts import PromptStream
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DeadlineExceeded
 from rlcore.interfaces import RolloutEngine, StepRollouts
-from rollout.accounting.prompt_queue import Draws
-from rollout.asyncio_utils import LoopThread, together
-from rollout.collection.buffer import Kept, decode
-from rollout.collection.collector import AheadCollector
+from rollout.accounting.prompt_queue import PromptQueue
+from rollout.asyncio_utils import LoopThread, gather_or_cancel
+from rollout.collection.buffer import BufferedGroup, decode
+from rollout.collection.collector import Collector
 from rollout.collection.errand import Errand
 from rollout.collection.evaluation import Evaluation
 from rollout.collection.filters import FilterChain
 from rollout.collection.load_prompts import load_prompts
-from rollout.collection.lockstep_collector import Collected, StepCollector
-from rollout.collection.published_versions import PolicySteps, Publication
+from rollout.collection.lockstep_collector import StepCollector, StepGroups
+from rollout.collection.published_versions import Publication, PublishedVersions
 from rollout.collection.runners import Runners
 from rollout.engines.vocabulary import check_vocabulary
 from rollout.fleet.dispatcher import Dispatcher
@@ -73,7 +73,7 @@ class RolloutService:
         held_out = load_prompts(config, tokenizer, given.paths, max_prompts=given.max_prompts) if given.paths else None
         self._filters = FilterChain(config.rollout.filters, samples_per_prompt=config.rollout.samples_per_prompt)
         self._scorer = build_scorer(config.reward, vocab_size=vocab_size, device=config.rollout.engine.device)
-        self._draws = Draws(PromptStream(
+        self._draws = PromptQueue(PromptStream(
             len(self.prompts), seed=config.run.seed, shuffle=config.data.shuffle, fingerprint=self.prompts.fingerprint()
         ))
         self.ledger = self._draws.ledger
@@ -84,7 +84,7 @@ class RolloutService:
         self._evaluation = (
             None if held_out is None else Evaluation(runners.evaluation(held_out.__getitem__), len(held_out))
         )
-        self._versions = PolicySteps()
+        self._versions = PublishedVersions()
         self._collector = self._build_collector()
         self._cut = self._collector.cut()           # of the newest step that the trainer was given
         self._restored_step = 0                     # the last that was handed over before
@@ -110,17 +110,17 @@ class RolloutService:
             self.close()
             raise
 
-    def _build_collector(self) -> StepCollector | AheadCollector:
+    def _build_collector(self) -> StepCollector | Collector:
         parts = (self._config, self._draws, self._training, self._filters)
         if self._config.rollout.max_staleness == 0:
             return StepCollector(*parts)
         steps = total_steps(self._config, len(self.prompts))
-        ahead = AheadCollector(*parts, self._versions, steps=steps, busy_s=lambda: self._dispatcher.busy_s)
+        ahead = Collector(*parts, self._versions, steps=steps, busy_s=lambda: self._dispatcher.busy_s)
         self.fleet.on_room = ahead.room_changed
         return ahead
 
     async def _start(self, again: bool) -> None:
-        await together(self._scorer.start(), self.fleet.start(again=again))
+        await gather_or_cancel(self._scorer.start(), self.fleet.start(again=again))
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
         return self.thread.call(work, seconds=seconds, what=what)
@@ -155,7 +155,7 @@ class RolloutService:
             raise
         if errand is None:
             return None
-        done: Collected = errand.result()
+        done: StepGroups = errand.result()
         self._cut = done.cut
         metrics = {
             "time/generation": errand.seconds, "time/engine": self._dispatcher.busy_s - self._busy_before,
@@ -205,8 +205,8 @@ class RolloutService:
         """Nothing is in flight when this returns, and nothing begins before the next publication."""
         self._call(self._collector.halt(), CLOSE_S, "ending what is in flight")
 
-    def _became(self, done: Collected) -> dict[str, float]:
-        """Draws that the step was not trained on."""
+    def _became(self, done: StepGroups) -> dict[str, float]:
+        """PromptQueue that the step was not trained on."""
         return {
             "rollout/requeued_prompts": float(done.tally.requeued),
             "rollout/excluded_prompts": float(len(self.prompts.excluded)),
@@ -266,7 +266,7 @@ class RolloutService:
         kept = decode(state.get("ahead", {}).get("groups", ()))     # here: a large buffer would hold up the loop
         self._call(self._restore(state, kept), CLOSE_S, "restoring the rollout service")
 
-    async def _restore(self, state: Mapping[str, Any], kept: Sequence[Kept]) -> None:
+    async def _restore(self, state: Mapping[str, Any], kept: Sequence[BufferedGroup]) -> None:
         await self._collector.halt()
         self._collector.restore(state, kept)
         self._cut, self._restored_step = self._collector.cut(), self.ledger.last_step

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from backends.megatron.batch.transfer import broadcast_json
-from backends.megatron.parallel.rank_errors import together
+from backends.megatron.parallel.rank_errors import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from rlcore.algorithms import Advantages, GuardedEstimator, MissingInputError, estimator_keywords
 from rlcore.algorithms.guard import SOURCES
@@ -19,7 +19,7 @@ from rlcore.config.checks.algorithm import coefficient_ignored, reward_terms
 from rlcore.config.derived import coefficients
 from rlcore.data.batch import PER_SEQUENCE, RolloutBatch
 from rlcore.errors import ConfigError
-from rlcore.trainer.credit import Credit
+from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.objective import Objective
 
 _KL_FROM = ("logprobs", "ref_logprobs")
@@ -44,12 +44,12 @@ def compute_advantages_and_returns(batch: RolloutBatch | None, config: Config, p
     Raises:
         MissingInputError: the batch lacks a vector that the estimator needs.
         ConfigError: the configuration names no estimator, or a coefficient that this one would ignore.
-        RunFailed: the estimator broke a rule: see `Credit.assign`. On the other ranks, whatever went wrong on rank 0.
+        RunFailed: the estimator broke a rule: see `CreditAssignment.assign`. On the other ranks, whatever went wrong on rank 0.
     """
     if not parallel.is_distributed:
         return _compute(batch, config)
     result = None
-    with together(parallel, "computing the advantages"):
+    with raise_on_all_ranks(parallel, "computing the advantages"):
         if parallel.rank == 0:
             result = _compute(batch, config)
     return _from_rank_0(result, parallel)
@@ -59,7 +59,7 @@ def _compute(batch: RolloutBatch | None, config: Config) -> Advantages:
     if batch is None:
         raise ValueError("batch: got None on the rank that computes (rank 0, or a process without torch.distributed)")
     _check_config(config)
-    credit = Credit(config, Objective(config.algorithm))
+    credit = CreditAssignment(config, Objective(config.algorithm))
     _check_vectors(batch, credit.estimator)
     return credit.advantages(batch)
 

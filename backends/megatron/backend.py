@@ -16,14 +16,14 @@ from backends.megatron.cpu.shim import expected_warnings_off, importing_megatron
 with importing_megatron():
     from megatron.core.parallel_state import get_global_memory_buffer
 
-    from backends.megatron.batch.local_batch import HeldBatch
+    from backends.megatron.batch.local_batch import LocalBatch
     from backends.megatron.build import BuildContext, build_critic, build_policy
     from backends.megatron.checkpoint.background import PendingCheckpoint
     from backends.megatron.checkpoint.save_load import Saved, load_checkpoint, save_checkpoint, saved_layout, start_checkpoint
     from backends.megatron.checkpoint.shards import HostCopies
     from backends.megatron.checks.layout import check_layout
     from backends.megatron.convert.architecture import read_architecture
-    from backends.megatron.frozen import Frozen, Resident, build_reference, build_teacher
+    from backends.megatron.frozen import Frozen, OwnModel, build_reference, build_teacher
     from backends.megatron.model.attention import uses_varlen
     from backends.megatron.model.layers import layers_of
     from backends.megatron.model.moe import mean_losses
@@ -31,7 +31,7 @@ with importing_megatron():
     from backends.megatron.parallel.state import destroy_parallel, init_parallel, init_process_group
     from backends.megatron.training.losses import critic_loss, policy_loss
     from backends.megatron.training.metrics import shared_moments
-    from backends.megatron.training.offload import Parking
+    from backends.megatron.training.offload import OffloadedState
     from backends.megatron.training.optimizer import StepReport
     from backends.megatron.training.passes import HeadOptions, Model, score_pass, training_pass
     from backends.megatron.weights.export import WeightExporter, export_hf
@@ -77,7 +77,7 @@ class MegatronBackend:
             torch.cuda.set_device(self.device)
         check_layout(arch, policy.parallel, dist.get_world_size() if dist.is_initialized() else 1)
         self._head = HeadOptions(_temperature(config), policy.logprobs.chunk_elements)
-        self._held: HeldBatch | None = None
+        self._held: LocalBatch | None = None
         self._exporter: WeightExporter | None = None
         self._host_copies = HostCopies()        # of what a save in the background writes
         self._pending: PendingCheckpoint | None = None
@@ -130,7 +130,7 @@ class MegatronBackend:
         if batch is not None and self.config.policy.routing_replay == "engine":
             check_records(batch, self.policy.arch)
         multiple = pack_multiple(self.config)
-        self._held = HeldBatch.receive(batch, plans, self.parallel, self.device, pad_multiple=multiple)
+        self._held = LocalBatch.receive(batch, plans, self.parallel, self.device, pad_multiple=multiple)
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
         """Hand vectors [M] to the ranks that hold the tokens; `batch_stats/<minibatch>/<name>` goes whole to all of them."""
@@ -256,22 +256,22 @@ class MegatronBackend:
 
     # --- the device, lent to others ---------------------------------------------------------------------------------------
 
-    def park(self) -> None:
+    def offload(self) -> None:
         """Move what the models hold into host memory and give this device's memory back; a loaded batch is given up.
 
-        Until `unpark` each pass brings what it needs and takes it away again. No communication.
+        Until `onload` each pass brings what it needs and takes it away again. No communication.
         """
         self._held = None
-        for parking in self._parkings:
-            parking.leave()
-        self.trim()
+        for offloading in self._parkings:
+            offloading.leave()
+        self.release_cache()
 
-    def unpark(self) -> None:
-        """The inverse of `park`."""
-        for parking in self._parkings:
-            parking.stay()
+    def onload(self) -> None:
+        """The inverse of `offload`."""
+        for offloading in self._parkings:
+            offloading.stay()
 
-    def trim(self) -> None:
+    def release_cache(self) -> None:
         """Give back what this process keeps of the device's memory for its next passes. No communication."""
         if self._exporter is not None:
             self._exporter.free_buffers()
@@ -283,13 +283,13 @@ class MegatronBackend:
     @property
     def parked_bytes(self) -> int:
         """Of this rank's models, off the device now."""
-        return sum(parking.num_bytes for parking in self._parkings)
+        return sum(offloading.num_bytes for offloading in self._parkings)
 
     @property
-    def _parkings(self) -> list[Parking]:
-        residents = [frozen.model for frozen in self.frozen.values() if isinstance(frozen, Resident)]
+    def _parkings(self) -> list[OffloadedState]:
+        residents = [frozen.model for frozen in self.frozen.values() if isinstance(frozen, OwnModel)]
         models = [self.policy, *residents, *([] if self.critic is None else [self.critic])]
-        return [parking for model in models for parking in model.parkings]
+        return [offloading for model in models for offloading in model.parkings]
 
     # --- the rest -------------------------------------------------------------------------------------------------------
 
@@ -333,7 +333,7 @@ class MegatronBackend:
             dist.destroy_process_group()
 
     @property
-    def _batch(self) -> HeldBatch:
+    def _batch(self) -> LocalBatch:
         if self._held is None:
             raise RuntimeError("call load_batch first")
         return self._held

@@ -23,8 +23,8 @@ class Frozen(Protocol):
 
 
 @dataclass(frozen=True)
-class Resident:
-    """A model of its own, whose weights stay on the device or are parked in host memory between passes."""
+class OwnModel:
+    """A model of its own, whose weights stay on the device or are offloaded in host memory between passes."""
 
     model: Model
 
@@ -33,7 +33,7 @@ class Resident:
 
 
 @dataclass(frozen=True)
-class Guest:
+class SwappedIn:
     """Weights in host memory that borrow the policy's place: no more device memory than the policy itself."""
 
     policy: Model
@@ -67,7 +67,7 @@ def build_teacher(context: BuildContext, policy: Model) -> Frozen:
 def _build(context: BuildContext, policy: Model, path: str | None, key: str, *, offload: bool) -> Frozen:
     arch = context.other_architecture(path, key)
     if offload and _differ_by_weights_alone(arch, context.arch):
-        return Guest(policy, _host_weights(context, policy, arch, path))
+        return SwappedIn(policy, _host_weights(context, policy, arch, path))
     model = context.build(arch)
     if path is None:
         copy_weights(policy.chunks, model.chunks)
@@ -78,7 +78,7 @@ def _build(context: BuildContext, policy: Model, path: str | None, key: str, *, 
     for module in model.modules:
         module.eval()
     model.make_parkable(context.device, offload=offload)
-    return Resident(model)
+    return OwnModel(model)
 
 
 def _host_weights(context: BuildContext, policy: Model, arch: Architecture, path: str | None) -> HostWeights:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlcore.data.routed_experts import pad_experts
 from rlcore.data.sample import Sample
-from rlcore.data.sampling_masks import TokenSets
+from rlcore.data.sampling_masks import SamplingMasks
 
 PER_SEQUENCE = frozenset({"rewards", "group_ids", "rollout_ids", "sequence_ids", "baseline_rewards"})
 
@@ -27,7 +27,7 @@ def ragged_index(cu: Tensor, sequences: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class KeepSets:
+class BatchSamplingMasks:
     """The tokens among which each of M tokens was drawn, one set behind the other; an empty set stands for the whole
     vocabulary. A token is in its own set."""
 
@@ -35,20 +35,20 @@ class KeepSets:
     offsets: Tensor             # int64 [M+1], on the CPU: set i is tokens[offsets[i] : offsets[i + 1]]
 
     @classmethod
-    def of(cls, sets: TokenSets) -> KeepSets:
+    def of(cls, sets: SamplingMasks) -> BatchSamplingMasks:
         offsets = torch.zeros(len(sets.counts) + 1, dtype=torch.int64)
         torch.cumsum(torch.from_numpy(sets.counts), 0, out=offsets[1:])
         return cls(torch.from_numpy(sets.tokens), offsets)
 
-    def select(self, rows: Tensor) -> KeepSets:
+    def select(self, rows: Tensor) -> BatchSamplingMasks:
         """The sets of the tokens `rows`, int64 [m], in that order."""
         offsets = torch.zeros(len(rows) + 1, dtype=torch.int64)
         torch.cumsum(self.offsets.diff()[rows], 0, out=offsets[1:])
-        return KeepSets(self.tokens[ragged_index(self.offsets, rows)], offsets)
+        return BatchSamplingMasks(self.tokens[ragged_index(self.offsets, rows)], offsets)
 
-    def to(self, device: torch.device) -> KeepSets:
+    def to(self, device: torch.device) -> BatchSamplingMasks:
         """With the tokens on `device`."""
-        return KeepSets(self.tokens.to(device), self.offsets)
+        return BatchSamplingMasks(self.tokens.to(device), self.offsets)
 
 
 @dataclass
@@ -64,7 +64,7 @@ class RolloutBatch:
     loss_mask: Tensor           # bool [T]
     vectors: dict[str, Tensor] = field(default_factory=dict)
     version: int | None = None  # of the policy that is about to be trained on it, counted as `vectors["versions"]` are
-    keep_sets: KeepSets | None = None       # of the M trainable tokens; None: all were drawn from the whole vocabulary
+    sampling_mask: BatchSamplingMasks | None = None       # of the M trainable tokens; None: all were drawn from the whole vocabulary
     routed_experts: Tensor | None = None    # int16 [T, layers with experts, k], -1 where the engine recorded none
 
     def __post_init__(self) -> None:
@@ -73,9 +73,9 @@ class RolloutBatch:
         self.cu_seqlens = counts[self.cu_tokens]        # int64 [B+1], over trainable tokens
         for name, value in self.vectors.items():
             self._check(name, value)
-        if self.keep_sets is not None and len(self.keep_sets.offsets) != self.num_trainable + 1:
-            sets = len(self.keep_sets.offsets) - 1
-            raise ValueError(f"batch.keep_sets holds {sets} sets, expected one for each of {self.num_trainable} tokens")
+        if self.sampling_mask is not None and len(self.sampling_mask.offsets) != self.num_trainable + 1:
+            sets = len(self.sampling_mask.offsets) - 1
+            raise ValueError(f"batch.sampling_mask holds {sets} sets, expected one for each of {self.num_trainable} tokens")
 
     def _check(self, name: str, value: Tensor) -> None:
         expected = self.num_sequences if name in PER_SEQUENCE else self.num_trainable
@@ -123,10 +123,10 @@ class RolloutBatch:
         if any(s.token_rewards is not None for s in samples):
             given = [np.zeros(s.num_trainable) if s.token_rewards is None else s.token_rewards for s in samples]
             optional["token_rewards"] = flat(given, np.float32)
-        keep_sets = None
-        if any(s.keep_sets is not None for s in samples):
-            sets = [TokenSets.whole(s.num_trainable) if s.keep_sets is None else s.keep_sets for s in samples]
-            keep_sets = KeepSets.of(TokenSets.joined(sets))
+        sampling_mask = None
+        if any(s.sampling_mask is not None for s in samples):
+            sets = [SamplingMasks.whole(s.num_trainable) if s.sampling_mask is None else s.sampling_mask for s in samples]
+            sampling_mask = BatchSamplingMasks.of(SamplingMasks.joined(sets))
         records = [s.routed_experts for s in samples if s.routed_experts is not None and len(s.routed_experts)]
         routed = None
         if records:
@@ -136,7 +136,7 @@ class RolloutBatch:
             tokens=flat([s.tokens for s in samples], np.int32),
             cu_tokens=torch.from_numpy(lengths.cumsum()),
             loss_mask=flat([s.loss_mask for s in samples], np.bool_),
-            keep_sets=keep_sets,
+            sampling_mask=sampling_mask,
             routed_experts=routed,
             vectors={
                 "rewards": torch.tensor([s.reward for s in samples], dtype=torch.float32),
@@ -156,6 +156,6 @@ class RolloutBatch:
         cu = torch.zeros(len(rows) + 1, dtype=torch.int64)
         torch.cumsum(self.lengths[rows], 0, out=cu[1:])
         picked = {k: v[rows if k in PER_SEQUENCE else trainable] for k, v in self.vectors.items()}
-        keep_sets = None if self.keep_sets is None else self.keep_sets.select(trainable)
+        sampling_mask = None if self.sampling_mask is None else self.sampling_mask.select(trainable)
         routed = None if self.routed_experts is None else self.routed_experts[model]
-        return RolloutBatch(self.tokens[model], cu, self.loss_mask[model], picked, self.version, keep_sets, routed)
+        return RolloutBatch(self.tokens[model], cu, self.loss_mask[model], picked, self.version, sampling_mask, routed)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.data.routed_experts import Experts, decode_experts, encode_experts
-from rlcore.data.sampling_masks import TokenSets
+from rlcore.data.sampling_masks import SamplingMasks
 
 ARRAYS = ("tokens", "loss_mask", "rollout_logprobs", "token_rewards")       # of a sample
 FinishReason = Literal["stop", "length", "abort"]
@@ -54,7 +54,7 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     baseline_reward: float | None = None    # of the greedy response to the same prompt, where the estimator needs it
     token_rewards: NDArray[np.float32] | None = None    # [m], process rewards, where the workflow gives them
-    keep_sets: TokenSets | None = None      # m sets: what each trainable token was drawn from, where the engine recorded it
+    sampling_mask: SamplingMasks | None = None      # m sets: what each trainable token was drawn from, where the engine recorded it
     routed_experts: Experts | None = None   # [t <= T, layers, k]: where the engine's routers sent the tokens, if it says
 
     def __post_init__(self) -> None:
@@ -78,19 +78,19 @@ class Sample:
         if covered != m:
             raise ValueError(f"{where}: version spans cover {covered} of {m} trainable tokens")
         self.check_token_rewards()
-        self._check_keep_sets(where)
+        self._check_sampling_mask(where)
         routed = self.routed_experts
         if routed is not None and (routed.dtype != np.int16 or routed.ndim != 3 or len(routed) > len(self.tokens)):
             got = f"{routed.dtype} {routed.shape}"
             raise ValueError(f"{where}: routed_experts must be int16 [t, layers, k], t at most {len(self.tokens)}, got {got}")
 
-    def _check_keep_sets(self, where: str) -> None:
-        if self.keep_sets is None:
+    def _check_sampling_mask(self, where: str) -> None:
+        if self.sampling_mask is None:
             return
         m = self.num_trainable
-        if self.keep_sets.counts.shape != (m,):
-            raise ValueError(f"{where}: {len(self.keep_sets.counts)} keep-sets, expected one for each of {m} trainable tokens")
-        missing = self.keep_sets.missing(self.tokens[self.loss_mask == 1])
+        if self.sampling_mask.counts.shape != (m,):
+            raise ValueError(f"{where}: {len(self.sampling_mask.counts)} keep-sets, expected one for each of {m} trainable tokens")
+        missing = self.sampling_mask.missing(self.tokens[self.loss_mask == 1])
         if len(missing):
             raise ValueError(f"{where}: the keep-set of trainable token {missing[0]} does not hold the token itself")
 
@@ -130,7 +130,7 @@ class Sample:
         for name in () if arrays else ARRAYS:
             record[name] = None if record[name] is None else record[name].tolist()
         record["versions"] = [[s.version, s.start, s.end] for s in self.versions]
-        record["keep_sets"] = None if self.keep_sets is None else self.keep_sets.to_record()
+        record["keep_sets"] = None if self.sampling_mask is None else self.sampling_mask.to_record()
         record["routed_experts"] = None if self.routed_experts is None else encode_experts(self.routed_experts)
         return record
 
@@ -145,7 +145,7 @@ class Sample:
             known["token_rewards"] = np.asarray(record["token_rewards"], dtype=np.float32)
         known["versions"] = tuple(VersionSpan(*span) for span in record["versions"])
         if known.get("keep_sets") is not None:
-            known["keep_sets"] = TokenSets.from_record(record["keep_sets"])
+            known["keep_sets"] = SamplingMasks.from_record(record["keep_sets"])
         if known.get("routed_experts") is not None:
             known["routed_experts"] = decode_experts(record["routed_experts"])
         return cls(**known)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
-class TokenSets:
+class SamplingMasks:
     """m sets, one behind the other; a count of 0 stands for the whole vocabulary, which is never written out.
 
         counts   2      0     1
@@ -30,12 +30,12 @@ class TokenSets:
             raise ValueError(f"token sets: counts sum up to {self.counts.sum()}, but there are {len(self.tokens)} tokens")
 
     @classmethod
-    def whole(cls, size: int) -> TokenSets:
+    def whole(cls, size: int) -> SamplingMasks:
         """`size` times the whole vocabulary."""
         return cls(np.zeros(0, dtype=np.int32), np.zeros(size, dtype=np.int32))
 
     @classmethod
-    def joined(cls, parts: Sequence[TokenSets]) -> TokenSets:
+    def joined(cls, parts: Sequence[SamplingMasks]) -> SamplingMasks:
         """All sets in order: of a sample with several turns, say."""
         if not parts:
             return cls.whole(0)
@@ -52,5 +52,5 @@ class TokenSets:
         return {"tokens": self.tokens.tolist(), "counts": self.counts.tolist()}
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> TokenSets:
+    def from_record(cls, record: dict[str, Any]) -> SamplingMasks:
         return cls(*(np.asarray(record[name], dtype=np.int32) for name in ("tokens", "counts")))

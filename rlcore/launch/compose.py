@@ -40,13 +40,13 @@ from rlcore.planning.devices import peak_flops
 from rlcore.runs.directory import check_run_name
 from rlcore.tracking import build_trackers
 from rlcore.tracking.hub import reach_hub
-from rlcore.trainer.credit import Credit
-from rlcore.trainer.gpu_sharing import Turns
+from rlcore.trainer.credit import CreditAssignment
+from rlcore.trainer.gpu_sharing import GpuSharing
 from rlcore.trainer.loop import Trainer
 from rlcore.trainer.mfu import Utilization
 from rlcore.trainer.objective import Objective
-from rlcore.trainer.rank0 import Desk, Outcome
-from rlcore.trainer.weight_publisher import Publisher, VersionJournal
+from rlcore.trainer.rank0 import Outcome, RankZero
+from rlcore.trainer.weight_publisher import VersionJournal, WeightPublisher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Office:
+class RolloutHandles:
     """What rank 0 alone holds beside its share of the model."""
 
     source: RolloutSource
@@ -70,7 +70,7 @@ class OpenService(Protocol):
 
     def __call__(
         self, config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, *, greedy_baseline: bool
-    ) -> Office: ...
+    ) -> RolloutHandles: ...
 
 
 def run_rank(
@@ -83,54 +83,54 @@ def run_rank(
     """
     check_input(loaded.config, process.world_size, resume=resume, overwrite=overwrite)
     loaded = pin_initial_policy(loaded, resume=resume)
-    config, control, patience = loaded.config, process.control, loaded.config.cluster.start_timeout_s
+    config, sync, patience = loaded.config, process.sync, loaded.config.cluster.start_timeout_s
     objective, credit = build_algorithm(config)
     with ExitStack() as stack, process.blaming():
         # What the user may have got wrong is looked at before a run of the same name is touched.
-        office = control.main(
+        handles = sync.run_on_rank0(
             "reading the data",
-            lambda: open_office(config, process, stack, greedy_baseline=credit.needs_baseline, service=service),
+            lambda: open_handles(config, process, stack, greedy_baseline=credit.needs_baseline, service=service),
             timeout_s=patience,
         )
         if config.tracking.hub.repo:
-            control.main("reaching the hub", lambda: reach_hub(config.tracking.hub), timeout_s=patience)
-        prompts = control.decide("counting the prompts", lambda: str(present(office).num_prompts), timeout_s=patience)
+            sync.run_on_rank0("reaching the hub", lambda: reach_hub(config.tracking.hub), timeout_s=patience)
+        prompts = sync.broadcast("counting the prompts", lambda: str(present(handles).num_prompts), timeout_s=patience)
         steps = total_steps(config, int(prompts))
         backend = build_backend(config, process, objective, credit, optimizer_steps=steps * updates_per_step(config))
         stack.callback(backend.close)
-        turns = build_turns(config, process, backend, office)
-        control.assemble("building the models", timeout_s=patience)
-        run = control.main(
+        sharing = build_gpu_sharing(config, process, backend, handles)
+        sync.barrier("building the models", timeout_s=patience)
+        run = sync.run_on_rank0(
             "opening the run", lambda: open_run(loaded, steps, stack, resume=resume, overwrite=overwrite), timeout_s=patience
         )
         process.log.open(folder_of(config.run))
         if run is not None:
-            mark_opened(control.store)
+            mark_opened(sync.store)
             process.last_words.append(lambda failure: run.leave(RunFailed(str(failure))))
         starting = patience + comeback_s(config.rollout.engine, engine_place_s(config))     # a large model loads for long
-        control.main("starting the engines", lambda: present(office).source.start(), timeout_s=starting)
-        desk = journal = None
+        sync.run_on_rank0("starting the engines", lambda: present(handles).source.start(), timeout_s=starting)
+        rank0 = journal = None
         if run is not None:
             known = run.resume_from.state if run.resume_from else {}
             journal = VersionJournal(run.directory.versions_path, newest=known.get("version") or 0)
             utilization = build_utilization(config, process, credit)
-            desk = build_desk(loaded, process, present(office), run, journal, backend, steps, utilization)
-        publisher = build_publisher(config, process, backend, office, journal)
-        return finish(Trainer(config, control, backend, credit, steps, publisher, desk, turns), process)
+            rank0 = build_rank0(loaded, process, present(handles), run, journal, backend, steps, utilization)
+        publisher = build_weight_publisher(config, process, backend, handles, journal)
+        return finish(Trainer(config, sync, backend, credit, steps, publisher, rank0, sharing), process)
 
 
-def present(office: Office | None) -> Office:
-    assert office is not None, "only rank 0 has an office"
-    return office
+def present(handles: RolloutHandles | None) -> RolloutHandles:
+    assert handles is not None, "only rank 0 has them"
+    return handles
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
 
 
-def build_algorithm(config: Config) -> tuple[Objective, Credit]:
+def build_algorithm(config: Config) -> tuple[Objective, CreditAssignment]:
     try:
         objective = Objective(config.algorithm)
-        return objective, Credit(config, objective)
+        return objective, CreditAssignment(config, objective)
     except AlgorithmError as error:
         raise ConfigError(f"algorithm: {error}") from error
 
@@ -177,7 +177,7 @@ def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
 
 
 def build_backend(
-    config: Config, process: Process, objective: Objective, credit: Credit | None, *, optimizer_steps: int
+    config: Config, process: Process, objective: Objective, credit: CreditAssignment | None, *, optimizer_steps: int
 ) -> PolicyBackend:
     from backends.megatron.backend import MegatronBackend
 
@@ -192,9 +192,9 @@ def build_backend(
     )
 
 
-def open_office(
+def open_handles(
     config: Config, process: Process, stack: ExitStack, *, greedy_baseline: bool = False, service: OpenService | None = None
-) -> Office:
+) -> RolloutHandles:
     """Read the prompts and make, without starting them, the engines and the service."""
     from rlcore.data.tokenizer import load_tokenizer
 
@@ -203,29 +203,29 @@ def open_office(
         from rlcore.trainer.sft_source import SFTSource
 
         sft = SFTSource(config, tokenizer)
-        return Office(sft, None, len(sft.prompts), sft.prompts.lengths)
+        return RolloutHandles(sft, None, len(sft.prompts), sft.prompts.lengths)
     if config.training.replay is not None:
         from rlcore.trainer.replay_source import ReplaySource
 
         replay = ReplaySource(
             Path(config.training.replay), greedy_baseline=greedy_baseline, recorded=recorded_fields(config)
         )
-        return Office(replay, None, 1)
+        return RolloutHandles(replay, None, 1)
     return (service or open_service)(config, process, tokenizer, stack, greedy_baseline=greedy_baseline)
 
 
 def open_service(
     config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, *, greedy_baseline: bool
-) -> Office:
+) -> RolloutHandles:
     from rollout.fleet.engine_memory import FleetMemory
-    from rollout.weight_sync.publication import EngineSink
+    from rollout.weight_sync.publication import WeightPublication
 
     service = build_service(config, tokenizer, build_engines(config, process), greedy_baseline=greedy_baseline)
     stack.callback(service.close)
-    sink = EngineSink(config, service.fleet, service.loop, device=process.device)
+    sink = WeightPublication(config, service.fleet, service.loop, device=process.device)
     stack.callback(sink.close)
     memory = FleetMemory(service.fleet, config.rollout.engine, service.thread)
-    return Office(service, sink, len(service.prompts), service.prompts.lengths, memory)
+    return RolloutHandles(service, sink, len(service.prompts), service.prompts.lengths, memory)
 
 
 def build_service(
@@ -237,24 +237,24 @@ def build_service(
     return RolloutService(config, tokenizer, engines, greedy_baseline=greedy_baseline)
 
 
-def build_publisher(
-    config: Config, process: Process, backend: PolicyBackend, office: Office | None, journal: VersionJournal | None
-) -> Publisher | None:
+def build_weight_publisher(
+    config: Config, process: Process, backend: PolicyBackend, handles: RolloutHandles | None, journal: VersionJournal | None
+) -> WeightPublisher | None:
     if not generates(config):
         return None
     patience = patience_with_engines(config)
-    if office is None:
-        return Publisher(backend, process.control, sink=None, journal=None, timeout_s=patience)
-    told = office.source.published
-    return Publisher(backend, process.control, sink=office.sink, journal=journal, timeout_s=patience, published=told)
+    if handles is None:
+        return WeightPublisher(backend, process.sync, sink=None, journal=None, timeout_s=patience)
+    told = handles.source.published
+    return WeightPublisher(backend, process.sync, sink=handles.sink, journal=journal, timeout_s=patience, published=told)
 
 
-def build_turns(config: Config, process: Process, backend: PolicyBackend, office: Office | None) -> Turns | None:
-    """None where the engines have GPUs of their own. Else the trainer is parked: call it before they start."""
+def build_gpu_sharing(config: Config, process: Process, backend: PolicyBackend, handles: RolloutHandles | None) -> GpuSharing | None:
+    """None where the engines have GPUs of their own. Else the trainer is offloaded: call it before they start."""
     if not (config.rollout.engine.colocated and generates(config)):
         return None
-    memory = None if office is None else office.memory
-    return Turns(process.control, backend, memory, timeout_s=patience_with_engines(config))
+    memory = None if handles is None else handles.memory
+    return GpuSharing(process.sync, backend, memory, timeout_s=patience_with_engines(config))
 
 
 def patience_with_engines(config: Config) -> float:
@@ -266,7 +266,7 @@ def patience_with_engines(config: Config) -> float:
     return comeback_s(engine, engine_place_s(config)) + engine.request_timeout_s + engine.update_timeout_s * 6
 
 
-def build_utilization(config: Config, process: Process, credit: Credit) -> Utilization | None:
+def build_utilization(config: Config, process: Process, credit: CreditAssignment) -> Utilization | None:
     """What measures `perf/mfu`; None where neither the configuration nor the table of GPUs knows the peak."""
     from backends.megatron.convert.architecture import read_architecture
 
@@ -281,23 +281,23 @@ def build_utilization(config: Config, process: Process, credit: Credit) -> Utili
     return Utilization(shape, peak * process.world_size, scores_policy=credit.needs_logprobs)
 
 
-def build_desk(
-    loaded: Loaded, process: Process, office: Office, run: OpenRun, journal: VersionJournal, backend: PolicyBackend,
+def build_rank0(
+    loaded: Loaded, process: Process, handles: RolloutHandles, run: OpenRun, journal: VersionJournal, backend: PolicyBackend,
     steps: int, utilization: Utilization | None,
-) -> Desk:  # fmt: skip
+) -> RankZero:  # fmt: skip
     config, directory, found = loaded.config, run.directory, run.resume_from
     tracker = build_trackers(config, directory, found.state["tracker"] if found else None, total_steps=steps)
     tracker.start({"run": str(directory.path), **backend.describe()})
-    if office.prompt_lengths is not None:
-        tracker.show_prompt_lengths(office.prompt_lengths)
-    desk = Desk(
+    if handles.prompt_lengths is not None:
+        tracker.show_prompt_lengths(handles.prompt_lengths)
+    rank0 = RankZero(
         config,
-        source=office.source,
+        source=handles.source,
         tracker=tracker,
         directory=directory,
         checkpoints=run.checkpoints,
         total_steps=steps,
-        interrupted=lambda: process.control.interrupt_requested,
+        interrupted=lambda: process.sync.interrupt_requested,
         newest_version=lambda: journal.last,
         resume_from=found,
         replay_from=_replay_from(config),
@@ -306,9 +306,9 @@ def build_desk(
     )
     for note in loaded.notes:
         tracker.note(note)
-    if desk.early_stopping is not None:
-        tracker.note(desk.early_stopping.armed)
-    return desk
+    if rank0.early_stopping is not None:
+        tracker.note(rank0.early_stopping.armed)
+    return rank0
 
 
 def _replay_from(config: Config) -> Path | None:

@@ -12,7 +12,7 @@ from rlcore.launch.attempts import mark_ended
 from rlcore.launch.process import Process
 from rlcore.runs.directory import Status
 from rlcore.trainer.loop import Trainer
-from rlcore.trainer.rank0 import FINISHED, Desk, Outcome
+from rlcore.trainer.rank0 import FINISHED, Outcome, RankZero
 from rlcore.trainer.rank_sync import in_one_line
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 def finish(trainer: Trainer, process: Process) -> Outcome:
     """Train, export, and leave a result behind, whatever the end is."""
-    config, desk = trainer.config, trainer.desk
+    config, rank0 = trainer.config, trainer.rank0
     folder = Path(config.run.dir) / config.run.name / "hf"
     try:
         with process.blaming():
@@ -28,31 +28,31 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
             if outcome.status in FINISHED and config.checkpoint.export_hf:
                 trainer.backend.export_hf(folder)
     except BaseException as error:
-        if desk is not None:
+        if rank0 is not None:
             status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             if not isinstance(error, UserError):
-                _conclude_failed(desk, status, error)
-            desk.tracker.close(status)
+                _conclude_failed(rank0, status, error)
+            rank0.tracker.close(status)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise RunFailed(f"{error}; free space under {config.run.dir} and continue with --resume") from error
         raise
 
     def conclude() -> None:
         trainer.main.conclude(outcome.status)
-        mark_ended(process.control.store, exit_code(outcome.status))    # who is started again from here on has nothing to do
+        mark_ended(process.sync.store, exit_code(outcome.status))    # who is started again from here on has nothing to do
 
-    process.control.main("the result of the run", conclude, timeout_s=trainer.patience)
-    if desk is not None:        # the other ranks may leave meanwhile: an upload can take longer than they would wait
-        if process.pulse is not None:
-            process.pulse.alone()
+    process.sync.run_on_rank0("the result of the run", conclude, timeout_s=trainer.patience)
+    if rank0 is not None:        # the other ranks may leave meanwhile: an upload can take longer than they would wait
+        if process.heartbeat is not None:
+            process.heartbeat.alone()
         if outcome.status in FINISHED and config.tracking.hub.repo:
-            desk.push(folder)
-        desk.tracker.close(outcome.status)
+            rank0.push(folder)
+        rank0.tracker.close(outcome.status)
     return outcome
 
 
-def _conclude_failed(desk: Desk, status: Status, error: BaseException) -> None:
+def _conclude_failed(rank0: RankZero, status: Status, error: BaseException) -> None:
     try:
-        desk.conclude(status, reason=in_one_line(error))
+        rank0.conclude(status, reason=in_one_line(error))
     except (OSError, DataError) as second:      # a full disk, damaged metrics: what failed first is what the user must hear
         logger.error("result.json could not be written: %s", second)

@@ -14,7 +14,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from rlcore.launch.ranks import here_key
-from rlcore.trainer.rank_sync import Control, Failure, Store, post_failure, read_failure
+from rlcore.trainer.rank_sync import Failure, RankSync, Store, post_failure, read_failure
 
 BEAT_S = 1.0
 NOTICE_S = 5.0          # from a failure of the run to the end of a rank that has not noticed it
@@ -40,7 +40,7 @@ def came_late(rank: int) -> Failure:
     return Failure(rank, "it did not come to where the others waited for it, and was ended")
 
 
-class Watch:
+class HeartbeatMonitor:
     """Which of `ranks` has been silent for too long. Only changes of a beat count, so no clocks are compared."""
 
     def __init__(self, store: Store, ranks: Iterable[int], *, limit_s: float, start_limit_s: float) -> None:
@@ -84,7 +84,7 @@ class Watch:
         return Failure(next(missing, late[0]), why)
 
 
-class Pulse:
+class Heartbeat:
     """One thread a rank: beats, watches (rank 0 all others, they rank 0), and ends this process where it must.
 
     Args:
@@ -93,11 +93,11 @@ class Pulse:
     """
 
     def __init__(
-        self, store: Store, control: Control, watch: Watch, last_words: Sequence[Callable[[Failure], None]]
+        self, store: Store, sync: RankSync, watch: HeartbeatMonitor, last_words: Sequence[Callable[[Failure], None]]
     ) -> None:
-        self._store, self._control, self._watch, self._last_words = store, control, watch, last_words
+        self._store, self._sync, self._watch, self._last_words = store, sync, watch, last_words
         self._stopped, self._leaving, self._alone = threading.Event(), threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     @property
@@ -119,7 +119,7 @@ class Pulse:
         self._thread.join(NOTICE_S)
         if in_peace:
             try:
-                self._control.store.set(beat_key(self._control.rank), _LEFT)
+                self._sync.store.set(beat_key(self._sync.rank), _LEFT)
             except dist.DistError as error:     # recovery: none is needed, nobody is left to watch
                 logger.info("the run's store is gone: %s", error)
 
@@ -136,16 +136,16 @@ class Pulse:
 
     def _look(self, number: int) -> Failure | None:
         try:
-            self._store.set(beat_key(self._control.rank), f"{number} {self._control.doing}")
+            self._store.set(beat_key(self._sync.rank), f"{number} {self._sync.doing}")
             known = read_failure(self._store)
             if known is None and not self._alone.is_set():
-                silent = self._watch.failure(limit_s=SIGNALLED_S if self._control.was_signalled else None)
+                silent = self._watch.failure(limit_s=SIGNALLED_S if self._sync.was_signalled else None)
                 if silent is not None:
                     post_failure(self._store, silent)
                     known = read_failure(self._store)
             return known
         except dist.DistError as error:         # recovery: none; with its store the run is gone
-            return Failure(self._control.rank, f"the process that holds the run's store (a launcher, node 0) is gone: {error}")
+            return Failure(self._sync.rank, f"the process that holds the run's store (a launcher, node 0) is gone: {error}")
 
     def _end(self, failure: Failure) -> None:
         if self._stopped.is_set():
@@ -153,7 +153,7 @@ class Pulse:
         try:
             if not self._leaving.is_set():
                 with suppress(dist.DistError):
-                    self._store.compare_set(_STUCK, "", str(self._control.rank))
+                    self._store.compare_set(_STUCK, "", str(self._sync.rank))
             for say in self._last_words:
                 say(failure)
         finally:

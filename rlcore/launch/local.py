@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rlcore.config import Config
 from rlcore.errors import RunFailed
 from rlcore.launch import BAD_INPUT, INTERRUPTED
-from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, Watch, came_late, read_stuck
+from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, HeartbeatMonitor, came_late, read_stuck
 from rlcore.launch.logs import LAST_LINES, LAST_LINES_OF_A_STACK, describe, folder_of, path_of
 from rlcore.launch.ranks import SUPERVISED, store_prefix
 from rlcore.launch.run_folder import conclude_for, was_opened
@@ -59,7 +59,7 @@ class _Ranks:
         self._host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         self.store = dist.PrefixStore(store_prefix(), self._host)
         cluster = config.cluster
-        self._watch = Watch(
+        self._watch = HeartbeatMonitor(
             self.store, range(self.count), limit_s=cluster.heartbeat_timeout_s, start_limit_s=cluster.start_timeout_s
         )
         self.lines = LAST_LINES

@@ -19,12 +19,12 @@ from rlcore.config import Config
 from rlcore.config.sections.run import RunConfig
 from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
 from rlcore.launch.attempts import FIRST, Attempt, join_attempt
-from rlcore.launch.heartbeat import Pulse, Watch
+from rlcore.launch.heartbeat import Heartbeat, HeartbeatMonitor
 from rlcore.launch.logs import RankLog, describe, rank_log
 from rlcore.launch.ranks import orphaned, supervised, under_torchrun
 from rlcore.launch.signals import hearing
 from rlcore.runs.rng import seed_rng
-from rlcore.trainer.rank_sync import Control, Failure, LocalStore
+from rlcore.trainer.rank_sync import Failure, LocalStore, RankSync
 
 STORE_S = 60.0          # to reach a store that is known to be there
 # Read by libraries when they are first used on a GPU, so set before that.
@@ -41,10 +41,10 @@ class Process:
     world_size: int
     local_rank: int
     device: torch.device
-    control: Control
+    sync: RankSync
     log: RankLog
     last_words: list[Callable[[Failure], None]] = field(default_factory=list)   # said where the main thread cannot any more
-    pulse: Pulse | None = None
+    heartbeat: Heartbeat | None = None
     attempt: Attempt = FIRST
 
     @contextmanager
@@ -53,10 +53,10 @@ class Process:
         try:
             yield
         except Exception as error:
-            if self.pulse is not None:
-                self.pulse.leaving()
-            cause = _in_our_words(self.control.explain(error), self)
-            self.control.fail(cause)
+            if self.heartbeat is not None:
+                self.heartbeat.leaving()
+            cause = _in_our_words(self.sync.explain(error), self)
+            self.sync.fail(cause)
             if cause is error:
                 raise
             raise cause from error
@@ -78,8 +78,8 @@ def join(config: Config) -> Iterator[Process]:
             with _among_ranks(config, log) as process:
                 yield process
         else:
-            with _signals(control := Control(LocalStore(), 0, 1)):
-                yield Process(0, 1, 0, pick_device(0), control, log)
+            with _signals(sync := RankSync(LocalStore(), 0, 1)):
+                yield Process(0, 1, 0, pick_device(0), sync, log)
 
 
 def _set_up_torch(run: RunConfig) -> None:
@@ -100,24 +100,24 @@ def _among_ranks(config: Config, log: RankLog) -> Iterator[Process]:
     device = pick_device(local_rank)
     launcher, rank, world_size, attempt = _meet(device, cluster.start_timeout_s, cluster.collective_timeout_s)
     store = dist.PrefixStore(attempt.prefix, launcher)
-    control = Control(store, rank, world_size)
+    sync = RankSync(store, rank, world_size)
     watched = [0] if rank else range(1, world_size)
     last_words: list[Callable[[Failure], None]] = [log.dump_stacks]
     if rank == 0 and not supervised():
         last_words.append(lambda failure: print(f"rlcore: {describe(failure, config.run)}", file=sys.stderr, flush=True))
     # A connection of its own: one that the main thread waits on would hold the beats back.
     beats = store.clone()   # type: ignore[attr-defined]  # torch's type stub lacks it
-    watch = Watch(beats, watched, limit_s=cluster.heartbeat_timeout_s, start_limit_s=cluster.start_timeout_s)
-    pulse = Pulse(beats, control, watch, last_words)
-    process = Process(rank, world_size, local_rank, device, control, log, last_words, pulse, attempt)
+    watch = HeartbeatMonitor(beats, watched, limit_s=cluster.heartbeat_timeout_s, start_limit_s=cluster.start_timeout_s)
+    heartbeat = Heartbeat(beats, sync, watch, last_words)
+    process = Process(rank, world_size, local_rank, device, sync, log, last_words, heartbeat, attempt)
     try:
-        with process.blaming(), _signals(control):
+        with process.blaming(), _signals(sync):
             yield process
     except BaseException as error:
-        control.fail(error)         # an interrupt is no failure that `blaming` sees
-        pulse.stop(in_peace=False)
+        sync.fail(error)         # an interrupt is no failure that `blaming` sees
+        heartbeat.stop(in_peace=False)
         raise                       # at once: a polite farewell would wait for peers that are stuck in a collective
-    pulse.stop(in_peace=True)
+    heartbeat.stop(in_peace=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -163,20 +163,20 @@ def _in_our_words(error: BaseException, process: Process) -> BaseException:
         return DeadlineExceeded(
             f"rank {process.rank} waited for its peers in a collective for longer than cluster.collective_timeout_s: {reason}"
         )
-    quiet = [] if process.pulse is None else process.pulse.quiet
+    quiet = [] if process.heartbeat is None else process.heartbeat.quiet
     gone = f"; not heard of any more: rank {', '.join(map(str, quiet))}" if quiet else ""
     return RunFailed(f"rank {process.rank} lost a peer in a collective: {reason}{gone}")
 
 
 @contextmanager
-def _signals(control: Control) -> Iterator[None]:
+def _signals(sync: RankSync) -> Iterator[None]:
     """SIGTERM and the first Ctrl-C ask for a clean end after this step; a second Ctrl-C interrupts at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def ask(number: int, _frame: object) -> None:
-        control.interrupt()
+        sync.interrupt()
         signal.signal(number, signal.default_int_handler)
 
     with hearing(ask):

@@ -81,7 +81,7 @@ def breakdown(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int
 
 
 def _colocated(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int) -> Iterator[str]:
-    """What an engine could do on the same GPUs, taking turns: with the trainer parked, and when it takes its weights."""
+    """What an engine could do on the same GPUs, taking turns: with the trainer offloaded, and when it takes its weights."""
     weights = shape.parameters * dtype_bytes / option.layout.tensor
     left, who = usable(capacity) - weights, f"a colocated engine of TP {option.layout.tensor}"
     over = sum(option.needs.resident.values()) - left

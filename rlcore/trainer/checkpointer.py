@@ -15,23 +15,23 @@ from pathlib import Path
 from rlcore.errors import RunFailed
 from rlcore.interfaces import PolicyBackend
 from rlcore.runs.checkpoints import write_failure
-from rlcore.trainer.rank0 import Desk
-from rlcore.trainer.rank_sync import Control
+from rlcore.trainer.rank0 import RankZero
+from rlcore.trainer.rank_sync import RankSync
 
 COMMIT, WAIT = "commit", "wait"
 GOING_ON = json.dumps({"seconds": None})      # what a rank says that has not written everything
 
 
-class Saver:
+class Checkpointer:
     """Every method is called by all ranks, in the same order; a failure is RunFailed and names what is intact, on every rank.
 
     Args:
-        desk: on rank 0.
+        rank0: on rank 0.
         timeout_s: how long one rank waits for another, and all of them for a checkpoint on its way.
     """
 
-    def __init__(self, control: Control, backend: PolicyBackend, desk: Desk | None, *, timeout_s: float) -> None:
-        self._control, self._backend, self._desk, self._timeout_s = control, backend, desk, timeout_s
+    def __init__(self, sync: RankSync, backend: PolicyBackend, rank0: RankZero | None, *, timeout_s: float) -> None:
+        self._sync, self._backend, self._rank0, self._timeout_s = sync, backend, rank0, timeout_s
         self.newest = 0                     # step of the newest checkpoint, whole or being written; 0: there is none
         self._step: int | None = None       # of the checkpoint that is being written
         self._folder = Path()               # of the newest shards, inside that of all checkpoints
@@ -46,7 +46,7 @@ class Saver:
         """Save `step`, after the checkpoint that is on its way, if any. Returns what `poll` would of that one."""
         seconds = self._wait()
         self._folder = Path(
-            self._control.decide(
+            self._sync.broadcast(
                 "opening a checkpoint", lambda: str(self._main.begin_checkpoint(step)), timeout_s=self._timeout_s
             )
         )
@@ -77,8 +77,8 @@ class Saver:
         """
         if self._step is None:
             return None
-        words = self._control.collect("the state of the checkpoint", self._progress(), timeout_s=self._timeout_s)
-        verdict = self._control.decide(
+        words = self._sync.gather("the state of the checkpoint", self._progress(), timeout_s=self._timeout_s)
+        verdict = self._sync.broadcast(
             "whether to commit the checkpoint", lambda: self._judge(words), timeout_s=self._timeout_s
         )
         if verdict == WAIT:
@@ -94,7 +94,7 @@ class Saver:
         if self._step is None:
             return None
         what = f"its part of the checkpoint of step {self._step} to be written; cluster.collective_timeout_s is the limit"
-        self._control.wait_until(lambda: self._progress() != GOING_ON, what, timeout_s=self._timeout_s)
+        self._sync.wait_until(lambda: self._progress() != GOING_ON, what, timeout_s=self._timeout_s)
         return self.poll()
 
     def _progress(self) -> str:
@@ -117,7 +117,7 @@ class Saver:
         return COMMIT
 
     def _commit(self, step: int) -> None:
-        self._control.main("committing a checkpoint", lambda: self._main.commit_checkpoint(step), timeout_s=self._timeout_s)
+        self._sync.run_on_rank0("committing a checkpoint", lambda: self._main.commit_checkpoint(step), timeout_s=self._timeout_s)
 
     @contextmanager
     def _explained(self, step: int) -> Iterator[None]:
@@ -128,11 +128,11 @@ class Saver:
         try:
             yield
         except RunFailed as error:
-            if self._desk is None:
+            if self._rank0 is None:
                 raise write_failure(self._folder.parents[1], step, error) from error
-            raise self._desk.checkpoint_failure(step, error) from error
+            raise self._rank0.checkpoint_failure(step, error) from error
 
     @property
-    def _main(self) -> Desk:
-        assert self._desk is not None, "only rank 0 has a desk"
-        return self._desk
+    def _main(self) -> RankZero:
+        assert self._rank0 is not None, "only rank 0 has it"
+        return self._rank0

@@ -41,7 +41,7 @@ LOSS_FIELDS = (
 )  # fmt: skip
 
 
-class Credit:
+class CreditAssignment:
     """Which passes a step needs, and what becomes of their results."""
 
     def __init__(self, config: Config, objective: Objective) -> None:

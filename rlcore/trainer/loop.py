@@ -1,4 +1,4 @@
-"""The training loop. Every rank runs this page; rank 0 alone, at its `Desk`, meets the rollouts, the disk and the trackers."""
+"""The training loop. Every rank runs this page; rank 0 alone, at its `RankZero`, meets the rollouts, the disk and the trackers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rlcore.data.batch import RolloutBatch
 from rlcore.errors import RunFailed
 from rlcore.interfaces import PolicyBackend, UpdateResult
 from rlcore.runs.directory import Status
-from rlcore.trainer.checkpointer import Saver
-from rlcore.trainer.credit import Credit
+from rlcore.trainer.checkpointer import Checkpointer
+from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.engine_check import PASS, EngineCheck
-from rlcore.trainer.gpu_sharing import Turn, Turns
-from rlcore.trainer.rank0 import CATCH_UP, CONTINUE, FINISHED, READY, Desk, Outcome
-from rlcore.trainer.rank_sync import Control
-from rlcore.trainer.weight_publisher import Publisher
+from rlcore.trainer.gpu_sharing import GpuPhase, GpuSharing
+from rlcore.trainer.rank0 import CATCH_UP, CONTINUE, FINISHED, READY, Outcome, RankZero
+from rlcore.trainer.rank_sync import RankSync
+from rlcore.trainer.weight_publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -35,26 +35,26 @@ class Trainer:
     """The parts of a run, as one rank sees them."""
 
     config: Config
-    control: Control
+    sync: RankSync
     backend: PolicyBackend
-    credit: Credit
+    credit: CreditAssignment
     total_steps: int
-    publisher: Publisher | None     # None: nothing generates (sft, replay)
-    desk: Desk | None               # rank 0 only
-    turns: Turns | None = None      # None: the engines, if there are any, have GPUs of their own
+    publisher: WeightPublisher | None     # None: nothing generates (sft, replay)
+    rank0: RankZero | None               # rank 0 only
+    sharing: GpuSharing | None = None      # None: the engines, if there are any, have GPUs of their own
     seconds: dict[str, float] = field(default_factory=dict)     # since the last row of the log, by phase
     stranded: str = ""              # why engines cannot go on, on every rank; what was trained is saved then
-    saver: Saver = field(init=False)
+    checkpointer: Checkpointer = field(init=False)
     engine_check: EngineCheck | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.engine_check = EngineCheck.of(self.config)
-        self.saver = Saver(self.control, self.backend, self.desk, timeout_s=self.patience)
+        self.checkpointer = Checkpointer(self.sync, self.backend, self.rank0, timeout_s=self.patience)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
-        self.take(Turn.TRAINING)
+        self.switch_to(GpuPhase.TRAINING)
         step, status = self.resume()
         if status == CONTINUE:
             self.publish(step)
@@ -89,14 +89,14 @@ class Trainer:
 
     def load_rollouts(self, step: int) -> RolloutBatch | None:
         """The step's samples, laid out over the ranks; the whole batch on rank 0."""
-        self.take(Turn.GENERATING)
+        self.switch_to(GpuPhase.GENERATING)
         with self.clock("generation"):
             self.wait_for_engines(f"the rollouts of step {step}", lambda: self.main.generated(step))
         if self.stranded:
             return None
-        self.take(Turn.TRAINING)
+        self.switch_to(GpuPhase.TRAINING)
         with self.clock("transfer"):
-            batch = self.control.main(
+            batch = self.sync.run_on_rank0(
                 f"the batch of step {step}", lambda: self.main.rollouts(step, self.version), timeout_s=self.patience
             )
             plans = None if batch is None else self.backend.plan(batch, self.main.minibatches)
@@ -123,7 +123,7 @@ class Trainer:
             return self.credit.assign(present(batch), self.main.minibatches)
 
         with self.clock("advantages"):
-            self.backend.assign(self.control.main("the advantages", assign, timeout_s=self.patience))
+            self.backend.assign(self.sync.run_on_rank0("the advantages", assign, timeout_s=self.patience))
 
     def update(self, step: int) -> list[UpdateResult]:
         """Epochs x mini-batches of optimizer steps; `training.max_update_kl` ends them early, on all ranks alike."""
@@ -142,63 +142,63 @@ class Trainer:
 
     def publish(self, step: int) -> None:
         if self.publisher is not None:
-            self.take(Turn.HANDOVER)
+            self.switch_to(GpuPhase.HANDOVER)
             with self.clock("publish"):
                 self.stranded = self.publisher.publish(step)
 
     def evaluate(self, step: int) -> None:
         if self.config.evaluation.paths and self.publisher is not None and not self.stranded:
-            self.take(Turn.GENERATING)
+            self.switch_to(GpuPhase.GENERATING)
             with self.clock("evaluation"):
                 self.wait_for_engines(f"the evaluation after step {step}", lambda: self.main.evaluated())
 
     def wait_for_engines(self, what: str, wait: Callable[[], str]) -> None:
         """Rank 0 waits for generation; an engine that was started again gets the weights meanwhile."""
         limit = self.config.rollout.timeout_s + GRACE_S
-        while (word := self.control.decide(what, wait, timeout_s=limit)) == CATCH_UP:
+        while (word := self.sync.broadcast(what, wait, timeout_s=limit)) == CATCH_UP:
             assert self.publisher is not None
-            self.take(Turn.HANDOVER)
+            self.switch_to(GpuPhase.HANDOVER)
             if why := self.publisher.catch_up():
                 word = why
                 break
-            self.take(Turn.GENERATING)
+            self.switch_to(GpuPhase.GENERATING)
         self.stranded = "" if word == READY else word
 
     def give_up(self, step: int, status: str) -> None:
         """Engines cannot go on: keep what was trained, then fail with the reason. Nobody needs them where all is done."""
         if status in FINISHED and not self.config.evaluation.paths:
             note = f"WARNING no engine has the weights of step {step}, the last: {self.stranded}"
-            self.control.main("a last word", lambda: self.main.tracker.note(note), timeout_s=self.patience)
+            self.sync.run_on_rank0("a last word", lambda: self.main.tracker.note(note), timeout_s=self.patience)
             return
-        self.take(Turn.HANDOVER)
-        kept = self.saver.keep(step)
+        self.switch_to(GpuPhase.HANDOVER)
+        kept = self.checkpointer.keep(step)
 
         def fail() -> None:
             raise RunFailed(f"{self.stranded}; {kept}")
 
-        self.control.main("the end without engines", fail, timeout_s=self.patience)
+        self.sync.run_on_rank0("the end without engines", fail, timeout_s=self.patience)
 
     def end_step(self, step: int, batch: RolloutBatch | None, updates: list[UpdateResult]) -> str:
         """Measure the step; every rank learns whether to go on."""
-        self.control.announce_interrupt()
-        return self.control.decide(
+        self.sync.announce_interrupt()
+        return self.sync.broadcast(
             f"the end of step {step}",
             lambda: self.main.end_step(step, present(batch), updates, self.seconds),
             timeout_s=self.patience,
         )
 
     def log(self, step: int) -> None:
-        self.control.main(f"the log of step {step}", lambda: self.main.log(step, self.seconds), timeout_s=self.patience)
+        self.sync.run_on_rank0(f"the log of step {step}", lambda: self.main.log(step, self.seconds), timeout_s=self.patience)
 
     def save(self, step: int, *, in_background: bool) -> None:
-        self.take(Turn.HANDOVER)
+        self.switch_to(GpuPhase.HANDOVER)
         with self.clock("checkpoint"):
-            self.count_write(self.saver.save(step, in_background=in_background))
+            self.count_write(self.checkpointer.save(step, in_background=in_background))
 
     def poll_checkpoint(self) -> None:
-        if self.saver.is_writing:
+        if self.checkpointer.is_writing:
             with self.clock("checkpoint"):
-                self.count_write(self.saver.poll())
+                self.count_write(self.checkpointer.poll())
 
     def count_write(self, seconds: float | None) -> None:
         if seconds is not None:
@@ -206,21 +206,21 @@ class Trainer:
 
     def resume(self) -> tuple[int, str]:
         """The step to continue after, 0 or that of the newest whole checkpoint, whose weights are loaded; and whether to."""
-        folder = self.control.decide("looking for a checkpoint", lambda: self.main.restore(), timeout_s=self.patience)
+        folder = self.sync.broadcast("looking for a checkpoint", lambda: self.main.restore(), timeout_s=self.patience)
         if folder:
             self.backend.load(Path(folder))
         # Only now, when nothing can be refused any more, is what came after the checkpoint given up.
-        step, status = self.control.decide("going on", lambda: self.main.go_on(), timeout_s=self.patience).split()
-        self.saver.newest = int(step)
+        step, status = self.sync.broadcast("going on", lambda: self.main.go_on(), timeout_s=self.patience).split()
+        self.checkpointer.newest = int(step)
         return int(step), status
 
     # --- small things ---------------------------------------------------------------------------------------------
 
     @property
-    def main(self) -> Desk:
-        if self.desk is None:
-            raise AssertionError("only rank 0 has a desk; call it inside Control.main or Control.decide")
-        return self.desk
+    def main(self) -> RankZero:
+        if self.rank0 is None:
+            raise AssertionError("only rank 0 has it; call it inside RankSync.main or RankSync.decide")
+        return self.rank0
 
     @property
     def version(self) -> int | None:
@@ -232,15 +232,15 @@ class Trainer:
         """Seconds that other ranks wait for rank 0 where it only computes or writes."""
         return self.config.cluster.collective_timeout_s
 
-    def take(self, turn: Turn) -> None:
-        """Make it `turn` on GPUs that trainer and engines share."""
-        if self.turns is not None:
+    def switch_to(self, phase: GpuPhase) -> None:
+        """Make it `phase` on GPUs that trainer and engines share."""
+        if self.sharing is not None:
             with self.clock("handover"):
-                self.turns.take(turn)
+                self.sharing.switch_to(phase)
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        self.control.doing, start = phase, time.perf_counter()
+        self.sync.doing, start = phase, time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 

@@ -1,4 +1,4 @@
-"""Rank 0's desk, for what only one process does: handing out batches, the log, checkpoints, and when to stop."""
+"""Rank 0, for what only one process does: handing out batches, the log, checkpoints, and when to stop."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Outcome:
     steps: int
 
 
-class Desk:
+class RankZero:
     """What rank 0 does alone.
 
     Args:

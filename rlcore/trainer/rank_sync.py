@@ -72,8 +72,8 @@ def read_failure(store: Store) -> Failure | None:
     return Failure(**json.loads(store.get(_FAILED))) if store.check([_FAILED]) else None
 
 
-class Control:
-    """One object a rank. `main`, `decide`, `assemble` and `collect` are called by all ranks in the same order."""
+class RankSync:
+    """One object a rank. `run_on_rank0`, `broadcast`, `barrier` and `gather` are called by all ranks in the same order."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
@@ -83,7 +83,7 @@ class Control:
 
     # --- agreement ------------------------------------------------------------------------------------------------
 
-    def main(self, what: str, work: Callable[[], T], *, timeout_s: float) -> T | None:
+    def run_on_rank0(self, what: str, work: Callable[[], T], *, timeout_s: float) -> T | None:
         """Rank 0 runs `work` and returns its value; the others wait until it is done and return None.
 
         An exception of `work` is raised on every rank: on rank 0 itself, elsewhere as `PeerFailed`.
@@ -96,8 +96,8 @@ class Control:
         self._wait(key, f"rank 0: {what}", timeout_s)
         return None
 
-    def decide(self, what: str, work: Callable[[], str], *, timeout_s: float) -> str:
-        """As `main`, but every rank gets the string that rank 0's `work` returned."""
+    def broadcast(self, what: str, work: Callable[[], str], *, timeout_s: float) -> str:
+        """As `run_on_rank0`, but every rank gets the string that rank 0's `work` returned."""
         key = self._next_key(what)
         if self.rank == 0:
             value = self._lead(work)
@@ -106,11 +106,11 @@ class Control:
         self._wait(key, f"rank 0: {what}", timeout_s)
         return self.store.get(key).decode()
 
-    def assemble(self, what: str, *, timeout_s: float) -> None:
-        """Rank 0 waits here until every rank has come here; the others go on. Errors as `collect`."""
-        self.collect(what, "", timeout_s=timeout_s)
+    def barrier(self, what: str, *, timeout_s: float) -> None:
+        """Rank 0 waits here until every rank has come here; the others go on. Errors as `gather`."""
+        self.gather(what, "", timeout_s=timeout_s)
 
-    def collect(self, what: str, word: str, *, timeout_s: float) -> list[str]:
+    def gather(self, what: str, word: str, *, timeout_s: float) -> list[str]:
         """Rank 0 gets every rank's word, in their order; the others an empty list at once.
 
         Raises:

@@ -39,8 +39,8 @@ class ReplaySource:
         for name, key in recorded.items():
             if any(getattr(sample, name) is None for sample in self.samples):
                 raise DataError(f"training.replay: {path} was recorded without {name}, which {key} needs: turn it off")
-        if "keep_sets" not in recorded and any(sample.keep_sets is not None for sample in self.samples):
-            message = f"{path} was recorded with keep_sets: set policy.logprobs.keep_sets to true"
+        if "keep_sets" not in recorded and any(sample.sampling_mask is not None for sample in self.samples):
+            message = f"{path} was recorded with sampling_mask: set policy.logprobs.keep_sets to true"
             raise DataError(f"training.replay: {message}")
         self.recorded_step: int | None = records[0].get("step")
         newest = max((span.version for sample in self.samples for span in sample.versions), default=None)

@@ -19,7 +19,7 @@ from pathlib import Path
 from rlcore.errors import DataError, PartLost, PublicationFailed, RlcoreError, RunFailed
 from rlcore.interfaces import PolicyBackend, WeightSink
 from rlcore.runs.files import cut_torn_line, sync
-from rlcore.trainer.rank_sync import Control
+from rlcore.trainer.rank_sync import RankSync
 from rlcore.weights import Bucket
 
 MAX_ATTEMPTS = 5
@@ -74,7 +74,7 @@ class VersionJournal:
         return entry
 
 
-class Publisher:
+class WeightPublisher:
     """Publishes the policy. One object a rank; `sink`, `journal` and `published` on rank 0 only.
 
     Args:
@@ -84,14 +84,14 @@ class Publisher:
     def __init__(
         self,
         backend: PolicyBackend,
-        control: Control,
+        sync: RankSync,
         *,
         sink: WeightSink | None,
         journal: VersionJournal | None,
         timeout_s: float,
         published: Callable[[int, int, int], None] = lambda step, version, incarnation: None,
     ) -> None:
-        self.backend, self.control, self.sink, self.journal = backend, control, sink, journal
+        self.backend, self.sync, self.sink, self.journal = backend, sync, sink, journal
         self.published = published
         self.timeout_s = timeout_s
         self.version = 0        # of the newest publication: what the engines hold when `publish` has returned (rank 0)
@@ -116,7 +116,7 @@ class Publisher:
         """`DONE`, `AGAIN`, or why another attempt would not help. A `step` gets a new version, None is a catch-up."""
         failure: RlcoreError | None = None
         buckets = self.backend.buckets()
-        opened = self.control.decide("opening a publication", lambda: self._open(step, buckets), timeout_s=self.timeout_s)
+        opened = self.sync.broadcast("opening a publication", lambda: self._open(step, buckets), timeout_s=self.timeout_s)
         if opened != OPEN:
             return opened
         for bucket, flat in self.backend.export_buckets():
@@ -125,7 +125,7 @@ class Publisher:
                     self.sink.send(bucket, flat)
                 except RlcoreError as error:        # recovery: gather to the end, where every rank learns of it
                     failure = error
-        return self.control.decide("closing a publication", lambda: self._close(failure, step), timeout_s=self.timeout_s)
+        return self.sync.broadcast("closing a publication", lambda: self._close(failure, step), timeout_s=self.timeout_s)
 
     def _open(self, step: int | None, buckets: Sequence[Bucket]) -> str:
         assert self.sink is not None

@@ -24,7 +24,7 @@ Moment = tuple[int, Transition, int | str | None, int | None]
 """Of a draw: line number, transition, what `rollout.accounting.ledger.Record` was told with it, line of what rewound it."""
 
 
-class Place(NamedTuple):
+class JournalPosition(NamedTuple):
     """Before a line of the journal: its number, its first byte, and how many lines of transitions before it count."""
 
     line: int
@@ -32,14 +32,14 @@ class Place(NamedTuple):
     transitions: int
 
 
-BEGINNING = Place(1, 0, 0)
+BEGINNING = JournalPosition(1, 0, 0)
 
 
-class Lines(NamedTuple):
+class LineRanges(NamedTuple):
     """Neighbouring lines of the journal. `by`: the line that rewound them; None while they count."""
 
-    begin: Place
-    end: Place
+    begin: JournalPosition
+    end: JournalPosition
     by: int | None = None
 
 
@@ -48,21 +48,21 @@ class History:
     """Which lines of a journal count, in order."""
 
     path: Path
-    counted: list[Lines] = field(default_factory=list)
-    rewound: list[Lines] = field(default_factory=list)
+    counted: list[LineRanges] = field(default_factory=list)
+    rewound: list[LineRanges] = field(default_factory=list)
     rewound_transitions: int = 0
-    cuts: dict[int, Place] = field(default_factory=lambda: {0: BEGINNING})     # by step
+    cuts: dict[int, JournalPosition] = field(default_factory=lambda: {0: BEGINNING})     # by step
     starts: list[tuple[int, int]] = field(default_factory=list)     # line number, step that was gone on from
     bounds: dict[int, int] = field(default_factory=dict)            # step -> rollout.max_staleness when it was handed over
     prompts: tuple[int, str] | None = None      # of the last start
     max_staleness: int = 0                      # likewise
 
-    def entries(self, until: Place | None = None) -> Iterator[tuple[int, Entry]]:
+    def entries(self, until: JournalPosition | None = None) -> Iterator[tuple[int, Entry]]:
         """Those that count, with their line numbers: transitions, cuts, and starts that hold a ledger."""
         for lines in self.counted:
             yield from self._read(lines, until)
 
-    def _read(self, lines: Lines, until: Place | None = None) -> Iterator[tuple[int, Entry]]:
+    def _read(self, lines: LineRanges, until: JournalPosition | None = None) -> Iterator[tuple[int, Entry]]:
         end = lines.end if until is None else min(lines.end, until)
         with open(self.path, "rb") as file:
             file.seek(lines.begin.byte)
@@ -95,7 +95,7 @@ class History:
             if one == draw
         ]
 
-    def rewind(self, start: Place, step: int, *, anew: bool) -> Place:
+    def rewind(self, start: JournalPosition, step: int, *, anew: bool) -> JournalPosition:
         """A start, in the line at `start`: back to the cut of `step`, or to nothing where the line itself holds the ledger.
 
         Returns:
@@ -107,8 +107,8 @@ class History:
         if not anew and step not in self.cuts:
             raise DataError(f"{self.path}:{start.line}: a start from step {step}, of which there is no cut")
         cut = BEGINNING if anew else self.cuts[step]
-        self.rewound += [Lines(max(begin, cut), end, by=start.line) for begin, end, _ in self.counted if end > cut]
-        self.counted = [Lines(begin, min(end, cut)) for begin, end, _ in self.counted if begin < cut]
+        self.rewound += [LineRanges(max(begin, cut), end, by=start.line) for begin, end, _ in self.counted if end > cut]
+        self.counted = [LineRanges(begin, min(end, cut)) for begin, end, _ in self.counted if begin < cut]
         self.rewound_transitions += start.transitions - cut.transitions
         self.cuts = {at: place for at, place in self.cuts.items() if at <= step}
         self.bounds = {at: bound for at, bound in self.bounds.items() if at <= step}
@@ -124,9 +124,9 @@ def read_journal(path: Path) -> History:
     """
     history, begin, place = History(path), BEGINNING, BEGINNING
     for entry, size in _parsed(path):
-        behind = Place(place.line + 1, place.byte + size, place.transitions)
+        behind = JournalPosition(place.line + 1, place.byte + size, place.transitions)
         if "start" in entry:
-            history.counted.append(Lines(begin, place))
+            history.counted.append(LineRanges(begin, place))
             anew = "ledger" in entry
             cut = history.rewind(place, entry["start"], anew=anew)
             behind = behind._replace(transitions=cut.transitions)
@@ -140,7 +140,7 @@ def read_journal(path: Path) -> History:
         else:
             behind = behind._replace(transitions=behind.transitions + 1)
         place = behind
-    history.counted.append(Lines(begin, place))
+    history.counted.append(LineRanges(begin, place))
     return history
 
 

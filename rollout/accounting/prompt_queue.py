@@ -11,7 +11,7 @@ from rollout.accounting.journal import LedgerJournal
 from rollout.accounting.ledger import Ledger
 
 
-class Draws:
+class PromptQueue:
     """What moves a draw in the stream and in the ledger at once, and in the journal on the disk from `keep_journal` on."""
 
     def __init__(self, stream: PromptStream) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from rlcore.runs.rollouts import decode_samples, encode_samples
-from rollout.accounting.prompt_queue import Draws
+from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.group_runner import Group
 
 STALE = "stale"                 # why groups are given up that no step may train on any more
@@ -17,7 +17,7 @@ ROLLED_BACK = "rolled_back"     # why groups are given up whose tokens come from
 
 
 @dataclass(frozen=True)
-class Kept:
+class BufferedGroup:
     """A finished group, with the policy steps of its oldest and of its newest token."""
 
     group: Group
@@ -26,7 +26,7 @@ class Kept:
 
     @cached_property
     def encoded(self) -> dict[str, Any]:
-        """JSON-able; see `decode`. Kept with the group, since each hand-over may ask: about as much memory again."""
+        """JSON-able; see `decode`. BufferedGroup with the group, since each hand-over may ask: about as much memory again."""
         samples = base64.b64encode(encode_samples(self.group.samples)).decode()
         return {"draw": self.group.draw, "policy_steps": [self.oldest, self.newest], "samples": samples}
 
@@ -35,7 +35,7 @@ class GroupBuffer:
     """By draw."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, BufferedGroup] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -43,17 +43,17 @@ class GroupBuffer:
     def __contains__(self, draw: int) -> bool:
         return draw in self._kept
 
-    def __iter__(self) -> Iterator[Kept]:
+    def __iter__(self) -> Iterator[BufferedGroup]:
         """In the order of draws."""
         return (self._kept[draw] for draw in sorted(self._kept))
 
-    def put(self, kept: Kept) -> None:
+    def put(self, kept: BufferedGroup) -> None:
         """Raises ValueError for a draw that is there already."""
         if kept.group.draw in self._kept:
             raise ValueError(f"draw {kept.group.draw} is in the buffer already")
         self._kept[kept.group.draw] = kept
 
-    def take(self, draw: int) -> Kept:
+    def take(self, draw: int) -> BufferedGroup:
         """Out of the buffer. Raises ValueError for a draw that is not there."""
         if draw not in self._kept:
             raise ValueError(f"draw {draw} is not in the buffer")
@@ -70,20 +70,20 @@ class GroupBuffer:
         return [[oldest, draws] for oldest, draws in sorted(ages.items())]
 
 
-def encode(groups: Iterable[Kept]) -> list[dict[str, Any]]:
+def encode(groups: Iterable[BufferedGroup]) -> list[dict[str, Any]]:
     """JSON-able; see `decode`."""
     return [kept.encoded for kept in groups]
 
 
-def decode(states: Sequence[Mapping[str, Any]]) -> list[Kept]:
+def decode(states: Sequence[Mapping[str, Any]]) -> list[BufferedGroup]:
     """What `encode` gave. Greedy responses are not kept: their reward is in the samples by then."""
     return [
-        Kept(Group(state["draw"], decode_samples(base64.b64decode(state["samples"]))), *state["policy_steps"])
+        BufferedGroup(Group(state["draw"], decode_samples(base64.b64decode(state["samples"]))), *state["policy_steps"])
         for state in states
     ]
 
 
-def settle(draws: Draws, buffer: GroupBuffer, saved: Sequence[Kept], *, step: int) -> list[int]:
+def settle(draws: PromptQueue, buffer: GroupBuffer, saved: Sequence[BufferedGroup], *, step: int) -> list[int]:
     """After `draws` went back to the cut of `step`: which finished groups count. All other unsettled draws are given back.
 
     Those that were saved with the cut, and those in `buffer` that were finished since, count unless a token of theirs was made

@@ -17,21 +17,21 @@ from functools import partial
 from typing import Any
 
 from rlcore.config import Config
-from rollout.accounting.prompt_queue import Draws
-from rollout.collection.buffer import STALE, GroupBuffer, Kept, settle
+from rollout.accounting.prompt_queue import PromptQueue
+from rollout.collection.buffer import STALE, BufferedGroup, GroupBuffer, settle
 from rollout.collection.filters import FilterChain
-from rollout.collection.group_runner import Group, WaveRunner
-from rollout.collection.lockstep_collector import DRAWS_PER_GROUP, Collected, Tally
-from rollout.collection.published_versions import PolicySteps
+from rollout.collection.group_runner import Group, GroupRunner
+from rollout.collection.lockstep_collector import DRAWS_PER_GROUP, DropCounts, StepGroups
+from rollout.collection.published_versions import PublishedVersions
 from rollout.collection.scheduler import Rules, Scheduler
-from rollout.collection.snapshot import Cut
+from rollout.collection.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 
 
-class AheadCollector:
+class Collector:
     """For `rollout.max_staleness` above 0. Generation begins with the first publication.
 
     Args:
@@ -40,7 +40,7 @@ class AheadCollector:
     """
 
     def __init__(
-        self, config: Config, draws: Draws, runner: WaveRunner, filters: FilterChain, versions: PolicySteps, *,
+        self, config: Config, draws: PromptQueue, runner: GroupRunner, filters: FilterChain, versions: PublishedVersions, *,
         steps: int, busy_s: Callable[[], float],
     ) -> None:
         rollout = config.rollout
@@ -51,7 +51,7 @@ class AheadCollector:
         self._buffer = GroupBuffer()
         self._tasks: dict[int, asyncio.Task[None]] = {}     # what makes each draw in flight; a wave makes several
         self._given_up: dict[asyncio.Task[None], str] = {}  # that were cancelled and have not ended, and why
-        self._tally = Tally()                           # since the last hand-over
+        self._tally = DropCounts()                           # since the last hand-over
         self._failure: BaseException | None = None
         self._news = asyncio.Event()                    # renewed each time
         self._woken, self._halted = False, True
@@ -59,7 +59,7 @@ class AheadCollector:
 
     # --- what the trainer asks ------------------------------------------------------------------------------------
 
-    async def collect(self, step: int) -> Collected:
+    async def collect(self, step: int) -> StepGroups:
         """The groups that `step` trains on, once the scheduler gives them.
 
         Raises what went wrong since the last call, in an engine, a workflow, a reward or a filter; then it goes on.
@@ -142,7 +142,7 @@ class AheadCollector:
     def _ended(self, draws: Sequence[int], task: asyncio.Task[None]) -> None:
         """Whatever went wrong in it, the trainer learns of it at its next call; but not of how what was given up has ended.
 
-        Draws are given back here, since one that is cancelled before its first step does nothing itself.
+        PromptQueue are given back here, since one that is cancelled before its first step does nothing itself.
         """
         with self._heard():
             for draw in draws:
@@ -190,7 +190,7 @@ class AheadCollector:
             self._give_up_stale()
         self._check_yield()
 
-    def _aged(self, group: Group, now: int) -> Kept:
+    def _aged(self, group: Group, now: int) -> BufferedGroup:
         """With the policy steps of its tokens. A version that is not known yet is of the publication that is about to end: it
         counts as old where age matters, and as new where a trainer goes back.
         """
@@ -198,7 +198,7 @@ class AheadCollector:
         made = [self._versions.of(span.version) for one in samples for span in one.versions if span.end > span.start]
         oldest = min((now if publication is None else publication.step for publication in made), default=now)
         newest = max((now + 1 if publication is None else publication.step for publication in made), default=now)
-        return Kept(group, oldest, newest)
+        return BufferedGroup(group, oldest, newest)
 
     def _give_up_stale(self) -> None:
         """What no step may train on any more is drawn again; what is in flight, when it has ended."""
@@ -227,12 +227,12 @@ class AheadCollector:
         """Raises EmptyBatch where the filters, or their age, leave too few for a step."""
         tally, wanted = self._tally, self._rules.groups_per_step
         if len(self._buffer) < wanted and tally.dropped.total() + tally.requeued >= DRAWS_PER_GROUP * wanted:
-            self._tally = Tally()
+            self._tally = DropCounts()
             raise tally.too_little(self._scheduler.steps_done + 1, len(self._buffer), wanted)
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, chosen: Sequence[int]) -> Collected:
+    def _hand_over(self, chosen: Sequence[int]) -> StepGroups:
         groups = [self._buffer.take(draw).group for draw in chosen]
         self._scheduler.hand_over(chosen)
         self._give_up_stale()
@@ -244,10 +244,10 @@ class AheadCollector:
             "rollout/dropped_stale": float(self._tally.dropped[STALE]),
             **self._measured(),
         }
-        tally, self._tally = self._tally, Tally()
+        tally, self._tally = self._tally, DropCounts()
         self._wake()
         stream = self._draws.stream
-        return Collected(groups, tally, stream.epoch - (finished + in_flight) / stream.size, self.cut(), metrics)
+        return StepGroups(groups, tally, stream.epoch - (finished + in_flight) / stream.size, self.cut(), metrics)
 
     def _measured(self) -> dict[str, float]:
         """How busy engines were since the last hand-over."""
@@ -259,11 +259,11 @@ class AheadCollector:
 
     # --- state ----------------------------------------------------------------------------------------------------
 
-    def cut(self) -> Cut:
+    def cut(self) -> Snapshot:
         """Of this moment."""
-        return Cut(self._draws.snapshot(), tuple(self._buffer), self._versions.known)
+        return Snapshot(self._draws.snapshot(), tuple(self._buffer), self._versions.known)
 
-    def restore(self, state: Mapping[str, Any], kept: Sequence[Kept]) -> None:
+    def restore(self, state: Mapping[str, Any], kept: Sequence[BufferedGroup]) -> None:
         """Continue from a cut, whose groups are `kept`, once `halt` has returned.
 
         What was finished since stays, unless a later policy step than that of the cut made a token of it: the trainer has
@@ -275,7 +275,7 @@ class AheadCollector:
         self._versions.learn(ahead.get("versions", ()))
         settle(self._draws, self._buffer, kept, step=step)
         self._scheduler = Scheduler.restore(self._rules, step, self._buffer.ages())
-        self._tally, self._failure = Tally(), None
+        self._tally, self._failure = DropCounts(), None
         self._give_up_stale()
 
     # --- the end --------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlcore.data.sample import Sample
-from rollout.collection.group_runner import WaveRunner
+from rollout.collection.group_runner import GroupRunner
 
 
 class Evaluation:
@@ -15,11 +15,11 @@ class Evaluation:
     The random numbers (for a temperature above 0) depend on the prompt alone: the same in each evaluation.
     """
 
-    def __init__(self, runner: WaveRunner, num_prompts: int) -> None:
+    def __init__(self, runner: GroupRunner, num_prompts: int) -> None:
         self._runner, self._num_prompts = runner, num_prompts
 
     async def run(self) -> tuple[dict[str, float], list[Sample]]:
-        """`eval/*`, and what it is measured on. Raises as `WaveRunner.run`."""
+        """`eval/*`, and what it is measured on. Raises as `GroupRunner.run`."""
         failures = self._runner.failures
         before = replace(failures)
         samples = [sample for group in await self._runner.run(range(self._num_prompts)) for sample in group.samples]

@@ -1,4 +1,4 @@
-"""A wave: prompts that are worked on together, from workflow to reward."""
+"""A wave: prompts that are worked on gather_or_cancel, from workflow to reward."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rlcore.data.sample import Sample
 from rlcore.data.tokenizer import decode
 from rlcore.errors import RlcoreError, RunFailed
 from rlcore.interfaces import Completion, Generate, GenerateRequest, Prompt, Workflow
-from rollout.asyncio_utils import asked_to_end, together
-from rollout.collection.lockstep_batcher import BatchGate
+from rollout.asyncio_utils import asked_to_end, gather_or_cancel
+from rollout.collection.lockstep_batcher import LockstepBatcher
 from rollout.collection.partial import PartialRollouts
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.rewards.scorer import FailureCounts, Scorer
@@ -38,7 +38,7 @@ class Group:
 
 
 @dataclass
-class WaveRunner:
+class GroupRunner:
     """Runs one workflow over draws. With `batched`, engines get the whole wave at once, in the order of the draws.
 
     With `greedy`, the same workflow built to answer once at temperature 0, every draw runs it too: the mean reward of what
@@ -68,23 +68,23 @@ class WaveRunner:
         kinds = (False,) if self.greedy is None else (False, True)
         members = [(draw, greedy) for draw in draws for greedy in kinds]
         self._stage |= dict.fromkeys(members, "start")
-        gate = BatchGate(self.dispatcher.batch) if self.batched else None
+        gate = LockstepBatcher(self.dispatcher.batch) if self.batched else None
         generators = {member: gate.enter(member) if gate else self.dispatcher.one for member in members}
 
         async def group(draw: int) -> Group:
             work = [self._samples((draw, kind), generators[draw, kind], gate) for kind in kinds]
-            made = await together(*work) if len(work) > 1 else [await work[0]]      # a task apiece is not for nothing
+            made = await gather_or_cancel(*work) if len(work) > 1 else [await work[0]]      # a task apiece is not for nothing
             return await self._scored(Group(draw, *made))
 
         try:
-            return await together(*(group(draw) for draw in draws))
+            return await gather_or_cancel(*(group(draw) for draw in draws))
         finally:
             for member in members:
                 self._stage.pop(member, None)
             if gate:
                 await gate.close()
 
-    async def _samples(self, member: Member, generate: Generate, gate: BatchGate | None) -> list[Sample]:
+    async def _samples(self, member: Member, generate: Generate, gate: LockstepBatcher | None) -> list[Sample]:
         """What one workflow makes of its prompt, unscored."""
         draw, greedy = member
         prompt = self.prompt_of(draw)

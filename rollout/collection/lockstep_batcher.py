@@ -11,7 +11,7 @@ Flush = Callable[[Sequence[GenerateRequest]], Awaitable[list[list[Completion]]]]
 Waiting = tuple[GenerateRequest, "asyncio.Future[list[Completion]]"]
 
 
-class BatchGate:
+class LockstepBatcher:
     """Holds the generate calls of concurrent workflows until each live one waits, then passes them on as one batch.
 
     The batch is sorted by address (draw, turn, first sample; equal ones by who entered first), so that it never depends on

@@ -11,17 +11,17 @@ from typing import Any
 from rlcore.config import Config
 from rlcore.data.sample import Sample
 from rlcore.errors import EmptyBatch
-from rollout.accounting.prompt_queue import Draws
-from rollout.collection.buffer import STALE, Kept
+from rollout.accounting.prompt_queue import PromptQueue
+from rollout.collection.buffer import STALE, BufferedGroup
 from rollout.collection.filters import FilterChain
-from rollout.collection.group_runner import Group, WaveRunner
-from rollout.collection.snapshot import Cut
+from rollout.collection.group_runner import Group, GroupRunner
+from rollout.collection.snapshot import Snapshot
 
 DRAWS_PER_GROUP = 16                            # a step gives up after so many draws for each group it needs
 
 
 @dataclass
-class Tally:
+class DropCounts:
     """What became of draws that were not trained on, up to one hand-over."""
 
     dropped: Counter[str] = field(default_factory=Counter)     # by filter, or as stale
@@ -47,13 +47,13 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Collected:
+class StepGroups:
     """The groups of one step, handed over: the ledger says that the step consumed them."""
 
     groups: Sequence[Group]
-    tally: Tally
+    tally: DropCounts
     epoch: float
-    cut: Cut                                    # right after, before anything else is drawn
+    cut: Snapshot                                    # right after, before anything else is drawn
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -64,15 +64,15 @@ class Collected:
 class StepCollector:
     """For `rollout.max_staleness` 0. Everything happens on the rollout loop while the trainer waits."""
 
-    def __init__(self, config: Config, draws: Draws, runner: WaveRunner, filters: FilterChain) -> None:
+    def __init__(self, config: Config, draws: PromptQueue, runner: GroupRunner, filters: FilterChain) -> None:
         self._config, self._draws, self._runner, self._filters = config.rollout, draws, runner, filters
 
-    async def collect(self, step: int) -> Collected:
+    async def collect(self, step: int) -> StepGroups:
         """Draw waves of prompts until enough groups are kept; groups that are over go back to the stream.
 
         Raises EmptyBatch where the filters leave too little.
         """
-        tally, wanted = Tally(), self._config.prompts_per_step
+        tally, wanted = DropCounts(), self._config.prompts_per_step
         kept: list[Group] = []
         while len(kept) < wanted:
             room = DRAWS_PER_GROUP * wanted - tally.draws
@@ -83,9 +83,9 @@ class StepCollector:
             for group in await self._runner.run(draws):
                 self._sort_out(group, kept, tally)
         self._draws.hand_over([group.draw for group in kept], step)
-        return Collected(kept, tally, self._draws.stream.epoch, self.cut())
+        return StepGroups(kept, tally, self._draws.stream.epoch, self.cut())
 
-    def _sort_out(self, group: Group, kept: list[Group], tally: Tally) -> None:
+    def _sort_out(self, group: Group, kept: list[Group], tally: DropCounts) -> None:
         self._draws.ledger.finish(group.draw)
         refused_by = None if group.aborted else self._filters.refusal(group.samples)
         if refused_by is not None:
@@ -108,14 +108,14 @@ class StepCollector:
         """The step failed: its draws go back."""
         self._draws.give_back_unsettled()
 
-    def cut(self) -> Cut:
+    def cut(self) -> Snapshot:
         """Of this moment."""
-        return Cut(self._draws.snapshot())
+        return Snapshot(self._draws.snapshot())
 
     async def halt(self) -> None:
         """Nothing goes on that the trainer does not wait for."""
 
-    def restore(self, state: Mapping[str, Any], kept: Sequence[Kept]) -> None:
+    def restore(self, state: Mapping[str, Any], kept: Sequence[BufferedGroup]) -> None:
         """Nothing is kept from one step to the next."""
         self._draws.restore(state)
         self._draws.give_back_unsettled()

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rlcore.data.routed_experts import join_experts
 from rlcore.data.sample import VersionSpan
-from rlcore.data.sampling_masks import TokenSets
+from rlcore.data.sampling_masks import SamplingMasks
 from rlcore.interfaces import Completion, Generate, GenerateRequest, Prefix, SamplingParams
 from rollout.engines.embedded.stopping import StopStrings
 
@@ -86,14 +86,14 @@ class PartialRollouts:
 def join(head: Completion, tail: Completion) -> Completion:
     """One completion; a token whose experts are known twice keeps those with which its successor was drawn first."""
     size = len(head.tokens)
-    sets = [part.keep_sets for part in (head, tail) if part.keep_sets is not None]
+    sets = [part.sampling_mask for part in (head, tail) if part.sampling_mask is not None]
     routed = [part.routed_experts for part in (head, tail) if part.routed_experts is not None]
     return Completion(
         tokens=np.concatenate([head.tokens, tail.tokens]),
         logprobs=np.concatenate([head.logprobs, tail.logprobs]),
         finish_reason=tail.finish_reason,
         versions=merged([*head.versions, *(VersionSpan(s.version, s.start + size, s.end + size) for s in tail.versions)]),
-        keep_sets=TokenSets.joined(sets) if sets else None,
+        sampling_mask=SamplingMasks.joined(sets) if sets else None,
         routed_experts=join_experts(routed) if routed else None,
     )
 
@@ -110,13 +110,13 @@ def merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
 
 def shorten(whole: Completion, length: int, *, prompt: int) -> Completion:
     """Its first `length` tokens, which a stop string ended. `prompt`: tokens of the prompt."""
-    sets, routed = whole.keep_sets, whole.routed_experts
+    sets, routed = whole.sampling_mask, whole.routed_experts
     counts = None if sets is None else sets.counts[:length]
     return Completion(
         tokens=whole.tokens[:length],
         logprobs=whole.logprobs[:length],
         finish_reason="stop",
         versions=tuple(VersionSpan(s.version, s.start, min(s.end, length)) for s in whole.versions if s.start < length),
-        keep_sets=None if sets is None or counts is None else TokenSets(sets.tokens[: counts.sum()], counts),
+        sampling_mask=None if sets is None or counts is None else SamplingMasks(sets.tokens[: counts.sum()], counts),
         routed_experts=None if routed is None else routed[: prompt + length - 1],
     )

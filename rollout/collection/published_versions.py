@@ -16,7 +16,7 @@ class Publication:
     incarnation: int        # how often the trainer was started before
 
 
-class PolicySteps:
+class PublishedVersions:
     """The publications that succeeded, versions growing. One that failed was of the step of the next that did not."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from rlcore.config import Config
 from rlcore.config.derived import recorded_fields
 from rlcore.data.tokenizer import stop_token_ids
 from rlcore.interfaces import Prompt, SamplingParams, Workflow
-from rollout.collection.group_runner import WaveRunner
+from rollout.collection.group_runner import GroupRunner
 from rollout.collection.partial import PartialRollouts
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.rewards.scorer import Scorer
@@ -28,26 +28,26 @@ PromptOf = Callable[[int], Prompt]
 
 @dataclass(frozen=True)
 class Runners:
-    """Builds the `WaveRunner`s of a service, which share its engines and its reward."""
+    """Builds the `GroupRunner`s of a service, which share its engines and its reward."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
     dispatcher: Dispatcher
     scorer: Scorer
 
-    def training(self, prompt_of: PromptOf, *, greedy_baseline: bool) -> WaveRunner:
+    def training(self, prompt_of: PromptOf, *, greedy_baseline: bool) -> GroupRunner:
         rollout, seed, greedy = self.config.rollout, self.config.run.seed, self._greedy()
         given = rollout.sampling
         policy = self.config.policy
         sampling = replace(
             greedy, temperature=given.temperature, top_p=given.top_p, top_k=given.top_k,
-            keep_sets=policy.logprobs.keep_sets, routed_experts=policy.routing_replay == "engine",
+            sampling_mask=policy.logprobs.keep_sets, routed_experts=policy.routing_replay == "engine",
         )  # fmt: skip
         workflow = self._workflow(sampling, rollout.samples_per_prompt, seed)
         baseline = self._workflow(greedy, 1, seed + BASELINE_SEED) if greedy_baseline else None
         return replace(self._runner(workflow, prompt_of, baseline), recorded=recorded_fields(self.config))
 
-    def evaluation(self, prompt_of: PromptOf) -> WaveRunner:
+    def evaluation(self, prompt_of: PromptOf) -> GroupRunner:
         given, seed = self.config.evaluation, self.config.run.seed + EVALUATION_SEED
         sampling = replace(self._greedy(given.max_new_tokens), temperature=given.temperature)
         return self._runner(self._workflow(sampling, given.samples_per_prompt, seed), prompt_of)
@@ -65,8 +65,8 @@ class Runners:
     def _workflow(self, sampling: SamplingParams, samples: int, seed: int) -> Workflow:
         return build_workflow(self.config.rollout.workflow, WorkflowContext(sampling, samples, seed, self.tokenizer))
 
-    def _runner(self, workflow: Workflow, prompt_of: PromptOf, greedy: Workflow | None = None) -> WaveRunner:
-        return WaveRunner(
+    def _runner(self, workflow: Workflow, prompt_of: PromptOf, greedy: Workflow | None = None) -> GroupRunner:
+        return GroupRunner(
             workflow=workflow,
             workflow_name=self.config.rollout.workflow,
             prompt_of=prompt_of,

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from rollout.collection.buffer import Kept, encode
+from rollout.collection.buffer import BufferedGroup, encode
 from rollout.collection.published_versions import Publication
 
 
 @dataclass(frozen=True)
-class Cut:
+class Snapshot:
     """A moment between two steps. Cheap to take, since nothing in it changes any more; encoded where it is saved."""
 
     draws: dict[str, Any]
-    finished: Sequence[Kept] = ()               # and not trained on
+    finished: Sequence[BufferedGroup] = ()               # and not trained on
     publications: Sequence[Publication] = ()
 
     def encoded(self) -> dict[str, Any]:

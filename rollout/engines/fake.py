@@ -15,7 +15,7 @@ from rlcore.data.sample import VersionSpan
 from rlcore.errors import RunFailed
 from rlcore.interfaces import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import Bucket
-from rollout.weight_sync.verification import Fingerprints
+from rollout.weight_sync.verification import FingerprintVerifier
 
 Reply = Callable[[GenerateRequest, int], Sequence[int]]
 """(request, sample index) -> the tokens of that response."""
@@ -111,8 +111,8 @@ class FakeEngine:
             raise RunFailed(f"{self.name}: {sorted(set(tags) - self.released)} are not released")
         self.released -= set(tags)
 
-    def expectation(self) -> Fingerprints:
-        return Fingerprints(torch.float32)
+    def expectation(self) -> FingerprintVerifier:
+        return FingerprintVerifier(torch.float32)
 
     async def checksum(self) -> str:
         return f"fake-{self.version}"

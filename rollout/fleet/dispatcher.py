@@ -15,7 +15,7 @@ from typing import Any
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, RunFailed
 from rlcore.interfaces import Completion, GenerateRequest
-from rollout.asyncio_utils import together
+from rollout.asyncio_utils import gather_or_cancel
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.router import Lease
 
@@ -48,7 +48,7 @@ class Dispatcher:
                 for i, completions in zip(part, answers):
                     results[i] = completions
 
-        await together(*(serve(share) for share in range(min(n, len(requests)))))
+        await gather_or_cancel(*(serve(share) for share in range(min(n, len(requests)))))
         return results
 
     def _cut(self, share: Sequence[int], requests: Sequence[GenerateRequest]) -> Iterator[list[int]]:

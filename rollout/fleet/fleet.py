@@ -16,7 +16,7 @@ from rlcore.config.derived import comeback_s
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import NoEngineLeft
 from rlcore.interfaces import RolloutEngine
-from rollout.asyncio_utils import together, within
+from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.fleet.health import Event, Health, State
 from rollout.fleet.restarts import watch
 from rollout.fleet.router import Lease, Member, Router
@@ -56,7 +56,7 @@ class Fleet:
                 as those that failed do; raises as `candidates` where none does.
         """
         if not again:
-            await together(*(self._bring_up(member) for member in self.members))
+            await gather_or_cancel(*(self._bring_up(member) for member in self.members))
             return
         for member in self.members:
             self._spawn(self._start_again(member))

@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 
 from rlcore.errors import RunFailed
-from rlcore.hf_folder import Place, find_tensors
+from rlcore.hf_folder import TensorPlace, find_tensors
 from rlcore.runs.files import write_atomic
 from rlcore.weights import fingerprint
 from rollout.weight_sync.delta_codec import DeltaError, apply
@@ -48,7 +48,7 @@ class Follower:
         self.folder = folder or local_folder(self.shared)
         self.number: int | None = None
         self._fingerprints: dict[str, str] = {}
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, TensorPlace] = {}
 
     def newest(self) -> int | None:
         """The number of the newest publication."""
@@ -132,7 +132,7 @@ class Follower:
             if fingerprint(tensor_at(self._map(place), place.spec)) != manifest.fingerprints[name]:
                 raise Damaged(f"{name} in {self.folder} does not have the checksum that was published")
 
-    def _map(self, place: Place) -> np.memmap[tuple[int], np.dtype[np.uint8]]:
+    def _map(self, place: TensorPlace) -> np.memmap[tuple[int], np.dtype[np.uint8]]:
         return np.memmap(place.path, np.uint8, "r+", place.offset, (place.spec.num_bytes,))
 
 

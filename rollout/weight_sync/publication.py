@@ -37,7 +37,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class Members(Protocol):
+class Participants(Protocol):
     """Who takes part in publications. Called on the engines' loop."""
 
     async def candidates(self) -> Sequence[RolloutEngine]:
@@ -65,7 +65,7 @@ class Members(Protocol):
         ...
 
 
-class EngineSink:
+class WeightPublication:
     """All engines, as the trainer's rank 0 publishes to them.
 
     Args:
@@ -74,7 +74,7 @@ class EngineSink:
     """
 
     def __init__(
-        self, config: Config, members: Members, loop: asyncio.AbstractEventLoop, *,
+        self, config: Config, members: Participants, loop: asyncio.AbstractEventLoop, *,
         device: torch.device | str = "cpu",
     ) -> None:
         self._config, self._members, self._loop = config, members, loop
@@ -207,8 +207,8 @@ def expect(expectation: WeightExpectation, bucket: Bucket, flat: Tensor) -> None
         expectation.add(name, tensor)
 
 
-class Roster:
-    """`Members` that are never started again: who fails is ended and forgotten."""
+class StaticParticipants:
+    """`Participants` that are never started again: who fails is ended and forgotten."""
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
         self.engines = list(engines)            # those left

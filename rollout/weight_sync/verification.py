@@ -8,7 +8,7 @@ from torch import Tensor
 from rlcore.weights import combine_fingerprints, fingerprint
 
 
-class Fingerprints:
+class FingerprintVerifier:
     """`rlcore.interfaces.WeightExpectation` of an engine with weights of `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -56,7 +56,7 @@ def make_sample(prompt: Prompt, draw: int, index: int, completion: Completion) -
         loss_mask=mask,
         rollout_logprobs=completion.logprobs,
         versions=completion.versions,
-        keep_sets=completion.keep_sets,
+        sampling_mask=completion.sampling_mask,
         routed_experts=completion.routed_experts,
         finish_reason=completion.finish_reason,
         prompt_text=prompt.text,

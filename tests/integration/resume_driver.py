@@ -34,7 +34,7 @@ POINTS = {
     "score": ("backends.megatron.backend", "MegatronBackend.score"),
     "update": ("backends.megatron.backend", "MegatronBackend.update"),
     "version": ("rlcore.trainer.weight_publisher", "VersionJournal.next"),
-    "publish": ("rollout.weight_sync.publication", "EngineSink.send"),
+    "publish": ("rollout.weight_sync.publication", "WeightPublication.send"),
     "evaluation": ("rollout.service", "RolloutService.evaluate"),
     "metrics": ("rlcore.runs.metrics", "MetricsFile.append"),
     "samples": ("rlcore.runs.directory", "RunDirectory.write_rollouts"),

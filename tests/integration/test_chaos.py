@@ -12,7 +12,7 @@ from sabotage import Sabotage
 from rlcore.errors import NoEngineLeft, RunFailed
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.service import RolloutService
-from rollout.weight_sync.publication import EngineSink
+from rollout.weight_sync.publication import WeightPublication
 
 STEPS = 20
 PLAN = {3: (0, "SIGKILL"), 6: (1, "SIGSTOP"), 9: (0, "500"), 12: (1, "garbage"), 15: (0, "slow"), 18: (1, "SIGKILL")}
@@ -87,7 +87,7 @@ def test_when_all_engines_die_the_run_saves_what_it_has(lab: Lab, monkeypatch: p
 def test_engines_that_end_between_the_rollouts_cost_no_step(lab: Lab, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """The step at hand is trained, logged and saved, though nobody takes its weights or can be asked what they are worth."""
     calls = []
-    owner, name = (RolloutService, "evaluate") if where == "evaluation" else (EngineSink, "prepare")
+    owner, name = (RolloutService, "evaluate") if where == "evaluation" else (WeightPublication, "prepare")
     original, fatal = getattr(owner, name), 1 if where.endswith("first step") else 3
 
     def fail(*given: object, **named: object) -> object:
@@ -117,8 +117,8 @@ def test_engines_that_end_between_the_rollouts_cost_no_step(lab: Lab, monkeypatc
 
 
 def fails_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int, error: Exception) -> None:
-    """`EngineSink.name` raises `error` at its `call`-th call."""
-    original, calls = getattr(EngineSink, name), []
+    """`WeightPublication.name` raises `error` at its `call`-th call."""
+    original, calls = getattr(WeightPublication, name), []
 
     def fail(*given: object, **named: object) -> object:
         calls.append(name)
@@ -126,7 +126,7 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int, error: Excep
             raise error
         return original(*given, **named)
 
-    monkeypatch.setattr(EngineSink, name, fail)
+    monkeypatch.setattr(WeightPublication, name, fail)
 
 
 @pytest.mark.parametrize("name", ["prepare", "finish"])

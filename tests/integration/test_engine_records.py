@@ -31,8 +31,8 @@ def test_the_trainer_agrees_with_the_engine_on_truncated_responses(lab: Lab, kep
     assert all(a["tokens"] == b["tokens"] and sum(a[LOGPROBS]) > sum(b[LOGPROBS]) + 0.1 for a, b in pairs)
     assert kept.rows[1]["policy/entropy_avg"] < whole.rows[1]["policy/entropy_avg"] - 0.1
     samples = [Sample.from_record(record) for record in read_rollouts(kept.rollouts(2))]
-    assert all(sample.keep_sets is not None and sample.keep_sets.counts.max(initial=0) <= 12 for sample in samples)
-    assert any(sample.keep_sets is not None and sample.keep_sets.counts.any() for sample in samples)
+    assert all(sample.sampling_mask is not None and sample.sampling_mask.counts.max(initial=0) <= 12 for sample in samples)
+    assert any(sample.sampling_mask is not None and sample.sampling_mask.counts.any() for sample in samples)
 
 
 def test_a_replay_scores_the_recorded_sets(lab: Lab, kept: Run) -> None:
@@ -44,7 +44,7 @@ def test_a_replay_scores_the_recorded_sets(lab: Lab, kept: Run) -> None:
         assert replay.rows[1][name] == kept.rows[2][name], name
     refused = lab.train("keep_sets_refused", *TOP_P, *given)
     assert refused.code == 2
-    assert "recorded with keep_sets: set policy.logprobs.keep_sets to true" in refused.err
+    assert "recorded with sampling_mask: set policy.logprobs.keep_sets to true" in refused.err
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ from rank_main import joined, payload
 from torch import Tensor
 
 from backends.megatron.model.fused_head import fused_logprobs
-from rlcore.data.batch import KeepSets
+from rlcore.data.batch import BatchSamplingMasks
 
 ROWS, HIDDEN, VOCAB, TEMPERATURE = 11, 6, 31, 0.7
 
@@ -29,7 +29,7 @@ def make(padded: int) -> dict[str, Any]:
         "weight": 2 * torch.randn(padded, HIDDEN, generator=generator, dtype=torch.float64),
         "tokens": tokens,
         "upstream": torch.randn(2, ROWS, generator=generator, dtype=torch.float64),
-        "keep": KeepSets(torch.cat(sets), torch.tensor([0] + [len(one) for one in sets]).cumsum(0)),
+        "keep": BatchSamplingMasks(torch.cat(sets), torch.tensor([0] + [len(one) for one in sets]).cumsum(0)),
     }
 
 

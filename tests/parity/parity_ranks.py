@@ -18,7 +18,7 @@ from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan
 from rlcore.data.sample import Sample
 from rlcore.runs.rollouts import read_rollouts
-from rlcore.trainer.credit import Credit
+from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.loop import put
 from rlcore.trainer.objective import Objective
 
@@ -90,7 +90,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
         put(batch, result["reference"], prefix="ref_")
         put(batch, result.get("values"))
         minibatches = [sorted(i for d in range(len(plan.microbatches)) for i in plan.sequences(d)) for plan in plans or ()]
-        vectors = Credit(config, objective).assign(batch, minibatches)
+        vectors = CreditAssignment(config, objective).assign(batch, minibatches)
     if vectors is not None:
         for name in case.get("leave_out", []):
             del vectors[name]

@@ -16,10 +16,10 @@ from rlcore.data.sample import Sample
 
 def kept(sample: Sample) -> Tensor:
     """bool [m, VOCAB]."""
-    assert sample.keep_sets is not None
+    assert sample.sampling_mask is not None
     mask = torch.zeros(sample.num_trainable, VOCAB, dtype=torch.bool)
-    for row, (start, end) in enumerate(pairwise([0, *sample.keep_sets.counts.cumsum().tolist()])):
-        mask[row, sample.keep_sets.tokens[start:end].tolist() if end > start else slice(None)] = True
+    for row, (start, end) in enumerate(pairwise([0, *sample.sampling_mask.counts.cumsum().tolist()])):
+        mask[row, sample.sampling_mask.tokens[start:end].tolist() if end > start else slice(None)] = True
     return mask
 
 

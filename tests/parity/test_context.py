@@ -11,7 +11,7 @@ from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
     from backends.megatron.model.attention import bucketed_attention
-from backends.megatron.batch.cp_layout import Cut, PackLayout, Place, own_slots
+from backends.megatron.batch.cp_layout import Chunk, CPRank, PackLayout, own_slots
 from backends.megatron.batch.pack import make_micro_batch, pack_size, pad_lengths
 from rlcore.data.packing import padded_length
 
@@ -19,8 +19,8 @@ CPU = torch.device("cpu")
 SCALE = 0.3
 
 
-def places(size: int) -> list[Place]:
-    return [Place(size, rank) for rank in range(size)]
+def places(size: int) -> list[CPRank]:
+    return [CPRank(size, rank) for rank in range(size)]
 
 
 def heads(total: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,7 +29,7 @@ def heads(total: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def run_cut(query: Tensor, key: Tensor, value: Tensor, cut: Cut) -> Tensor:
+def run_cut(query: Tensor, key: Tensor, value: Tensor, cut: Chunk) -> Tensor:
     """What the variable-length kernel does: per sequence, causal, aligned to the end of the keys."""
     q = query if cut.queries is None else query[cut.queries]
     k, v = (x if cut.keys is None else x[cut.keys] for x in (key, value))
@@ -54,7 +54,7 @@ def by_cuts(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale
 @pytest.mark.parametrize("chunks", [[1, 3, 0, 5, 20, 2], [9, 9, 9], [1]])
 def test_the_ranks_together_attend_as_one(attend, size, chunks):
     torch.manual_seed(0)
-    lengths = [n * Place(size).chunks for n in chunks]
+    lengths = [n * CPRank(size).chunks for n in chunks]
     q, k, v = heads(sum(lengths))
     want = bucketed_attention(q, k, v, PackLayout.of_lengths(lengths, CPU), SCALE)
     slots = [own_slots(lengths, place) for place in places(size)]
@@ -86,7 +86,7 @@ def test_all_ranks_attend_to_the_same_number_of_keys(size):
 @pytest.mark.parametrize(("first", "last"), [(0, 9), (1, 5), (2, 3), (4, 4), (3, 8)])
 def test_a_micro_batch_is_shared_out_whole(size, first, last):
     """Shifted before the split: the ranks' predictions are those of the whole, each once; pads stand in no count."""
-    batch, chunks = make_batch(), Place(size).chunks
+    batch, chunks = make_batch(), CPRank(size).chunks
     slots = pack_size(sum(padded_length(n, chunks) for n in LENGTHS[first:last]), chunks)
     parts = [make_micro_batch(batch, first, last, slots, CPU, place) for place in places(size)]
     whole = make_micro_batch(batch, first, last, pack_size(sum(LENGTHS[first:last]), 1), CPU)

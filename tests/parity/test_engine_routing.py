@@ -9,8 +9,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from keep_set_samples import draw_samples
 from sample_oracle import step_on_samples
+from sampling_mask_samples import draw_samples
 from spawn import run_ranks
 from torch import Tensor
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from spawn import run_ranks
 
-from backends.megatron.training.offload import Contents, Parking
+from backends.megatron.training.offload import OffloadedState, StateOf
 
 RANKS = Path(__file__).with_name("offload_ranks.py")
 CPU = torch.device("cpu")
@@ -36,35 +36,35 @@ def test_training_and_checkpoints_are_the_same_with_and_without(size: int, tmp_p
 def test_views_stay_views_of_what_comes_back() -> None:
     buffer = torch.arange(6.0)
     view, shared = buffer[2:4], buffer.view(2, 3)
-    parking = Parking(lambda: [view, shared], CPU)
-    assert (buffer.untyped_storage().nbytes(), parking.num_bytes) == (0, 24)
-    with parking.present():
+    offloading = OffloadedState(lambda: [view, shared], CPU)
+    assert (buffer.untyped_storage().nbytes(), offloading.num_bytes) == (0, 24)
+    with offloading.present():
         assert torch.equal(view, torch.tensor([2.0, 3.0]))
         view.add_(10)
-        with parking.present():
+        with offloading.present():
             assert shared[0, 2] == 12
-        assert parking.num_bytes == 0
-    with parking.present():
+        assert offloading.num_bytes == 0
+    with offloading.present():
         assert buffer.tolist() == [0, 1, 12, 13, 4, 5]
 
 
 def test_tensors_that_appear_later_leave_too() -> None:
     tensors = [torch.ones(4)]
-    parking = Parking(lambda: tensors, CPU)
-    with parking.present():
+    offloading = OffloadedState(lambda: tensors, CPU)
+    with offloading.present():
         tensors.append(torch.full((2,), 7.0))
         tensors.append(torch.tensor(1.0))       # a scalar stays
-    assert (parking.num_bytes, float(tensors[2])) == (24, 1)
-    with parking.present():
+    assert (offloading.num_bytes, float(tensors[2])) == (24, 1)
+    with offloading.present():
         del tensors[0]
-    with parking.present():
+    with offloading.present():
         assert tensors[0].tolist() == [7, 7]
-    assert parking.num_bytes == 8
+    assert offloading.num_bytes == 8
 
 
 def test_frozen_contents_are_copied_out_once_and_scratch_never() -> None:
     frozen, scratch = torch.ones(4), torch.ones(4)
-    keeping, dropping = Parking(lambda: [frozen], CPU, Contents.FROZEN), Parking(lambda: [scratch], CPU, Contents.SCRATCH)
+    keeping, dropping = OffloadedState(lambda: [frozen], CPU, StateOf.FROZEN), OffloadedState(lambda: [scratch], CPU, StateOf.SCRATCH)
     with keeping.present(), dropping.present():
         assert scratch.untyped_storage().nbytes() == 16
         frozen.zero_()

@@ -22,8 +22,8 @@ with importing_megatron():
     from backends.megatron.training.optimizer import learning_rate
 from cases import LENGTHS, make_batch, make_config, make_plan
 
-from backends.megatron.batch.cp_layout import PackLayout, Place
-from backends.megatron.batch.local_batch import Distribution
+from backends.megatron.batch.cp_layout import CPRank, PackLayout
+from backends.megatron.batch.local_batch import ShardMap
 from backends.megatron.batch.pack import make_micro_batch, pack_size, pad_lengths
 from backends.megatron.batch.transfer import _flatten, _num_bytes, _views
 from backends.megatron.checks.layout import check_layout
@@ -154,12 +154,12 @@ def test_tensors_come_out_of_a_flat_buffer_as_they_went_in() -> None:
 
 def test_a_sequence_that_no_plan_places_is_an_error() -> None:
     whole = make_plan("one")
-    Distribution.of(make_batch(), [whole], 1)
+    ShardMap.of(make_batch(), [whole], 1)
     missing = MinibatchPlan((((0, 1, 2, 3, 4, 5, 6, 7),),))
     with pytest.raises(ValueError, match="sequence 8 of 9 0 times"):
-        Distribution.of(make_batch(), [missing], 1)
+        ShardMap.of(make_batch(), [missing], 1)
     with pytest.raises(ValueError, match="2 times"):
-        Distribution.of(make_batch(), [whole, missing], 1)
+        ShardMap.of(make_batch(), [whole, missing], 1)
 
 
 @pytest.mark.parametrize("limit", [40, 41, 44, 47, 63])
@@ -168,7 +168,7 @@ def test_no_planned_pack_is_longer_than_the_budget(limit: int) -> None:
     config = make_config({"model": "any", "parallel": {"context": 2, "tensor": 2, "sequence": True}}, Path("models"))
     config.policy.max_tokens_per_microbatch = limit
     backend: Any = SimpleNamespace(
-        config=config, parallel=SimpleNamespace(place=Place(2, 0)), policy=SimpleNamespace(arch=ARCH), data_parallel_size=1
+        config=config, parallel=SimpleNamespace(place=CPRank(2, 0)), policy=SimpleNamespace(arch=ARCH), data_parallel_size=1
     )
     (plan,) = MegatronBackend.plan(backend, make_batch(), [range(len(LENGTHS))])
     packs = [pack_size(sum(padded_length(LENGTHS[i], 4) for i in micro), 8) for micro in plan.microbatches[0]]

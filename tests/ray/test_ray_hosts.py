@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 
 from rlcore.errors import DeadlineExceeded
 from rlcore.launch.ray import engines
-from rlcore.launch.ray.actor_env import Workplace
+from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.engines import EngineHost, HostedServer
 from rollout.engines.child_process import Child, ChildServer, members
 from rollout.engines.sglang.keys import Keys
@@ -75,7 +75,7 @@ async def until(reached: Callable[[], bool]) -> None:
 
 def on_host(use: Callable[[EngineHost], Awaitable[None]]) -> None:
     async def main() -> None:
-        host = EngineHost(Workplace(os.getcwd(), "127.0.0.1", 1), config_of_a_run(), 0, Keys("api", "admin"))
+        host = EngineHost(ActorEnv(os.getcwd(), "127.0.0.1", 1), config_of_a_run(), 0, Keys("api", "admin"))
         try:
             await use(host)
         finally:

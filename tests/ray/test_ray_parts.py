@@ -14,7 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlcore.errors import RunFailed
-from rlcore.launch.ray.actor_env import Workplace
+from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import ActorLost, get
 from rlcore.launch.ray.heartbeat import Heartbeat
 from rollout.engines.sglang.keys import Keys
@@ -52,13 +52,13 @@ def test_an_actor_that_cannot_begin_says_why_at_once() -> None:
 
     @ray.remote
     class Part:
-        def __init__(self, workplace: Workplace) -> None:
+        def __init__(self, workplace: ActorEnv) -> None:
             workplace.enter()
 
         def where(self) -> str:
             return os.getcwd()
 
-    part = Part.options(max_restarts=-1, num_cpus=0).remote(Workplace("/nowhere/at all", "127.0.0.1", 1))
+    part = Part.options(max_restarts=-1, num_cpus=0).remote(ActorEnv("/nowhere/at all", "127.0.0.1", 1))
     with pytest.raises(RunFailed, match=r"^rank 3: it could not begin: /nowhere/at all cannot be entered on node ") as caught:
         get(part.where.remote(), limit_s=START_S, what="rank 3", key="cluster.start_timeout_s")
     assert not isinstance(caught.value, ActorLost)
@@ -67,7 +67,7 @@ def test_an_actor_that_cannot_begin_says_why_at_once() -> None:
 @pytest.mark.full
 def test_a_service_that_hangs_is_ended_and_its_log_says_where_it_stood(tmp_path: Path) -> None:
     config = config_of_a_run(cluster={"heartbeat_timeout_s": LIMIT_S})
-    here = Workplace(os.getcwd(), "127.0.0.1", 1)
+    here = ActorEnv(os.getcwd(), "127.0.0.1", 1)
     actor = ray.remote(Hanging).options(max_restarts=-1, num_cpus=0).remote(here, config, (), Keys.from_environment())
     first, _ = ray.get(actor.status.remote(), timeout=START_S)
     heartbeat = Heartbeat(actor, limit_s=LIMIT_S)

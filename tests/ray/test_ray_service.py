@@ -17,16 +17,16 @@ from torch.distributed import HashStore
 
 from rlcore.errors import PartLost
 from rlcore.launch.ray import service
-from rlcore.launch.ray.actor_env import Workplace
+from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import ActorLost
-from rlcore.launch.ray.members import RemoteMembers
+from rlcore.launch.ray.members import RemoteParticipants
 from rlcore.launch.ray.service import ServiceActor
-from rlcore.launch.ray.service_client import WORD_S, ServiceLine
-from rlcore.trainer.rank_sync import Control
-from rlcore.trainer.weight_publisher import Publisher, VersionJournal
+from rlcore.launch.ray.service_client import WORD_S, ServiceClient
+from rlcore.trainer.rank_sync import RankSync
+from rlcore.trainer.weight_publisher import VersionJournal, WeightPublisher
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
-from rollout.weight_sync.publication import EngineSink
+from rollout.weight_sync.publication import WeightPublication
 from tests.ray.actors import config_of_a_run
 
 
@@ -85,7 +85,7 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollouts]:
 
 
 def new_service() -> ServiceActor:
-    return ServiceActor(Workplace(os.getcwd(), "127.0.0.1", 1), config_of_a_run(), [], Keys("api", "admin"))
+    return ServiceActor(ActorEnv(os.getcwd(), "127.0.0.1", 1), config_of_a_run(), [], Keys("api", "admin"))
 
 
 def test_the_word_of_a_former_rank_0_counts_no_more(rollouts: Rollouts) -> None:
@@ -115,7 +115,7 @@ def test_a_rank_0_that_comes_while_the_engines_start_waits_for_that_start(
     context = SimpleNamespace(was_current_actor_reconstructed=False)
     monkeypatch.setattr(service.ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(service, "log_to", lambda path: None)
-    monkeypatch.setattr(Workplace, "speak", lambda self: None)
+    monkeypatch.setattr(ActorEnv, "speak", lambda self: None)
     rollouts.may_start.clear()
 
     async def main() -> None:
@@ -163,12 +163,12 @@ def test_a_rank_0_that_comes_while_the_prompts_are_read_gets_the_same_service(
 def test_a_new_service_has_time_for_a_long_journal_and_a_large_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[Any, float] = {}
 
-    def ask(line: ServiceLine, part: str, *given: Any, limit_s: float = WORD_S, key: str = "") -> None:
+    def ask(line: ServiceClient, part: str, *given: Any, limit_s: float = WORD_S, key: str = "") -> None:
         asked[given[0] if given else part] = limit_s
 
-    monkeypatch.setattr(ServiceLine, "open", lambda line: None)
-    monkeypatch.setattr(ServiceLine, "ask", ask)
-    line = ServiceLine(None, config_of_a_run(), greedy_baseline=False)
+    monkeypatch.setattr(ServiceClient, "open", lambda line: None)
+    monkeypatch.setattr(ServiceClient, "ask", ask)
+    line = ServiceClient(None, config_of_a_run(), greedy_baseline=False)
     line.state, line.ledger, line.published = {}, Path("ledger.jsonl"), (1, 2, 0)
     line.revive()
     start_s = line.config.cluster.start_timeout_s
@@ -197,7 +197,7 @@ def test_one_that_ray_has_started_again_may_go_on_without_some_engines(
     context = SimpleNamespace(was_current_actor_reconstructed=restarted)
     monkeypatch.setattr(service.ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(service, "log_to", lambda path: None)
-    monkeypatch.setattr(Workplace, "speak", lambda self: None)
+    monkeypatch.setattr(ActorEnv, "speak", lambda self: None)
 
     async def main() -> None:
         actor = new_service()
@@ -221,10 +221,10 @@ def test_a_publication_to_engines_that_take_turns_says_that_the_service_is_lost(
     """Not only why: the driver starts the ranks again for that, and for nothing that a rank fails at by itself."""
     config = config_of_a_run(rollout={"engine": {"colocated": True}})
     thread = LoopThread("publication")
-    sink = EngineSink(config, RemoteMembers(ServiceLine(Dead(), config, greedy_baseline=False)), thread.loop)
+    sink = WeightPublication(config, RemoteParticipants(ServiceClient(Dead(), config, greedy_baseline=False)), thread.loop)
     backend: Any = SimpleNamespace(buckets=lambda: ())
-    publisher = Publisher(
-        backend, Control(HashStore(), 0, 1), sink=sink, journal=VersionJournal(tmp_path / "versions.jsonl"), timeout_s=5
+    publisher = WeightPublisher(
+        backend, RankSync(HashStore(), 0, 1), sink=sink, journal=VersionJournal(tmp_path / "versions.jsonl"), timeout_s=5
     )
     with pytest.raises(ActorLost, match="the knowledge of what its engines keep on the trainer's GPUs"):
         publisher.publish(1)

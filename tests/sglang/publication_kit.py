@@ -21,7 +21,7 @@ from rollout.engines.embedded.model_weights import as_published
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.keys import Keys
-from rollout.weight_sync.publication import EngineSink, Roster
+from rollout.weight_sync.publication import StaticParticipants, WeightPublication
 
 BUCKET_BYTES = 20_000
 TOLERANCE = 1e-4        # of log-probs
@@ -49,9 +49,9 @@ def connect(config: Config, url: str, keys: Keys, loop: LoopThread, name: str = 
     return connected
 
 
-def sink_over(config: Config, engines: Sequence[SGLangEngine], loop: LoopThread) -> tuple[EngineSink, Roster]:
-    roster = Roster(engines)
-    return EngineSink(config, roster, loop.loop), roster
+def sink_over(config: Config, engines: Sequence[SGLangEngine], loop: LoopThread) -> tuple[WeightPublication, StaticParticipants]:
+    roster = StaticParticipants(engines)
+    return WeightPublication(config, roster, loop.loop), roster
 
 
 def folder_weights(folder: Path) -> Weights:
@@ -76,7 +76,7 @@ def flatten(bucket: Bucket, weights: Mapping[str, torch.Tensor]) -> torch.Tensor
     return torch.cat([weights[spec.name].reshape(-1).view(torch.uint8) for spec in bucket.tensors])
 
 
-def publish(sink: EngineSink, weights: Weights, version: int) -> None:
+def publish(sink: WeightPublication, weights: Weights, version: int) -> None:
     buckets = layout(weights)
     assert len(buckets) > 1
     sink.prepare(buckets)

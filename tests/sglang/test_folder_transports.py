@@ -34,16 +34,16 @@ from rollout.engines.sglang.engine import SGLangEngine
 from rollout.weight_sync.choose import shared_folder
 from rollout.weight_sync.delta_files import Manifest
 from rollout.weight_sync.follower import keep_following
-from rollout.weight_sync.publication import EngineSink
+from rollout.weight_sync.publication import WeightPublication
 from rollout.weight_sync.weight_folders import FullWriter, WeightFolders, published
 
-Publication = tuple[SGLangEngine, EngineSink, Path]     # and the folder that the trainer shares with the engine
+Publication = tuple[SGLangEngine, WeightPublication, Path]     # and the folder that the trainer shares with the engine
 
 
 @pytest.fixture
 def publication(served: Served, tmp_path: Path) -> Iterator[Callable[[str], Publication]]:
     """By which transport -> a client of the session's server, a sink over it that compares every checksum, the folder."""
-    made: list[tuple[SGLangEngine, EngineSink]] = []
+    made: list[tuple[SGLangEngine, WeightPublication]] = []
 
     def make(transport: str) -> Publication:
         config = run_config(str(served.model), tmp_path, served.config, transport=transport)

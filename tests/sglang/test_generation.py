@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import UserError
 from rlcore.interfaces import Completion, GenerateRequest, SamplingParams
-from rollout.asyncio_utils import together
+from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.embedded.stopping import StopStrings
 from rollout.engines.sglang.generation import Generation, encode
 from rollout.engines.sglang.http import ServerClient
@@ -41,7 +41,7 @@ class Asked:
 
     def generate(self, *requests: GenerateRequest) -> list[list[Completion]]:
         """All at once, in one batch of the server."""
-        return self.served.call(together(*(self.generation.one(request) for request in requests)))
+        return self.served.call(gather_or_cancel(*(self.generation.one(request) for request in requests)))
 
     def distributions(self, request: GenerateRequest, completion: Completion) -> torch.Tensor:
         """Log-probs [m, V] of the full distribution at the request's temperature, by transformers."""
@@ -176,11 +176,11 @@ def test_the_servers_own_words_about_a_bad_request(asked: Asked) -> None:
 
 
 def test_top_p_and_top_k_draw_from_what_the_keep_sets_say(asked: Asked) -> None:
-    kept = request(PROMPT, n=4, temperature=0.8, top_k=6, top_p=0.7, keep_sets=True)
+    kept = request(PROMPT, n=4, temperature=0.8, top_k=6, top_p=0.7, sampling_mask=True)
     for completion in asked.generate(kept)[0]:
         full = asked.distributions(kept, completion)
-        assert completion.keep_sets is not None
-        sets = np.split(completion.keep_sets.tokens, completion.keep_sets.counts.cumsum()[:-1])
+        assert completion.sampling_mask is not None
+        sets = np.split(completion.sampling_mask.tokens, completion.sampling_mask.counts.cumsum()[:-1])
         for place, (kept_tokens, token) in enumerate(zip(sets, completion.tokens)):
             probs, order = full[place].exp().sort(descending=True)
             before = probs.cumsum(0) - probs

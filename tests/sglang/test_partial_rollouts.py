@@ -28,14 +28,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlcore.interfaces import Completion, Generate, GenerateRequest
 from rollout.collection.partial import PartialRollouts
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.weight_sync.publication import EngineSink
+from rollout.weight_sync.publication import WeightPublication
 
 LONG = list(range(1, 30)) * 3       # a prompt that is computed once for all its samples
 TOKENS = 300
 
 
 @pytest.fixture
-def sink(served: Served, engine: SGLangEngine, tmp_path: Path) -> Iterator[EngineSink]:
+def sink(served: Served, engine: SGLangEngine, tmp_path: Path) -> Iterator[WeightPublication]:
     """Publishes by aborting. The server is left with its own weights."""
     config = run_config(str(served.model), tmp_path, served.config, on_update="abort", verify_every=0)
     sink, _ = sink_over(config, [engine], served.loop)
@@ -75,7 +75,7 @@ def cut_after(generate: Generate, made: int) -> Generate:
     return cut
 
 
-def test_responses_go_on_through_two_publications(served: Served, engine: SGLangEngine, sink: EngineSink) -> None:
+def test_responses_go_on_through_two_publications(served: Served, engine: SGLangEngine, sink: WeightPublication) -> None:
     """Every token has the log-prob that transformers gives it with the weights of its version."""
     oracles = {}
     partial, asked = partial_of(served), replace(request(LONG, tokens=TOKENS), n=3)
@@ -101,7 +101,7 @@ def test_responses_go_on_through_two_publications(served: Served, engine: SGLang
     assert partial.resumed_tokens > 0
 
 
-def test_stops_across_the_cut(served: Served, engine: SGLangEngine, sink: EngineSink) -> None:
+def test_stops_across_the_cut(served: Served, engine: SGLangEngine, sink: WeightPublication) -> None:
     """Greedy responses end at the same token with the same reason, wherever they were cut."""
     publish(sink, random_weights(served.model, 32), 5)      # whose greedy response repeats nothing for a while
     generate, partial = generate_of(engine), partial_of(served)
@@ -121,18 +121,18 @@ def test_stops_across_the_cut(served: Served, engine: SGLangEngine, sink: Engine
     assert partial.resumed_responses > 6
 
 
-def test_keep_sets_of_both_parts(served: Served, engine: SGLangEngine, sink: EngineSink) -> None:
+def test_keep_sets_of_both_parts(served: Served, engine: SGLangEngine, sink: WeightPublication) -> None:
     weights = random_weights(served.model, 6)
     publish(sink, weights, 6)
     asked = replace(request(LONG, tokens=16), n=2)
-    asked = replace(asked, sampling=replace(asked.sampling, top_k=6, top_p=0.7, keep_sets=True))
+    asked = replace(asked, sampling=replace(asked.sampling, top_k=6, top_p=0.7, sampling_mask=True))
     oracle = Oracle(served.model, weights)
     for one in served.call(partial_of(served).whole(cut_after(generate_of(engine), 5), asked)):
-        assert one.keep_sets is not None
-        assert len(one.keep_sets.counts) == len(one.tokens) == 16
-        assert not len(one.keep_sets.missing(one.tokens))
+        assert one.sampling_mask is not None
+        assert len(one.sampling_mask.counts) == len(one.tokens) == 16
+        assert not len(one.sampling_mask.missing(one.tokens))
         full = oracle.distributions(LONG, one)
-        sets = np.split(one.keep_sets.tokens, one.keep_sets.counts.cumsum()[:-1])
+        sets = np.split(one.sampling_mask.tokens, one.sampling_mask.counts.cumsum()[:-1])
         for place, (kept, token) in enumerate(zip(sets, one.tokens)):
             expected = full[place, token] - full[place, torch.from_numpy(kept).long()].logsumexp(0)
             assert one.logprobs[place] == pytest.approx(expected.item(), abs=TOLERANCE)

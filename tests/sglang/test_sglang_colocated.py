@@ -1,4 +1,4 @@
-"""Trainer and server taking turns: the real release and resume routes around a parked trainer (a CPU server frees nothing)."""
+"""Trainer and server taking sharing: the real release and resume routes around a offloaded trainer (a CPU server frees nothing)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from backends.megatron import MegatronBackend
 from rlcore.config import Config
 from rlcore.errors import EngineFailed
 from rlcore.interfaces import Completion, GenerateRequest, SamplingParams
-from rlcore.trainer.gpu_sharing import Turn, Turns
+from rlcore.trainer.gpu_sharing import GpuPhase, GpuSharing
 from rlcore.trainer.objective import Objective
-from rlcore.trainer.rank_sync import Control, LocalStore
-from rlcore.trainer.weight_publisher import Publisher, VersionJournal
+from rlcore.trainer.rank_sync import LocalStore, RankSync
+from rlcore.trainer.weight_publisher import VersionJournal, WeightPublisher
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.fleet.engine_memory import FleetMemory
 from rollout.fleet.fleet import Fleet
-from rollout.weight_sync.publication import EngineSink
+from rollout.weight_sync.publication import WeightPublication
 from tests.integration.lab import LEARNING, Lab
 
 PROMPT = np.array([5, 6, 7, 8, 9], dtype=np.int32)
@@ -35,8 +35,8 @@ class Shared:
     engine: SGLangEngine
     fleet: Fleet
     backend: MegatronBackend
-    publisher: Publisher
-    turns: Turns
+    publisher: WeightPublisher
+    sharing: GpuSharing
 
     def generate(self, draw: int) -> Completion:
         request = GenerateRequest(PROMPT, SamplingParams(max_new_tokens=8), draw)
@@ -72,16 +72,16 @@ def shared(served: Served, tmp_path: Path) -> Iterator[Shared]:
     )
     engine = SGLangEngine(served.external(), config=engine_config, keys=served.keys, model_path=str(served.model))
     fleet = Fleet([engine], engine_config)
-    control = Control(LocalStore(), 0, 1)
-    sink = EngineSink(config, fleet, served.loop.loop)
-    publisher = Publisher(backend, control, sink=sink, journal=VersionJournal(tmp_path / "versions.jsonl"), timeout_s=60)
-    backend.park()
+    sync = RankSync(LocalStore(), 0, 1)
+    sink = WeightPublication(config, fleet, served.loop.loop)
+    publisher = WeightPublisher(backend, sync, sink=sink, journal=VersionJournal(tmp_path / "versions.jsonl"), timeout_s=60)
+    backend.offload()
     served.call(fleet.start())
-    turns = Turns(control, backend, FleetMemory(fleet, engine_config, served.loop), timeout_s=60)
-    yield Shared(served, engine, fleet, backend, publisher, turns)
-    turns.take(Turn.HANDOVER)
+    sharing = GpuSharing(sync, backend, FleetMemory(fleet, engine_config, served.loop), timeout_s=60)
+    yield Shared(served, engine, fleet, backend, publisher, sharing)
+    sharing.switch_to(GpuPhase.HANDOVER)
     publisher.publish(1)
-    turns.take(Turn.GENERATING)
+    sharing.switch_to(GpuPhase.GENERATING)
     sink.close()
     backend.close()
     served.call(fleet.close())
@@ -90,38 +90,38 @@ def shared(served: Served, tmp_path: Path) -> Iterator[Shared]:
 
 def test_turns_with_a_real_server(shared: Shared) -> None:
     """Two steps: the server cannot generate in between, and then every log-prob is that of the weights just published."""
-    turns = shared.turns
-    turns.take(Turn.TRAINING)
+    sharing = shared.sharing
+    sharing.switch_to(GpuPhase.TRAINING)
     seen = []
     for step in range(2):
         assert shared.served.call(shared.engine.health())["version"] is None
         with pytest.raises(EngineFailed, match="its weights"):
             shared.served.call(shared.engine.resume())
         shared.move_the_policy()
-        turns.take(Turn.HANDOVER)
+        sharing.switch_to(GpuPhase.HANDOVER)
         assert shared.publisher.publish(step) == ""
-        turns.take(Turn.GENERATING)
+        sharing.switch_to(GpuPhase.GENERATING)
         assert shared.backend.parked_bytes > 0
         completion = shared.generate(step)
         assert [span.version for span in completion.versions] == [step + 1]
         np.testing.assert_allclose(completion.logprobs, shared.expected_logprobs(completion).numpy(), atol=1e-4)
         seen.append(completion.logprobs[0])
-        turns.take(Turn.TRAINING)
+        sharing.switch_to(GpuPhase.TRAINING)
         assert shared.backend.parked_bytes == 0
     assert seen[0] != seen[1]
     assert [str(member.health.state) for member in shared.fleet.members] == ["serving"]
-    turns.take(Turn.HANDOVER)
+    sharing.switch_to(GpuPhase.HANDOVER)
 
 
 def test_a_checkpoint_in_between_costs_no_publication(shared: Shared) -> None:
     """The server keeps its weights while its cache is away: it generates on as before."""
-    turns = shared.turns
-    turns.take(Turn.HANDOVER)
+    sharing = shared.sharing
+    sharing.switch_to(GpuPhase.HANDOVER)
     assert shared.publisher.publish(0) == ""
-    turns.take(Turn.GENERATING)
+    sharing.switch_to(GpuPhase.GENERATING)
     before = shared.generate(0)
-    turns.take(Turn.HANDOVER)
-    turns.take(Turn.GENERATING)
+    sharing.switch_to(GpuPhase.HANDOVER)
+    sharing.switch_to(GpuPhase.GENERATING)
     after = shared.generate(1)
     assert [span.version for span in after.versions] == [span.version for span in before.versions] == [1]
     np.testing.assert_allclose(after.logprobs, shared.expected_logprobs(after).numpy(), atol=1e-4)

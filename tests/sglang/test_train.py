@@ -78,7 +78,7 @@ def test_the_tokens_that_top_p_left_reach_the_trainer(lab: Lab, by_url: tuple[st
     )
     assert run.code == 0, run.err
     assert run.rows[1][GAP] < 1e-5
-    sets = [sample.keep_sets for sample in samples_of(run, 1)]
+    sets = [sample.sampling_mask for sample in samples_of(run, 1)]
     assert all(one is not None and 0 < one.counts.max(initial=0) <= 12 for one in sets)
 
 

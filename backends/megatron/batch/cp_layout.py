@@ -17,7 +17,7 @@ from torch import Tensor
 _SMALLEST_BUCKET = 16
 
 
-class Place(NamedTuple):
+class CPRank(NamedTuple):
     """One rank among those that share a pack."""
 
     size: int = 1
@@ -34,10 +34,10 @@ class Place(NamedTuple):
         return (0,) if self.size == 1 else (self.rank, self.chunks - 1 - self.rank)
 
 
-ALONE = Place()
+ALONE = CPRank()
 
 
-def own_slots(lengths: Sequence[int], place: Place) -> Tensor:
+def own_slots(lengths: Sequence[int], place: CPRank) -> Tensor:
     """int64 [T / CP]: the slots of the whole pack that this rank holds, in its order; `lengths` are padded."""
     sizes = torch.tensor(lengths, dtype=torch.int64)
     starts, chunk = sizes.cumsum(0) - sizes, sizes // place.chunks
@@ -46,7 +46,7 @@ def own_slots(lengths: Sequence[int], place: Place) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class LengthBucket:
     """Runs of queries of similar length, padded on the right to the longest; a pad repeats the run's last slot."""
 
     queries: Tensor             # int64 [b, longest]: slots
@@ -55,16 +55,16 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Buckets:
+class LengthBuckets:
     """All queries of a pack for batched attention. A query never sees a key behind it, so pads need no care."""
 
-    parts: tuple[Bucket, ...]
+    parts: tuple[LengthBucket, ...]
     restore: Tensor             # int64 [T]: slot t is this row of the concatenated parts
     identity: bool              # one part without pads: gathering would change nothing
 
 
 @dataclass(frozen=True)
-class Cut:
+class Chunk:
     """One chunk of every sequence with all keys up to its end, as a variable-length kernel takes them."""
 
     queries: Tensor | None      # int64: slots, or None for all of them in their order
@@ -76,10 +76,10 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Cuts:
+class Chunks:
     """All queries of a pack for variable-length attention: its front and its back chunks; in one where CP is 1."""
 
-    parts: tuple[Cut, ...]
+    parts: tuple[Chunk, ...]
     restore: Tensor | None      # int64 [T]: slot t is this row of the concatenated parts; None: they are in order
 
 
@@ -91,12 +91,12 @@ class PackLayout:
     """
 
     lengths: tuple[int, ...]    # of every sequence of the pack, over all ranks, none of them 0
-    place: Place
+    place: CPRank
     device: torch.device
     positions: Tensor           # int64 [T]: inside the own sequence
 
     @classmethod
-    def of_lengths(cls, lengths: Sequence[int], device: torch.device, place: Place = ALONE) -> PackLayout:
+    def of_lengths(cls, lengths: Sequence[int], device: torch.device, place: CPRank = ALONE) -> PackLayout:
         """`lengths`: of the sequences, padded to multiples of `place.chunks`; those of 0 are left out."""
         kept = tuple(n for n in lengths if n)
         sizes = torch.tensor(kept, dtype=torch.int64)
@@ -113,8 +113,8 @@ class PackLayout:
         return _borders(torch.tensor(self.lengths, dtype=torch.int64)).int().to(self.device)
 
     @cached_property
-    def buckets(self) -> Buckets:
-        parts: list[Bucket] = []
+    def buckets(self) -> LengthBuckets:
+        parts: list[LengthBucket] = []
         total = len(self.positions)
         restore = torch.empty(total, dtype=torch.int64)
         filled = 0
@@ -127,17 +127,17 @@ class PackLayout:
                 filled += real.numel()
                 first = not before.any()
                 parts.append(
-                    Bucket(queries.to(self.device), keys.to(self.device), None if first else before.to(self.device))
+                    LengthBucket(queries.to(self.device), keys.to(self.device), None if first else before.to(self.device))
                 )
         in_order = self.place.size == 1 and len(parts) == 1 and filled == total
         identity = in_order and torch.equal(restore, torch.arange(total))
-        return Buckets(tuple(parts), restore.to(self.device), identity)
+        return LengthBuckets(tuple(parts), restore.to(self.device), identity)
 
     @cached_property
-    def cuts(self) -> Cuts:
+    def cuts(self) -> Chunks:
         runs, alone = self._runs, self.place.size == 1
         parts = tuple(
-            Cut(
+            Chunk(
                 queries=None if alone else one.queries.to(self.device),
                 keys=None if alone else one.keys.to(self.device),
                 cu_queries=_borders(one.num_queries).int().to(self.device),
@@ -148,7 +148,7 @@ class PackLayout:
             for one in runs
         )
         restore = None if alone else torch.cat([one.queries for one in runs]).argsort().to(self.device)
-        return Cuts(parts, restore)
+        return Chunks(parts, restore)
 
     @property
     def _runs(self) -> list[_Runs]:
@@ -165,7 +165,7 @@ class _Runs:
     keys: Tensor                # int64 [sum of num_keys]: rows of the gathered keys
 
     @classmethod
-    def of(cls, lengths: Sequence[int], place: Place, held: int) -> _Runs:
+    def of(cls, lengths: Sequence[int], place: CPRank, held: int) -> _Runs:
         sizes = torch.tensor(lengths, dtype=torch.int64)
         share = sizes // place.size
         chunk, starts, total = sizes // place.chunks, share.cumsum(0) - share, int(share.sum())
@@ -180,11 +180,11 @@ class _Runs:
         )
 
 
-def _holders(place: Place) -> tuple[list[int], list[int]]:
+def _holders(place: CPRank) -> tuple[list[int], list[int]]:
     """Of each chunk: the rank that holds it, and where among those that the rank holds."""
     rank_of, index_of = [0] * place.chunks, [0] * place.chunks
     for rank in range(place.size):
-        for index, chunk in enumerate(Place(place.size, rank).held):
+        for index, chunk in enumerate(CPRank(place.size, rank).held):
             rank_of[chunk], index_of[chunk] = rank, index
     return rank_of, index_of
 

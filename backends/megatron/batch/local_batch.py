@@ -12,7 +12,7 @@ from torch import Tensor
 from backends.megatron.batch.pack import MicroBatch, make_micro_batch, pack_size
 from backends.megatron.batch.transfer import gather_rows, scatter_shares
 from backends.megatron.parallel.state import ParallelState
-from rlcore.data.batch import PER_SEQUENCE, KeepSets, RolloutBatch, ragged_index
+from rlcore.data.batch import PER_SEQUENCE, BatchSamplingMasks, RolloutBatch, ragged_index
 from rlcore.data.packing import MinibatchPlan, padded_length
 
 ON_RANK_0 = PER_SEQUENCE - {"sequence_ids"}     # what estimators read and losses do not
@@ -20,7 +20,7 @@ BATCH_STATS = "batch_stats/"        # a vector of this name belongs to no token:
 
 
 @dataclass(frozen=True)
-class Distribution:
+class ShardMap:
     """Rank 0's book: which sequences each data-parallel rank holds, in which order."""
 
     num_trainable: int
@@ -28,7 +28,7 @@ class Distribution:
     rows: tuple[Tensor, ...]        # [dp_size] int64: their places in a compact vector of the whole batch
 
     @classmethod
-    def of(cls, batch: RolloutBatch, plans: Sequence[MinibatchPlan], dp_size: int) -> Distribution:
+    def of(cls, batch: RolloutBatch, plans: Sequence[MinibatchPlan], dp_size: int) -> ShardMap:
         """Raises ValueError unless the plans place every sequence exactly once."""
         orders = tuple(
             torch.tensor([i for plan in plans for i in plan.sequences(d)], dtype=torch.int64) for d in range(dp_size)
@@ -43,19 +43,19 @@ class Distribution:
 
 
 @dataclass(frozen=True)
-class HeldMinibatch:
+class LocalMinibatch:
     """One optimizer step's part of the share: the borders of its micro-batches, counted in sequences."""
 
     borders: tuple[int, ...]        # [micro-batches + 1]
     step_tokens: int                # model tokens of the whole optimizer step, over data and context parallelism
 
 
-class HeldBatch:
+class LocalBatch:
     """This rank's share: sequences in the order of its micro-batches, so that each is a slice of every vector."""
 
     def __init__(
-        self, batch: RolloutBatch, minibatches: Sequence[HeldMinibatch], parallel: ParallelState, device: torch.device,
-        *, pad_multiple: int, distribution: Distribution | None,
+        self, batch: RolloutBatch, minibatches: Sequence[LocalMinibatch], parallel: ParallelState, device: torch.device,
+        *, pad_multiple: int, distribution: ShardMap | None,
     ) -> None:  # fmt: skip
         self.batch, self.minibatches = batch, tuple(minibatches)
         self.vectors = {name: value.to(device) for name, value in batch.vectors.items()}
@@ -68,19 +68,19 @@ class HeldBatch:
     def receive(
         cls, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None, parallel: ParallelState,
         device: torch.device, *, pad_multiple: int,
-    ) -> HeldBatch:  # fmt: skip
+    ) -> LocalBatch:  # fmt: skip
         """Lay `batch` out (rank 0 has it, the others pass None) and keep this rank's share. Collective."""
         distribution, shares = None, None
         if batch is not None:
             assert plans is not None
-            distribution = Distribution.of(batch, plans, parallel.dp_size)
+            distribution = ShardMap.of(batch, plans, parallel.dp_size)
             shares = [_share(batch, plans, d, order) for d, order in enumerate(distribution.orders)]
         share = scatter_shares(shares, parallel)
         minibatches = _decode(share.pop("plan"))
-        keep_sets = KeepSets(share.pop("kept_tokens"), share.pop("kept_offsets")) if "kept_tokens" in share else None
+        sampling_mask = BatchSamplingMasks(share.pop("kept_tokens"), share.pop("kept_offsets")) if "kept_tokens" in share else None
         routed = share.pop("routed_experts", None)
         held = RolloutBatch(
-            share.pop("tokens"), share.pop("cu_tokens"), share.pop("loss_mask"), share, None, keep_sets, routed
+            share.pop("tokens"), share.pop("cu_tokens"), share.pop("loss_mask"), share, None, sampling_mask, routed
         )
         return cls(held, minibatches, parallel, device, pad_multiple=pad_multiple, distribution=distribution)
 
@@ -147,7 +147,7 @@ class HeldBatch:
         return found or None
 
     @property
-    def _book(self) -> Distribution:
+    def _book(self) -> ShardMap:
         if self._distribution is None:
             raise ValueError("only rank 0 hands vectors over; the other ranks pass None")
         return self._distribution
@@ -162,7 +162,7 @@ def _share(batch: RolloutBatch, plans: Sequence[MinibatchPlan], d: int, order: T
     """The tensors that data-parallel rank `d` gets."""
     part = batch.select(order)
     vectors = {name: _plain(value) for name, value in part.vectors.items() if name not in ON_RANK_0}
-    sets = part.keep_sets
+    sets = part.sampling_mask
     kept = {} if sets is None else {"kept_tokens": sets.tokens, "kept_offsets": sets.offsets}
     routed = {} if part.routed_experts is None else {"routed_experts": part.routed_experts}
     return {
@@ -187,15 +187,15 @@ def _encode(batch: RolloutBatch, plans: Sequence[MinibatchPlan], d: int) -> Tens
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def _decode(plan: Tensor) -> list[HeldMinibatch]:
+def _decode(plan: Tensor) -> list[LocalMinibatch]:
     numbers = plan.tolist()
-    minibatches: list[HeldMinibatch] = []
+    minibatches: list[LocalMinibatch] = []
     at = first = 0
     while at < len(numbers):
         step_tokens, micro = numbers[at : at + 2]
         borders = [first]
         for count in numbers[at + 2 : at + 2 + micro]:
             borders.append(borders[-1] + count)
-        minibatches.append(HeldMinibatch(tuple(borders), step_tokens))
+        minibatches.append(LocalMinibatch(tuple(borders), step_tokens))
         at, first = at + 2 + micro, borders[-1]
     return minibatches

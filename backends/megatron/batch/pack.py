@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from backends.megatron.batch.cp_layout import ALONE, PackLayout, Place, own_slots
+from backends.megatron.batch.cp_layout import ALONE, CPRank, PackLayout, own_slots
 from backends.megatron.model.attention import PackedSequences
-from rlcore.data.batch import KeepSets, RolloutBatch
+from rlcore.data.batch import BatchSamplingMasks, RolloutBatch
 from rlcore.data.packing import padded_length
 
 
@@ -32,7 +32,7 @@ class MicroBatch:
     sequences: slice            # of its vectors with one value a sequence
     num_tokens: int             # model tokens of this rank without pads
     padding: Tensor             # bool [1, T]: True at a pad
-    keep_sets: KeepSets | None = None       # of the m targets; None: all were drawn from the whole vocabulary
+    sampling_mask: BatchSamplingMasks | None = None       # of the m targets; None: all were drawn from the whole vocabulary
     routed_experts: Tensor | None = None    # int16 [T, layers with experts, topk] from the engine, -1 where it recorded none
     # Layer -> int16 [t, topk]: the experts that training replays, of the t slots that this rank's routers see.
     experts: dict[int, Tensor] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def pack_size(num_tokens: int, multiple: int) -> int:
 
 
 def make_micro_batch(
-    batch: RolloutBatch, first: int, last: int, num_slots: int, device: torch.device, place: Place = ALONE
+    batch: RolloutBatch, first: int, last: int, num_slots: int, device: torch.device, place: CPRank = ALONE
 ) -> MicroBatch:
     """Pack the sequences [first, last) of `batch`, which may be empty or none, on `device`.
 
@@ -107,6 +107,6 @@ def make_micro_batch(
         sequences=slice(first, last),
         num_tokens=int((where[slots] >= 0).sum()),
         padding=padding[held][None].to(device),
-        keep_sets=None if batch.keep_sets is None else batch.keep_sets.select(rows.start + own).to(device),
+        sampling_mask=None if batch.sampling_mask is None else batch.sampling_mask.select(rows.start + own).to(device),
         routed_experts=routed,
     )

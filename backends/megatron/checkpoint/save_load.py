@@ -26,7 +26,7 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.names import unwrap
 from backends.megatron.convert.table import VALUE_HEAD
 from backends.megatron.model.gpt import ValueModel
-from backends.megatron.parallel.rank_errors import together
+from backends.megatron.parallel.rank_errors import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.training.optimizer import ScheduledOptimizer
 from rlcore.errors import ModelError
@@ -83,14 +83,14 @@ def start_checkpoint(
 
 def _open_folder(folder: Path, model: Saved, parallel: ParallelState) -> Path:
     target = folder / model.name
-    with together(parallel, f"writing the checkpoint {folder}"), write_errors(folder):
+    with raise_on_all_ranks(parallel, f"writing the checkpoint {folder}"), write_errors(folder):
         target.mkdir(parents=True, exist_ok=True)
     return target
 
 
 def _seal(folder: Path, described: Mapping[str, Any], parallel: ParallelState) -> None:
     """Everything is written: flush it, and say so in the manifest."""
-    with together(parallel, f"writing the checkpoint {folder}"), write_errors(folder):
+    with raise_on_all_ranks(parallel, f"writing the checkpoint {folder}"), write_errors(folder):
         if parallel.rank == 0:
             sync_tree(folder)
             manifest = {
@@ -165,7 +165,7 @@ def _load(folder: Path, model: Saved, parallel: ParallelState, *, taken: int, sk
             wanted[f"model{index}"].pop(key, None)
     optimizer = wanted.pop("optimizer", None)
     if optimizer is not None:
-        with together(parallel, f"reading the checkpoint {folder}"), read_errors(folder / model.name):
+        with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"), read_errors(folder / model.name):
             names = saved_names(folder / model.name)
         wanted["tensors"] = tensors_as_saved(optimizer, names, fp32=_dtype(model) == "float32")
     with read_errors(folder / model.name):
@@ -216,7 +216,7 @@ def _dtype(model: Saved) -> str:
 
 def _read_manifest(folder: Path, names: Sequence[str], parallel: ParallelState) -> dict[str, Any]:
     """The manifest, after every file that it lists was found with its size. Every rank looks, so all give the reason."""
-    with together(parallel, f"reading the checkpoint {folder}"):
+    with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
         path = folder / MANIFEST
         if not path.is_file():
             raise ModelError(f"{folder}: not a complete checkpoint: no {MANIFEST}; expected what a run saved as its model")
@@ -246,7 +246,7 @@ def _check_file(folder: Path, name: str, size: int) -> None:
 
 def _check_same(folder: Path, model: Saved, described: dict[str, Any], parallel: ParallelState) -> None:
     """Refuse a checkpoint of another model or, where the optimizer is loaded too, of another dtype."""
-    with together(parallel, f"reading the checkpoint {folder}"):
+    with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
         was, now = described["architecture"], _fingerprint(model)
         for key in now:
             if was.get(key) != now[key]:

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlcore.config.sections.policy import default_chunk_elements
-from rlcore.data.batch import KeepSets
+from rlcore.data.batch import BatchSamplingMasks
 
 _NO_COLUMN = -1e20      # the logit of a column that is not there: finite, since 0 * -inf would be NaN in the entropy
 
 
 def fused_logprobs(
     hidden: Tensor, weight: Tensor, tokens: Tensor, *, vocab_size: int, tp: ProcessGroup, entropy: bool = True,
-    temperature: float = 1.0, tile_elements: int | None = None, keep: KeepSets | None = None,
+    temperature: float = 1.0, tile_elements: int | None = None, keep: BatchSamplingMasks | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(hidden [M, H], weight [V/tp, H], tokens int64 [M]) -> (logprobs [M], entropy [M] or None), fp32 or wider.
 
@@ -51,7 +51,7 @@ class _Shard:
     live: int                   # its columns that are real tokens
     temperature: float
     elements: int               # of a tile, at most
-    keep: KeepSets | None
+    keep: BatchSamplingMasks | None
 
 
 class _Tiles:
@@ -101,7 +101,7 @@ class _Tiles:
         width = columns.stop - columns.start
         return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
-    def _kept(self, keep: KeepSets, rows: slice, columns: slice) -> Tensor:
+    def _kept(self, keep: BatchSamplingMasks, rows: slice, columns: slice) -> Tensor:
         """bool [rows, columns]. Tokens of other columns fall into one more column, so that no shape depends on data."""
         assert self._row_of is not None
         part = slice(int(keep.offsets[rows.start]), int(keep.offsets[rows.stop]))

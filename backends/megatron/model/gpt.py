@@ -141,7 +141,7 @@ def _layer_specs(arch: Architecture, config: TransformerConfig, vp_stage: int | 
     if config.transformer_impl == "transformer_engine":
         from backends.megatron.model import te_layers as engine_layers
 
-        layer_spec, norm = engine_layers.engine_layer_spec, engine_layers.FINAL_NORM
+        layer_spec, norm = engine_layers.te_layer_spec, engine_layers.FINAL_NORM
     dense, moe = (layer_spec(config, experts) for experts in (None, config.num_moe_experts))
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     here = arch.moe_layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]

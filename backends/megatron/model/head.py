@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from backends.megatron.model.fused_head import fused_logprobs
-from rlcore.data.batch import KeepSets
+from rlcore.data.batch import BatchSamplingMasks
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Targets:
     entropy: bool = True        # whether the entropy is wanted
     temperature: float = 1.0    # log-probs are those of logits / temperature
     chunk_elements: int | None = None       # logits that exist at one time; by default what suits the device
-    keep: KeepSets | None = None            # the tokens that log-probs and entropy are of; by default all
+    keep: BatchSamplingMasks | None = None            # the tokens that log-probs and entropy are of; by default all
 
 
 class LogprobHead(ColumnParallelLinear):

@@ -21,7 +21,7 @@ from rlcore.errors import ConfigError
 FINAL_NORM = TENorm
 
 
-class EngineAttention(MegatronModule):
+class TEAttention(MegatronModule):
     """Transformer Engine's core attention over a pack: q [T, heads, d], k and v [T, groups, d] to [T, heads * d].
 
     Rotates q and k as `PackedAttention` does. Under context parallelism Transformer Engine exchanges keys and values itself; it
@@ -37,15 +37,15 @@ class EngineAttention(MegatronModule):
         attention_bias: Tensor | None = None, packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:  # fmt: skip
         if packed_seq_params is None or packed_seq_params.cos is None or packed_seq_params.sin is None:
-            raise TypeError("EngineAttention takes packed sequences only")
+            raise TypeError("TEAttention takes packed sequences only")
         query, key = (rotate(x, packed_seq_params.cos, packed_seq_params.sin) for x in (query, key))
         out: Tensor = self.attention(
-            query, key, value, attention_mask, attn_mask_type, attention_bias, engine_params(packed_seq_params)
+            query, key, value, attention_mask, attn_mask_type, attention_bias, te_params(packed_seq_params)
         )
         return out.reshape(query.size(0), -1)
 
 
-def engine_params(packed: PackedSequences) -> PackedSeqParams:
+def te_params(packed: PackedSequences) -> PackedSeqParams:
     """What Transformer Engine is told of a pack: the lengths of its sequences over all context-parallel ranks."""
     assert packed.layout is not None
     cu = packed.layout.cu_seqlens
@@ -55,7 +55,7 @@ def engine_params(packed: PackedSequences) -> PackedSeqParams:
     )
 
 
-def engine_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def te_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     """One Transformer Engine layer; with experts, grouped matmuls and the router that leaves pads out.
 
     Raises ConfigError where Transformer Engine is installed and cannot be imported.
@@ -70,7 +70,7 @@ def engine_layer_spec(config: TransformerConfig, num_experts: int | None) -> Mod
             num_experts=num_experts, moe_grouped_gemm=num_experts is not None, qk_layernorm=config.qk_layernorm
         )
     )
-    layer.submodules.self_attention.submodules.core_attention = EngineAttention
+    layer.submodules.self_attention.submodules.core_attention = TEAttention
     if num_experts is not None:
         layer.submodules.mlp.submodules.router = router_class(config)
     return layer

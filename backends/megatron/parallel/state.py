@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from backends.megatron.batch.cp_layout import Place
+from backends.megatron.batch.cp_layout import CPRank
 from backends.megatron.parallel.mpu import MPU_GROUPS, ask, ask_groups, ask_place
 from rlcore.config.sections.policy import ParallelConfig
 
@@ -69,9 +69,9 @@ class ParallelState:
     replica_group = _Group()    # the ranks of this replica, gloo
 
     @property
-    def place(self) -> Place:
+    def place(self) -> CPRank:
         """Among the ranks that share the packs of a replica."""
-        return Place(self.cp_size, self.cp_rank)
+        return CPRank(self.cp_size, self.cp_rank)
 
     @property
     def is_last_stage(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from backends.megatron.batch.local_batch import HeldBatch
+from backends.megatron.batch.local_batch import LocalBatch
 from backends.megatron.batch.pack import MicroBatch
 from backends.megatron.training.passes import Loss
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs, value_clipped, value_loss
@@ -17,7 +17,7 @@ _PER_TOKEN = ("ref_logprobs", "rollout_logprobs", "versions")
 
 
 def policy_loss(
-    objective: Callable[[PolicyLossInputs], PolicyLoss], held: HeldBatch, minibatch: int, moments: Moments
+    objective: Callable[[PolicyLossInputs], PolicyLoss], held: LocalBatch, minibatch: int, moments: Moments
 ) -> Loss:
     """`sum(weights * objective)`; without assigned `old_logprobs` the step is on-policy and takes its own, detached."""
     stats = held.batch_stats(minibatch)
@@ -46,7 +46,7 @@ def policy_loss(
     return loss
 
 
-def critic_loss(config: CriticConfig, held: HeldBatch, moments: Moments) -> Loss:
+def critic_loss(config: CriticConfig, held: LocalBatch, moments: Moments) -> Loss:
     """`value_loss_coef * sum(weights * value_loss)`; the metric is without the coefficient."""
 
     def loss(micro: MicroBatch, output: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Device memory that is given back between its uses, or while others use the device: its contents wait in host memory,
 pinned on CUDA.
 
-What is parked is a storage, never a tensor: it shrinks to nothing and grows again in place, so that every view of it (a
+What is offloaded is a storage, never a tensor: it shrinks to nothing and grows again in place, so that every view of it (a
 parameter in a distributed optimizer's buffer, a `main_grad`) stays a view and no `param.data` is ever reassigned. CUDA's
 allocator has the memory meanwhile, and `empty_cache` is not needed for another tensor to take it. On the CPU the same code
 runs, and moves the contents between host tensors.
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, UntypedStorage
 
 
-class Contents(Enum):
+class StateOf(Enum):
     CHANGING = "changing"       # kept, and copied out after each use
     FROZEN = "frozen"           # kept, and copied out once
     SCRATCH = "scratch"         # not kept: whoever uses it writes before reading
 
 
-class Parking:
+class OffloadedState:
     """Storages that are on their device inside `present()`, which may be nested, and as long as they stay there.
 
     Args:
@@ -34,7 +34,7 @@ class Parking:
     """
 
     def __init__(
-        self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, contents: Contents = Contents.CHANGING,
+        self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, contents: StateOf = StateOf.CHANGING,
         *, stays: bool = False,
     ) -> None:  # fmt: skip
         self._tensors, self._device, self._contents = tensors, device, contents
@@ -59,13 +59,13 @@ class Parking:
             self._leave()
 
     def stay(self) -> None:
-        """Contents that stay are on the device from now on; no effect on others."""
+        """StateOf that stay are on the device from now on; no effect on others."""
         if self._stays and not self._is_resident:
             self._enter()
             self._is_resident = True
 
     def leave(self) -> None:
-        """Contents that stay are on the device only inside `present()` from now on; no effect on others."""
+        """StateOf that stay are on the device only inside `present()` from now on; no effect on others."""
         if self._is_resident:
             self._is_resident = False
             self._leave()
@@ -83,13 +83,13 @@ class Parking:
         if self._users:
             return
         storages = {storage._cdata: storage for storage in self._storages()}
-        if self._contents is not Contents.SCRATCH:
+        if self._contents is not StateOf.SCRATCH:
             hosts = {}
             for key, storage in storages.items():
                 host = self._hosts.get(key)
                 if host is None or host.numel() != storage.nbytes():
                     host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-                elif self._contents is Contents.FROZEN:
+                elif self._contents is StateOf.FROZEN:
                     hosts[key] = host
                     continue
                 # In the order of the stream: the host is read by the copy back alone, never by the CPU.

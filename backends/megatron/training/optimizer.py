@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from backends.megatron.training.offload import Parking
+from backends.megatron.training.offload import OffloadedState
 from rlcore.config.sections.policy import OptimizerConfig
 
 
@@ -64,9 +64,9 @@ class ScheduledOptimizer:
             ),
             list(modules),
         )
-        # What the optimizer holds of the model itself (all weights in fp32, or views of a buffer) is not its to park.
+        # What the optimizer holds of the model itself (all weights in fp32, or views of a buffer) is not its to offload.
         self._of_the_model = {p.untyped_storage()._cdata for module in modules for p in module.parameters()}
-        self.parking = Parking(self._own_tensors, next(modules[0].parameters()).device, stays=not config.offload)
+        self.offloading = OffloadedState(self._own_tensors, next(modules[0].parameters()).device, stays=not config.offload)
 
     @property
     def parts(self) -> list[MegatronOptimizer]:
@@ -78,8 +78,8 @@ class ScheduledOptimizer:
         return learning_rate(self.config, self.steps_taken, self.total_steps)
 
     def state_present(self) -> AbstractContextManager[None]:
-        """Inside, moments and fp32 weights are where they are used: outside they may be parked in host memory."""
-        return self.parking.present()
+        """Inside, moments and fp32 weights are where they are used: outside they may be offloaded in host memory."""
+        return self.offloading.present()
 
     @torch.no_grad()
     def step(self) -> StepReport:

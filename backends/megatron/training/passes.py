@@ -20,7 +20,7 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.model.head import Targets
 from backends.megatron.model.moe import clear_losses, padding_mask
 from backends.megatron.model.routing_replay import Routing, replaying, routed, start_step
-from backends.megatron.training.offload import Contents, Parking
+from backends.megatron.training.offload import OffloadedState, StateOf
 from backends.megatron.training.optimizer import ScheduledOptimizer, StepReport
 
 
@@ -33,7 +33,7 @@ class Model:
     chunks: list[GPTModel]                      # bare: parameters, conversion, checkpoints
     modules: list[nn.Module]                    # as they are called: behind Float16Module and DDP
     optimizer: ScheduledOptimizer | None = None     # None: frozen
-    _parked: list[Parking] = field(default_factory=list)        # weights; then gradients, where there are any; none while built
+    _parked: list[OffloadedState] = field(default_factory=list)        # weights; then gradients, where there are any; none while built
 
     def attach_optimizer(self, optimizer: ScheduledOptimizer) -> None:
         self.optimizer = optimizer
@@ -42,22 +42,22 @@ class Model:
 
     def make_parkable(self, device: torch.device, *, offload: bool) -> None:
         """From now on weights and gradient buffers can leave `device`, and with `offload` they do between their uses."""
-        contents, stays = Contents.FROZEN if self.optimizer is None else Contents.CHANGING, not offload
-        self._parked.append(Parking(self._weights, device, contents, stays=stays))
+        contents, stays = StateOf.FROZEN if self.optimizer is None else StateOf.CHANGING, not offload
+        self._parked.append(OffloadedState(self._weights, device, contents, stays=stays))
         if self.optimizer is not None:
-            self._parked.append(Parking(self._gradients, device, Contents.SCRATCH, stays=stays))
+            self._parked.append(OffloadedState(self._gradients, device, StateOf.SCRATCH, stays=stays))
 
     @property
-    def parkings(self) -> list[Parking]:
+    def parkings(self) -> list[OffloadedState]:
         """Everything of the model that can leave the device."""
-        return [*self._parked, *([] if self.optimizer is None else [self.optimizer.parking])]
+        return [*self._parked, *([] if self.optimizer is None else [self.optimizer.offloading])]
 
     @contextmanager
     def present(self, *, training: bool = False) -> Iterator[Model]:
         """Inside, the weights are on the device, and with `training` memory for gradients too."""
         with ExitStack() as stack:
-            for parking in self._parked if training else self._parked[:1]:
-                stack.enter_context(parking.present())
+            for offloading in self._parked if training else self._parked[:1]:
+                stack.enter_context(offloading.present())
             yield self
 
     @contextmanager
@@ -84,7 +84,7 @@ class HeadOptions:
 
     def targets(self, micro: MicroBatch) -> Targets:
         return Targets(
-            micro.target_index, micro.target_tokens, self.entropy, self.temperature, self.chunk_elements, micro.keep_sets
+            micro.target_index, micro.target_tokens, self.entropy, self.temperature, self.chunk_elements, micro.sampling_mask
         )
 
 

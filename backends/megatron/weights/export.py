@@ -1,7 +1,7 @@
 """Megatron parameters -> Hugging Face tensors: gathered bucket by bucket, for a publication or for a folder on disk.
 
 Every rank of the first model replica (for experts: of the first that hold them) copies its part of a bucket into one flat
-buffer and sends it straight to rank 0, which puts the parts together. So each weight crosses the wire once, a bucket costs one
+buffer and sends it straight to rank 0, which puts the parts raise_on_all_ranks. So each weight crosses the wire once, a bucket costs one
 message a rank however many tensors it holds, and the pipeline stages convert and send ahead of one another. Large parts go by
 themselves: who holds them as they are sends them from there, and where they are rows of their tensor rank 0 receives them in
 their place. Rank 0 is one bucket ahead too: it gathers the next while the last is on its way to the engines.
@@ -24,9 +24,9 @@ from backends.megatron.convert.folder import FolderWriter
 from backends.megatron.convert.layout import Slice, hf_shapes, model_entries, tp_slice, unpack
 from backends.megatron.convert.names import owned_parameters
 from backends.megatron.convert.table import Entry, Split
-from backends.megatron.parallel.rank_errors import together
+from backends.megatron.parallel.rank_errors import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
-from backends.megatron.weights.prefetch import one_ahead
+from backends.megatron.weights.prefetch import prefetched
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 
 Head = Literal["lm", "value"]
@@ -61,10 +61,10 @@ def export_hf(
     Raises ModelError on rank 0 (and RunFailed elsewhere) where the folder holds something else or is the model's source.
     """
     arch, parallel, writer = exporter.arch, exporter.parallel, None
-    with together(parallel, f"the export to {folder}"):
+    with raise_on_all_ranks(parallel, f"the export to {folder}"):
         if parallel.rank == 0:
             writer = FolderWriter(folder, exporter.specs, max_shard_bytes, (arch.folder, tokenizer or arch.folder))
-    with together(parallel, f"the export to {folder}"):
+    with raise_on_all_ranks(parallel, f"the export to {folder}"):
         for bucket, flat in exporter.export_buckets():
             if writer is not None and flat is not None:
                 for name, tensor in bucket.views(flat):
@@ -150,7 +150,7 @@ class WeightExporter:
         The tensor is overwritten when the next bucket is asked for. Nothing else may use the ranks' group until the end.
         """
         if self.parallel.rank == 0:
-            yield from one_ahead(lambda bucket: (bucket, self._gather(bucket)), self.buckets, self._device)
+            yield from prefetched(lambda bucket: (bucket, self._gather(bucket)), self.buckets, self._device)
             return
         on_wire: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
         for bucket in self.buckets:

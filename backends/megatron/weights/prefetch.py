@@ -12,7 +12,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def one_ahead(make: Callable[[T], R], items: Sequence[T], device: torch.device) -> Iterator[R]:
+def prefetched(make: Callable[[T], R], items: Sequence[T], device: torch.device) -> Iterator[R]:
     """`make(item)` of each item in order; the next is being made while the consumer has the last.
 
     `make` is called for one item after the other, without gradients. It must not overwrite the last thing that it made: that

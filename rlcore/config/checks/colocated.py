@@ -13,7 +13,7 @@ from rlcore.config.sections.root import Config
 
 COLOCATED = "rollout.engine.colocated"
 SERVER = "rollout.engine.server"
-MOST_OF_A_GPU = 0.85    # what a parked trainer keeps, its CUDA context and the buffers of NCCL, takes a GiB or two a process
+MOST_OF_A_GPU = 0.85    # what a offloaded trainer keeps, its CUDA context and the buffers of NCCL, takes a GiB or two a process
 
 
 def colocated(config: Config) -> Iterator[Problem]:
@@ -56,7 +56,7 @@ def colocated_notes(config: Config) -> Iterator[Problem]:
     engine = config.rollout.engine
     share = server_argument(engine, "mem_fraction_static")
     if engine.colocated and isinstance(share, int | float) and share > MOST_OF_A_GPU:
-        message = f"{share:g} may be too much: a parked trainer keeps CUDA's context and NCCL's buffers, a GiB or two a process"
+        message = f"{share:g} may be too much: a offloaded trainer keeps CUDA's context and NCCL's buffers, a GiB or two a process"
         yield Problem(f"{SERVER}.mem_fraction_static", message)
 
 

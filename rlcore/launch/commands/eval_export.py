@@ -13,13 +13,20 @@ from rlcore.config.sections.algorithm import LossConfig
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import RunFailed, UserError
 from rlcore.interfaces import PolicyBackend
-from rlcore.launch.compose import build_algorithm, build_backend, build_publisher, build_turns, check_model, open_office
+from rlcore.launch.compose import (
+    build_algorithm,
+    build_backend,
+    build_gpu_sharing,
+    build_weight_publisher,
+    check_model,
+    open_handles,
+)
 from rlcore.launch.initial import find_checkpoint, pin_initial_policy
 from rlcore.launch.process import Process, join
 from rlcore.runs.directory import RunDirectory
 from rlcore.tracking.format import sample_lines
 from rlcore.tracking.samples import pick_samples
-from rlcore.trainer.gpu_sharing import Turn
+from rlcore.trainer.gpu_sharing import GpuPhase
 from rlcore.trainer.weight_publisher import VersionJournal
 
 
@@ -31,26 +38,26 @@ def evaluate_model(loaded: Loaded, output: Path | None) -> int:
         config.run.dir, config.run.name = str(scratch), "eval"
         process = stack.enter_context(join(config))
         check_model(config, 1)
-        office = open_office(config, process, stack)
+        handles = open_handles(config, process, stack)
         backend = _policy_only(config, process, stack)
-        turns = build_turns(config, process, backend, office)
+        sharing = build_gpu_sharing(config, process, backend, handles)
 
-        def take(turn: Turn) -> None:
-            if turns is not None:
-                turns.take(turn)
+        def switch_to(phase: GpuPhase) -> None:
+            if sharing is not None:
+                sharing.switch_to(phase)
 
-        office.source.start()
-        publisher = build_publisher(config, process, backend, office, VersionJournal(scratch / "versions.jsonl"))
+        handles.source.start()
+        publisher = build_weight_publisher(config, process, backend, handles, VersionJournal(scratch / "versions.jsonl"))
         assert publisher is not None
-        take(Turn.HANDOVER)
+        switch_to(GpuPhase.HANDOVER)
         if lost := publisher.publish(0):
             raise RunFailed(lost)
-        take(Turn.GENERATING)
-        while (scored := office.source.evaluate()) is None:
-            take(Turn.HANDOVER)
+        switch_to(GpuPhase.GENERATING)
+        while (scored := handles.source.evaluate()) is None:
+            switch_to(GpuPhase.HANDOVER)
             if lost := publisher.catch_up():
                 raise RunFailed(lost)
-            take(Turn.GENERATING)
+            switch_to(GpuPhase.GENERATING)
     metrics, samples = scored
     for sample in pick_samples(samples, config.tracking.show_samples):
         print("\n".join(sample_lines(sample)))

@@ -102,10 +102,10 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
 def _passes(config: Config) -> Passes:
     found = built_in_passes(config)
     if found is None:       # a plugin says what it needs; it is built, and torch imported
-        from rlcore.trainer.credit import Credit
+        from rlcore.trainer.credit import CreditAssignment
         from rlcore.trainer.objective import Objective
 
-        found = Credit(config, Objective(config.algorithm)).passes
+        found = CreditAssignment(config, Objective(config.algorithm)).passes
     return found
 
 

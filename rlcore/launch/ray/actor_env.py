@@ -25,11 +25,11 @@ _COUNT = "lines"
 
 
 @dataclass(frozen=True)
-class Workplace:
+class ActorEnv:
     """Where the driver is."""
 
     folder: str             # its working directory: relative paths of the configuration begin there
-    host: str               # of its store of lines, see `Lines`
+    host: str               # of its store of lines, see `LogRelay`
     port: int
 
     def enter(self) -> None:
@@ -47,10 +47,10 @@ class Workplace:
         import torch.distributed as dist
 
         lines = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False)
-        sys.stdout, sys.stderr = Voice(lines, "out"), Voice(lines, "err")
+        sys.stdout, sys.stderr = RemoteStdout(lines, "out"), RemoteStdout(lines, "err")
 
 
-class Voice(io.TextIOBase):
+class RemoteStdout(io.TextIOBase):
     """A stream whose text another process prints, line by line."""
 
     encoding = "utf-8"
@@ -83,7 +83,7 @@ def line_key(number: int) -> str:
     return f"line/{number}"
 
 
-class Lines:
+class LogRelay:
     """The driver's end: prints what the actors say."""
 
     def __init__(self, host: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 
-class Board:
+class RunStatus:
     """Written by the driver, read by `rlcore status` and `rlcore stop`."""
 
     def __init__(self) -> None:

@@ -28,8 +28,8 @@ from rlcore.errors import RlcoreError, UserError
 from rlcore.launch import INTERRUPTED
 from rlcore.launch.compose import check_input
 from rlcore.launch.engines import engine_name
-from rlcore.launch.ray.actor_env import Lines, Workplace
-from rlcore.launch.ray.board import Board
+from rlcore.launch.ray.actor_env import ActorEnv, LogRelay
+from rlcore.launch.ray.board import RunStatus
 from rlcore.launch.ray.calls import NAMESPACE, actor_name, end_named
 from rlcore.launch.ray.cluster import Cluster, Room, connected, room
 from rlcore.launch.ray.engines import EngineHost
@@ -86,8 +86,8 @@ class Driver:
         self._loaded, self._cluster, self._stack = loaded, cluster, stack
         self.config = loaded.config
         self._folder = Path(self.config.run.dir) / self.config.run.name
-        self._lines = Lines(cluster.address)
-        self._workplace = Workplace(os.getcwd(), cluster.address, self._lines.port)
+        self._lines = LogRelay(cluster.address)
+        self._workplace = ActorEnv(os.getcwd(), cluster.address, self._lines.port)
         self._keys = Keys.from_environment()
         self._requests = requests
         self._ranks: Ranks | None = None
@@ -178,7 +178,7 @@ class Driver:
     def _open_board(self) -> None:
         """Raises UserError where a run of this name goes on already."""
         name = self.config.run.name
-        board = ray.remote(Board).options(
+        board = ray.remote(RunStatus).options(
             name=actor_name(name, "board"), namespace=NAMESPACE, num_cpus=0, max_concurrency=CONCURRENT,
             scheduling_strategy=here(),
         )  # fmt: skip

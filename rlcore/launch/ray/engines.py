@@ -19,7 +19,7 @@ from rlcore.errors import DeadlineExceeded, RlcoreError
 from rlcore.interfaces import RolloutEngine
 from rlcore.launch.engines import engine_log, engine_name, external_engines, managed_server
 from rlcore.launch.logs import folder_of
-from rlcore.launch.ray.actor_env import Workplace
+from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import answer, answer_when_up
 from rollout.asyncio_utils import within
 from rollout.engines.sglang.keys import Keys
@@ -56,7 +56,7 @@ class EngineHost:
         gpus: by name, where Ray has not chosen them; empty: what Ray lets this process see.
     """
 
-    def __init__(self, workplace: Workplace, config: Config, index: int, keys: Keys, gpus: Sequence[str] = ()) -> None:
+    def __init__(self, workplace: ActorEnv, config: Config, index: int, keys: Keys, gpus: Sequence[str] = ()) -> None:
         workplace.enter()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

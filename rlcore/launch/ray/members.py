@@ -14,17 +14,17 @@ from rlcore.errors import EngineFailed, PublicationFailed
 from rlcore.interfaces import PauseMode, RolloutEngine, WeightExpectation
 from rlcore.launch.ray.calls import ActorLost
 from rlcore.launch.ray.service import EngineFacts
-from rlcore.launch.ray.service_client import ServiceLine
+from rlcore.launch.ray.service_client import ServiceClient
 from rlcore.weights import Bucket
 from rollout.weight_sync.weight_group import GroupAddress
 
 
-class RemoteMembers:
-    """`rollout.weight_sync.publication.Members`."""
+class RemoteParticipants:
+    """`rollout.weight_sync.publication.Participants`."""
 
-    def __init__(self, line: ServiceLine) -> None:
+    def __init__(self, line: ServiceClient) -> None:
         self._line = line
-        self._engines: dict[str, RemoteMember] = {}
+        self._engines: dict[str, RemoteEngineHandle] = {}
 
     async def candidates(self) -> Sequence[RolloutEngine]:
         return await self._asked("candidates")
@@ -40,9 +40,9 @@ class RemoteMembers:
             found = await self._line.answer("members", method)
         return [self._known(facts) for facts in found]
 
-    def _known(self, facts: EngineFacts) -> RemoteMember:
+    def _known(self, facts: EngineFacts) -> RemoteEngineHandle:
         """One object an engine: transports remember their connections by it."""
-        member = self._engines.setdefault(facts.name, RemoteMember(self._line, facts))
+        member = self._engines.setdefault(facts.name, RemoteEngineHandle(self._line, facts))
         member.facts = facts
         return member
 
@@ -62,10 +62,10 @@ class RemoteMembers:
             return
 
 
-class RemoteMember:
+class RemoteEngineHandle:
     """An engine in a publication: the verbs that a sink and its transports use."""
 
-    def __init__(self, line: ServiceLine, facts: EngineFacts) -> None:
+    def __init__(self, line: ServiceClient, facts: EngineFacts) -> None:
         self._line, self.facts = line, facts
 
     @property

@@ -16,7 +16,7 @@ Resources = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeSlot:
     """Where a rank is."""
 
     rank: int
@@ -28,7 +28,7 @@ class Place:
 class Placement:
     """Resources by Ray's names; an engine without a bundle is in that of the trainer's node."""
 
-    ranks: tuple[Place, ...]
+    ranks: tuple[NodeSlot, ...]
     rank: Resources                         # of one rank
     trainer: tuple[Resources, ...]          # a bundle a node
     engine: Resources                       # of one engine
@@ -62,7 +62,7 @@ def place(config: Config, *, has_gpus: bool) -> Placement:
         hosts, engines = (0,) * count, ()
     return Placement(
         ranks=tuple(
-            Place(index * cluster.processes_per_node + local, index, local)
+            NodeSlot(index * cluster.processes_per_node + local, index, local)
             for index in range(cluster.nodes)
             for local in range(cluster.processes_per_node)
         ),

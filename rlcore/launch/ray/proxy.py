@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from rlcore.config import Config
 from rlcore.data.sample import Sample
 from rlcore.interfaces import MemoryTag, StepRollouts
-from rlcore.launch.compose import Office, OpenService, patience_with_engines
+from rlcore.launch.compose import OpenService, RolloutHandles, patience_with_engines
 from rlcore.launch.process import Process
 from rlcore.launch.ray.calls import ActorLost
-from rlcore.launch.ray.members import RemoteMembers
-from rlcore.launch.ray.service_client import GRACE_S, ServiceLine
+from rlcore.launch.ray.members import RemoteParticipants
+from rlcore.launch.ray.service_client import GRACE_S, ServiceClient
 from rollout.asyncio_utils import LoopThread
-from rollout.weight_sync.publication import EngineSink
+from rollout.weight_sync.publication import WeightPublication
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,14 +32,14 @@ def opener(actor: Any) -> OpenService:
 
     def open_service(
         config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, *, greedy_baseline: bool
-    ) -> Office:
-        line = ServiceLine(actor, config, greedy_baseline=greedy_baseline)
+    ) -> RolloutHandles:
+        line = ServiceClient(actor, config, greedy_baseline=greedy_baseline)
         opened = line.open()
         thread = LoopThread("publication")
         stack.callback(thread.close)
-        sink = EngineSink(config, RemoteMembers(line), thread.loop, device=process.device)
+        sink = WeightPublication(config, RemoteParticipants(line), thread.loop, device=process.device)
         stack.callback(sink.close)
-        return Office(RemoteSource(line), sink, opened.num_prompts, opened.prompt_lengths, RemoteMemory(line))
+        return RolloutHandles(RemoteSource(line), sink, opened.num_prompts, opened.prompt_lengths, RemoteMemory(line))
 
     return open_service
 
@@ -47,7 +47,7 @@ def opener(actor: Any) -> OpenService:
 class RemoteSource:
     """`rlcore.interfaces.RolloutSource`."""
 
-    def __init__(self, line: ServiceLine) -> None:
+    def __init__(self, line: ServiceClient) -> None:
         self._line = line
         rollout = line.config.rollout
         self._limit_s = rollout.timeout_s + GRACE_S
@@ -104,7 +104,7 @@ class RemoteSource:
 class RemoteMemory:
     """`rlcore.interfaces.EngineMemory`."""
 
-    def __init__(self, line: ServiceLine) -> None:
+    def __init__(self, line: ServiceClient) -> None:
         self._line = line
         self._limit_s = patience_with_engines(line.config) + GRACE_S
 

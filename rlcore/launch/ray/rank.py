@@ -10,14 +10,14 @@ import ray
 
 from rlcore.config.load import Loaded
 from rlcore.launch.ranks import SUPERVISED
-from rlcore.launch.ray.actor_env import Workplace
+from rlcore.launch.ray.actor_env import ActorEnv
 
 if TYPE_CHECKING:
     from rlcore.launch.compose import OpenService
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankEnv:
     """One rank's place among the others, and where their store is."""
 
     rank: int
@@ -43,7 +43,7 @@ class Seat:
 class RankActor:
     """Runs one rank, in the main thread of a process of its own, once."""
 
-    def __init__(self, workplace: Workplace) -> None:
+    def __init__(self, workplace: ActorEnv) -> None:
         workplace.enter()
         self._workplace = workplace
 
@@ -52,7 +52,7 @@ class RankActor:
         gpus = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         return ray.get_runtime_context().get_node_id(), os.getpid(), gpus
 
-    def run(self, seat: Seat, loaded: Loaded, *, resume: bool, overwrite: bool, service: Any) -> int:
+    def run(self, seat: RankEnv, loaded: Loaded, *, resume: bool, overwrite: bool, service: Any) -> int:
         """The rank's exit code.
 
         Args:

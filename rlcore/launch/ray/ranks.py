@@ -21,14 +21,14 @@ from rlcore.config.load import Loaded
 from rlcore.errors import DeadlineExceeded, EmptyBatch, PartLost, RlcoreError, RunFailed, UserError
 from rlcore.launch import INTERRUPTED
 from rlcore.launch.attempts import has_ended
-from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, Watch, came_late, read_stuck
+from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, HeartbeatMonitor, came_late, read_stuck
 from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe
 from rlcore.launch.ranks import store_prefix
-from rlcore.launch.ray.actor_env import Workplace
+from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import ActorLost, first_line, get, in_our_words
 from rlcore.launch.ray.cluster import Cluster
 from rlcore.launch.ray.placement import bundles
-from rlcore.launch.ray.rank import RankActor, Seat
+from rlcore.launch.ray.rank import RankActor, RankEnv
 from rlcore.launch.run_folder import conclude_for, was_opened
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
@@ -47,7 +47,7 @@ class Ranks:
     """
 
     def __init__(
-        self, cluster: Cluster, group: PlacementGroup, loaded: Loaded, workplace: Workplace, tick: Callable[[], None]
+        self, cluster: Cluster, group: PlacementGroup, loaded: Loaded, workplace: ActorEnv, tick: Callable[[], None]
     ) -> None:
         self._cluster, self._group, self._loaded, self._workplace, self._tick = cluster, group, loaded, workplace, tick
         self.config = loaded.config
@@ -57,7 +57,7 @@ class Ranks:
         )
         self.store = dist.PrefixStore(store_prefix(), self._host)
         limits = self.config.cluster
-        self._watch = Watch(
+        self._watch = HeartbeatMonitor(
             self.store, range(len(cluster.placement.ranks)), limit_s=limits.heartbeat_timeout_s,
             start_limit_s=limits.start_timeout_s,
         )
@@ -113,7 +113,7 @@ class Ranks:
         places, address = self._cluster.placement.ranks, self._cluster.address
         for place, actor in zip(places, self.actors, strict=True):
             ranks_there = sum(other.node == place.node for other in places)
-            seat = Seat(place.rank, len(places), place.local_rank, ranks_there, address, self._host.port)
+            seat = RankEnv(place.rank, len(places), place.local_rank, ranks_there, address, self._host.port)
             ref = actor.run.remote(seat, self._loaded, resume=resume, overwrite=overwrite, service=service)
             self._runs[ref] = place.rank
         while True:

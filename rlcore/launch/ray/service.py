@@ -22,7 +22,7 @@ from rlcore.config import Config
 from rlcore.errors import PartLost
 from rlcore.interfaces import RolloutEngine, StepRollouts
 from rlcore.launch.logs import folder_of
-from rlcore.launch.ray.actor_env import Workplace, log_to
+from rlcore.launch.ray.actor_env import ActorEnv, log_to
 from rlcore.launch.ray.calls import NAMESPACE, ActorLost
 from rlcore.launch.ray.engines import cluster_engines
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
@@ -67,7 +67,7 @@ class ServiceActor:
         hosts: the names of the engines' actors, in their order: handles would not outlive the process that was given them.
     """
 
-    def __init__(self, workplace: Workplace, config: Config, hosts: Sequence[str], keys: Keys) -> None:
+    def __init__(self, workplace: ActorEnv, config: Config, hosts: Sequence[str], keys: Keys) -> None:
         workplace.enter()
         os.environ |= {API_KEY: keys.api, ADMIN_KEY: keys.admin}
         self._workplace, self._config, self._hosts, self._keys = workplace, config, hosts, keys

@@ -18,7 +18,7 @@ WORD_KEY = "60 s and cluster.heartbeat_timeout_s, in which one that hangs is rep
 SERVICE = "the rollout service"
 
 
-class ServiceLine:
+class ServiceClient:
     """Rank 0's line to the service. Its main thread and its publication thread use it, never both at once."""
 
     def __init__(self, actor: Any, config: Config, *, greedy_baseline: bool) -> None:

@@ -18,7 +18,7 @@ from rlcore.interfaces import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import DTYPES, Bucket
 from rollout.engines.embedded.codec import decode_completion, encode_buckets, encode_request
 from rollout.engines.embedded.server_process import EmbeddedServer
-from rollout.weight_sync.verification import Fingerprints
+from rollout.weight_sync.verification import FingerprintVerifier
 from rollout.weight_sync.weight_group import GroupAddress
 
 ERRORS: dict[str, type[RlcoreError]] = {
@@ -153,8 +153,8 @@ class RemoteEngine:
     async def set_version(self, version: int) -> None:
         await self._update("set_version", {"version": version})
 
-    def expectation(self) -> Fingerprints:
-        return Fingerprints(DTYPES[self.config.dtype or self._dtype])
+    def expectation(self) -> FingerprintVerifier:
+        return FingerprintVerifier(DTYPES[self.config.dtype or self._dtype])
 
     async def checksum(self) -> str:
         return str(await self._update("checksum"))

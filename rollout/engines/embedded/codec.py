@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rlcore.data.routed_experts import decode_experts, encode_experts
 from rlcore.data.sample import VersionSpan
-from rlcore.data.sampling_masks import TokenSets
+from rlcore.data.sampling_masks import SamplingMasks
 from rlcore.interfaces import Completion, GenerateRequest, Prefix, SamplingParams
 from rlcore.weights import Bucket, TensorSpec
 
@@ -39,7 +39,7 @@ def decode_request(value: dict[str, Any]) -> GenerateRequest:
 
 
 def encode_completion(completion: Completion) -> dict[str, Any]:
-    sets, routed = completion.keep_sets, completion.routed_experts
+    sets, routed = completion.sampling_mask, completion.routed_experts
     return {
         "tokens": encode_array(completion.tokens, "<i4"),
         "logprobs": encode_array(completion.logprobs, "<f4"),
@@ -57,7 +57,7 @@ def decode_completion(value: dict[str, Any]) -> Completion:
         decode_array(value["logprobs"], "<f4"),
         value["finish_reason"],
         tuple(VersionSpan(*span) for span in value["versions"]),
-        sets and TokenSets(decode_array(sets["tokens"], "<i4"), decode_array(sets["counts"], "<i4")),
+        sets and SamplingMasks(decode_array(sets["tokens"], "<i4"), decode_array(sets["counts"], "<i4")),
         routed and decode_experts(routed),
     )
 

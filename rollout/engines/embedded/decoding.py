@@ -26,7 +26,7 @@ from rlcore.interfaces import Completion, GenerateRequest
 from rollout.engines.embedded.causal_lm import BLOCK, CausalLM, KVCache
 from rollout.engines.embedded.routed_experts import ExpertLog, stacked
 from rollout.engines.embedded.sampling import SamplingTable, sample_tokens, uniforms
-from rollout.engines.embedded.sampling_masks import KeepSetLog
+from rollout.engines.embedded.sampling_masks import SamplingMaskRecorder
 from rollout.engines.embedded.stopping import StopStrings, stop_id_table
 
 PREFILL_TOKENS = 1 << 16        # most tokens in one prefill pass; bounds its activations
@@ -69,7 +69,7 @@ class Decoding:
         self.stop_ids = stop_id_table([p.stop_token_ids for p in sampling], device)
         self.strings = {row: stop_strings(p.stop) for row, p in enumerate(sampling) if p.stop}
         self.table = SamplingTable.build(sampling, model.vocab_size, device)
-        self.keep_sets = KeepSetLog() if any(p.keep_sets for p in sampling) else None
+        self.sampling_mask = SamplingMaskRecorder() if any(p.sampling_mask for p in sampling) else None
         self.experts = ExpertLog() if any(p.routed_experts for p in sampling) else None
         self._chosen: list[Tensor] = []         # by the routers in the last forward passes: int16 [A, Q, layers, k]
         addresses = [(r.seed, r.draw, r.samples[s.place], r.turn) for r, s in zip(own, slots)]
@@ -105,8 +105,8 @@ class Decoding:
         logits = self._prefill() if self._cache is None else self._advance(self._cache)
         table = self.table if self.active is None else self.table.select(self.active)
         drawn = sample_tokens(logits, table, self._uniform())
-        if self.keep_sets is not None:
-            self.keep_sets.add(drawn.kept, self.alive, self.active)
+        if self.sampling_mask is not None:
+            self.sampling_mask.add(drawn.kept, self.alive, self.active)
         self._store(drawn.tokens, drawn.logprobs)
         self._retire(drawn.tokens)
 
@@ -275,7 +275,7 @@ class Decoding:
         tokens = self.tokens.cpu().numpy().astype(np.int32)
         logprobs = self.logprobs.cpu().numpy()
         lengths, stopped, limits = self.lengths.tolist(), self.stopped.tolist(), self.max_new.tolist()
-        sets = None if self.keep_sets is None else self.keep_sets.sets(lengths)
+        sets = None if self.sampling_mask is None else self.sampling_mask.sets(lengths)
         routed = None if self.experts is None else self.experts.records(lengths)
         result = []
         for row, length in enumerate(lengths):
@@ -283,7 +283,7 @@ class Decoding:
             reason: FinishReason = "stop" if stopped[row] else "length" if length == limits[row] else "abort"
             if not np.isfinite(logprobs[row, :length]).all():
                 raise RunFailed(f"the model's log-probs for draw {request.draw} are not finite: its weights are broken")
-            kept = sets[row] if sets is not None and request.sampling.keep_sets else None
+            kept = sets[row] if sets is not None and request.sampling.sampling_mask else None
             experts = routed[row] if routed is not None and request.sampling.routed_experts else None
             result.append(Completion(
                 tokens[row, :length].copy(), logprobs[row, :length].copy(), reason, self._spans(length), kept, experts

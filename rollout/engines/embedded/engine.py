@@ -27,10 +27,10 @@ from rollout.asyncio_utils import within
 from rollout.engines.embedded.causal_lm import CausalLM
 from rollout.engines.embedded.decoding import Decoding, Slot
 from rollout.engines.embedded.model_weights import ModelWeights
-from rollout.engines.embedded.pause_gate import Gate
+from rollout.engines.embedded.pause_gate import PauseGate
 from rollout.engines.embedded.stopping import StopStrings
 from rollout.engines.requests import check_request as check_common
-from rollout.weight_sync.verification import Fingerprints
+from rollout.weight_sync.verification import FingerprintVerifier
 
 CLOSE_S = 30.0      # for the token that is being made
 
@@ -65,7 +65,7 @@ class EmbeddedEngine:
     # --- life -----------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self._gate = Gate(self.name, park_timeout_s=self.config.request_timeout_s)
+        self._gate = PauseGate(self.name, park_timeout_s=self.config.request_timeout_s)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=self.name)
 
     async def start(self) -> None:
@@ -118,7 +118,7 @@ class EmbeddedEngine:
             gate.abandon(ticket)
             raise
 
-    def _generate(self, gate: Gate, ticket: int, requests: list[GenerateRequest]) -> list[list[Completion]]:
+    def _generate(self, gate: PauseGate, ticket: int, requests: list[GenerateRequest]) -> list[list[Completion]]:
         result: list[list[Completion]] = [[] for _ in requests]
         slots = plan_slots(requests)
         with torch.inference_mode():
@@ -129,7 +129,7 @@ class EmbeddedEngine:
         return result
 
     def _decode(
-        self, gate: Gate, ticket: int, requests: Sequence[GenerateRequest], slots: Sequence[Slot]
+        self, gate: PauseGate, ticket: int, requests: Sequence[GenerateRequest], slots: Sequence[Slot]
     ) -> list[Completion]:
         model, weights = self._started()
         decoding = Decoding(model, requests, slots, self._stop_strings)
@@ -188,8 +188,8 @@ class EmbeddedEngine:
     async def set_version(self, version: int) -> None:
         self._started()[1].set_version(version)
 
-    def expectation(self) -> Fingerprints:
-        return Fingerprints(DTYPES[self.dtype])
+    def expectation(self) -> FingerprintVerifier:
+        return FingerprintVerifier(DTYPES[self.dtype])
 
     async def checksum(self) -> str:
         return await asyncio.to_thread(self._started()[1].checksum)

@@ -14,7 +14,7 @@ from rlcore.errors import DeadlineExceeded, RunFailed
 from rlcore.interfaces import PauseMode
 
 
-class Gate:
+class PauseGate:
     def __init__(self, name: str, *, park_timeout_s: float) -> None:
         self.name, self.park_timeout_s = name, park_timeout_s
         self.closed = False

@@ -63,7 +63,7 @@ class SamplingTable:
         greedy = [p.temperature == 0 for p in params]
         top_p = [p.top_p for p in params]
         top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
-        truncated = [p.keep_sets and p.temperature > 0 for p in params]
+        truncated = [p.sampling_mask and p.temperature > 0 for p in params]
 
         def column(values: Sequence[float], dtype: torch.dtype, needed: bool) -> Tensor | None:
             return torch.tensor(values, dtype=dtype, device=device) if needed else None

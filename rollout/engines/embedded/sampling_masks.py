@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlcore.data.sampling_masks import TokenSets
+from rlcore.data.sampling_masks import SamplingMasks
 
 
-class KeepSetLog:
+class SamplingMaskRecorder:
     """The keep-sets of R responses that grow by one token a step. They are in host memory from the start."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class KeepSetLog:
         self._counts.append(counts.cpu().numpy())
         self._tokens.append(tokens.to(torch.int32).cpu().numpy())
 
-    def sets(self, lengths: Sequence[int]) -> list[TokenSets]:
+    def sets(self, lengths: Sequence[int]) -> list[SamplingMasks]:
         """Of each of the R responses, `lengths` tokens long."""
         counts = np.zeros((len(lengths), len(self._rows)), dtype=np.int32)
         pieces: list[list[NDArray[np.int32]]] = [[] for _ in lengths]
@@ -48,5 +48,5 @@ class KeepSetLog:
             for row, piece in zip(rows.tolist(), np.split(tokens, sizes.cumsum()[:-1])):
                 pieces[row].append(piece)
         nothing = np.zeros(0, dtype=np.int32)
-        return [TokenSets(np.concatenate([nothing, *piece]), row[:length].copy())
+        return [SamplingMasks(np.concatenate([nothing, *piece]), row[:length].copy())
                 for piece, row, length in zip(pieces, counts, lengths)]  # fmt: skip

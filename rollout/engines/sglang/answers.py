@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from rlcore.data.routed_experts import Experts
 from rlcore.data.sample import FinishReason, VersionSpan
-from rlcore.data.sampling_masks import TokenSets
+from rlcore.data.sampling_masks import SamplingMasks
 from rlcore.errors import EngineFailed
 from rlcore.interfaces import Completion, GenerateRequest
-from rollout.engines.sglang.limits import Limits, asks_keep_sets
+from rollout.engines.sglang.limits import Limits, asks_sampling_mask
 
 ROUNDING = 1e-3                 # a log-prob may lie so much above 0 in an engine's arithmetic
 NO_TOKENS, NO_LOGPROBS = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
@@ -47,10 +47,10 @@ def _completion(part: dict[str, Any], request: GenerateRequest, limits: Limits, 
         raise ValueError(f"it says to have stopped at token {matched}, but the last one is {tokens[-1]}")
     logprobs = _logprobs(meta.get("output_token_logprobs") or [], part["output_ids"])
     sets = None
-    if sampling.keep_sets:
-        sets = TokenSets.whole(made)
-        if made and asks_keep_sets(sampling):
-            sets = _keep_sets(meta["output_token_sampling_mask"], tokens, limits.vocab_size)
+    if sampling.sampling_mask:
+        sets = SamplingMasks.whole(made)
+        if made and asks_sampling_mask(sampling):
+            sets = _sampling_mask(meta["output_token_sampling_mask"], tokens, limits.vocab_size)
             logprobs = _finite(meta["output_token_sampling_logprobs"], made)
     experts = _experts(meta, limits, len(request.prompt) + before, made) if sampling.routed_experts else None
     return Completion(tokens, logprobs, cast(FinishReason, reason), _spans(meta["weight_versions"], made), sets, experts)
@@ -79,11 +79,11 @@ def _finite(values: list[float], count: int) -> NDArray[np.float32]:
     return np.frombuffer(array("f", values), dtype=np.float32) if values else NO_LOGPROBS
 
 
-def _keep_sets(rows: list[list[int]], tokens: NDArray[np.int32], vocab_size: int) -> TokenSets:
+def _sampling_mask(rows: list[list[int]], tokens: NDArray[np.int32], vocab_size: int) -> SamplingMasks:
     """A set that came to be the whole vocabulary is not written out."""
     ordered = [[] if len(row) == vocab_size else sorted(row) for row in rows]
     counts = np.array([len(row) for row in ordered], dtype=np.int32)
-    sets = TokenSets(_tokens([token for row in ordered for token in row], vocab_size), counts)
+    sets = SamplingMasks(_tokens([token for row in ordered for token in row], vocab_size), counts)
     if len(counts) != len(tokens) or len(sets.missing(tokens)):
         raise ValueError(f"{len(counts)} keep-sets for {len(tokens)} tokens, or one that does not hold its own token")
     return sets

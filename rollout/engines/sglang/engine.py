@@ -19,13 +19,13 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs, UserError
 from rlcore.interfaces import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import Bucket
-from rollout.asyncio_utils import together
+from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.sglang.checksums import FusedChecksums
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient
 from rollout.engines.sglang.keys import Keys
 from rollout.engines.sglang.limits import no_sglang
-from rollout.engines.sglang.pause_gate import Turnstile
+from rollout.engines.sglang.pause_gate import PauseGate
 from rollout.weight_sync.version_state import WeightState
 from rollout.weight_sync.weight_group import GroupAddress
 
@@ -74,7 +74,7 @@ class SGLangEngine:
         self.group_ranks = config.tensor_parallel
         self.weights = WeightState(self.name)
         self._keys = keys
-        self._turnstile = Turnstile(self.name, timeout_s=config.request_timeout_s)
+        self._turnstile = PauseGate(self.name, timeout_s=config.request_timeout_s)
         self._client: ServerClient | None = None
         self._router: ServerClient | None = None    # what requests go through, where the user has one
         self._generation: Generation | None = None
@@ -162,7 +162,7 @@ class SGLangEngine:
             one, key = self._generation.one, str(version)
             if len(requests) == 1:      # as the dispatcher asks: without tasks, which would cost half as much as the call
                 return [await one(requests[0], cache_key=key)]
-            return await together(*(one(request, cache_key=key) for request in requests))
+            return await gather_or_cancel(*(one(request, cache_key=key) for request in requests))
 
     async def abort(self) -> None:
         await self._control("/abort_request", {"rid": "", "abort_all": True})

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.data.sampling_masks import TokenSets
+from rlcore.data.sampling_masks import SamplingMasks
 from rlcore.errors import EngineFailed
 from rlcore.interfaces import Completion, GenerateRequest, SamplingParams
-from rollout.asyncio_utils import together
+from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.sglang.answers import decode
 from rollout.engines.sglang.http import ServerClient
-from rollout.engines.sglang.limits import Limits, asks_keep_sets, check_request, stop_pattern, that_fit
+from rollout.engines.sglang.limits import Limits, asks_sampling_mask, check_request, stop_pattern, that_fit
 
 ROUTE = "/generate"
 LIMIT_KEY = "rollout.engine.request_timeout_s"
@@ -94,7 +94,7 @@ class Generation:
             alone = {name: value[0] if isinstance(value, list) else value for name, value in body.items()}
             return decode([await self._post(alone)], one, self.limits, engine=self.client.name)[0]
 
-        return await together(*(sample(index) for index in range(request.n)))
+        return await gather_or_cancel(*(sample(index) for index in range(request.n)))
 
     async def _prefill(self, request: GenerateRequest, cache_key: str | None) -> bool:
         """Bring the prompt into the server's cache. Whether it was aborted."""
@@ -131,7 +131,7 @@ def encode(request: GenerateRequest, attempt: str, cache_key: str | None = None)
     }
     if sampling.routed_experts:
         body["return_routed_experts"] = True
-    if asks_keep_sets(sampling):
+    if asks_sampling_mask(sampling):
         body["return_sampling_mask"] = True
     return body
 
@@ -174,6 +174,6 @@ def aborted(request: GenerateRequest) -> Completion:
         logprobs=np.zeros(0, dtype=np.float32),
         finish_reason="abort",
         versions=(),
-        keep_sets=TokenSets.whole(0) if sampling.keep_sets else None,
+        sampling_mask=SamplingMasks.whole(0) if sampling.sampling_mask else None,
         routed_experts=np.zeros((0, 0, 0), dtype=np.int16) if sampling.routed_experts else None,
     )

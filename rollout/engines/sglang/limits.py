@@ -69,7 +69,7 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
             f"{what}: asks for routed experts, but the model has none, or the server does not report them: set "
             "rollout.engine.server.enable_return_routed_experts to true, or policy.routing_replay to none"
         )
-    if asks_keep_sets(sampling) and not 1 < sampling.top_k <= limits.keep_set_tokens:
+    if asks_sampling_mask(sampling) and not 1 < sampling.top_k <= limits.keep_set_tokens:
         raise UserError(
             f"{what}: SGLang reports keep-sets only for a top_k of 2 to {limits.keep_set_tokens}, got {sampling.top_k}: set "
             "rollout.sampling.top_k, or policy.logprobs.keep_sets to false"
@@ -94,9 +94,9 @@ def _check_stops(what: str, sampling: SamplingParams, limits: Limits) -> None:
             )
 
 
-def asks_keep_sets(sampling: SamplingParams) -> bool:
+def asks_sampling_mask(sampling: SamplingParams) -> bool:
     """Whether there are sets smaller than the vocabulary to tell of."""
-    return sampling.keep_sets and sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+    return sampling.sampling_mask and sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
 
 
 def stop_pattern(text: str) -> str:

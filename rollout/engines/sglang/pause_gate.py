@@ -7,7 +7,7 @@ import asyncio
 from rlcore.errors import EngineHangs
 
 
-class Turnstile:
+class PauseGate:
     def __init__(self, name: str, *, timeout_s: float) -> None:
         self.name, self.timeout_s = name, timeout_s
         self.inside = 0

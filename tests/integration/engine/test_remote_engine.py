@@ -23,7 +23,7 @@ from rlcore.errors import DeadlineExceeded, ModelError, PublicationFailed, RunFa
 from rlcore.weights import digest
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
-from rollout.weight_sync.publication import EngineSink, Roster
+from rollout.weight_sync.publication import StaticParticipants, WeightPublication
 
 LIMITS = {
     "verify_every": 1, "device": "cpu", "threads": 1,
@@ -115,9 +115,9 @@ def requests():
 def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, config, loop, pair):
     local = EmbeddedEngine(config.model.path, config=config.rollout.engine, dtype="fp32", name="local")
     run(loop, local.start())
-    beside = EngineSink(config, Roster([local]), loop)
+    beside = WeightPublication(config, StaticParticipants([local]), loop)
     publish(beside, model, 3)
-    sink = EngineSink(config, Roster(pair), loop)
+    sink = WeightPublication(config, StaticParticipants(pair), loop)
     publish(sink, model, 3)
     first = [link.group for link in sink._transport._links.values()]
     answers = [run(loop, engine.generate(requests())) for engine in (*pair, local)]
@@ -137,7 +137,7 @@ def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, confi
 
 
 def test_an_update_in_the_middle_of_a_generation(model, config, loop, pair):
-    sink = EngineSink(config, Roster(pair[:1]), loop)
+    sink = WeightPublication(config, StaticParticipants(pair[:1]), loop)
     publish(sink, model, 5)
     long = [request([1, 2], max_new_tokens=LONG)]
     running = asyncio.run_coroutine_threadsafe(pair[0].generate(long), loop)
@@ -151,7 +151,7 @@ def test_an_update_in_the_middle_of_a_generation(model, config, loop, pair):
 
 
 def test_abort_over_the_wire(model, config, loop, pair):
-    sink = EngineSink(config, Roster(pair[:1]), loop)
+    sink = WeightPublication(config, StaticParticipants(pair[:1]), loop)
     publish(sink, model, 7)
     running = asyncio.run_coroutine_threadsafe(pair[0].generate([request([1], max_new_tokens=LONG)]), loop)
     time.sleep(0.2)
@@ -191,8 +191,8 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
     doomed = remote(config, "doomed", tmp_path)
     frozen = remote(config, "frozen", tmp_path, request_timeout_s=2.0)
     run(loop, start_all([doomed, frozen]))
-    roster = Roster([doomed, frozen, pair[0]])
-    sink = EngineSink(config, roster, loop)
+    roster = StaticParticipants([doomed, frozen, pair[0]])
+    sink = WeightPublication(config, roster, loop)
     publish(sink, model, 11)
 
     running = asyncio.run_coroutine_threadsafe(doomed.generate([request([1], max_new_tokens=LONG)]), loop)

@@ -29,7 +29,7 @@ from rlcore.config.passes import LOSSES, built_in_passes
 from rlcore.config.sections.algorithm import Aggregation, CorrectionConfig, Normalization
 from rlcore.config.sections.algorithm import KLKind as ConfiguredKLKind
 from rlcore.launch.plugin_checks import FOR_ESTIMATORS, FOR_LOSSES
-from rlcore.trainer.credit import Credit
+from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.objective import Objective
 
 BUILT_IN = [name for name in estimator_names() if estimator_plugin(name).factory.__module__.startswith("rlcore.")]
@@ -98,7 +98,7 @@ def test_passes_without_torch_are_those_of_a_step(settings: dict[str, Any]) -> N
     for estimator, loss in pairs:
         algorithm = {**settings.get("algorithm", {}), "estimator": {"name": estimator}, "loss": {"name": loss}}
         config = make_config({**settings, "algorithm": algorithm})
-        assert built_in_passes(config) == Credit(config, Objective(config.algorithm)).passes, (estimator, loss)
+        assert built_in_passes(config) == CreditAssignment(config, Objective(config.algorithm)).passes, (estimator, loss)
 
 
 def test_a_plugin_is_asked_for_its_passes() -> None:

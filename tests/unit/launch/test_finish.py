@@ -16,10 +16,10 @@ from rlcore.launch.process import Process
 from rlcore.runs.directory import Status
 from rlcore.trainer.loop import Trainer
 from rlcore.trainer.rank0 import Outcome
-from rlcore.trainer.rank_sync import Control
+from rlcore.trainer.rank_sync import RankSync
 
 
-class Desk:
+class RankZero:
     """What is done at it."""
 
     def __init__(self) -> None:
@@ -39,24 +39,24 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def rank0() -> RankZero:
+    return RankZero()
 
 
-def end(desk: Desk, store: dist.Store, train: Any) -> Outcome:
-    control = Control(dist.PrefixStore(FIRST.prefix, store), 0, 1)
+def end(rank0: RankZero, store: dist.Store, train: Any) -> Outcome:
+    sync = RankSync(dist.PrefixStore(FIRST.prefix, store), 0, 1)
     config = SimpleNamespace(
         run=SimpleNamespace(dir="runs", name="a"), checkpoint=SimpleNamespace(export_hf=False),
         tracking=SimpleNamespace(hub=SimpleNamespace(repo=None)),
     )  # fmt: skip
-    trainer = SimpleNamespace(config=config, desk=desk, main=desk, patience=5.0, train=train)
-    pulse = SimpleNamespace(alone=lambda: desk.done.append("alone"), leaving=lambda: None)
-    process = Process(0, 1, 0, torch.device("cpu"), control, cast(Any, None), pulse=cast(Any, pulse))
+    trainer = SimpleNamespace(config=config, rank0=rank0, main=rank0, patience=5.0, train=train)
+    heartbeat = SimpleNamespace(alone=lambda: rank0.done.append("alone"), leaving=lambda: None)
+    process = Process(0, 1, 0, torch.device("cpu"), sync, cast(Any, None), heartbeat=cast(Any, heartbeat))
     return finish(cast(Trainer, trainer), process)
 
 
 @pytest.mark.parametrize(("status", "code"), [("completed", 0), ("early_stopped", 0), ("interrupted", 130)])
-def test_who_is_started_again_once_there_is_a_result_is_told_so(desk: Desk, status: Status, code: int) -> None:
+def test_who_is_started_again_once_there_is_a_result_is_told_so(rank0: RankZero, status: Status, code: int) -> None:
     """An upload takes minutes; a rank that dies meanwhile makes torchrun start them all."""
     store = dist.HashStore()
     join_attempt(store, 0, 1, timeout_s=1)
@@ -67,21 +67,21 @@ def test_who_is_started_again_once_there_is_a_result_is_told_so(desk: Desk, stat
             join_attempt(store, 0, 1, timeout_s=1)
         told.append(ended.value.code)
 
-    desk.on_close = start_again
-    end(desk, store, lambda: Outcome(status, 3))
-    assert desk.done == [f"result: {status}", "alone", f"closed: {status}"]
+    rank0.on_close = start_again
+    end(rank0, store, lambda: Outcome(status, 3))
+    assert rank0.done == [f"result: {status}", "alone", f"closed: {status}"]
     assert told == [code]
 
 
 @pytest.mark.parametrize("second", [OSError("no space left"), DataError("metrics.jsonl:2: not JSON")])
-def test_what_failed_first_is_raised_where_no_result_can_be_written(desk: Desk, second: Exception) -> None:
+def test_what_failed_first_is_raised_where_no_result_can_be_written(rank0: RankZero, second: Exception) -> None:
     def fail() -> Outcome:
         raise ArithmeticError("the first")
 
     store = dist.HashStore()
     join_attempt(store, 0, 1, timeout_s=1)
-    desk.refuses = second
+    rank0.refuses = second
     with pytest.raises(ArithmeticError, match="the first"):
-        end(desk, store, fail)
-    assert desk.done == ["result: failed", "closed: failed"]
+        end(rank0, store, fail)
+    assert rank0.done == ["result: failed", "closed: failed"]
     assert join_attempt(store, 0, 1, timeout_s=1).number == 1, "a run that failed may go on"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rlcore.launch import heartbeat as pulse
-from rlcore.launch.heartbeat import STALL_S, Pulse, Watch, beat_key
+from rlcore.launch import heartbeat as heartbeat
+from rlcore.launch.heartbeat import STALL_S, Heartbeat, HeartbeatMonitor, beat_key
 from rlcore.launch.ranks import here_key
-from rlcore.trainer.rank_sync import Control, LocalStore, read_failure
+from rlcore.trainer.rank_sync import LocalStore, RankSync, read_failure
 
 
 class Clock:
@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(pulse, "time", made)
+    monkeypatch.setattr(heartbeat, "time", made)
     return made
 
 
@@ -33,7 +33,7 @@ class Ranks:
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.store, self.number = clock, LocalStore(), 0
-        self.watch = Watch(self.store, range(2), limit_s=20, start_limit_s=60)
+        self.watch = HeartbeatMonitor(self.store, range(2), limit_s=20, start_limit_s=60)
 
     def beat(self, *ranks: int, doing: str = "training") -> None:
         self.number += 1
@@ -79,10 +79,10 @@ def test_a_rank_that_never_came_has_the_longer_limit(ranks):
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_who_needs_nobody_any_more_misses_nobody(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
-    monkeypatch.setattr(pulse, "BEAT_S", 0.01)
-    monkeypatch.setattr(pulse, "NOTICE_S", 600.0)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
+    monkeypatch.setattr(heartbeat, "NOTICE_S", 600.0)
     store: Any = LocalStore()
-    beating = Pulse(store, Control(store, 0, 2), Watch(store, [1], limit_s=20, start_limit_s=0.5), [])
+    beating = Heartbeat(store, RankSync(store, 0, 2), HeartbeatMonitor(store, [1], limit_s=20, start_limit_s=0.5), [])
     if alone:
         beating.alone()
     time.sleep(1.0)
@@ -125,4 +125,4 @@ def test_a_watcher_that_stood_still_starts_to_count_anew(ranks):
 
 
 def test_what_counts_as_standing_still_is_longer_than_between_two_looks():
-    assert STALL_S > 5 * pulse.BEAT_S
+    assert STALL_S > 5 * heartbeat.BEAT_S

@@ -13,7 +13,7 @@ import pytest
 
 from rlcore.errors import DeadlineExceeded
 from rollout import asyncio_utils as deadlines
-from rollout.asyncio_utils import LoopThread, asked_to_end, call_on, together, within
+from rollout.asyncio_utils import LoopThread, asked_to_end, call_on, gather_or_cancel, within
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -34,7 +34,7 @@ def test_of_all_results_each_is_in_its_place() -> None:
         await asyncio.sleep(seconds)
         return value
 
-    assert run(together(after(0.02, "a"), after(0.0, "b"), after(0.01, "c"))) == ["a", "b", "c"]
+    assert run(gather_or_cancel(after(0.02, "a"), after(0.0, "b"), after(0.01, "c"))) == ["a", "b", "c"]
 
 
 def test_after_the_first_error_nothing_goes_on() -> None:
@@ -53,7 +53,7 @@ def test_after_the_first_error_nothing_goes_on() -> None:
 
     async def main() -> None:
         with pytest.raises(ValueError, match="no"):
-            await together(long_work(), fails(), long_work())
+            await gather_or_cancel(long_work(), fails(), long_work())
         assert done == ["cleaned"] * 2, "before the error is out"
 
     run(main())
@@ -69,7 +69,7 @@ def test_who_gives_up_gives_all_up() -> None:
             ended.append(index)
 
     async def main() -> None:
-        task = asyncio.ensure_future(together(long_work(0), long_work(1)))
+        task = asyncio.ensure_future(gather_or_cancel(long_work(0), long_work(1)))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -84,7 +84,7 @@ def after_an_error(over: asyncio.Event) -> Coroutine[Any, Any, Any]:
         await asyncio.sleep(0)
         raise ValueError("the error")
 
-    return together(deaf(over), fails())
+    return gather_or_cancel(deaf(over), fails())
 
 
 def at_a_deadline(over: asyncio.Event) -> Coroutine[Any, Any, Any]:

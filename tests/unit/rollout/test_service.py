@@ -219,7 +219,7 @@ def test_a_broken_workflow_is_named(make_service, workflow, message, staleness):
 @pytest.mark.parametrize(
     ("policy", "missing"),
     [
-        ({"logprobs": {"keep_sets": True}}, "policy.logprobs.keep_sets is on, but a sample has no keep_sets"),
+        ({"logprobs": {"keep_sets": True}}, "policy.logprobs.keep_sets is on, but a sample has no sampling_mask"),
         ({"routing_replay": "engine"}, "policy.routing_replay is on, but a sample has no routed_experts"),
     ],
 )

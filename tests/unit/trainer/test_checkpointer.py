@@ -12,9 +12,9 @@ import pytest
 from backends.megatron.checkpoint.background import PendingCheckpoint
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rlcore.interfaces import PolicyBackend
-from rlcore.trainer.checkpointer import Saver
-from rlcore.trainer.rank0 import Desk
-from rlcore.trainer.rank_sync import Control, LocalStore
+from rlcore.trainer.checkpointer import Checkpointer
+from rlcore.trainer.rank0 import RankZero
+from rlcore.trainer.rank_sync import LocalStore, RankSync
 
 
 class Writing:
@@ -38,7 +38,7 @@ class Writing:
 
 
 class Book:
-    """A desk that only keeps what was begun and committed."""
+    """A rank0 that only keeps what was begun and committed."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []
@@ -53,68 +53,68 @@ class Book:
 
 
 @pytest.fixture
-def parts() -> tuple[Saver, Writing, Book]:
-    backend, desk = Writing(), Book()
-    control = Control(LocalStore(), 0, 1)
-    return Saver(control, cast(PolicyBackend, backend), cast(Desk, desk), timeout_s=0.2), backend, desk
+def parts() -> tuple[Checkpointer, Writing, Book]:
+    backend, rank0 = Writing(), Book()
+    sync = RankSync(LocalStore(), 0, 1)
+    return Checkpointer(sync, cast(PolicyBackend, backend), cast(RankZero, rank0), timeout_s=0.2), backend, rank0
 
 
-def test_it_is_committed_at_the_border_after_it_was_written(parts: tuple[Saver, Writing, Book]) -> None:
-    saver, backend, desk = parts
-    assert saver.save(3, in_background=True) is None
-    assert saver.poll() is None
-    assert saver.is_writing
-    assert (desk.begun, desk.committed) == ([3], [])
+def test_it_is_committed_at_the_border_after_it_was_written(parts: tuple[Checkpointer, Writing, Book]) -> None:
+    checkpointer, backend, rank0 = parts
+    assert checkpointer.save(3, in_background=True) is None
+    assert checkpointer.poll() is None
+    assert checkpointer.is_writing
+    assert (rank0.begun, rank0.committed) == ([3], [])
     backend.seconds = 1.5
-    assert saver.poll() == 1.5
-    assert not saver.is_writing
-    assert desk.committed == [3]
+    assert checkpointer.poll() == 1.5
+    assert not checkpointer.is_writing
+    assert rank0.committed == [3]
     assert backend.calls == ["start", "finish"]
-    assert saver.poll() is None
+    assert checkpointer.poll() is None
 
 
-def test_a_second_save_waits_for_the_first(parts: tuple[Saver, Writing, Book]) -> None:
-    saver, backend, desk = parts
-    saver.save(3, in_background=True)
+def test_a_second_save_waits_for_the_first(parts: tuple[Checkpointer, Writing, Book]) -> None:
+    checkpointer, backend, rank0 = parts
+    checkpointer.save(3, in_background=True)
     threading.Timer(0.05, lambda: setattr(backend, "seconds", 2.0)).start()
-    assert saver.save(4, in_background=True) == 2.0
-    assert (desk.begun, desk.committed) == ([3, 4], [3])
+    assert checkpointer.save(4, in_background=True) == 2.0
+    assert (rank0.begun, rank0.committed) == ([3, 4], [3])
 
 
-def test_but_not_for_ever(parts: tuple[Saver, Writing, Book]) -> None:
-    saver, _, desk = parts
-    saver.save(3, in_background=True)
+def test_but_not_for_ever(parts: tuple[Checkpointer, Writing, Book]) -> None:
+    checkpointer, _, rank0 = parts
+    checkpointer.save(3, in_background=True)
     with pytest.raises(DeadlineExceeded, match=r"rank 0 waited 0 s for .*step 3 to be written; cluster.collective_timeout_s"):
-        saver.save(4, in_background=True)
-    assert desk.begun == [3]
+        checkpointer.save(4, in_background=True)
+    assert rank0.begun == [3]
 
 
 KEPT = "the run is saved after step 3: continue with --resume"
 
 
-def test_before_a_run_fails_its_last_step_is_saved(parts: tuple[Saver, Writing, Book]) -> None:
-    saver, backend, desk = parts
-    saver.save(2, in_background=False)
-    assert saver.keep(3) == KEPT
-    assert desk.committed == [2, 3]
-    assert saver.keep(3) == KEPT
+def test_before_a_run_fails_its_last_step_is_saved(parts: tuple[Checkpointer, Writing, Book]) -> None:
+    checkpointer, backend, rank0 = parts
+    checkpointer.save(2, in_background=False)
+    assert checkpointer.keep(3) == KEPT
+    assert rank0.committed == [2, 3]
+    assert checkpointer.keep(3) == KEPT
     assert backend.calls == ["save", "save"], "once is enough"
 
 
-def test_before_a_run_fails_the_checkpoint_on_its_way_is_committed(parts: tuple[Saver, Writing, Book]) -> None:
-    saver, backend, desk = parts
-    saver.save(3, in_background=True)
+def test_before_a_run_fails_the_checkpoint_on_its_way_is_committed(parts: tuple[Checkpointer, Writing, Book]) -> None:
+    checkpointer, backend, rank0 = parts
+    checkpointer.save(3, in_background=True)
     threading.Timer(0.05, lambda: setattr(backend, "seconds", 2.0)).start()
-    assert saver.keep(3) == KEPT
-    assert (desk.begun, desk.committed) == ([3], [3])
+    assert checkpointer.keep(3) == KEPT
+    assert (rank0.begun, rank0.committed) == ([3], [3])
 
 
-def test_a_run_that_trained_nothing_has_nothing_to_save(parts: tuple[Saver, Writing, Book]) -> None:
-    saver, backend, desk = parts
-    assert saver.keep(0) == "no step was trained yet"
-    saver.newest = 3        # as after a resume
-    assert saver.keep(3) == KEPT
-    assert (desk.begun, backend.calls) == ([], [])
+def test_a_run_that_trained_nothing_has_nothing_to_save(parts: tuple[Checkpointer, Writing, Book]) -> None:
+    checkpointer, backend, rank0 = parts
+    assert checkpointer.keep(0) == "no step was trained yet"
+    checkpointer.newest = 3        # as after a resume
+    assert checkpointer.keep(3) == KEPT
+    assert (rank0.begun, backend.calls) == ([], [])
 
 
 def test_any_rank_says_what_is_intact(tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_any_rank_says_what_is_intact(tmp_path: Path) -> None:
         def save(self, folder: Path) -> None:
             raise RunFailed(f"writing {folder}: No space left on device")
 
-    saver = Saver(Control(store, 1, 2), cast(PolicyBackend, FullDisk()), None, timeout_s=0.2)
+    checkpointer = Checkpointer(RankSync(store, 1, 2), cast(PolicyBackend, FullDisk()), None, timeout_s=0.2)
     with pytest.raises(RunFailed) as caught:
-        saver.save(4, in_background=False)
+        checkpointer.save(4, in_background=False)
     assert str(caught.value) == (
         f"the checkpoint of step 4 could not be written: writing {checkpoints}/.step_000004.tmp/model: No space left on "
         f"device; the checkpoint of step 2 is intact; free space under {checkpoints} and continue with --resume"

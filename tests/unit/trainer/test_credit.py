@@ -1,4 +1,4 @@
-"""Credit: from scores and rewards to the vectors that the optimizer is given."""
+"""CreditAssignment: from scores and rewards to the vectors that the optimizer is given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from rlcore.algorithms import build_policy_loss, loss_weights, normalize_advantages
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
-from rlcore.trainer.credit import Credit
+from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.objective import Objective
 
 LENGTHS = (3, 1, 0, 4, 2, 2)        # trainable tokens of each sequence; the third has none
@@ -27,9 +27,9 @@ def make_config(algorithm: dict[str, Any] | None = None, **sections: Any) -> Con
     return Config.model_validate({**given, "algorithm": algorithm or {}, **sections})
 
 
-def make_credit(algorithm: dict[str, Any] | None = None, **sections: Any) -> Credit:
+def make_credit(algorithm: dict[str, Any] | None = None, **sections: Any) -> CreditAssignment:
     config = make_config(algorithm, **sections)
-    return Credit(config, Objective(config.algorithm))
+    return CreditAssignment(config, Objective(config.algorithm))
 
 
 def make_batch(**vectors: Tensor) -> RolloutBatch:

@@ -1,4 +1,4 @@
-"""Turns of trainer and engines on shared memory: the order of operations, on one rank and two, and when an engine is lost."""
+"""GpuSharing of trainer and engines on shared memory: the order of operations, on one rank and two, and when an engine is lost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from rlcore.errors import RunFailed
 from rlcore.interfaces import MemoryTag, PolicyBackend
-from rlcore.trainer.gpu_sharing import Turn, Turns
-from rlcore.trainer.rank_sync import Control, LocalStore
+from rlcore.trainer.gpu_sharing import GpuPhase, GpuSharing
+from rlcore.trainer.rank_sync import LocalStore, RankSync
 
 ALL = {"kv_cache", "cuda_graph", "weights"}
 
@@ -39,11 +39,11 @@ class Device:
 
     def trainer(self, rank: int, move: str) -> None:
         with self._lock:
-            if move == "unpark":
+            if move == "onload":
                 assert "kv_cache" not in self.engines, "the trainer beside a cache does not fit"
                 self.trainers.add(rank)
                 self.untidy.add(rank)
-            elif move == "trim":
+            elif move == "release_cache":
                 self.untidy.discard(rank)
             else:
                 self.trainers.discard(rank)
@@ -75,67 +75,67 @@ class Backend:
     def __init__(self, device: Device, rank: int) -> None:
         self.device, self.rank = device, rank
 
-    def park(self) -> None:
-        self.device.trainer(self.rank, "park")
+    def offload(self) -> None:
+        self.device.trainer(self.rank, "offload")
 
-    def unpark(self) -> None:
-        self.device.trainer(self.rank, "unpark")
+    def onload(self) -> None:
+        self.device.trainer(self.rank, "onload")
 
-    def trim(self) -> None:
-        self.device.trainer(self.rank, "trim")
+    def release_cache(self) -> None:
+        self.device.trainer(self.rank, "release_cache")
 
 
-def make(device: Device, rank: int = 0, ranks: int = 1, store: Any = None) -> Turns:
-    control = Control(store or LocalStore(), rank, ranks)
+def make(device: Device, rank: int = 0, ranks: int = 1, store: Any = None) -> GpuSharing:
+    sync = RankSync(store or LocalStore(), rank, ranks)
     memory = Memory(device) if rank == 0 else None
-    turns = Turns(control, cast(PolicyBackend, Backend(device, rank)), memory, timeout_s=5)
-    assert device.moves.pop() == "park"
-    return turns
+    sharing = GpuSharing(sync, cast(PolicyBackend, Backend(device, rank)), memory, timeout_s=5)
+    assert device.moves.pop() == "offload"
+    return sharing
 
 
 def test_a_step_and_its_checkpoint() -> None:
     device = Device()
-    turns = make(device)
-    turns.take(Turn.GENERATING)     # rollouts: it is theirs already
+    sharing = make(device)
+    sharing.switch_to(GpuPhase.GENERATING)     # rollouts: it is theirs already
     assert device.moves == []
-    turns.take(Turn.TRAINING)
-    assert device.moves == ["release cuda_graph+kv_cache+weights", "unpark"]
+    sharing.switch_to(GpuPhase.TRAINING)
+    assert device.moves == ["release cuda_graph+kv_cache+weights", "onload"]
     assert (device.engines, device.trainers) == (set(), {0})
-    turns.take(Turn.HANDOVER)       # to publish into
-    assert device.moves[2:] == ["trim", "restore weights"]
-    turns.take(Turn.HANDOVER)       # a checkpoint needs nothing more
+    sharing.switch_to(GpuPhase.HANDOVER)       # to publish into
+    assert device.moves[2:] == ["release_cache", "restore weights"]
+    sharing.switch_to(GpuPhase.HANDOVER)       # a checkpoint needs nothing more
     assert len(device.moves) == 4
-    turns.take(Turn.GENERATING)
-    assert device.moves[4:] == ["park", "restore cuda_graph+kv_cache"]
+    sharing.switch_to(GpuPhase.GENERATING)
+    assert device.moves[4:] == ["offload", "restore cuda_graph+kv_cache"]
     assert (device.engines, device.trainers) == (ALL, set())
 
 
 def test_a_checkpoint_after_an_evaluation_leaves_the_engines_their_weights() -> None:
     device = Device()
-    turns = make(device)
-    turns.take(Turn.HANDOVER)
+    sharing = make(device)
+    sharing.switch_to(GpuPhase.HANDOVER)
     assert device.engines == {"weights"}
-    turns.take(Turn.GENERATING)
-    assert device.moves == ["release cuda_graph+kv_cache", "unpark", "park", "restore cuda_graph+kv_cache"]
+    sharing.switch_to(GpuPhase.GENERATING)
+    assert device.moves == ["release cuda_graph+kv_cache", "onload", "offload", "restore cuda_graph+kv_cache"]
 
 
 def test_nothing_is_generated_with_weights_that_are_gone() -> None:
-    turns = make(Device())
-    turns.take(Turn.TRAINING)
+    sharing = make(Device())
+    sharing.switch_to(GpuPhase.TRAINING)
     with pytest.raises(ValueError, match="generating cannot follow training"):
-        turns.take(Turn.GENERATING)
+        sharing.switch_to(GpuPhase.GENERATING)
 
 
 def test_engines_that_died_start_again_where_the_trainer_is_parked() -> None:
     device = Device()
-    turns = make(device)
-    turns.take(Turn.TRAINING)
+    sharing = make(device)
+    sharing.switch_to(GpuPhase.TRAINING)
     device.runs = False             # the last of them died while the trainer had the device
-    turns.take(Turn.HANDOVER)
+    sharing.switch_to(GpuPhase.HANDOVER)
     assert device.runs
-    assert turns.turn is Turn.HANDOVER
+    assert sharing.phase is GpuPhase.HANDOVER
     assert device.moves[2:] == [
-        "trim", "restore weights", "park", "restore cuda_graph+kv_cache", "release cuda_graph+kv_cache", "unpark"
+        "release_cache", "restore weights", "offload", "restore cuda_graph+kv_cache", "release cuda_graph+kv_cache", "onload"
     ]  # fmt: skip
 
 
@@ -143,58 +143,58 @@ def test_where_no_engine_comes_back_the_trainer_still_gets_its_turn() -> None:
     """It has a checkpoint to write before the run fails."""
     device = Device()
     device.restarts = False
-    turns = make(device)
-    turns.take(Turn.TRAINING)
+    sharing = make(device)
+    sharing.switch_to(GpuPhase.TRAINING)
     device.runs = False
-    turns.take(Turn.HANDOVER)
-    assert turns.turn is Turn.HANDOVER
+    sharing.switch_to(GpuPhase.HANDOVER)
+    assert sharing.phase is GpuPhase.HANDOVER
     assert device.trainers == {0}
-    assert device.moves.count("park") == 1
+    assert device.moves.count("offload") == 1
 
 
 def test_a_failure_leaves_the_turn_where_it_was() -> None:
     device = Device()
-    turns = make(device)
-    turns.take(Turn.TRAINING)
-    memory: Any = turns._memory
+    sharing = make(device)
+    sharing.switch_to(GpuPhase.TRAINING)
+    memory: Any = sharing._memory
     memory.failure = RunFailed("no engine is left")
     with pytest.raises(RunFailed, match="no engine is left"):
-        turns.take(Turn.HANDOVER)
-    assert turns.turn is Turn.TRAINING
+        sharing.switch_to(GpuPhase.HANDOVER)
+    assert sharing.phase is GpuPhase.TRAINING
     assert device.trainers == {0}
 
 
 def test_every_rank_is_out_before_an_engine_takes_memory() -> None:
     """Rank 1 is late with everything; the device itself checks who is there."""
     device, store = Device(), LocalStore()
-    late, passes = threading.Event(), threading.Barrier(2)      # what ranks do in a turn is collective
+    late, passes = threading.Event(), threading.Barrier(2)      # what ranks do in a phase is collective
 
     class Slow(Backend):
-        def park(self) -> None:
+        def offload(self) -> None:
             late.wait(0.2)
-            super().park()
+            super().offload()
 
-        def trim(self) -> None:
+        def release_cache(self) -> None:
             late.wait(0.2)
-            super().trim()
+            super().release_cache()
 
     ranks = [make(device, rank, 2, store) for rank in range(2)]
     ranks[1]._backend = cast(PolicyBackend, Slow(device, 1))
     errors: list[BaseException] = []
 
-    def run(turns: Turns) -> None:
+    def run(sharing: GpuSharing) -> None:
         try:
-            for turn in (Turn.TRAINING, Turn.HANDOVER, Turn.GENERATING, Turn.HANDOVER, Turn.GENERATING):
-                turns.take(turn)
+            for phase in (GpuPhase.TRAINING, GpuPhase.HANDOVER, GpuPhase.GENERATING, GpuPhase.HANDOVER, GpuPhase.GENERATING):
+                sharing.switch_to(phase)
                 passes.wait(5)
         except BaseException as error:  # noqa: BLE001  shown by the test
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(turns,)) for turns in ranks]
+    threads = [threading.Thread(target=run, args=(sharing,)) for sharing in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10)
     assert errors == []
     assert (device.engines, device.trainers) == (ALL, set())
-    assert device.moves.count("park") == device.moves.count("unpark") == 4
+    assert device.moves.count("offload") == device.moves.count("onload") == 4

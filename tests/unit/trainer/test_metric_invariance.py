@@ -17,7 +17,7 @@ from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.sample import Sample, VersionSpan
 from rlcore.interfaces import StepRollouts, UpdateResult
-from rlcore.trainer.credit import Credit
+from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.objective import Objective
 from rlcore.trainer.step_metrics import step_metrics, update_metrics
 
@@ -88,7 +88,7 @@ def ready(config: Config, layout: Layout) -> RolloutBatch:
     batch.version = 6
     for name in SCORED:
         batch.set(name, scores(batch, name))
-    Credit(config, Objective(config.algorithm)).assign(batch, [list(range(batch.num_sequences))])
+    CreditAssignment(config, Objective(config.algorithm)).assign(batch, [list(range(batch.num_sequences))])
     return batch
 
 

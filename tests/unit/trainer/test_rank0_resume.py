@@ -1,4 +1,4 @@
-"""What rank 0's desk writes into a checkpoint, and what it does with the run's folder when it goes on from one."""
+"""What rank 0's rank0 writes into a checkpoint, and what it does with the run's folder when it goes on from one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlcore.runs.checkpoints import Checkpoint, CheckpointStore
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.tracking.base import BaseTracker
-from rlcore.trainer.rank0 import CONTINUE, Desk
+from rlcore.trainer.rank0 import CONTINUE, RankZero
 
 
 class Source:
@@ -36,7 +36,7 @@ class Source:
     def keep_ledger(self, path: Path) -> None: ...
 
 
-Open = Callable[[Checkpoint | None], Desk]
+Open = Callable[[Checkpoint | None], RankZero]
 
 
 @pytest.fixture
@@ -45,55 +45,55 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture
-def open_desk(directory: RunDirectory, make_sample: Callable[..., Sample]) -> Open:
+def open_rank0(directory: RunDirectory, make_sample: Callable[..., Sample]) -> Open:
     config = Config.model_validate({
         "run": {"name": "a"}, "model": {"path": "model"}, "data": {"paths": "train.jsonl"}, "training": {"steps": 9},
     })  # fmt: skip
 
-    def open_desk(found: Checkpoint | None) -> Desk:
-        return Desk(
+    def open_rank0(found: Checkpoint | None) -> RankZero:
+        return RankZero(
             config, source=Source([make_sample()]), tracker=BaseTracker(), directory=directory, total_steps=9,     # type: ignore[arg-type]
             checkpoints=CheckpointStore(directory.checkpoints), interrupted=lambda: False, newest_version=lambda: 8,
             resume_from=found,
         )  # fmt: skip
 
-    return open_desk
+    return open_rank0
 
 
-def saved(desk: Desk, step: int, version: int) -> Checkpoint:
-    desk.generated(step)
-    desk.rollouts(step, version)
-    desk.begin_checkpoint(step)
-    desk.commit_checkpoint(step)
-    found = desk.checkpoints.latest()
+def saved(rank0: RankZero, step: int, version: int) -> Checkpoint:
+    rank0.generated(step)
+    rank0.rollouts(step, version)
+    rank0.begin_checkpoint(step)
+    rank0.commit_checkpoint(step)
+    found = rank0.checkpoints.latest()
     assert found is not None
     return found
 
 
-def test_a_checkpoint_knows_the_newest_version(open_desk: Open) -> None:
+def test_a_checkpoint_knows_the_newest_version(open_rank0: Open) -> None:
     """Published after its step was trained: the journal of versions may be lost."""
-    assert saved(open_desk(None), 4, version=6).state["version"] == 8
+    assert saved(open_rank0(None), 4, version=6).state["version"] == 8
 
 
-def test_a_run_that_goes_on_has_no_metrics_of_later_steps(open_desk: Open, directory: RunDirectory) -> None:
+def test_a_run_that_goes_on_has_no_metrics_of_later_steps(open_rank0: Open, directory: RunDirectory) -> None:
     metrics = MetricsFile(directory.metrics_path)
     for step in range(7):
         metrics.append(step, {})
-    desk = open_desk(saved(open_desk(None), 4, version=6))
-    desk.restore()
+    rank0 = open_rank0(saved(open_rank0(None), 4, version=6))
+    rank0.restore()
     assert [row["step"] for row in read_metrics(directory.metrics_path)] == [*range(7)], "it may still be refused"
-    assert desk.go_on() == f"4 {CONTINUE}"
+    assert rank0.go_on() == f"4 {CONTINUE}"
     assert [row["step"] for row in read_metrics(directory.metrics_path)] == [*range(5)]
     conclude(directory, "failed", "killed before its first step")
     assert (directory.read_result() or {})["steps"] == 4
 
 
-def test_a_run_that_begins_again_has_none(open_desk: Open, directory: RunDirectory) -> None:
+def test_a_run_that_begins_again_has_none(open_rank0: Open, directory: RunDirectory) -> None:
     """Nor an evaluation before training: that comes again."""
     metrics = MetricsFile(directory.metrics_path)
     for step in range(2):
         metrics.append(step, {})
-    desk = open_desk(None)
-    desk.restore()
-    assert desk.go_on() == f"0 {CONTINUE}"
+    rank0 = open_rank0(None)
+    rank0.restore()
+    assert rank0.go_on() == f"0 {CONTINUE}"
     assert read_metrics(directory.metrics_path) == []

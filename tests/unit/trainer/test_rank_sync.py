@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from rlcore.errors import ConfigError, DeadlineExceeded, FailedElsewhere, RunFailed, UserError
-from rlcore.trainer.rank_sync import Control, Failure, LocalStore, PeerFailed, in_one_line, post_failure, read_failure
+from rlcore.trainer.rank_sync import Failure, LocalStore, PeerFailed, RankSync, in_one_line, post_failure, read_failure
 
 
 def together(*ranks: Callable[[], object]) -> list[object]:
@@ -30,9 +30,9 @@ def together(*ranks: Callable[[], object]) -> list[object]:
 
 
 @pytest.fixture
-def pair() -> tuple[Control, Control]:
+def pair() -> tuple[RankSync, RankSync]:
     store = LocalStore()
-    return Control(store, 0, 2), Control(store, 1, 2)
+    return RankSync(store, 0, 2), RankSync(store, 1, 2)
 
 
 def fails(error: Exception) -> Callable[[], str]:

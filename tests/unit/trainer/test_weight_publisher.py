@@ -10,8 +10,8 @@ import torch
 from torch.distributed import HashStore
 
 from rlcore.errors import ModelError, NoEngineLeft, PartLost, PublicationFailed, RunFailed
-from rlcore.trainer.rank_sync import Control
-from rlcore.trainer.weight_publisher import MAX_ATTEMPTS, Publisher, VersionJournal
+from rlcore.trainer.rank_sync import RankSync
+from rlcore.trainer.weight_publisher import MAX_ATTEMPTS, VersionJournal, WeightPublisher
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 
 BUCKETS = cut_buckets([TensorSpec(f"w{i}", (4,), "float32") for i in range(3)], 16)
@@ -57,10 +57,10 @@ class Sink:
     def close(self) -> None: ...
 
 
-def publisher(tmp_path: Path, sink: Sink) -> tuple[Publisher, Backend]:
-    backend, control = Backend(), Control(HashStore(), 0, 1)
+def publisher(tmp_path: Path, sink: Sink) -> tuple[WeightPublisher, Backend]:
+    backend, sync = Backend(), RankSync(HashStore(), 0, 1)
     journal = VersionJournal(tmp_path / "versions.jsonl")
-    return Publisher(backend, control, sink=sink, journal=journal, timeout_s=5), backend     # type: ignore[arg-type]
+    return WeightPublisher(backend, sync, sink=sink, journal=journal, timeout_s=5), backend     # type: ignore[arg-type]
 
 
 SENT = ["send 0", "send 1", "send 2"]

@@ -165,7 +165,7 @@ def test_transformer_engines_layers_have_the_same_router(
         lambda num_experts, **_: get_gpt_layer_local_spec(num_experts=num_experts),
     )  # fmt: skip
     config: Any = SimpleNamespace(qk_layernorm=False, moe_router_score_function=score)
-    assert engine_layers.engine_layer_spec(config, 4).submodules.mlp.submodules.router is expected
+    assert engine_layers.te_layer_spec(config, 4).submodules.mlp.submodules.router is expected
 
 
 def router(config: DeepseekV3Config, theirs: DeepseekV3TopkRouter) -> SigmoidRouter:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from backends.megatron.model.fused_head import fused_logprobs
-from rlcore.data.batch import KeepSets
+from rlcore.data.batch import BatchSamplingMasks
 
 ROWS, HIDDEN, VOCAB, PADDED = 9, 6, 31, 40
 
@@ -35,17 +35,17 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, torch.randint(VOCAB, (ROWS,), generator=generator)
 
 
-def keep_sets(tokens: Tensor) -> KeepSets:
+def sampling_mask(tokens: Tensor) -> BatchSamplingMasks:
     """Sets of 1 to 7 tokens; the second holds nothing but its own, the third is empty: the whole vocabulary."""
     generator = torch.Generator().manual_seed(1)
     others = [torch.randint(VOCAB, (0 if i == 1 else i % 7,), generator=generator) for i in range(len(tokens))]
     sets = [torch.cat([token[None], other]).unique() for token, other in zip(tokens, others)]
     sets[2] = sets[2][:0]
-    return KeepSets(torch.cat(sets), torch.tensor([0] + [len(one) for one in sets]).cumsum(0))
+    return BatchSamplingMasks(torch.cat(sets), torch.tensor([0] + [len(one) for one in sets]).cumsum(0))
 
 
 def dense(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, keep: KeepSets | None
+    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, keep: BatchSamplingMasks | None
 ) -> tuple[Tensor, Tensor]:
     """Row by row, over its allowed columns alone."""
     logprobs, entropies = [], []
@@ -63,7 +63,7 @@ def dense(
 @pytest.mark.parametrize("kept", [False, True])
 def test_values_and_gradients_are_those_of_the_dense_formula(tile: int | None, temperature: float, kept: bool) -> None:
     hidden, weight, tokens = inputs()
-    keep = keep_sets(tokens) if kept else None
+    keep = sampling_mask(tokens) if kept else None
     a, b = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     want = dense(hidden, weight, tokens, temperature, keep)
     got = fused_logprobs(
@@ -80,7 +80,7 @@ def test_values_and_gradients_are_those_of_the_dense_formula(tile: int | None, t
 @pytest.mark.parametrize("kept", [False, True])
 def test_gradcheck(kept: bool) -> None:
     hidden, weight, tokens = inputs()
-    keep = keep_sets(tokens) if kept else None
+    keep = sampling_mask(tokens) if kept else None
 
     def head(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         logprobs, entropy = fused_logprobs(hidden, weight, tokens, vocab_size=VOCAB, tp=TP, tile_elements=20, keep=keep)
@@ -105,7 +105,7 @@ def test_either_gradient_alone(wanted: str) -> None:
 
 def test_a_set_of_one_token_is_certain_and_pulls_nowhere() -> None:
     hidden, weight, tokens = inputs()
-    keep = KeepSets(tokens, torch.arange(ROWS + 1))
+    keep = BatchSamplingMasks(tokens, torch.arange(ROWS + 1))
     logprobs, entropy = fused_logprobs(hidden, weight, tokens, vocab_size=VOCAB, tp=TP, keep=keep)
     assert entropy is not None
     assert logprobs.abs().max() < 1e-12
@@ -116,7 +116,7 @@ def test_a_set_of_one_token_is_certain_and_pulls_nowhere() -> None:
 
 def test_keeping_all_is_keeping_none_out() -> None:
     hidden, weight, tokens = inputs()
-    everything = KeepSets(torch.arange(VOCAB).repeat(ROWS), VOCAB * torch.arange(ROWS + 1))
+    everything = BatchSamplingMasks(torch.arange(VOCAB).repeat(ROWS), VOCAB * torch.arange(ROWS + 1))
     got = fused_logprobs(hidden, weight, tokens, vocab_size=VOCAB, tp=TP, keep=everything)
     torch.testing.assert_close(got, fused_logprobs(hidden, weight, tokens, vocab_size=VOCAB, tp=TP), rtol=0, atol=0)
 

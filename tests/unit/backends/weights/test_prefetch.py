@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from backends.megatron.weights.prefetch import one_ahead
+from backends.megatron.weights.prefetch import prefetched
 
 CPU = torch.device("cpu")
 PATIENCE_S = 20.0
@@ -23,7 +23,7 @@ def test_the_next_is_made_while_the_last_is_in_use() -> None:
         return 10 * item
 
     seen = []
-    for made in one_ahead(make, range(4), CPU):
+    for made in prefetched(make, range(4), CPU):
         seen.append(made)
         following = made // 10 + 1
         if following < 4:       # in the consumer's hands, and the next is at work: it would never begin otherwise
@@ -34,8 +34,8 @@ def test_the_next_is_made_while_the_last_is_in_use() -> None:
 
 
 def test_none_and_one() -> None:
-    assert list(one_ahead(str, [], CPU)) == []
-    assert list(one_ahead(str, [7], CPU)) == ["7"]
+    assert list(prefetched(str, [], CPU)) == []
+    assert list(prefetched(str, [7], CPU)) == ["7"]
 
 
 def test_an_error_comes_in_its_turn() -> None:
@@ -46,7 +46,7 @@ def test_an_error_comes_in_its_turn() -> None:
 
     seen = []
     with pytest.raises(RuntimeError, match="a peer is gone"):
-        seen.extend(one_ahead(make, range(4), CPU))
+        seen.extend(prefetched(make, range(4), CPU))
     assert seen == [0, 1]
 
 
@@ -60,7 +60,7 @@ def test_a_consumer_that_stops_leaves_nothing_half_made() -> None:
         made.append(item)
         return item
 
-    things = one_ahead(make, range(4), CPU)
+    things = prefetched(make, range(4), CPU)
     assert next(things) == 0
     release.set()
     things.close()
@@ -68,5 +68,5 @@ def test_a_consumer_that_stops_leaves_nothing_half_made() -> None:
 
 
 def test_no_gradients_in_the_thread() -> None:
-    assert list(one_ahead(lambda _: torch.is_grad_enabled(), range(3), CPU)) == [False] * 3
+    assert list(prefetched(lambda _: torch.is_grad_enabled(), range(3), CPU)) == [False] * 3
     assert torch.is_grad_enabled()

@@ -102,8 +102,8 @@ def test_a_parked_reference_and_a_critic_are_counted(capsys: pytest.CaptureFixtu
     critic = plan(capsys, "--gpus", "8", "algorithm.estimator.name=ppo")[1]
     assert "critic weights" in critic
     assert "critic optimizer" in critic
-    parked = plan(capsys, "--gpus", "8", "algorithm.estimator.name=ppo", "critic.offload=true")[1]
-    assert "GiB  critic weights" not in parked
+    offloaded = plan(capsys, "--gpus", "8", "algorithm.estimator.name=ppo", "critic.offload=true")[1]
+    assert "GiB  critic weights" not in offloaded
 
 
 def test_a_critic_with_a_folder_of_its_own_has_its_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

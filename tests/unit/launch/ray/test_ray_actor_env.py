@@ -6,18 +6,18 @@ import pytest
 import torch.distributed as dist
 
 from rlcore.launch.ray import actor_env as workplace
-from rlcore.launch.ray.actor_env import Lines, Voice, line_key
+from rlcore.launch.ray.actor_env import LogRelay, RemoteStdout, line_key
 
 HOST = "127.0.0.1"
 
 
 @pytest.fixture
-def lines() -> Lines:
-    return Lines(HOST)
+def lines() -> LogRelay:
+    return LogRelay(HOST)
 
 
 @pytest.fixture
-def store(lines: Lines) -> dist.Store:
+def store(lines: LogRelay) -> dist.Store:
     """As an actor has it."""
     return dist.TCPStore(HOST, lines.port, None, False, wait_for_workers=False)
 
@@ -28,11 +28,11 @@ def half_said(store: dist.Store) -> int:
 
 
 def test_lines_come_in_their_order_each_on_its_stream(
-    lines: Lines, store: dist.Store, capsys: pytest.CaptureFixture[str]
+    lines: LogRelay, store: dist.Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print("one", file=Voice(store, "out"))
-    print("a warning", file=Voice(store, "err"))
-    print("two", file=Voice(store, "out"))
+    print("one", file=RemoteStdout(store, "out"))
+    print("a warning", file=RemoteStdout(store, "err"))
+    print("two", file=RemoteStdout(store, "out"))
     lines.show()
     assert capsys.readouterr() == ("one\ntwo\n", "a warning\n")
     lines.show()
@@ -40,12 +40,12 @@ def test_lines_come_in_their_order_each_on_its_stream(
 
 
 def test_a_line_that_stays_half_said_is_passed_over(
-    lines: Lines, store: dist.Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    lines: LogRelay, store: dist.Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
     monkeypatch.setattr(workplace.time, "monotonic", lambda: now)
     half_said(store)
-    print("later", file=Voice(store, "out"))
+    print("later", file=RemoteStdout(store, "out"))
     lines.show()
     now += 0.9 * workplace.HALF_SAID_S
     lines.show()
@@ -56,20 +56,20 @@ def test_a_line_that_stays_half_said_is_passed_over(
 
 
 def test_a_line_whose_text_comes_late_is_shown(
-    lines: Lines, store: dist.Store, capsys: pytest.CaptureFixture[str]
+    lines: LogRelay, store: dist.Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     number = half_said(store)
     lines.show()
-    print("two", file=Voice(store, "out"))
+    print("two", file=RemoteStdout(store, "out"))
     store.set(line_key(number), "out one\n")
     lines.show()
     assert capsys.readouterr().out == "one\ntwo\n"
 
 
 def test_when_nobody_speaks_any_more_nothing_is_waited_for(
-    lines: Lines, store: dist.Store, capsys: pytest.CaptureFixture[str]
+    lines: LogRelay, store: dist.Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     half_said(store)
-    print("the last word", file=Voice(store, "out"))
+    print("the last word", file=RemoteStdout(store, "out"))
     lines.show(patience_s=0.0)
     assert capsys.readouterr().out == "the last word\n"

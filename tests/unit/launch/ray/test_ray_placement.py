@@ -11,7 +11,7 @@ import pytest
 from rlcore.config import Config
 from rlcore.config.checks.sections import check
 from rlcore.config.checks.sections import notes_on as notes
-from rlcore.launch.ray.placement import Place, Placement, bundles, lacking, place
+from rlcore.launch.ray.placement import NodeSlot, Placement, bundles, lacking, place
 
 
 def config(*, nodes: int = 1, per_node: int = 1, ray: dict[str, Any] | None = None, **engine: Any) -> Config:
@@ -37,7 +37,7 @@ def test_a_node_of_the_trainer_is_one_bundle_and_an_engine_another() -> None:
 
 
 def test_ranks_fill_one_node_after_the_other() -> None:
-    assert placed(nodes=2, per_node=2).ranks == (Place(0, 0, 0), Place(1, 0, 1), Place(2, 1, 0), Place(3, 1, 1))
+    assert placed(nodes=2, per_node=2).ranks == (NodeSlot(0, 0, 0), NodeSlot(1, 0, 1), NodeSlot(2, 1, 0), NodeSlot(3, 1, 1))
 
 
 @pytest.mark.parametrize(("has_gpus", "device"), [(False, None), (True, "cpu")])

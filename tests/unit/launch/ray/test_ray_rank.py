@@ -14,14 +14,14 @@ import rlcore.launch
 from rlcore.launch.attempts import mark_ended
 from rlcore.launch.ray import rank as rank_module
 from rlcore.launch.ray import ranks as ranks_module
-from rlcore.launch.ray.actor_env import Workplace
-from rlcore.launch.ray.rank import RankActor, Seat
+from rlcore.launch.ray.actor_env import ActorEnv
+from rlcore.launch.ray.rank import RankActor, RankEnv
 from rlcore.launch.ray.ranks import Ranks
 
-SEAT = Seat(rank=7, world_size=8, local_rank=3, local_world_size=4, host="10.0.0.1", port=2345)
+SEAT = RankEnv(rank=7, world_size=8, local_rank=3, local_world_size=4, host="10.0.0.1", port=2345)
 
 
-class Here(Workplace):
+class Here(ActorEnv):
     def __init__(self) -> None:
         pass
 

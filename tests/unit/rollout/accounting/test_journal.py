@@ -14,18 +14,18 @@ from rlcore.data.prompts import PromptStream
 from rlcore.errors import DataError, RunFailed
 from rollout.accounting.journal import LedgerJournal
 from rollout.accounting.journal_reader import read_journal
-from rollout.accounting.prompt_queue import Draws
+from rollout.accounting.prompt_queue import PromptQueue
 from tests.limits import no_large_files
 
 
-def new(path: Path | None = None) -> Draws:
-    draws = Draws(PromptStream(7, seed=3, fingerprint="seven"))
+def new(path: Path | None = None) -> PromptQueue:
+    draws = PromptQueue(PromptStream(7, seed=3, fingerprint="seven"))
     if path is not None:
         draws.keep_journal(path)
     return draws
 
 
-def step(draws: Draws, number: int, size: int = 2) -> dict[str, object]:
+def step(draws: PromptQueue, number: int, size: int = 2) -> dict[str, object]:
     """Draw and finish one more than wanted, hand the first over. The snapshot."""
     taken = draws.take(size + 1)
     for draw in taken:
@@ -34,7 +34,7 @@ def step(draws: Draws, number: int, size: int = 2) -> dict[str, object]:
     return draws.snapshot()
 
 
-def resumed(path: Path, state: dict[str, object]) -> Draws:
+def resumed(path: Path, state: dict[str, object]) -> PromptQueue:
     draws = new()
     draws.restore(json.loads(json.dumps(state)))
     draws.give_back_unsettled()

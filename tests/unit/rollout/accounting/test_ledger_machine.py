@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rlcore.data.prompts import PromptStream
 from rollout.accounting.audit import check_steps
 from rollout.accounting.journal_reader import read_journal
-from rollout.accounting.prompt_queue import Draws
+from rollout.accounting.prompt_queue import PromptQueue
 
 
 class Books(RuleBasedStateMachine):
@@ -35,8 +35,8 @@ class Books(RuleBasedStateMachine):
             self.draws.close()
             self.folder.cleanup()
 
-    def fresh(self) -> Draws:
-        return Draws(PromptStream(5, seed=1, fingerprint="five"))
+    def fresh(self) -> PromptQueue:
+        return PromptQueue(PromptStream(5, seed=1, fingerprint="five"))
 
     def in_state(self, state: str) -> list[int]:
         return [draw for draw in self.draws.ledger.unsettled() if self.draws.ledger.state(draw) == state]
@@ -79,7 +79,7 @@ class Books(RuleBasedStateMachine):
 
     # --- what ends it ---------------------------------------------------------------------------------------------
 
-    def go_on(self, draws: Draws, state: dict[str, Any] | None, step: int) -> None:
+    def go_on(self, draws: PromptQueue, state: dict[str, Any] | None, step: int) -> None:
         if state is not None:
             draws.restore(state)
         draws.give_back_unsettled()

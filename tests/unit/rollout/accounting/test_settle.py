@@ -12,8 +12,8 @@ from rlcore.data.prompts import PromptStream
 from rlcore.data.sample import Sample, VersionSpan
 from rlcore.runs.rollouts import decode_samples
 from rollout.accounting.journal_reader import read_journal
-from rollout.accounting.prompt_queue import Draws
-from rollout.collection.buffer import GroupBuffer, Kept, decode, encode, settle
+from rollout.accounting.prompt_queue import PromptQueue
+from rollout.collection.buffer import BufferedGroup, GroupBuffer, decode, encode, settle
 from rollout.collection.group_runner import Group
 
 
@@ -30,16 +30,16 @@ def sample(draw: int, index: int, *versions: int) -> Sample:
     )  # fmt: skip
 
 
-def kept(draw: int, oldest: int, newest: int) -> Kept:
+def kept(draw: int, oldest: int, newest: int) -> BufferedGroup:
     """Versions are policy steps here."""
-    return Kept(Group(draw, [sample(draw, 0, oldest, newest), sample(draw, 1, oldest)]), oldest, newest)
+    return BufferedGroup(Group(draw, [sample(draw, 0, oldest, newest), sample(draw, 1, oldest)]), oldest, newest)
 
 
-def new() -> Draws:
-    return Draws(PromptStream(50, seed=1, fingerprint="fifty"))
+def new() -> PromptQueue:
+    return PromptQueue(PromptStream(50, seed=1, fingerprint="fifty"))
 
 
-def at_step(draws: Draws, step: int, buffer: GroupBuffer) -> dict[str, object]:
+def at_step(draws: PromptQueue, step: int, buffer: GroupBuffer) -> dict[str, object]:
     """Step `step` has two groups, two more are finished, two in flight. The state of its checkpoint."""
     taken = draws.take(6)
     for draw in taken[:4]:
@@ -50,7 +50,7 @@ def at_step(draws: Draws, step: int, buffer: GroupBuffer) -> dict[str, object]:
     return json.loads(json.dumps({**draws.snapshot(), "ahead": {"steps_done": step, "groups": encode(buffer)}}))
 
 
-def states(draws: Draws) -> dict[int, str]:
+def states(draws: PromptQueue) -> dict[int, str]:
     return {draw: draws.ledger.state(draw) for draw in range(len(draws.ledger))}
 
 

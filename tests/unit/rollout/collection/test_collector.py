@@ -18,15 +18,15 @@ from rlcore.data.prompts import PromptStream
 from rlcore.data.sample import Sample, VersionSpan
 from rlcore.errors import EmptyBatch, RunFailed
 from rlcore.runs.rollouts import encode_samples
-from rollout.accounting.prompt_queue import Draws
+from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection import buffer
 from rollout.collection import collector as collect_ahead
 from rollout.collection.buffer import decode
-from rollout.collection.collector import AheadCollector
+from rollout.collection.collector import Collector
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import Group
-from rollout.collection.lockstep_collector import Tally
-from rollout.collection.published_versions import PolicySteps, Publication
+from rollout.collection.lockstep_collector import DropCounts
+from rollout.collection.published_versions import Publication, PublishedVersions
 
 PROMPTS = 20
 Reply = Callable[[int], Coroutine[Any, Any, Group]]
@@ -70,16 +70,16 @@ class Runner:
 
 
 @pytest.fixture
-def make(make_config) -> Callable[..., tuple[AheadCollector, Draws, Runner]]:
+def make(make_config) -> Callable[..., tuple[Collector, PromptQueue, Runner]]:
     """Version v is policy step v - 1."""
 
-    def made(runner: Runner, **rollout: Any) -> tuple[AheadCollector, Draws, Runner]:
+    def made(runner: Runner, **rollout: Any) -> tuple[Collector, PromptQueue, Runner]:
         config = make_config(rollout={"max_staleness": 1, "prompts_per_step": 1, "samples_per_prompt": 1, **rollout})
-        draws, versions = Draws(PromptStream(PROMPTS, seed=1)), PolicySteps()
+        draws, versions = PromptQueue(PromptStream(PROMPTS, seed=1)), PublishedVersions()
         for step in range(5):
             versions.add(Publication(step + 1, step, 0))
         filters = FilterChain(config.rollout.filters, samples_per_prompt=2)
-        collector = AheadCollector(config, draws, runner, filters, versions, steps=100, busy_s=lambda: 0.0)
+        collector = Collector(config, draws, runner, filters, versions, steps=100, busy_s=lambda: 0.0)
         return collector, draws, runner
 
     return made
@@ -315,7 +315,7 @@ def test_what_only_engines_have_aborted_is_not_said_to_be_stale(make):
 
 
 def test_what_is_advised_follows_from_what_dropped_the_groups():
-    tally = Tally(draws=9)
+    tally = DropCounts(draws=9)
     tally.dropped.update(stale=5)
     said = str(tally.too_little(3, 1, 4))
     assert said.startswith("step 3 has 1 of 4 groups after 9 draws: stale dropped 5; lower rollout.oversample or raise ro")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlcore.interfaces import GenerateRequest, SamplingParams
-from rollout.collection.lockstep_batcher import BatchGate
+from rollout.collection.lockstep_batcher import LockstepBatcher
 
 SAMPLING = SamplingParams(max_new_tokens=1)
 
@@ -41,7 +41,7 @@ async def conversation(gate, generate, draw, turns, delay=0.0):
 
 
 async def run(flush, jobs):
-    gate = BatchGate(flush)
+    gate = LockstepBatcher(flush)
     generators = {draw: gate.enter(draw) for draw, *_ in jobs}
     await asyncio.wait_for(asyncio.gather(*(conversation(gate, generators[d], d, *rest) for d, *rest in jobs)), 10)
 
@@ -56,7 +56,7 @@ def test_batches_do_not_depend_on_arrival(delays):
 def test_parallel_calls_of_one_workflow_are_one_batch():
     async def scenario():
         flush = Recorder()
-        gate = BatchGate(flush)
+        gate = LockstepBatcher(flush)
         one, two = gate.enter(1), gate.enter(2)
         answers = await asyncio.wait_for(
             asyncio.gather(two(request(2)), one(request(1, first_sample=1)), one(request(1, first_sample=0))), 10
@@ -71,7 +71,7 @@ def test_parallel_calls_of_one_workflow_are_one_batch():
 def test_one_who_leaves_without_asking_holds_nobody_up():
     async def scenario():
         flush = Recorder()
-        gate = BatchGate(flush)
+        gate = LockstepBatcher(flush)
         one, _ = gate.enter(1), gate.enter(2)
         call = asyncio.ensure_future(one(request(1)))
         await asyncio.sleep(0.01)
@@ -88,7 +88,7 @@ def test_a_failing_engine_fails_all_who_wait():
         raise RuntimeError("engine is gone")
 
     async def scenario():
-        gate = BatchGate(flush)
+        gate = LockstepBatcher(flush)
         calls = [gate.enter(draw)(request(draw)) for draw in (1, 2)]
         return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlcore.data.sample import VersionSpan
-from rlcore.data.sampling_masks import TokenSets
+from rlcore.data.sampling_masks import SamplingMasks
 from rlcore.interfaces import Completion, GenerateRequest, Prefix, SamplingParams
 from rollout.collection.partial import MOST_IN_VAIN, PartialRollouts, shorten
 
@@ -64,7 +64,7 @@ class Cutting:
         return Completion(
             np.array(tokens, np.int32), -(sample + 1) - places.astype(np.float32), reason,
             (VersionSpan(version, 0, made),) if made else (),
-            TokenSets(np.array([t for t in tokens for t in (t, 1000)], np.int32), np.full(made, 2, np.int32)),
+            SamplingMasks(np.array([t for t in tokens for t in (t, 1000)], np.int32), np.full(made, 2, np.int32)),
             fed if made else np.zeros((0, 0, 0), np.int16),
         )  # fmt: skip
 
@@ -88,9 +88,9 @@ def assert_equal(one: Completion, other: Completion) -> None:
     """But for versions and experts, which say who made what."""
     assert (one.tokens.tolist(), one.finish_reason) == (other.tokens.tolist(), other.finish_reason)
     np.testing.assert_array_equal(one.logprobs, other.logprobs)
-    assert one.keep_sets is not None
-    assert other.keep_sets is not None
-    assert one.keep_sets.to_record() == other.keep_sets.to_record()
+    assert one.sampling_mask is not None
+    assert other.sampling_mask is not None
+    assert one.sampling_mask.to_record() == other.sampling_mask.to_record()
     assert one.routed_experts is not None
     assert one.routed_experts.shape == (len(PROMPT) + len(one.tokens) - 1, 1, 1)
 
@@ -133,9 +133,9 @@ def test_a_stop_string_over_three_passes_ends_the_response_where_it_ends():
     [found], _ = whole(engine, stop=("abcde",))
     assert (found.tokens.tolist(), found.finish_reason) == (spelled("xabcde"), "stop")
     assert found.versions == (VersionSpan(0, 0, 3), VersionSpan(1, 3, 4), VersionSpan(2, 4, 6))
-    assert found.keep_sets is not None
-    assert found.keep_sets.counts.tolist() == [2] * 6
-    assert found.keep_sets.tokens[::2].tolist() == spelled("xabcde")
+    assert found.sampling_mask is not None
+    assert found.sampling_mask.counts.tolist() == [2] * 6
+    assert found.sampling_mask.tokens[::2].tolist() == spelled("xabcde")
 
 
 def test_the_token_before_the_cut_may_have_been_the_last():
@@ -242,7 +242,7 @@ def test_without_records_there_are_none_afterwards():
             return Completion(made.tokens, made.logprobs, made.finish_reason, made.versions)
 
     [found], _ = whole(Plain(lambda _: spelled("xabcdefgh"), [3]), stop=("abcd",))
-    assert (found.keep_sets, found.routed_experts) == (None, None)
+    assert (found.sampling_mask, found.routed_experts) == (None, None)
     assert found.tokens.tolist() == spelled("xabcd")
 
 

@@ -13,7 +13,7 @@ from rlcore.data.sample import VersionSpan
 from rlcore.errors import PublicationFailed, RunFailed
 from rlcore.weights import digest
 from rollout.engines.embedded.engine import EmbeddedEngine
-from rollout.weight_sync.publication import EngineSink, Roster
+from rollout.weight_sync.publication import StaticParticipants, WeightPublication
 
 
 def make_config(folder, **engine):
@@ -60,8 +60,8 @@ def publish_once(sink, model, version):
 
 
 def test_every_engine_gets_the_weights_and_the_version(model, folder, loop, engines):
-    roster = Roster(engines)
-    sink = EngineSink(make_config(folder, verify_every=1), roster, loop)
+    roster = StaticParticipants(engines)
+    sink = WeightPublication(make_config(folder, verify_every=1), roster, loop)
     publish_once(sink, model, 7)
     for engine in engines:
         assert run(loop, engine.checksum()) == digest(model.named_parameters())
@@ -78,8 +78,8 @@ def test_an_engine_that_fails_a_step_is_dropped_and_the_others_go_on(model, fold
         raise RuntimeError("no such luck")
 
     monkeypatch.setattr(engines[1], step, fail)
-    roster = Roster(engines)
-    sink = EngineSink(make_config(folder, verify_every=1), roster, loop)
+    roster = StaticParticipants(engines)
+    sink = WeightPublication(make_config(folder, verify_every=1), roster, loop)
     publish_once(sink, model, 1)
     assert [engine.name for engine in roster.engines] == ["engine-0", "engine-2"]
     assert roster.dropped == {"engine-1": "RuntimeError: no such luck"}
@@ -97,8 +97,8 @@ def test_an_engine_that_misses_a_bucket_means_a_second_run_with_the_others(model
         await whole(index, flat)
 
     monkeypatch.setattr(engines[2], "receive_bucket", fail)
-    roster = Roster(engines)
-    sink = EngineSink(make_config(folder), roster, loop)
+    roster = StaticParticipants(engines)
+    sink = WeightPublication(make_config(folder), roster, loop)
     with pytest.raises(PublicationFailed, match=r"bucket 1 .* out of memory"):
         publish_once(sink, model, 1)
     sink.cancel()
@@ -108,7 +108,7 @@ def test_an_engine_that_misses_a_bucket_means_a_second_run_with_the_others(model
 
 
 def test_an_engine_that_fails_costs_the_others_no_connection(model, folder, loop, engines, monkeypatch):
-    class Late(Roster):
+    class Late(StaticParticipants):
         """The last engine waits for weights."""
 
         async def stale(self):
@@ -117,7 +117,7 @@ def test_an_engine_that_fails_costs_the_others_no_connection(model, folder, loop
     async def fail(*_):
         raise RuntimeError("out of memory")
 
-    sink = EngineSink(make_config(folder), Late(engines), loop)
+    sink = WeightPublication(make_config(folder), Late(engines), loop)
     publish_once(sink, model, 1)
     closed = []
     monkeypatch.setattr(sink._transport, "close", lambda: closed.append(True) or asyncio.sleep(0))
@@ -134,7 +134,7 @@ def test_an_engine_that_fails_costs_the_others_no_connection(model, folder, loop
 def test_members_are_told_before_a_pause_and_after_a_whole_version(model, folder, loop, engines, monkeypatch):
     said = []
 
-    class Noted(Roster):
+    class Noted(StaticParticipants):
         async def stale(self):
             return self.engines[2:]
 
@@ -149,7 +149,7 @@ def test_members_are_told_before_a_pause_and_after_a_whole_version(model, folder
 
     pause = engines[2].pause
     monkeypatch.setattr(engines[2], "pause", lambda mode: said.append(("pause", "engine-2")) or pause(mode))
-    sink = EngineSink(make_config(folder), Noted(engines), loop)
+    sink = WeightPublication(make_config(folder), Noted(engines), loop)
     publish_once(sink, model, 3)
     names = [engine.name for engine in engines]
     assert said == [
@@ -164,7 +164,7 @@ def test_members_are_told_before_a_pause_and_after_a_whole_version(model, folder
 def test_checksums_are_compared_as_often_as_asked(model, folder, loop, engines, monkeypatch):
     compared, checksum = [], engines[0].checksum
     monkeypatch.setattr(engines[0], "checksum", lambda: compared.append(engines[0].version) or checksum())
-    sink = EngineSink(make_config(folder, verify_every=2), Roster(engines[:1]), loop)
+    sink = WeightPublication(make_config(folder, verify_every=2), StaticParticipants(engines[:1]), loop)
     for version in range(1, 5):
         publish_once(sink, model, version)
     assert len(compared) == 2, "the first and the third"
@@ -179,15 +179,15 @@ def test_weights_that_arrive_damaged_are_noticed(model, folder, loop, engines, m
         await whole(index, flat)
 
     monkeypatch.setattr(engines[0], "receive_bucket", damage)
-    roster = Roster(engines)
-    sink = EngineSink(make_config(folder, verify_every=1), roster, loop)
+    roster = StaticParticipants(engines)
+    sink = WeightPublication(make_config(folder, verify_every=1), roster, loop)
     publish_once(sink, model, 1)
     assert roster.dropped["engine-0"].startswith("its weights differ from what was sent")
     assert len(roster.engines) == 2
 
 
 def test_no_engine_left_ends_the_run_with_every_reason(model, folder, loop, engines):
-    sink = EngineSink(make_config(folder), Roster(engines[:2]), loop)
+    sink = WeightPublication(make_config(folder), StaticParticipants(engines[:2]), loop)
     with pytest.raises(RunFailed, match=r"no engine is left.*engine-0: .*missing model.*engine-1: ") as caught:
         sink.prepare(layout(model)[1:])
     assert "model.embed_tokens.weight" in str(caught.value)
@@ -199,15 +199,15 @@ def test_an_engine_that_hangs_is_dropped_at_its_deadline(model, folder, loop, en
 
     monkeypatch.setattr(engines[0], "begin_update", hang)
     monkeypatch.setattr("rollout.weight_sync.base.GRACE_S", 0.1)
-    roster = Roster(engines)
-    sink = EngineSink(make_config(folder, update_timeout_s=0.5), roster, loop)
+    roster = StaticParticipants(engines)
+    sink = WeightPublication(make_config(folder, update_timeout_s=0.5), roster, loop)
     publish_once(sink, model, 1)
     assert roster.dropped == {"engine-0": "engine engine-0 did not answer begin_update within 0.5 s"}
 
 
 def test_closing_does_not_wait_for_a_loop_that_is_stuck(model, folder, loop, engines, monkeypatch, caplog):
     monkeypatch.setattr("rollout.weight_sync.publication.CLOSE_S", 0.2)
-    sink = EngineSink(make_config(folder), Roster(engines), loop)
+    sink = WeightPublication(make_config(folder), StaticParticipants(engines), loop)
     publish_once(sink, model, 1)
     freed = threading.Event()
     loop.call_soon_threadsafe(freed.wait, 20)

@@ -13,7 +13,7 @@ from engine_kit import flatten, layout, load, publish, request, tiny_qwen3, with
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rollout.engines.embedded.decoding import Decoding
-from rollout.engines.embedded.pause_gate import Gate
+from rollout.engines.embedded.pause_gate import PauseGate
 
 LONG = 400      # tokens: enough to be caught in the middle
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10]]
@@ -217,7 +217,7 @@ def test_the_event_loop_stays_responsive_while_it_generates(model, folder, in_th
 
 
 def test_a_pause_that_cannot_take_effect_names_the_engine():
-    gate = Gate("engine-7", park_timeout_s=1)
+    gate = PauseGate("engine-7", park_timeout_s=1)
     gate.enter()        # a call that never reaches the gate
     with pytest.raises(DeadlineExceeded, match=r"engine-7: pause \(drain\) did not take effect"):
         gate.pause("drain", timeout_s=0.05)

@@ -60,9 +60,9 @@ def test_what_comes_behind_a_prefix_is_what_came_there_before(model, folder, cut
             assert tail.finish_reason == before.finish_reason
             np.testing.assert_allclose(tail.logprobs, before.logprobs[seam:], atol=1e-5)
             assert tail.versions == (VersionSpan(1, 0, len(tail.tokens)),)
-            counts = before.keep_sets.counts
-            assert tail.keep_sets.counts.tolist() == counts[seam:].tolist()
-            assert tail.keep_sets.tokens.tolist() == before.keep_sets.tokens[counts[:seam].sum() :].tolist()
+            counts = before.sampling_mask.counts
+            assert tail.sampling_mask.counts.tolist() == counts[seam:].tolist()
+            assert tail.sampling_mask.tokens.tolist() == before.sampling_mask.tokens[counts[:seam].sum() :].tolist()
             compared += 1
     assert compared == sum(len(c.tokens) > cut(place) for completions in whole for place, c in enumerate(completions)) > 0
 
@@ -190,5 +190,5 @@ def test_an_abort_under_the_same_weights_changes_no_token(model, folder, reaches
     for one, other in zip((c for row in calm for c in row), (c for row in cut for c in row), strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert (one.finish_reason, one.versions) == (other.finish_reason, other.versions)
-        assert one.keep_sets.to_record() == other.keep_sets.to_record()
+        assert one.sampling_mask.to_record() == other.sampling_mask.to_record()
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)

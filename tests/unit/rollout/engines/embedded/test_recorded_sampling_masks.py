@@ -9,10 +9,10 @@ import pytest
 import torch
 from engine_kit import VOCAB, request, with_engine
 
-from rlcore.data.sampling_masks import TokenSets
+from rlcore.data.sampling_masks import SamplingMasks
 from rollout.engines.embedded.codec import decode_completion, decode_request, encode_completion, encode_request
 from rollout.engines.embedded.sampling import keep_mask
-from rollout.engines.embedded.sampling_masks import KeepSetLog
+from rollout.engines.embedded.sampling_masks import SamplingMaskRecorder
 
 KEPT: dict[str, Any] = {"temperature": 0.7, "top_p": 0.7, "top_k": 9, "keep_sets": True}
 
@@ -32,7 +32,7 @@ def expected(model, prompt, tokens, settings) -> tuple[list[list[int]], list[flo
     return sets, [float(log_p[i, token]) for i, token in enumerate(tokens)]
 
 
-def listed(sets: TokenSets) -> list[list[int]]:
+def listed(sets: SamplingMasks) -> list[list[int]]:
     return [part.tolist() for part in np.split(sets.tokens, sets.counts.cumsum()[:-1])]
 
 
@@ -45,7 +45,7 @@ def test_every_token_comes_with_what_it_was_drawn_from(folder, model):
     for prompt, completions in zip(prompts, results):
         for completion in completions:
             sets, logprobs = expected(model, prompt, completion.tokens.tolist(), KEPT)
-            assert listed(completion.keep_sets) == sets
+            assert listed(completion.sampling_mask) == sets
             np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-5)
             lengths.add(len(completion.tokens))
     assert len(lengths) > 2
@@ -55,15 +55,15 @@ def test_only_those_who_ask_get_them_and_the_whole_vocabulary_takes_no_room(fold
     truncated = {**KEPT, "keep_sets": False}
     whole = {"temperature": 0.7, "keep_sets": True}
     asked = [request([1, 2], draw=0, **KEPT), request([1, 2], draw=1, **truncated), request([1, 2], draw=2, **whole),
-             request([1, 2], draw=3, temperature=0.0, top_p=0.5, keep_sets=True)]  # fmt: skip
+             request([1, 2], draw=3, temperature=0.0, top_p=0.5, sampling_mask=True)]  # fmt: skip
     (kept,), (plain,), (full,), (greedy,) = generate(folder, model, asked)
-    assert 0 < kept.keep_sets.counts.min() <= kept.keep_sets.counts.max() <= 9
-    assert plain.keep_sets is None
+    assert 0 < kept.sampling_mask.counts.min() <= kept.sampling_mask.counts.max() <= 9
+    assert plain.sampling_mask is None
     for one in (full, greedy):
-        assert one.keep_sets.counts.tolist() == [0] * len(one.tokens)
-        assert len(one.keep_sets.tokens) == 0
+        assert one.sampling_mask.counts.tolist() == [0] * len(one.tokens)
+        assert len(one.sampling_mask.tokens) == 0
     (alone,) = generate(folder, model, [request([1, 2], draw=2, **whole)])[0]
-    assert alone.keep_sets.counts.tolist() == full.keep_sets.counts.tolist()
+    assert alone.sampling_mask.counts.tolist() == full.sampling_mask.counts.tolist()
 
 
 def test_they_cross_the_border_of_a_process(folder, model):
@@ -71,13 +71,13 @@ def test_they_cross_the_border_of_a_process(folder, model):
     assert decode_request(encode_request(asked)).sampling == asked.sampling
     ((made,),) = generate(folder, model, [asked])
     back = decode_completion(encode_completion(made))
-    assert back.keep_sets.tokens.dtype == back.keep_sets.counts.dtype == np.int32
-    assert listed(back.keep_sets) == listed(made.keep_sets)
-    assert decode_completion(encode_completion(generate(folder, model, [request([1])])[0][0])).keep_sets is None
+    assert back.sampling_mask.tokens.dtype == back.sampling_mask.counts.dtype == np.int32
+    assert listed(back.sampling_mask) == listed(made.sampling_mask)
+    assert decode_completion(encode_completion(generate(folder, model, [request([1])])[0][0])).sampling_mask is None
 
 
 def test_a_log_of_rows_that_come_and_go():
-    log = KeepSetLog()
+    log = SamplingMaskRecorder()
     everything, alive = torch.ones(1, 4, dtype=torch.bool), torch.tensor([True, True, False])
     mask = torch.tensor([[True, False, True, False]]).repeat(3, 1)
     log.add(torch.cat([mask[:1], everything, mask[:1]]), alive, None)       # the third has ended, the second kept all
@@ -91,5 +91,5 @@ def test_a_log_of_rows_that_come_and_go():
 
 @pytest.mark.parametrize("top_k", [VOCAB, VOCAB + 5])
 def test_a_top_k_of_everything_truncates_nothing(folder, model, top_k):
-    ((made,),) = generate(folder, model, [request([1], top_k=top_k, keep_sets=True)])
-    assert not made.keep_sets.counts.any()
+    ((made,),) = generate(folder, model, [request([1], top_k=top_k, sampling_mask=True)])
+    assert not made.sampling_mask.counts.any()

@@ -124,7 +124,7 @@ def test_logprobs_are_of_the_tempered_unfiltered_distribution():
 def test_with_keep_sets_logprobs_are_of_what_was_drawn_from():
     logits = torch.randn(6, 31, generator=torch.Generator().manual_seed(2))
     settings = [(1, 1, -1), (0.5, 0.6, -1), (2, 1, 5), (0.8, 0.5, 9), (0, 0.5, 3), (1, 1e-6, -1)]
-    params = [SamplingParams(1, temperature=t, top_p=p, top_k=k, keep_sets=True) for t, p, k in settings]
+    params = [SamplingParams(1, temperature=t, top_p=p, top_k=k, sampling_mask=True) for t, p, k in settings]
     plain = [SamplingParams(1, temperature=t, top_p=p, top_k=k) for t, p, k in settings]
     uniform = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     tokens, logprobs, kept = sample_tokens(logits, SamplingTable.build(params, 31), uniform)
@@ -140,7 +140,7 @@ def test_with_keep_sets_logprobs_are_of_what_was_drawn_from():
 def test_a_row_is_drawn_alike_in_any_company():
     logits = torch.randn(5, 31, generator=torch.Generator().manual_seed(3))
     params = [SamplingParams(1), SamplingParams(1, top_p=0.5), SamplingParams(1, temperature=0), SamplingParams(1, 0.7),
-              SamplingParams(1, top_k=2, keep_sets=True)]
+              SamplingParams(1, top_k=2, sampling_mask=True)]
     uniform = torch.from_numpy(uniforms(1, np.arange(5), 0, 0, 0))
     table = SamplingTable.build(params, 31)
     together = sample_tokens(logits, table, uniform)[0]

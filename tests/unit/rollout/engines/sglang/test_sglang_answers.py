@@ -43,7 +43,7 @@ def test_a_completion():
     assert completion.logprobs.dtype == np.float32
     assert completion.finish_reason == "length"
     assert completion.versions == (VersionSpan(4, 0, 3),)
-    assert completion.keep_sets is completion.routed_experts is None
+    assert completion.sampling_mask is completion.routed_experts is None
 
 
 def test_samples_come_in_order():
@@ -61,12 +61,12 @@ def test_finish_reasons(reason, expected):
 
 
 def test_aborted_before_the_first_token():
-    asked = request([1, 2], keep_sets=True, routed_experts=True, top_k=5)
+    asked = request([1, 2], sampling_mask=True, routed_experts=True, top_k=5)
     [completion] = read([one((), {"type": "abort"}, versions=((4, 0, 0),))], asked)
     assert (completion.finish_reason, completion.versions, len(completion.tokens)) == ("abort", (), 0)
-    assert completion.keep_sets is not None
+    assert completion.sampling_mask is not None
     assert completion.routed_experts is not None
-    assert len(completion.keep_sets.counts) == len(completion.routed_experts) == 0
+    assert len(completion.sampling_mask.counts) == len(completion.routed_experts) == 0
 
 
 def test_a_logprob_may_be_rounded_up_a_little():
@@ -99,15 +99,15 @@ SETS = {"output_token_sampling_mask": [[9, 5], [6], list(range(VOCAB))], "output
 
 
 def test_keep_sets_with_the_logprobs_of_what_was_drawn_from():
-    [completion] = read([one(**SETS)], request([1, 2], keep_sets=True, top_k=16, top_p=0.5))
-    assert completion.keep_sets.counts.tolist() == [2, 1, 0]        # 0: the whole vocabulary
-    assert completion.keep_sets.tokens.tolist() == [5, 9, 6]
+    [completion] = read([one(**SETS)], request([1, 2], sampling_mask=True, top_k=16, top_p=0.5))
+    assert completion.sampling_mask.counts.tolist() == [2, 1, 0]        # 0: the whole vocabulary
+    assert completion.sampling_mask.tokens.tolist() == [5, 9, 6]
     assert completion.logprobs.tolist() == pytest.approx([-0.2, 0.0, -3.0])
 
 
 def test_without_truncation_the_sets_are_the_vocabulary():
-    [completion] = read([one()], request([1, 2], keep_sets=True))
-    assert completion.keep_sets.counts.tolist() == [0, 0, 0]
+    [completion] = read([one()], request([1, 2], sampling_mask=True))
+    assert completion.sampling_mask.counts.tolist() == [0, 0, 0]
     assert completion.logprobs.tolist() == [-0.5, -1.0, -1.5]
 
 
@@ -190,4 +190,4 @@ def test_missing_routed_experts():
 ])  # fmt: skip
 def test_corrupt_keep_sets(name, value, why):
     with pytest.raises(EngineFailed, match=why):
-        read([one(**SETS | {name: value})], request([1, 2], keep_sets=True, top_k=5))
+        read([one(**SETS | {name: value})], request([1, 2], sampling_mask=True, top_k=5))

@@ -8,12 +8,12 @@ import time
 import pytest
 
 from rlcore.errors import EngineHangs
-from rollout.engines.sglang.pause_gate import Turnstile
+from rollout.engines.sglang.pause_gate import PauseGate
 
 
 def test_a_call_that_waited_is_not_let_through_when_it_is_closed_again_at_once() -> None:
     async def use() -> None:
-        turnstile = Turnstile("engine-0", timeout_s=5.0)
+        turnstile = PauseGate("engine-0", timeout_s=5.0)
         seen: list[int] = []
 
         async def call() -> None:
@@ -37,7 +37,7 @@ def test_a_call_that_waited_is_not_let_through_when_it_is_closed_again_at_once()
 
 def test_both_sides_wait_no_longer_than_the_limit() -> None:
     async def use() -> None:
-        turnstile = Turnstile("engine-0", timeout_s=0.1)
+        turnstile = PauseGate("engine-0", timeout_s=0.1)
         async with turnstile:
             with pytest.raises(EngineHangs, match=r"engine-0 still had 1 requests in flight after 0\.1 s"):
                 await turnstile.emptied()

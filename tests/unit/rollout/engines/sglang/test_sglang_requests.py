@@ -83,9 +83,9 @@ def test_sampling_parameters(given, expected):
 
 def test_records_are_asked_for_where_there_are_any():
     assert body_of(request([1], routed_experts=True))["return_routed_experts"] is True
-    assert body_of(request([1], keep_sets=True, top_k=5))["return_sampling_mask"] is True
-    assert "return_sampling_mask" not in body_of(request([1], keep_sets=True))
-    assert "return_sampling_mask" not in body_of(request([1], keep_sets=True, top_k=5, temperature=0.0))
+    assert body_of(request([1], sampling_mask=True, top_k=5))["return_sampling_mask"] is True
+    assert "return_sampling_mask" not in body_of(request([1], sampling_mask=True))
+    assert "return_sampling_mask" not in body_of(request([1], sampling_mask=True, top_k=5, temperature=0.0))
     assert body_of(request([1]), cache_key="7")["extra_key"] == "7"
 
 
@@ -124,8 +124,8 @@ def test_a_stop_pattern_matches_the_string_alone_and_looks_far_enough_back(text)
     (request([1], stop=("",)), "stop string '' is empty"),
     (request([1], stop=("x" * 250,)), "longer than SGLang takes"),
     (request([1], routed_experts=True), "rollout.engine.server.enable_return_routed_experts"),
-    (request([1], keep_sets=True, top_p=0.9), r"top_k of 2 to 16, got -1: set rollout\.sampling\.top_k"),
-    (request([1], keep_sets=True, top_k=17), "of 2 to 16, got 17"),
+    (request([1], sampling_mask=True, top_p=0.9), r"top_k of 2 to 16, got -1: set rollout\.sampling\.top_k"),
+    (request([1], sampling_mask=True, top_k=17), "of 2 to 16, got 17"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_refused(asked, why):
     with pytest.raises(UserError, match=why):
@@ -134,8 +134,8 @@ def test_what_cannot_be_served_is_refused(asked, why):
 
 @pytest.mark.parametrize("asked", [
     request([0, 30], max_new_tokens=28), request([1] * 20, max_new_tokens=10), request([1], temperature=0.0, top_k=1),
-    request([1], top_k=1), request([1], keep_sets=True), request([1], keep_sets=True, temperature=0.0, top_p=0.5),
-    request([1], keep_sets=True, top_k=16, top_p=0.5), request([1], stop=("a",) * 32, stop_token_ids=(0, 30)),
+    request([1], top_k=1), request([1], sampling_mask=True), request([1], sampling_mask=True, temperature=0.0, top_p=0.5),
+    request([1], sampling_mask=True, top_k=16, top_p=0.5), request([1], stop=("a",) * 32, stop_token_ids=(0, 30)),
 ])  # fmt: skip
 def test_what_can_be_served_is_not(asked):
     check_request(asked, LIMITS)

@@ -1,4 +1,4 @@
-"""Samples as the embedded engine draws and records them: those of test_keep_sets.py and test_engine_routing.py."""
+"""Samples as the embedded engine draws and records them: those of test_sampling_mask_parity.py and test_engine_routing.py."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.routed_experts import join_experts
 from rlcore.data.sample import Sample, VersionSpan
-from rlcore.data.sampling_masks import TokenSets
+from rlcore.data.sampling_masks import SamplingMasks
 from rlcore.interfaces import Completion, GenerateRequest, Prompt, SamplingParams
 from rlcore.weights import TensorSpec, cut_buckets
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.model_weights import as_published
 from rollout.workflows.base import make_sample
 
-TRUNCATED = SamplingParams(max_new_tokens=9, temperature=TEMPERATURE, top_p=0.8, top_k=12, keep_sets=True)
+TRUNCATED = SamplingParams(max_new_tokens=9, temperature=TEMPERATURE, top_p=0.8, top_k=12, sampling_mask=True)
 OTHERS = {3: replace(TRUNCATED, top_k=2), 4: replace(TRUNCATED, top_p=1.0, top_k=-1), 8: replace(TRUNCATED, top_p=0.3)}
-NOTHING = Completion(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), "abort", (), TokenSets.whole(0))
+NOTHING = Completion(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), "abort", (), SamplingMasks.whole(0))
 TOOL = np.array([3, 1, 4, 1, 5], dtype=np.int32)
 
 
@@ -48,8 +48,8 @@ def prompt(size: int) -> Prompt:
 
 def with_tool(first: Sample, second: Completion) -> Sample:
     """Two turns and, between them, tokens that nobody drew."""
-    assert first.keep_sets is not None
-    assert second.keep_sets is not None
+    assert first.sampling_mask is not None
+    assert second.sampling_mask is not None
     m, records = first.num_trainable, [one.routed_experts for one in (first, second) if one.routed_experts is not None]
     return replace(
         first,
@@ -57,7 +57,7 @@ def with_tool(first: Sample, second: Completion) -> Sample:
         loss_mask=np.concatenate([first.loss_mask, np.zeros_like(TOOL, np.uint8), np.ones_like(second.tokens, np.uint8)]),
         rollout_logprobs=np.concatenate([first.rollout_logprobs, second.logprobs]),
         versions=(VersionSpan(1, 0, m + len(second.tokens)),),
-        keep_sets=TokenSets.joined([first.keep_sets, second.keep_sets]),
+        sampling_mask=SamplingMasks.joined([first.sampling_mask, second.sampling_mask]),
         routed_experts=join_experts(records) if records else None,
         turns=2,
     )

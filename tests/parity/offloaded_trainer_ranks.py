@@ -1,4 +1,4 @@
-"""What each rank of test_parking.py does: train, parked in between, and compare with a trainer that stays, bit for bit."""
+"""What each rank of test_offloaded_trainer.py does: train, offloaded in between, and compare with a trainer that stays, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backends.megatron import MegatronBackend
-from backends.megatron.frozen import Guest
+from backends.megatron.frozen import SwappedIn
 from rlcore.trainer.objective import Objective
 
 SMALL = 64 << 10        # bytes that may stay: rotary tables, masks, counters
@@ -36,10 +36,10 @@ def device_bytes(backend: MegatronBackend | None = None) -> int:
     tensors = [o for o in gc.get_objects() if type(o) in (Tensor, Parameter)]
     everything = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     if backend is not None:
-        hosts = [host for parking in backend._parkings for host in parking._hosts.values()]
+        hosts = [host for offloading in backend._parkings for host in offloading._hosts.values()]
         hosts += backend._host_copies._tensors.values()
         for frozen in backend.frozen.values():
-            if isinstance(frozen, Guest):
+            if isinstance(frozen, SwappedIn):
                 hosts += [*frozen.weights._weights, *frozen.weights._aside]
         for host in hosts:
             everything.pop(host.untyped_storage()._cdata, None)
@@ -60,9 +60,9 @@ def published(backend: MegatronBackend) -> list[Tensor]:
     return [flat.clone() for _, flat in backend.export_buckets() if flat is not None]
 
 
-def check_same(what: str, parked: list[Tensor], stayed: list[Tensor]) -> None:
-    assert len(parked) == len(stayed), what
-    assert all(torch.equal(a, b) for a, b in zip(parked, stayed)), what
+def check_same(what: str, offloaded: list[Tensor], stayed: list[Tensor]) -> None:
+    assert len(offloaded) == len(stayed), what
+    assert all(torch.equal(a, b) for a, b in zip(offloaded, stayed)), what
 
 
 def check_files(folder: Path, other: Path) -> None:
@@ -72,10 +72,10 @@ def check_files(folder: Path, other: Path) -> None:
         assert (folder / name).read_bytes() == (other / name).read_bytes(), name
 
 
-def park(backend: MegatronBackend, before: int) -> None:
+def offload(backend: MegatronBackend, before: int) -> None:
     """Nothing of the trainer stays on the device, and what left it is what the models hold."""
     held = device_bytes(backend) - before
-    backend.park()
+    backend.offload()
     left = device_bytes(backend) - before
     assert left < SMALL, f"{left} of {held} bytes stayed on the device"
     assert backend.parked_bytes > held // 2, (backend.parked_bytes, held)
@@ -95,26 +95,26 @@ def run(case: dict[str, Any], folder: Path) -> None:
     parks = build(case, folder)
     results = []
     for _ in range(2):
-        park(parks, before)
-        parks.park()            # twice is once
-        parks.unpark()
-        parks.unpark()
+        offload(parks, before)
+        parks.offload()            # twice is once
+        parks.onload()
+        parks.onload()
         assert parks.parked_bytes == 0 or case.get("offload_trained")
         results.append(take_step(parks, case["plan"]))
         published(parks)
-    park(parks, before)
+    offload(parks, before)
     check_same("the published weights", published(parks), weights)      # what is needed comes, and goes again
     check_same("weights and optimizers", states(parks), after_two)
     parks.save(folder / f"{case['name']}_parked")
     check_files(folder / f"{case['name']}_parked", folder / f"{case['name']}_stays")
-    park(parks, before)         # the buffers of those passes too
+    offload(parks, before)         # the buffers of those passes too
     parks.close()
     del parks
 
     resumed = build(case, folder)
-    park(resumed, before)       # before its optimizers have any state
+    offload(resumed, before)       # before its optimizers have any state
     resumed.load(folder / f"{case['name']}_stays")
-    resumed.unpark()
+    resumed.onload()
     results.append(take_step(resumed, case["plan"]))
     check_same("the step after a resume", states(resumed), after_three)
     resumed.close()

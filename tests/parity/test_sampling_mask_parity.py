@@ -9,8 +9,8 @@ import oracle
 import pytest
 import torch
 from cases import PLANS
-from keep_set_samples import draw_samples
 from sample_oracle import step_on_samples
+from sampling_mask_samples import draw_samples
 from spawn import run_ranks
 
 from rlcore.data.batch import RolloutBatch
@@ -52,12 +52,12 @@ def samples(folder: Path) -> list[Sample]:
     torch.set_num_threads(1)
     drawn = draw_samples(folder / "models" / "qwen3", oracle._load(folder / "models" / "qwen3").float())
     write_rollouts(folder / "kept", 1, drawn)
-    kept = [sample.keep_sets for sample in drawn]
+    kept = [sample.sampling_mask for sample in drawn]
     for sample in drawn:
-        sample.keep_sets = None
+        sample.sampling_mask = None
     write_rollouts(folder / "plain", 1, drawn)
     for sample, sets in zip(drawn, kept):
-        sample.keep_sets = sets
+        sample.sampling_mask = sets
     return drawn
 
 
@@ -77,8 +77,8 @@ def sequences_of(case: dict[str, Any]) -> list[int]:
 
 def test_the_samples_are_what_they_are_for(samples: list[Sample]) -> None:
     batch = RolloutBatch.from_samples(samples)
-    assert batch.keep_sets is not None
-    counts = batch.keep_sets.offsets.diff()
+    assert batch.sampling_mask is not None
+    counts = batch.sampling_mask.offsets.diff()
     assert {0, 1} <= set(counts.tolist())
     assert counts.max() > 4
     assert batch.num_trainable_each.count(0) == 2

@@ -1,4 +1,4 @@
-"""A trainer parked in host memory between steps: nothing stays on the device, and training is the same to the bit."""
+"""A trainer offloaded in host memory between steps: nothing stays on the device, and training is the same to the bit."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from spawn import run_ranks
 
-from backends.megatron.training.offload import Parking
+from backends.megatron.training.offload import OffloadedState
 
-RANKS = Path(__file__).with_name("parking_ranks.py")
+RANKS = Path(__file__).with_name("offloaded_trainer_ranks.py")
 CPU = torch.device("cpu")
 
 ONE: list[dict[str, Any]] = [
@@ -41,30 +41,30 @@ def test_a_parked_trainer_goes_on_as_if_it_had_stayed(size: int, cases: list[dic
 
 def test_what_stays_leaves_once_and_comes_back_for_its_users() -> None:
     tensor = torch.arange(4.0)
-    parking = Parking(lambda: [tensor], CPU, stays=True)
-    with parking.present():
+    offloading = OffloadedState(lambda: [tensor], CPU, stays=True)
+    with offloading.present():
         pass
-    assert parking.num_bytes == 0
-    parking.leave()
-    parking.leave()
-    assert (parking.num_bytes, tensor.untyped_storage().nbytes()) == (16, 0)
-    with parking.present():
+    assert offloading.num_bytes == 0
+    offloading.leave()
+    offloading.leave()
+    assert (offloading.num_bytes, tensor.untyped_storage().nbytes()) == (16, 0)
+    with offloading.present():
         tensor.add_(1)
-        parking.stay()
-    parking.stay()
-    assert (parking.num_bytes, tensor.tolist()) == (0, [1, 2, 3, 4])
-    with parking.present():
-        parking.leave()
+        offloading.stay()
+    offloading.stay()
+    assert (offloading.num_bytes, tensor.tolist()) == (0, [1, 2, 3, 4])
+    with offloading.present():
+        offloading.leave()
         assert tensor.tolist() == [1, 2, 3, 4]      # its user has it still
-    assert parking.num_bytes == 16
+    assert offloading.num_bytes == 16
 
 
 def test_what_does_not_stay_is_never_asked_to() -> None:
     tensor = torch.ones(4)
-    parking = Parking(lambda: [tensor], CPU)
-    parking.stay()
-    assert parking.num_bytes == 16
-    parking.leave()
-    with parking.present():
+    offloading = OffloadedState(lambda: [tensor], CPU)
+    offloading.stay()
+    assert offloading.num_bytes == 16
+    offloading.leave()
+    with offloading.present():
         assert tensor.tolist() == [1, 1, 1, 1]
-    assert parking.num_bytes == 16
+    assert offloading.num_bytes == 16
