@@ -13,7 +13,7 @@ from backends.megatron import MegatronBackend
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan
-from rlcore.interfaces import UpdateResult
+from rlcore.data.step import UpdateResult
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.loop import put
 from rlcore.trainer.objective import Objective

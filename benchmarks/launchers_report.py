@@ -15,7 +15,7 @@ from launchers_ways import RLCORE
 from process import ProgramFailedError
 
 from rlcore.runs.metrics import read_metrics
-from rlcore.trainer.weight_publisher import read_versions
+from rlcore.runs.versions import read_versions
 
 GAP = "rollout/train_rollout_logprob_diff"
 WINDOW = 10         # steps of one mean reward

@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from rlcore.interfaces import Completion, GenerateRequest
-from rollout.collection.group_runner import GroupRunner
-from rollout.collection.runners import Runners
+from rlcore.data.generation import Completion, GenerateRequest
+from rollout.collection.group_runner import GroupRunner, Runners
 from rollout.engines.embedded.engine import EmbeddedEngine
 
 GATHER_S = 0.005        # what is asked within it is decoded together

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from rollout.engines.embedded import server
-from rollout.weight_sync.weight_group import GroupAddress, WeightGroup
+from rollout.weight_sync.process_group import GroupAddress, WeightGroup
 
 
 class Receiver(server.EngineServer):

@@ -28,7 +28,7 @@ from process import busy_seconds
 from report import QUIET_CORES, machine
 
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.interfaces import GenerateRequest, SamplingParams
+from rlcore.data.generation import GenerateRequest, SamplingParams
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.generation import Generation, encode
 from rollout.engines.sglang.http import ServerClient

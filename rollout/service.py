@@ -16,8 +16,9 @@ from rlcore.config import Config
 from rlcore.config.derived import engine_place_s, total_steps
 from rlcore.data.prompts import PromptStream
 from rlcore.data.sample import Sample
+from rlcore.data.step import StepRollouts
 from rlcore.errors import ConfigError, DeadlineExceeded
-from rlcore.interfaces import RolloutEngine, StepRollouts
+from rlcore.interfaces import RolloutEngine
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.asyncio_utils import LoopThread, gather_or_cancel
 from rollout.collection.buffer import BufferedGroup, decode
@@ -25,10 +26,10 @@ from rollout.collection.collector import Collector
 from rollout.collection.errand import Errand
 from rollout.collection.evaluation import Evaluation
 from rollout.collection.filters import FilterChain
+from rollout.collection.group_runner import Runners
 from rollout.collection.load_prompts import load_prompts
 from rollout.collection.lockstep_collector import StepCollector, StepGroups
 from rollout.collection.published_versions import Publication, PublishedVersions
-from rollout.collection.runners import Runners
 from rollout.engines.vocabulary import check_vocabulary
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet

@@ -40,7 +40,7 @@ from rlcore.config import Config
 from rlcore.config.derived import pack_multiple
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan, padded_length, plan_minibatch
-from rlcore.interfaces import UpdateResult
+from rlcore.data.step import UpdateResult
 from rlcore.weights import DTYPES, Bucket
 
 

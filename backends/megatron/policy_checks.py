@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from backends.megatron.checks.layout import check_replay
 from backends.megatron.checks.recompute import check_recompute
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.cpu.shim import expected_warnings_off, importing_megatron
 from backends.megatron.model.layers import layer_fields, layers_of
 from rlcore.config import Config
-from rlcore.errors import ConfigError
 
 
 def check_policy(config: Config, arch: Architecture, device: str | None) -> None:
@@ -40,7 +40,3 @@ def check_policy(config: Config, arch: Architecture, device: str | None) -> None
         transformer_config(arch, policy.parallel, config.model.dtype, torch.device(device), policy.megatron, fields)
 
 
-def check_replay(arch: Architecture) -> None:
-    """Raises ConfigError for a model without experts."""
-    if not arch.num_experts:
-        raise ConfigError(f"policy.routing_replay: the {arch.family} model has no experts to replay; set it to none")

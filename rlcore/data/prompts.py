@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from rlcore.data.rows import Example, read_examples
 from rlcore.data.tokenizer import encode, leading_bos, render_chat
 from rlcore.errors import DataError
-from rlcore.interfaces import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+from dataclasses import field
 
 logger = logging.getLogger(__name__)
 
@@ -192,3 +192,14 @@ class PromptStream:
                 f"{self.size} ({self.fingerprint}); resume with the same data, or start a new run from its weights"
             )
         self.cursor, self._requeued = int(state["cursor"]), sorted(state["requeued"])
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the data, tokenised."""
+
+    prompt_id: str
+    tokens: NDArray[np.int32]
+    text: str
+    label: Any = None
+    row: dict[str, Any] = field(default_factory=dict)

@@ -38,6 +38,7 @@ from rlcore.launch.process import Process
 from rlcore.launch.run_folder import OpenRun, mark_opened, open_run
 from rlcore.planning.devices import peak_flops
 from rlcore.runs.directory import check_run_name
+from rlcore.runs.versions import VersionJournal
 from rlcore.tracking import build_trackers
 from rlcore.tracking.hub import reach_hub
 from rlcore.trainer.credit import CreditAssignment
@@ -46,7 +47,7 @@ from rlcore.trainer.loop import Trainer
 from rlcore.trainer.mfu import Utilization
 from rlcore.trainer.objective import Objective
 from rlcore.trainer.rank0 import Outcome, RankZero
-from rlcore.trainer.weight_publisher import VersionJournal, WeightPublisher
+from rlcore.trainer.weight_publisher import WeightPublisher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from rlcore.interfaces import EngineMemory, MemoryTag, PolicyBackend
+from rlcore.data.generation import MemoryTag
+from rlcore.interfaces import EngineMemory, PolicyBackend
 from rlcore.trainer.rank_sync import RankSync
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
+from rlcore.data.step import UpdateResult
 from rlcore.errors import RunFailed
-from rlcore.interfaces import PolicyBackend, UpdateResult
+from rlcore.interfaces import PolicyBackend
 from rlcore.runs.directory import Status
 from rlcore.trainer.checkpointer import Checkpointer
 from rlcore.trainer.credit import CreditAssignment

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlcore.data.batch import RolloutBatch
-from rlcore.interfaces import UpdateResult
+from rlcore.data.step import UpdateResult
 from rlcore.planning.shape import ModelShape
 
 

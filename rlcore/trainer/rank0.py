@@ -15,8 +15,9 @@ from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import split_minibatches
 from rlcore.data.sample import Sample
+from rlcore.data.step import StepRollouts, UpdateResult
 from rlcore.errors import EngineFailed, RunFailed
-from rlcore.interfaces import RolloutSource, StepRollouts, Tracker, UpdateResult
+from rlcore.interfaces import RolloutSource, Tracker
 from rlcore.runs.checkpoints import Checkpoint, CheckpointStore, write_failure
 from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.metrics import MetricsFile, read_metrics

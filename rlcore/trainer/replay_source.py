@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from rlcore.data.sample import Sample
+from rlcore.data.step import StepRollouts
 from rlcore.errors import DataError
-from rlcore.interfaces import StepRollouts
 from rlcore.runs.rollouts import read_rollouts
 
 NOTHING: Mapping[str, str] = MappingProxyType({})

@@ -14,9 +14,9 @@ from rlcore.config import Config
 from rlcore.data.prompts import PromptSet, PromptStream
 from rlcore.data.rows import Example, read_examples
 from rlcore.data.sample import Sample, VersionSpan
+from rlcore.data.step import StepRollouts
 from rlcore.data.tokenizer import encode, render_chat
 from rlcore.errors import DataError
-from rlcore.interfaces import StepRollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from rlcore.algorithms import EstimatorInputs, Moments, rollout_metrics
 from rlcore.config import Config
 from rlcore.config.derived import updates_per_step
 from rlcore.data.batch import RolloutBatch
-from rlcore.interfaces import StepRollouts, UpdateResult
+from rlcore.data.step import StepRollouts, UpdateResult
 from rlcore.trainer.credit import INPUT_FIELDS
 
 

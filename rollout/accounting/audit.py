@@ -16,7 +16,7 @@ from rlcore.errors import DataError, UserError
 from rlcore.runs.checkpoints import Checkpoint, latest_checkpoint
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts
-from rlcore.trainer.weight_publisher import read_versions
+from rlcore.runs.versions import read_versions
 from rollout.accounting.journal_reader import History, read_journal
 from rollout.accounting.ledger import Ledger
 from rollout.accounting.lineage import Lineage, check_versions

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from rlcore.trainer.weight_publisher import Version
+from rlcore.runs.versions import Version
 
 
 def check_versions(versions: Sequence[Version]) -> Iterator[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any
 
 from rlcore.runs.rollouts import decode_samples, encode_samples
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.group_runner import Group
+from rollout.collection.published_versions import Publication
 
 STALE = "stale"                 # why groups are given up that no step may train on any more
 ROLLED_BACK = "rolled_back"     # why groups are given up whose tokens come from weights that the run has gone back behind
@@ -103,3 +104,18 @@ def settle(draws: PromptQueue, buffer: GroupBuffer, saved: Sequence[BufferedGrou
         if draw not in buffer:
             draws.give_back(draw, ROLLED_BACK if draw in rolled_back else "")
     return rolled_back
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A moment between two steps. Cheap to take, since nothing in it changes any more; encoded where it is saved."""
+
+    draws: dict[str, Any]
+    finished: Sequence[BufferedGroup] = ()               # and not trained on
+    publications: Sequence[Publication] = ()
+
+    def encoded(self) -> dict[str, Any]:
+        """JSON-able, with the publications that the groups' versions need."""
+        made_by = [span.version for kept in self.finished for one in kept.group.samples for span in one.versions]
+        needed = [astuple(one) for one in self.publications if made_by and one.version >= min(made_by)]
+        return {**self.draws, "ahead": {"groups": encode(self.finished), "versions": needed}}

@@ -18,13 +18,12 @@ from typing import Any
 
 from rlcore.config import Config
 from rollout.accounting.prompt_queue import PromptQueue
-from rollout.collection.buffer import STALE, BufferedGroup, GroupBuffer, settle
+from rollout.collection.buffer import STALE, BufferedGroup, GroupBuffer, Snapshot, settle
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import Group, GroupRunner
 from rollout.collection.lockstep_collector import DRAWS_PER_GROUP, DropCounts, StepGroups
 from rollout.collection.published_versions import PublishedVersions
 from rollout.collection.scheduler import Rules, Scheduler
-from rollout.collection.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 

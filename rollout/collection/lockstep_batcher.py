@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 
-from rlcore.interfaces import Completion, Generate, GenerateRequest
+from rlcore.data.generation import Completion, Generate, GenerateRequest
 
 Flush = Callable[[Sequence[GenerateRequest]], Awaitable[list[list[Completion]]]]
 Waiting = tuple[GenerateRequest, "asyncio.Future[list[Completion]]"]

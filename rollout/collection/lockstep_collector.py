@@ -12,10 +12,9 @@ from rlcore.config import Config
 from rlcore.data.sample import Sample
 from rlcore.errors import EmptyBatch
 from rollout.accounting.prompt_queue import PromptQueue
-from rollout.collection.buffer import STALE, BufferedGroup
+from rollout.collection.buffer import STALE, BufferedGroup, Snapshot
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import Group, GroupRunner
-from rollout.collection.snapshot import Snapshot
 
 DRAWS_PER_GROUP = 16                            # a step gives up after so many draws for each group it needs
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from rlcore.data.generation import Completion, Generate, GenerateRequest, Prefix, SamplingParams
 from rlcore.data.routed_experts import join_experts
 from rlcore.data.sample import VersionSpan
 from rlcore.data.sampling_masks import SamplingMasks
-from rlcore.interfaces import Completion, Generate, GenerateRequest, Prefix, SamplingParams
 from rollout.engines.embedded.stopping import StopStrings
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import RunFailed
-from rlcore.interfaces import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import Bucket
 from rollout.weight_sync.verification import FingerprintVerifier
 

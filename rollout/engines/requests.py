@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlcore.data.generation import GenerateRequest
 from rlcore.errors import UserError
-from rlcore.interfaces import GenerateRequest
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, total_tokens: int, limit: str) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, RunFailed
-from rlcore.interfaces import Completion, GenerateRequest
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.router import Lease

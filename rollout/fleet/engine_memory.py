@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.data.generation import MemoryTag
 from rlcore.errors import NoEngineLeft
-from rlcore.interfaces import MemoryTag, RolloutEngine
+from rlcore.interfaces import RolloutEngine
 from rollout.asyncio_utils import LoopThread
 from rollout.fleet.fleet import Fleet
 from rollout.weight_sync.base import GRACE_S, ask

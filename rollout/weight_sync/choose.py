@@ -13,11 +13,10 @@ from rlcore.errors import ConfigError
 from rlcore.interfaces import RolloutEngine
 from rollout.weight_sync.base import Transport
 from rollout.weight_sync.delta import DeltaTransport
-from rollout.weight_sync.disk import DiskTransport
+from rollout.weight_sync.folders import DiskTransport, WeightFolders
 from rollout.weight_sync.in_process import CopyTransport
 from rollout.weight_sync.process_group import DistributedTransport
 from rollout.weight_sync.serialized import TensorTransport
-from rollout.weight_sync.weight_folders import WeightFolders
 
 
 def choose_transport(config: Config, engines: Sequence[RolloutEngine], *, device: torch.device) -> Transport:

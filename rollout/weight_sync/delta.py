@@ -16,9 +16,8 @@ from rlcore.weights import Bucket
 from rollout.asyncio_utils import within
 from rollout.weight_sync.base import Failures, ask
 from rollout.weight_sync.delta_files import DeltaWriter, Manifest, Snapshot
-from rollout.weight_sync.folders import FolderReader, FolderTransport
+from rollout.weight_sync.folders import FolderReader, FolderTransport, WeightFolders, number_of
 from rollout.weight_sync.follower import POLL_S, Follower, Note, read_notes
-from rollout.weight_sync.weight_folders import WeightFolders, number_of
 
 
 class FollowedReader(FolderReader, Protocol):

@@ -23,7 +23,7 @@ from rlcore.errors import RunFailed
 from rlcore.hf_folder import write_json
 from rlcore.weights import Bucket, TensorSpec, fingerprint
 from rollout.weight_sync.delta_codec import encode
-from rollout.weight_sync.weight_folders import FullWriter, WeightFolders, number_of
+from rollout.weight_sync.folders import FullWriter, WeightFolders, number_of
 
 CHANGES = "changes.bin"
 _THREADS = 8                # hashing, comparing and packing let go of the interpreter's lock

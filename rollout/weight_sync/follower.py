@@ -28,7 +28,7 @@ from rlcore.runs.files import write_atomic
 from rlcore.weights import fingerprint
 from rollout.weight_sync.delta_codec import DeltaError, apply
 from rollout.weight_sync.delta_files import Manifest, changed_bytes, tensor_at
-from rollout.weight_sync.weight_folders import number_of, published
+from rollout.weight_sync.folders import number_of, published
 
 POLL_S = 0.1
 NOTES = "followers"             # folder of the notes in which followers say how far they are

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlcore.data.generation import Completion, SamplingParams
+from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
-from rlcore.interfaces import Completion, Prompt, SamplingParams, Workflow
+from rlcore.interfaces import Workflow
 from rollout.plugins import load_object
 
 if TYPE_CHECKING:

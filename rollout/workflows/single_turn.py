@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from rlcore.data.generation import Generate, GenerateRequest
+from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
-from rlcore.interfaces import Generate, GenerateRequest, Prompt
 from rollout.workflows.base import WorkflowContext, make_sample
 
 

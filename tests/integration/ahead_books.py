@@ -7,7 +7,7 @@ from pathlib import Path
 from rlcore.data.sample import Sample
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts
-from rlcore.trainer.weight_publisher import read_versions
+from rlcore.runs.versions import read_versions
 from rollout.accounting.audit import audit
 
 

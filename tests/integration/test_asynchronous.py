@@ -15,7 +15,7 @@ from lab import LEARNING, Lab, Run
 from benchmarks.long_tails import long_tailed
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts
-from rlcore.trainer.weight_publisher import read_versions
+from rlcore.runs.versions import read_versions
 from rollout.accounting.audit import audit
 from rollout.engines.embedded.decoding import Decoding
 from tests.integration.ahead_books import ages, check

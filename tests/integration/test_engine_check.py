@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from lab import LEARNING, Lab
 
-from rlcore.interfaces import Completion, GenerateRequest
+from rlcore.data.generation import Completion, GenerateRequest
 from rollout.engines.embedded.engine import EmbeddedEngine
 
 GAP = "rollout/train_rollout_logprob_diff"

@@ -11,8 +11,9 @@ from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
     from backends.megatron.model.attention import bucketed_attention
-from backends.megatron.batch.cp_layout import Chunk, CPRank, PackLayout, own_slots
+from backends.megatron.batch.cp_layout import Chunk, PackLayout, own_slots
 from backends.megatron.batch.pack import make_micro_batch, pack_size, pad_lengths
+from backends.megatron.parallel.cp_rank import CPRank
 from rlcore.data.packing import padded_length
 
 CPU = torch.device("cpu")

@@ -22,11 +22,12 @@ with importing_megatron():
     from backends.megatron.training.optimizer import learning_rate
 from cases import LENGTHS, make_batch, make_config, make_plan
 
-from backends.megatron.batch.cp_layout import CPRank, PackLayout
+from backends.megatron.batch.cp_layout import PackLayout
 from backends.megatron.batch.local_batch import ShardMap
 from backends.megatron.batch.pack import make_micro_batch, pack_size, pad_lengths
 from backends.megatron.batch.transfer import _flatten, _num_bytes, _views
 from backends.megatron.checks.layout import check_layout
+from backends.megatron.parallel.cp_rank import CPRank
 from backends.megatron.parallel.stages import layers_of_stages
 from rlcore.config.sections.policy import OptimizerConfig, ParallelConfig
 from rlcore.data.packing import MinibatchPlan, padded_length

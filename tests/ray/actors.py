@@ -10,7 +10,7 @@ import numpy as np
 
 from rlcore.config import Config
 from rlcore.data.sample import Sample, VersionSpan
-from rlcore.interfaces import StepRollouts
+from rlcore.data.step import StepRollouts
 from rlcore.launch.ray.actor_env import log_to
 from rlcore.launch.ray.service import ServiceActor
 

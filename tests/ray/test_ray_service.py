@@ -22,8 +22,9 @@ from rlcore.launch.ray.calls import ActorLost
 from rlcore.launch.ray.members import RemoteParticipants
 from rlcore.launch.ray.service import ServiceActor
 from rlcore.launch.ray.service_client import WORD_S, ServiceClient
+from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.rank_sync import RankSync
-from rlcore.trainer.weight_publisher import VersionJournal, WeightPublisher
+from rlcore.trainer.weight_publisher import WeightPublisher
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 from rollout.weight_sync.publication import WeightPublication

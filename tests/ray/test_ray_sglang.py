@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlcore.data.sample import Sample
-from rlcore.trainer.weight_publisher import read_versions
+from rlcore.runs.versions import read_versions
 from tests.integration.accounts import faults_of_versions, read_samples
 from tests.integration.ahead_books import check
 from tests.integration.hf_logprobs import logprobs

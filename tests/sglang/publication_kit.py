@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlcore.config import Config
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.interfaces import Completion, GenerateRequest, SamplingParams
+from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.embedded.model_weights import as_published

@@ -33,9 +33,9 @@ from rlcore.errors import EngineFailed
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.weight_sync.choose import shared_folder
 from rollout.weight_sync.delta_files import Manifest
+from rollout.weight_sync.folders import FullWriter, WeightFolders, published
 from rollout.weight_sync.follower import keep_following
 from rollout.weight_sync.publication import WeightPublication
-from rollout.weight_sync.weight_folders import FullWriter, WeightFolders, published
 
 Publication = tuple[SGLangEngine, WeightPublication, Path]     # and the folder that the trainer shares with the engine
 

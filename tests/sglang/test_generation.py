@@ -14,9 +14,9 @@ import torch
 from server_kit import Served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import UserError
-from rlcore.interfaces import Completion, GenerateRequest, SamplingParams
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.embedded.stopping import StopStrings
 from rollout.engines.sglang.generation import Generation, encode

@@ -25,7 +25,7 @@ from publication_kit import (
 from server_kit import Served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlcore.interfaces import Completion, Generate, GenerateRequest
+from rlcore.data.generation import Completion, Generate, GenerateRequest
 from rollout.collection.partial import PartialRollouts
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.weight_sync.publication import WeightPublication

@@ -25,9 +25,9 @@ from publication_kit import (
 )
 from server_kit import Served
 
+from rlcore.data.generation import Completion
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed, PublicationFailed, RunFailed
-from rlcore.interfaces import Completion
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.weight_sync.serialized import by_value
 

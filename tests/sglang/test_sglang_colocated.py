@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from backends.megatron import MegatronBackend
 from rlcore.config import Config
+from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rlcore.errors import EngineFailed
-from rlcore.interfaces import Completion, GenerateRequest, SamplingParams
+from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.gpu_sharing import GpuPhase, GpuSharing
 from rlcore.trainer.objective import Objective
 from rlcore.trainer.rank_sync import LocalStore, RankSync
-from rlcore.trainer.weight_publisher import VersionJournal, WeightPublisher
+from rlcore.trainer.weight_publisher import WeightPublisher
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.fleet.engine_memory import FleetMemory
 from rollout.fleet.fleet import Fleet

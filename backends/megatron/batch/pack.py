@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from backends.megatron.batch.cp_layout import ALONE, CPRank, PackLayout, own_slots
-from backends.megatron.model.attention import PackedSequences
+from backends.megatron.batch.cp_layout import PackLayout, own_slots
+from backends.megatron.batch.packed_sequences import PackedSequences
+from backends.megatron.parallel.cp_rank import ALONE, CPRank
 from rlcore.data.batch import BatchSamplingMasks, RolloutBatch
 from rlcore.data.packing import padded_length
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.table import OUTPUT_LAYER, WORD_EMBEDDING, Entry, local_spelling
-from backends.megatron.weights.copies import named_weights
+from rlcore.weights import saved_buffers
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 _EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.*)$")
@@ -54,3 +54,9 @@ def owned_parameters(chunks: Sequence[nn.Module], arch: Architecture) -> Iterato
             if entry is None:
                 raise KeyError(f"{name}: no entry in the {arch.family} table")
             yield entry, param, copy
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then what else a model's folder holds."""
+    yield from model.named_parameters()
+    yield from saved_buffers(model)

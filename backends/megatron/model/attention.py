@@ -5,38 +5,20 @@ A pack is T tokens of several sequences, one behind the other, or a context-para
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from backends.megatron.batch.context import gather_keys_values
 from backends.megatron.batch.cp_layout import PackLayout
+from backends.megatron.batch.packed_sequences import PackedSequences
 from backends.megatron.model.elementwise import rotate
-
-
-@dataclass
-class PackedSequences(PackedSeqParams):
-    """What Megatron carries through the layers as `packed_seq_params`.
-
-    The rotary angles travel here too and `PackedAttention` applies them: Megatron would cut the pack sequence by sequence in
-    Python to rotate q and k, in every layer.
-    """
-
-    layout: PackLayout | None = None
-    cos: Tensor | None = None           # [T, 1, d/2], of the angle of each token at its position
-    sin: Tensor | None = None
-
-    @classmethod
-    def of(cls, layout: PackLayout) -> PackedSequences:
-        return cls(qkv_format="thd", max_seqlen_q=layout.longest, max_seqlen_kv=layout.longest, layout=layout)
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):

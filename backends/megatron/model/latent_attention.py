@@ -21,7 +21,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import MLATransformerConfig, multi_latent_attention
 from torch import Tensor
 
-from backends.megatron.model.attention import CoreAttention, LocalRMSNorm, PackedSequences
+from backends.megatron.batch.packed_sequences import PackedSequences
+from backends.megatron.model.attention import CoreAttention, LocalRMSNorm
 from backends.megatron.model.elementwise import rotate
 
 

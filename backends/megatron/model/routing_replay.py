@@ -17,8 +17,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from backends.megatron.batch.pack import MicroBatch
+from backends.megatron.checks.layout import check_replay
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.policy_checks import check_replay
 from rlcore.data.batch import RolloutBatch
 from rlcore.errors import ConfigError, RunFailed
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from backends.megatron.model.attention import PackedSequences
+from backends.megatron.batch.packed_sequences import PackedSequences
 from backends.megatron.model.elementwise import rotate
 from backends.megatron.model.sigmoid_router import router_class
 from rlcore.errors import ConfigError

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from backends.megatron.batch.cp_layout import CPRank
+from backends.megatron.parallel.cp_rank import CPRank
 from backends.megatron.parallel.mpu import MPU_GROUPS, ask, ask_groups, ask_place
 from rlcore.config.sections.policy import ParallelConfig
 

@@ -8,13 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from rlcore.weights import saved_buffers
-
-
-def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then what else a model's folder holds."""
-    yield from model.named_parameters()
-    yield from saved_buffers(model)
+from backends.megatron.convert.names import named_weights
 
 
 class HostWeights:

@@ -24,10 +24,10 @@ from rlcore.launch.compose import (
 from rlcore.launch.initial import find_checkpoint, pin_initial_policy
 from rlcore.launch.process import Process, join
 from rlcore.runs.directory import RunDirectory
+from rlcore.runs.versions import VersionJournal
 from rlcore.tracking.format import sample_lines
 from rlcore.tracking.samples import pick_samples
 from rlcore.trainer.gpu_sharing import GpuPhase
-from rlcore.trainer.weight_publisher import VersionJournal
 
 
 def evaluate_model(loaded: Loaded, output: Path | None) -> int:

@@ -29,7 +29,6 @@ from rlcore.launch import INTERRUPTED
 from rlcore.launch.compose import check_input
 from rlcore.launch.engines import engine_name
 from rlcore.launch.ray.actor_env import ActorEnv, LogRelay
-from rlcore.launch.ray.board import RunStatus
 from rlcore.launch.ray.calls import NAMESPACE, actor_name, end_named
 from rlcore.launch.ray.cluster import Cluster, Room, connected, room
 from rlcore.launch.ray.engines import EngineHost
@@ -37,6 +36,7 @@ from rlcore.launch.ray.heartbeat import Heartbeat
 from rlcore.launch.ray.placement import bundles
 from rlcore.launch.ray.ranks import Ranks
 from rlcore.launch.ray.service import ServiceActor
+from rlcore.launch.ray.status import RunStatus
 from rlcore.launch.ray.stop_requests import EndRequests
 from rlcore.launch.run_folder import conclude_unless_written
 from rlcore.runs.directory import RunDirectory, wait_until_free

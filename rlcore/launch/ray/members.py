@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
+from rlcore.data.generation import PauseMode
 from rlcore.errors import EngineFailed, PublicationFailed
-from rlcore.interfaces import PauseMode, RolloutEngine, WeightExpectation
+from rlcore.interfaces import RolloutEngine, WeightExpectation
 from rlcore.launch.ray.calls import ActorLost
 from rlcore.launch.ray.service import EngineFacts
 from rlcore.launch.ray.service_client import ServiceClient
 from rlcore.weights import Bucket
-from rollout.weight_sync.weight_group import GroupAddress
+from rollout.weight_sync.process_group import GroupAddress
 
 
 class RemoteParticipants:

@@ -74,6 +74,6 @@ class RankActor:
 
 
 def _opener(service: Any) -> OpenService:
-    from rlcore.launch.ray.proxy import opener
+    from rlcore.launch.ray.service_client import opener
 
     return opener(service)

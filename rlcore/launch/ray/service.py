@@ -19,8 +19,9 @@ import ray
 from numpy.typing import NDArray
 
 from rlcore.config import Config
+from rlcore.data.step import StepRollouts
 from rlcore.errors import PartLost
-from rlcore.interfaces import RolloutEngine, StepRollouts
+from rlcore.interfaces import RolloutEngine
 from rlcore.launch.logs import folder_of
 from rlcore.launch.ray.actor_env import ActorEnv, log_to
 from rlcore.launch.ray.calls import NAMESPACE, ActorLost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterator
@@ -124,3 +125,30 @@ def _step(folder: Path) -> str:
     path = RunDirectory(folder).metrics_path
     rows = read_metrics(path) if path.is_file() else []
     return str(rows[-1]["step"]) if rows else "0"
+
+
+class RunStatus:
+    """Written by the driver, read by `rlcore status` and `rlcore stop`."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, Any] = {}
+        self._stops = 0
+        self._asked = asyncio.Condition()
+
+    async def write(self, facts: dict[str, Any]) -> None:
+        """These facts, beside those that were written before."""
+        self._facts |= facts
+
+    async def read(self) -> dict[str, Any]:
+        return self._facts
+
+    async def stop(self) -> None:
+        """Ask for a clean end after the step at hand; asked once more, the run ends at once."""
+        async with self._asked:
+            self._stops += 1
+            self._asked.notify_all()
+
+    async def until_stop(self, times: int) -> None:
+        """Returns when the run was asked to stop so many times."""
+        async with self._asked:
+            await self._asked.wait_for(lambda: self._stops >= times)

@@ -13,13 +13,13 @@ import orjson
 from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.errors import DeadlineExceeded, EngineFailed, EngineHangs, ModelError, RlcoreError, RunFailed, UserError
-from rlcore.interfaces import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import DTYPES, Bucket
 from rollout.engines.embedded.codec import decode_completion, encode_buckets, encode_request
 from rollout.engines.embedded.server_process import EmbeddedServer
+from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.verification import FingerprintVerifier
-from rollout.weight_sync.weight_group import GroupAddress
 
 ERRORS: dict[str, type[RlcoreError]] = {
     UserError.__name__: UserError, ModelError.__name__: ModelError, DeadlineExceeded.__name__: EngineHangs,

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlcore.data.generation import Completion, GenerateRequest, Prefix, SamplingParams
 from rlcore.data.routed_experts import decode_experts, encode_experts
 from rlcore.data.sample import VersionSpan
 from rlcore.data.sampling_masks import SamplingMasks
-from rlcore.interfaces import Completion, GenerateRequest, Prefix, SamplingParams
 from rlcore.weights import Bucket, TensorSpec
 
 

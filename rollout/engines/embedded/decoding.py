@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import FinishReason, VersionSpan
 from rlcore.errors import RunFailed
-from rlcore.interfaces import Completion, GenerateRequest
 from rollout.engines.embedded.causal_lm import BLOCK, CausalLM, KVCache
 from rollout.engines.embedded.routed_experts import ExpertLog, stacked
 from rollout.engines.embedded.sampling import SamplingTable, sample_tokens, uniforms

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.errors import RunFailed, UserError
-from rlcore.interfaces import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import DTYPES, Bucket
 from rollout.asyncio_utils import within
 from rollout.engines.embedded.causal_lm import CausalLM

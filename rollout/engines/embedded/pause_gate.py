@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from rlcore.data.generation import PauseMode
 from rlcore.errors import DeadlineExceeded, RunFailed
-from rlcore.interfaces import PauseMode
 
 
 class PauseGate:

@@ -9,11 +9,11 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.routed_experts import Experts
 from rlcore.data.sample import FinishReason, VersionSpan
 from rlcore.data.sampling_masks import SamplingMasks
 from rlcore.errors import EngineFailed
-from rlcore.interfaces import Completion, GenerateRequest
 from rollout.engines.sglang.limits import Limits, asks_sampling_mask
 
 ROUNDING = 1e-3                 # a log-prob may lie so much above 0 in an engine's arithmetic

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.errors import EngineFailed, EngineHangs, UserError
-from rlcore.interfaces import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.sglang.checksums import FusedChecksums
@@ -26,8 +26,8 @@ from rollout.engines.sglang.http import ServerClient
 from rollout.engines.sglang.keys import Keys
 from rollout.engines.sglang.limits import no_sglang
 from rollout.engines.sglang.pause_gate import PauseGate
+from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.version_state import WeightState
-from rollout.weight_sync.weight_group import GroupAddress
 
 UPDATE_KEY = "rollout.engine.update_timeout_s"
 HEALTH_KEY = "rollout.engine.health_timeout_s"

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rlcore.data.sampling_masks import SamplingMasks
 from rlcore.errors import EngineFailed
-from rlcore.interfaces import Completion, GenerateRequest, SamplingParams
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.sglang.answers import decode
 from rollout.engines.sglang.http import ServerClient

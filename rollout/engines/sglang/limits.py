@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from re import escape
 from typing import Any
 
+from rlcore.data.generation import GenerateRequest, SamplingParams
 from rlcore.errors import EngineFailed, UserError
-from rlcore.interfaces import GenerateRequest, SamplingParams
 from rollout.engines.embedded.stopping import EXTRA_TOKENS
 from rollout.engines.requests import check_request as check_common
 from rollout.engines.sglang.experts import ExpertLayers

@@ -13,7 +13,7 @@ import transformers
 from backends.megatron.convert.architecture import read_architecture
 from rlcore.algorithms import Moments
 from rlcore.data.batch import RolloutBatch
-from rlcore.interfaces import UpdateResult
+from rlcore.data.step import UpdateResult
 from rlcore.planning.devices import GPUS, peak_flops
 from rlcore.planning.shape import ModelShape
 from rlcore.trainer.mfu import Utilization

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlcore.config import Config
-from rlcore.interfaces import GenerateRequest
+from rlcore.data.generation import GenerateRequest
 from rlcore.launch.commands.init_model import ALPHABETS, char_tokenizer
 from rollout.engines.fake import FakeEngine
 from rollout.service import RolloutService

@@ -13,7 +13,7 @@ from aiohttp import web
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.interfaces import GenerateRequest, SamplingParams
+from rlcore.data.generation import GenerateRequest, SamplingParams
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.model_weights import as_published

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from rlcore.data.batch import RolloutBatch
+from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import Sample
 from rlcore.errors import RunFailed
-from rlcore.interfaces import Completion, GenerateRequest
 from rollout.collection.partial import MOST_IN_VAIN
 from rollout.engines.fake import FakeEngine
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import DeadlineExceeded, EmptyBatch, RunFailed
-from rlcore.interfaces import Completion, GenerateRequest
 from rollout.engines.fake import FakeEngine, random_reply
 
 SAMPLING = {"max_new_tokens": 8}

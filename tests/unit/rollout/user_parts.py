@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlcore.data.generation import Generate, GenerateRequest
+from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
-from rlcore.interfaces import Generate, GenerateRequest, Prompt
 from rollout.workflows.base import WorkflowContext, make_sample
 from rollout.workflows.single_turn import SingleTurn
 

@@ -10,7 +10,7 @@ import pytest
 
 from rlcore.data.sample import Sample
 from rlcore.runs.rollouts import write_rollouts
-from rlcore.trainer.weight_publisher import VersionJournal
+from rlcore.runs.versions import VersionJournal
 
 
 class Disk:

@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from rlcore.data.generation import MemoryTag
 from rlcore.errors import RunFailed
-from rlcore.interfaces import MemoryTag, PolicyBackend
+from rlcore.interfaces import PolicyBackend
 from rlcore.trainer.gpu_sharing import GpuPhase, GpuSharing
 from rlcore.trainer.rank_sync import LocalStore, RankSync
 

@@ -10,7 +10,7 @@ import pytest
 
 from rlcore.config import Config
 from rlcore.data.sample import Sample
-from rlcore.interfaces import StepRollouts
+from rlcore.data.step import StepRollouts
 from rlcore.launch.run_folder import conclude
 from rlcore.runs.checkpoints import Checkpoint, CheckpointStore
 from rlcore.runs.directory import RunDirectory

@@ -10,8 +10,9 @@ import torch
 from torch.distributed import HashStore
 
 from rlcore.errors import ModelError, NoEngineLeft, PartLost, PublicationFailed, RunFailed
+from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.rank_sync import RankSync
-from rlcore.trainer.weight_publisher import MAX_ATTEMPTS, VersionJournal, WeightPublisher
+from rlcore.trainer.weight_publisher import MAX_ATTEMPTS, WeightPublisher
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 
 BUCKETS = cut_buckets([TensorSpec(f"w{i}", (4,), "float32") for i in range(3)], 16)

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from rlcore.interfaces import GenerateRequest, SamplingParams
+from rlcore.data.generation import GenerateRequest, SamplingParams
 from rollout.collection.lockstep_batcher import LockstepBatcher
 
 SAMPLING = SamplingParams(max_new_tokens=1)

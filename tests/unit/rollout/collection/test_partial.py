@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlcore.data.generation import Completion, GenerateRequest, Prefix, SamplingParams
 from rlcore.data.sample import VersionSpan
 from rlcore.data.sampling_masks import SamplingMasks
-from rlcore.interfaces import Completion, GenerateRequest, Prefix, SamplingParams
 from rollout.collection.partial import MOST_IN_VAIN, PartialRollouts, shorten
 
 PROMPT = [1, 2, 3]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.interfaces import GenerateRequest, SamplingParams
+from rlcore.data.generation import GenerateRequest, SamplingParams
 from rollout.engines.fake import FakeEngine, random_reply
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet

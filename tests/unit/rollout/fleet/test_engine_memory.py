@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from rlcore.config.sections.rollout import EngineConfig, RestartConfig
+from rlcore.data.generation import MemoryTag, PauseMode
 from rlcore.errors import EngineFailed
-from rlcore.interfaces import MemoryTag, PauseMode
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.fake import FakeEngine, random_reply
 from rollout.fleet.engine_memory import FleetMemory

@@ -20,9 +20,8 @@ from rollout.weight_sync import process_group as distributed
 from rollout.weight_sync import serialized as tensor
 from rollout.weight_sync import weight_group
 from rollout.weight_sync.choose import choose_name
-from rollout.weight_sync.process_group import DistributedTransport, choose_backend
+from rollout.weight_sync.process_group import DistributedTransport, GroupAddress, choose_backend, make_group
 from rollout.weight_sync.serialized import DEVICE, TensorTransport
-from rollout.weight_sync.weight_group import GroupAddress, make_group
 
 SGLANG = ("distributed", "tensor", "disk", "delta")
 [BUCKET] = cut_buckets([TensorSpec("weight", (4,), "float32")], 1 << 20)

@@ -13,8 +13,8 @@ from shared_folders import Reader, layout, make_weights, model_folder, nudge, pu
 from rlcore.errors import RunFailed
 from rollout.weight_sync.delta import DeltaTransport
 from rollout.weight_sync.delta_files import CHANGES, Manifest
+from rollout.weight_sync.folders import WeightFolders, published
 from rollout.weight_sync.follower import NOTES, Follower, keep_following, local_folder
-from rollout.weight_sync.weight_folders import WeightFolders, published
 from tests.limits import no_large_files
 
 

@@ -11,8 +11,7 @@ import pytest
 from shared_folders import Reader, flatten, layout, make_weights, model_folder, publish, read, same
 
 from rlcore.errors import RunFailed
-from rollout.weight_sync.disk import DiskTransport
-from rollout.weight_sync.weight_folders import FullWriter, WeightFolders, check_sizes, published
+from rollout.weight_sync.folders import DiskTransport, FullWriter, WeightFolders, check_sizes, published
 from tests.limits import no_large_files
 
 Usage = namedtuple("Usage", "total used free")

@@ -11,8 +11,7 @@ import torch
 
 from rlcore.errors import EngineFailed
 from rlcore.weights import Bucket
-from rollout.weight_sync.process_group import Link, in_thread, own_address
-from rollout.weight_sync.weight_group import GroupAddress, WeightGroup, open_store
+from rollout.weight_sync.process_group import GroupAddress, Link, WeightGroup, in_thread, open_store, own_address
 
 
 def other_addresses() -> list[str]:

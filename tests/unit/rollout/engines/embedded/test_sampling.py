@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from rlcore.interfaces import SamplingParams
+from rlcore.data.generation import SamplingParams
 from rollout.engines.embedded.sampling import SamplingTable, keep_mask, philox4x32, sample_tokens, uniforms
 
 

@@ -10,9 +10,9 @@ import orjson
 import pytest
 from engine_kit import VOCAB, request
 
+from rlcore.data.generation import Prefix
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed
-from rlcore.interfaces import Prefix
 from rollout.engines.sglang.answers import decode
 from rollout.engines.sglang.experts import ExpertLayers
 from rollout.engines.sglang.limits import Limits

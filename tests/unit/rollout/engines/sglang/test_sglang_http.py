@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 from engine_kit import request, with_client
 
+from rlcore.data.generation import Prefix
 from rlcore.errors import EngineFailed, EngineHangs, UserError
-from rlcore.interfaces import Prefix
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.keys import Keys
 from rollout.engines.sglang.limits import Limits

@@ -9,8 +9,8 @@ import orjson
 import pytest
 from engine_kit import VOCAB, request, tiny_qwen3
 
+from rlcore.data.generation import GenerateRequest, Prefix, SamplingParams
 from rlcore.errors import EngineFailed, UserError
-from rlcore.interfaces import GenerateRequest, Prefix, SamplingParams
 from rollout.engines.embedded.stopping import EXTRA_TOKENS
 from rollout.engines.sglang.experts import ExpertLayers
 from rollout.engines.sglang.generation import encode, encode_sampling, rid, seed

@@ -14,7 +14,7 @@ from rlcore.errors import EngineFailed, EngineHangs
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.keys import Keys
-from rollout.weight_sync.weight_group import GroupAddress
+from rollout.weight_sync.process_group import GroupAddress
 
 INFO = {
     "max_req_input_len": 500, "sampling_mask_max_tokens": 10, "enable_return_routed_experts": False, "device": "cpu",

@@ -1,0 +1,102 @@
+"""Requests to engines and their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlcore.data.routed_experts import Experts
+from rlcore.data.sample import FinishReason, VersionSpan
+from rlcore.data.sampling_masks import SamplingMasks
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one response is drawn. Log-probs are those of `logits / temperature` over the full vocabulary; `temperature` 0
+    is greedy, with log-probs at temperature 1.
+
+    With `keep_sets` they are those of the distribution that was drawn from, over the tokens that top-k and top-p left, and
+    the completion says which these are; greedy responses stay as they are. With `routed_experts` it says what experts the
+    routers chose for every token that the engine was fed: the prompt, and the response but its last token.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    sampling_mask: bool = False
+    routed_experts: bool = False
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What there is of a response that was cut."""
+
+    sample: int
+    tokens: NDArray[np.int32]               # [p]; empty where it was cut before its first token
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One prompt, `n` samples. The address (seed, draw, sample, turn, token position) fixes every random number.
+
+    With `prefixes` the samples are those of the prefixes, and go on behind them: a completion holds what is new. Positions
+    and `max_new_tokens` count from the beginning of the response, as if it had never been cut.
+    """
+
+    prompt: NDArray[np.int32]               # [P]
+    sampling: SamplingParams
+    draw: int
+    n: int = 1
+    first_sample: int = 0                   # index of the first of the n samples
+    turn: int = 0
+    seed: int = 0
+    prefixes: tuple[Prefix, ...] = ()       # n of them, or none; each shorter than max_new_tokens
+
+    @property
+    def rid(self) -> str:
+        return f"{self.seed}-{self.draw}-{self.first_sample}-{self.turn}"
+
+    @property
+    def samples(self) -> Sequence[int]:
+        """The index of each of the n samples."""
+        if self.prefixes:
+            return [prefix.sample for prefix in self.prefixes]
+        return range(self.first_sample, self.first_sample + self.n)
+
+    def made(self, place: int) -> NDArray[np.int32]:
+        """[p]: what there is of the response number `place` of the n."""
+        return self.prefixes[place].tokens if self.prefixes else np.zeros(0, dtype=np.int32)
+
+    def going_on(self, prefixes: Sequence[Prefix]) -> GenerateRequest:
+        """The request for the rest of some of its responses."""
+        return replace(self, n=len(prefixes), first_sample=prefixes[0].sample, prefixes=tuple(prefixes))
+
+    def alone(self, place: int) -> GenerateRequest:
+        """The request for the response number `place` of the n."""
+        return replace(self, n=1, first_sample=self.samples[place], prefixes=self.prefixes[place : place + 1])
+
+
+@dataclass(frozen=True)
+class Completion:
+    tokens: NDArray[np.int32]               # [m], the stop token included
+    logprobs: NDArray[np.float32]           # [m]
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...]       # cover [0, m)
+    sampling_mask: SamplingMasks | None = None      # m sets, where `SamplingParams.sampling_mask` asked for them
+    routed_experts: Experts | None = None   # [at most P + m - 1, layers with experts, k], likewise
+
+
+PauseMode = Literal["drain", "retract", "in_place", "abort"]
+
+
+MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]        # what an engine keeps on its device
+
+
+Generate = Callable[[GenerateRequest], Awaitable[list[Completion]]]
