@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.megatron.convert.architecture import read_architecture
+from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron, megatron_device
 
 with importing_megatron():

@@ -14,13 +14,9 @@ from pathlib import Path
 
 from rlcore import __version__
 from rlcore.config.load import Loaded, load_config, split_arguments
-from rlcore.errors import EmptyBatch, RunFailed, UserError
+from rlcore.errors import BAD_INPUT, FAILED, INTERRUPTED, EmptyBatch, RunFailed, UserError
 from rlcore.launch.ranks import first_on_node, started_by_torchrun, under_torchrun, wait_for_speaker
 from rlcore.launch.signals import hearing
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 
 _SETTINGS = "FILE.yaml ... and overrides KEY=VALUE (policy.optimizer.lr=2e-6), later ones over earlier ones"
 
@@ -39,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"rlcore: {error}", file=sys.stderr)
         else:
             wait_for_speaker()
-        return EXIT_USAGE if isinstance(error, UserError | EmptyBatch) else EXIT_FAILED
+        return BAD_INPUT if isinstance(error, UserError | EmptyBatch) else FAILED
     except KeyboardInterrupt:
         print("rlcore: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return INTERRUPTED
     except BrokenPipeError:     # `rlcore metrics | head`: the reader has enough
         sys.stderr.close()
         return 0

@@ -73,3 +73,14 @@ class EmptyBatch(RunFailed):
 
 class PublicationFailed(RlcoreError):
     """An engine did not take a publication whole and is out of it; the others wait for the transaction to be run again."""
+
+
+# Exit codes of the `rlcore` command.
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130       # of a run that was asked to stop before its end
+
+
+def exit_code(status: str) -> int:
+    """The exit code of a run that did not fail."""
+    return INTERRUPTED if status == "interrupted" else 0

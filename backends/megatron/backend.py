@@ -22,7 +22,7 @@ with importing_megatron():
     from backends.megatron.checkpoint.save_load import Saved, load_checkpoint, save_checkpoint, saved_layout, start_checkpoint
     from backends.megatron.checkpoint.shards import HostCopies
     from backends.megatron.checks.layout import check_layout
-    from backends.megatron.convert.architecture import read_architecture
+    from backends.megatron.convert.read import read_architecture
     from backends.megatron.frozen import Frozen, OwnModel, build_reference, build_teacher
     from backends.megatron.model.attention import uses_varlen
     from backends.megatron.model.layers import layers_of

@@ -9,8 +9,9 @@ import torch
 
 from backends.megatron.checkpoint.save_load import load_weights
 from backends.megatron.checks.layout import check_layout
-from backends.megatron.convert.architecture import Architecture, read_architecture
+from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.load import load_hf
+from backends.megatron.convert.read import read_architecture
 from backends.megatron.model.gpt import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
 from backends.megatron.model.layers import layer_fields, layers_of
 from backends.megatron.model.routing_replay import replay_routing

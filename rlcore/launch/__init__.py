@@ -5,19 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlcore.config.load import Loaded
-from rlcore.errors import ConfigError, RunFailed, UserError
-from rlcore.launch.ranks import supervised, under_torchrun, wait_for_speaker
-
-if TYPE_CHECKING:
-    from rlcore.launch.compose import OpenService
-    from rlcore.runs.directory import Status
-
-FAILED = 1
-BAD_INPUT = 2
-INTERRUPTED = 130       # the exit code of a run that was asked to stop before its end
+from rlcore.errors import ConfigError, UserError
+from rlcore.launch.rank import train_rank
+from rlcore.launch.ranks import under_torchrun
 
 
 def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[str] = ()) -> int:
@@ -46,38 +38,8 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
     return train_rank(loaded, resume=resume, overwrite=overwrite)
 
 
-def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenService | None = None) -> int:
-    """One rank of a run, from joining the others to its exit code.
-
-    Args:
-        service: how rank 0 opens the rollout service; default: in this process.
-    """
-    from rlcore.launch.attempts import RunHasEnded
-    from rlcore.launch.compose import run_rank
-    from rlcore.launch.logs import describe
-    from rlcore.launch.process import join
-    from rlcore.trainer.rank_sync import PeerFailed
-
-    rank = 0
-    try:
-        with join(loaded.config) as process:
-            rank, goes_on = process.rank, process.attempt.goes_on       # --overwrite has done its work then
-            outcome = run_rank(
-                process, loaded, resume=resume or goes_on, overwrite=overwrite and not goes_on, service=service
-            )
-    except RunHasEnded as ended:
-        return ended.code
-    except PeerFailed as error:
-        if rank != 0 or supervised():       # somebody else tells the user
-            wait_for_speaker()
-            return FAILED
-        raise RunFailed(describe(error.failure, loaded.config.run)) from error
-    return exit_code(outcome.status)
 
 
-def exit_code(status: Status) -> int:
-    """Of a run that did not fail."""
-    return INTERRUPTED if status == "interrupted" else 0
 
 
 def evaluate(loaded: Loaded, *, output: Path | None) -> int:

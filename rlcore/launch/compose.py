@@ -32,10 +32,9 @@ from rlcore.errors import ConfigError, ModelError, RunFailed
 from rlcore.interfaces import EngineMemory, PolicyBackend, RolloutEngine, RolloutSource, WeightSink
 from rlcore.launch.engines import build_engines
 from rlcore.launch.finish import finish
-from rlcore.launch.initial import find_checkpoint, pin_initial_policy
 from rlcore.launch.logs import folder_of
 from rlcore.launch.process import Process
-from rlcore.launch.run_folder import OpenRun, mark_opened, open_run
+from rlcore.launch.run_folder import OpenRun, find_checkpoint, mark_opened, open_run, pin_initial_policy
 from rlcore.planning.devices import peak_flops
 from rlcore.runs.directory import check_run_name
 from rlcore.runs.versions import VersionJournal
@@ -160,7 +159,7 @@ def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
         here: the run will be on this machine; else what depends on its device is left out where it has no GPU.
     """
     from backends.megatron.checks.layout import check_layout, check_others
-    from backends.megatron.convert.architecture import read_architecture
+    from backends.megatron.convert.read import read_architecture
     from backends.megatron.policy_checks import check_policy
 
     bridge = config.model.bridge
@@ -269,7 +268,7 @@ def patience_with_engines(config: Config) -> float:
 
 def build_utilization(config: Config, process: Process, credit: CreditAssignment) -> Utilization | None:
     """What measures `perf/mfu`; None where neither the configuration nor the table of GPUs knows the peak."""
-    from backends.megatron.convert.architecture import read_architecture
+    from backends.megatron.convert.read import read_architecture
 
     peak = None
     if config.tracking.peak_tflops is not None:

@@ -6,8 +6,7 @@ import errno
 import logging
 from pathlib import Path
 
-from rlcore.errors import DataError, RunFailed, UserError
-from rlcore.launch import exit_code
+from rlcore.errors import DataError, RunFailed, UserError, exit_code
 from rlcore.launch.attempts import mark_ended
 from rlcore.launch.process import Process
 from rlcore.runs.directory import Status

@@ -17,8 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rlcore.config import Config
-from rlcore.errors import RunFailed
-from rlcore.launch import BAD_INPUT, INTERRUPTED
+from rlcore.errors import BAD_INPUT, INTERRUPTED, RunFailed
 from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, HeartbeatMonitor, came_late, read_stuck
 from rlcore.launch.logs import LAST_LINES, LAST_LINES_OF_A_STACK, describe, folder_of, path_of
 from rlcore.launch.ranks import SUPERVISED, store_prefix

@@ -10,8 +10,6 @@ import numpy as np
 from rlcore.data.generation import Completion, SamplingParams
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
-from rlcore.interfaces import Workflow
-from rollout.plugins import load_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,16 +29,6 @@ class WorkflowContext:
     tokenizer: PreTrainedTokenizerBase
 
 
-def build_workflow(name: str, context: WorkflowContext) -> Workflow:
-    """The workflow `name`: one of ours, or `package.module:Class`.
-
-    Raises:
-        ConfigError: there is no such workflow.
-    """
-    from rollout.workflows.single_turn import SingleTurn
-
-    workflow: Workflow = load_object(name, {"single_turn": SingleTurn}, key="rollout.workflow")(context)
-    return workflow
 
 
 def make_sample(prompt: Prompt, draw: int, index: int, completion: Completion) -> Sample:

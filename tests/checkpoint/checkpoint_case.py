@@ -15,9 +15,10 @@ import torch
 from optimizer_state import export_state
 from torch import nn
 
-from backends.megatron.convert.architecture import Architecture, read_architecture
+from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.load import load_hf
 from backends.megatron.convert.names import owned_parameters
+from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():

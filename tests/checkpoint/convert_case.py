@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from backends.megatron.convert.architecture import read_architecture
 from backends.megatron.convert.load import load_hf
+from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():

@@ -13,7 +13,8 @@ import transformers
 from cases import make_config
 from spawn import run_ranks
 
-from backends.megatron.convert.architecture import Architecture, read_architecture
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.read import read_architecture
 from rlcore.config import Config
 from rlcore.launch.commands.plan import configured_layout
 from rlcore.planning.memory import Load, activation_bytes, gradient_bytes, optimizer_bytes, rank_weights

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from publication_kit import TOLERANCE, Oracle, connect, folder_weights, request, run_config, sink_over
 
-from backends.megatron.convert.architecture import read_architecture
 from backends.megatron.convert.load import load_hf
+from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron, megatron_device
 
 with importing_megatron():

@@ -21,8 +21,8 @@ from rlcore.launch.compose import (
     check_model,
     open_handles,
 )
-from rlcore.launch.initial import find_checkpoint, pin_initial_policy
 from rlcore.launch.process import Process, join
+from rlcore.launch.run_folder import find_checkpoint, pin_initial_policy
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.versions import VersionJournal
 from rlcore.tracking.format import sample_lines

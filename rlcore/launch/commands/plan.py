@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import cast
 
 from backends.megatron.checks.layout import check_layout, check_others
-from backends.megatron.convert.architecture import Architecture, read_architecture
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.read import read_architecture
 from backends.megatron.parallel.stages import layers_of_stages
 from rlcore.config import Config
 from rlcore.config.derived import other_folders, samples_per_step

@@ -24,8 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rlcore.config.derived import generates, world_size
 from rlcore.config.load import Loaded
-from rlcore.errors import RlcoreError, UserError
-from rlcore.launch import INTERRUPTED
+from rlcore.errors import INTERRUPTED, RlcoreError, UserError
 from rlcore.launch.compose import check_input
 from rlcore.launch.engines import engine_name
 from rlcore.launch.ray.actor_env import ActorEnv, LogRelay

@@ -59,13 +59,13 @@ class RankActor:
             service: the handle of the service actor; None where nothing generates.
 
         Raises:
-            RlcoreError: as `rlcore.launch.train_rank`.
+            RlcoreError: as `rlcore.launch.rank.train_rank`.
         """
         # A rank that Ray gave GPUs sees those alone, and numbers them from 0; without, it is as under torchrun.
         has_own = loaded.config.cluster.ray.rank_gpus > 0 and bool(self.where()[2])
         local = {"LOCAL_RANK": "0"} if has_own else {}
         os.environ.update(seat.environment() | local | {SUPERVISED: str(os.getppid())})
-        from rlcore.launch import train_rank
+        from rlcore.launch.rank import train_rank
 
         if seat.rank == 0:
             self._workplace.speak()
@@ -74,6 +74,6 @@ class RankActor:
 
 
 def _opener(service: Any) -> OpenService:
-    from rlcore.launch.ray.service_client import opener
+    from rlcore.launch.ray.remote_service import opener
 
     return opener(service)

@@ -18,8 +18,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlcore.config.load import Loaded
-from rlcore.errors import DeadlineExceeded, EmptyBatch, PartLost, RlcoreError, RunFailed, UserError
-from rlcore.launch import INTERRUPTED
+from rlcore.errors import INTERRUPTED, DeadlineExceeded, EmptyBatch, PartLost, RlcoreError, RunFailed, UserError
 from rlcore.launch.attempts import has_ended
 from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, HeartbeatMonitor, came_late, read_stuck
 from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe

@@ -1,7 +1,7 @@
 """The embedded engine as a process of its own: `python -m rollout.engines.embedded.server < config.json`.
 
 A small HTTP server, JSON both ways, one route for each verb of `rlcore.interfaces.RolloutEngine`, and `join_group`. Weights
-do not come over HTTP: `receive_bucket` takes them from the process group (weight_group.py) that `join_group` entered.
+do not come over HTTP: `receive_bucket` takes them from the process group (process_group.py) that `join_group` entered.
 
 The process ends when its parent does. It reports its port on a pipe: only the kernel can pick a free one without a race.
 """

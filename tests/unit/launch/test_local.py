@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.config import Config
-from rlcore.errors import RunFailed
-from rlcore.launch import INTERRUPTED
+from rlcore.errors import INTERRUPTED, RunFailed
 from rlcore.launch import local as supervise
 
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]

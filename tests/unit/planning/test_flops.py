@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from backends.megatron.convert.architecture import read_architecture
+from backends.megatron.convert.read import read_architecture
 from rlcore.algorithms import Moments
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.step import UpdateResult

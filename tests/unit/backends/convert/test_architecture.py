@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from backends.megatron.convert.architecture import read_architecture
+from backends.megatron.convert.read import read_architecture
 from rlcore.errors import ModelError
 
 LLAMA: dict[str, Any] = {

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from backends.megatron.convert.architecture import Architecture, read_architecture
+from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.folder import FolderWriter
 from backends.megatron.convert.layout import Slice, hf_shapes, model_entries, pack, tp_slice, unpack
 from backends.megatron.convert.load import SafetensorsFolder
 from backends.megatron.convert.names import global_name
+from backends.megatron.convert.read import read_architecture
 from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, Split
 from rlcore.errors import ModelError
 from rlcore.weights import TensorSpec

@@ -17,8 +17,8 @@ from torch.multiprocessing import reductions
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.weights import TensorSpec, cut_buckets
 from rollout.weight_sync import process_group as distributed
+from rollout.weight_sync import process_group as weight_group
 from rollout.weight_sync import serialized as tensor
-from rollout.weight_sync import weight_group
 from rollout.weight_sync.choose import choose_name
 from rollout.weight_sync.process_group import DistributedTransport, GroupAddress, choose_backend, make_group
 from rollout.weight_sync.serialized import DEVICE, TensorTransport
