@@ -1,4 +1,6 @@
-"""How fast the algorithms are, beside plain loops and public libraries, in one process: see README.md."""
+"""How fast the algorithms are, beside plain loops and public libraries, in one process: see
+README.md.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers here, too")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", choices=SECTIONS, action="append", help="one section; may be repeated")
-    parser.add_argument("--peers", type=Path, default=PEERS, help="folder that verl is imported from")
-    parser.add_argument("--install-peers", action="store_true", help="put verl into that folder first (280 MB)")
+    parser.add_argument(
+        "--only", choices=SECTIONS, action="append", help="one section; may be repeated"
+    )
+    parser.add_argument(
+        "--peers", type=Path, default=PEERS, help="folder that verl is imported from"
+    )
+    parser.add_argument(
+        "--install-peers", action="store_true", help="put verl into that folder first (280 MB)"
+    )
     options = parser.parse_args()
 
     torch.set_num_threads(options.threads)
@@ -43,11 +51,21 @@ def main() -> None:
     if options.install_peers:
         peers.install(options.peers)
     verl, note = peers.verl(options.peers)
-    where = {**machine(), "torch": torch.__version__, "threads": options.threads, "device": _name(device)}
-    print(f"{where['cpu']}, {where['cores']} cores, {options.threads} threads, torch {torch.__version__}, {where['device']}")
+    where = {
+        **machine(),
+        "torch": torch.__version__,
+        "threads": options.threads,
+        "device": _name(device),
+    }
+    print(
+        f"{where['cpu']}, {where['cores']} cores, {options.threads} threads, torch"
+        f" {torch.__version__}, {where['device']}"
+    )
     print(f"{note}. {peers.TRL_NOTE}.\n")
 
-    started, busy, own = time.monotonic(), busy_seconds(), time.process_time()
+    started = time.monotonic()
+    busy = busy_seconds()
+    own = time.process_time()
     sections = []
     for name in options.only or SECTIONS:
         sections.append(SECTIONS[name](device, verl))
@@ -56,7 +74,11 @@ def main() -> None:
     print(f"Meanwhile other programs kept {max(others, 0.0):.2f} cores busy.")
     if options.json is not None:
         notes = {"peers": [note, peers.TRL_NOTE], "other_cores": max(others, 0.0)}
-        options.json.write_text(json.dumps({"machine": where, **notes, "sections": [_plain(s) for s in sections]}, indent=1))
+        options.json.write_text(
+            json.dumps(
+                {"machine": where, **notes, "sections": [_plain(s) for s in sections]}, indent=1
+            )
+        )
 
 
 def _name(device: torch.device) -> str:
@@ -67,10 +89,18 @@ def _table(section: Section) -> str:
     lines = [f"## {section.title}\n", section.note]
     for case in dict.fromkeys(row.case for row in section.rows):
         rows = [row for row in section.rows if row.case == case]
-        cells = [[row.what, f"{row.median * 1e3:.3f}", f"{min(row.seconds) * 1e3:.3f}", row.agreement] for row in rows]
+        cells = [
+            [row.what, f"{row.median * 1e3:.3f}", f"{min(row.seconds) * 1e3:.3f}", row.agreement]
+            for row in rows
+        ]
         lines += ["", *_markdown([case, "median, ms", "least, ms", "numbers beside ours"], cells)]
     verdicts = [
-        [g.text, f"{g.measured:.2f}", f"{'>=' if g.at_least else '<='} {g.limit:g}", "reached" if g.reached else "MISSED"]
+        [
+            g.text,
+            f"{g.measured:.2f}",
+            f"{'>=' if g.at_least else '<='} {g.limit:g}",
+            "reached" if g.reached else "MISSED",
+        ]
         for g in section.goals
     ]
     return "\n".join([*lines, "", *_markdown(["ratio", "measured", "goal", ""], verdicts), ""])

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rlcore.algorithms import EstimatorInputs
 
-SIGMA = 1.0                 # of the log of the lengths: the longest of 512 is some 14 times the mean
+# of the log of the lengths: the longest of 512 is some 14 times the mean
+SIGMA = 1.0
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,15 @@ class Batch:
         return self.cu_seqlens.diff()
 
     def inputs(self, **fields: Tensor) -> EstimatorInputs:
-        return EstimatorInputs(cu_seqlens=self.cu_seqlens, rewards=self.rewards, group_ids=self.group_ids, **fields)
+        return EstimatorInputs(
+            cu_seqlens=self.cu_seqlens, rewards=self.rewards, group_ids=self.group_ids, **fields
+        )
 
 
 def lengths_up_to(sequences: int, longest: int, seed: int = 0) -> Tensor:
-    """Log-normal lengths, int64 `[B]`, the longest of which is exactly `longest` and the shortest at least 1."""
+    """Log-normal lengths, int64 `[B]`, the longest of which is exactly `longest` and the shortest
+    at least 1.
+    """
     drawn = _log_normal(sequences, seed)
     return (drawn / drawn.max() * longest).round().long().clamp(min=1)
 
@@ -57,7 +62,8 @@ def lengths_in_total(sequences: int, tokens: int, seed: int = 0) -> Tensor:
 def make(lengths: Tensor, device: torch.device, *, group_size: int = 8, seed: int = 0) -> Batch:
     """A batch of these lengths; groups are neighbours."""
     generator = torch.Generator().manual_seed(seed)
-    tokens, sequences = int(lengths.sum()), lengths.numel()
+    tokens = int(lengths.sum())
+    sequences = lengths.numel()
 
     def normal(scale: float, size: int = tokens) -> Tensor:
         return (torch.randn(size, generator=generator) * scale).to(device)

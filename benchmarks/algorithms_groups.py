@@ -11,10 +11,12 @@ from algorithms_race import Entry, Goal, Row, Section, agreement, race, ratio
 
 from rlcore.algorithms import EstimatorInputs, build_estimator
 
-SEQUENCES, GROUP = 16384, 8
+SEQUENCES = 16384
+GROUP = 8
 NAMES = ("grpo", "dr_grpo", "rloo", "opo", "max_rl", "gpg")
 LARGE = 4_194_304
-SORT, COPY = "torch.sort of the group ids", "memory copy of the advantages"
+SORT = "torch.sort of the group ids"
+COPY = "memory copy of the advantages"
 
 
 def measure(device: torch.device, verl: dict[str, ModuleType]) -> Section:
@@ -25,38 +27,57 @@ def measure(device: torch.device, verl: dict[str, ModuleType]) -> Section:
         ones = torch.ones(SEQUENCES, dtype=torch.int64)
         lengths = ones if tokens == SEQUENCES else batches.lengths_in_total(SEQUENCES, tokens)
         batch = batches.make(lengths, device, group_size=GROUP)
-        for kind, group_ids in (("in order", batch.group_ids), ("shuffled", batch.group_ids[order])):
+        for kind, group_ids in (
+            ("in order", batch.group_ids),
+            ("shuffled", batch.group_ids[order]),
+        ):
             case = f"{batch.tokens:,} tokens, groups {kind}"
             found = race(case, _entries(batch, group_ids, verl, padded=tokens == SEQUENCES), device)
             rows += found.values()
             if tokens == SEQUENCES:
-                goals += [Goal(f"groups {kind}: {name} / sort", ratio(found, f"rlcore {name}", SORT), 4.0) for name in NAMES]
+                goals += [
+                    Goal(f"groups {kind}: {name} / sort", ratio(found, f"rlcore {name}", SORT), 4.0)
+                    for name in NAMES
+                ]
     note = (
-        f"{SEQUENCES} sequences in groups of {GROUP}: of one token each, where all the work is on groups; and of {LARGE:,} "
-        "tokens, where most of it is writing the advantage of each. Guard included. The goal is on the first."
+        f"{SEQUENCES} sequences in groups of {GROUP}: of one token each, where all the work is on"
+        f" groups; and of {LARGE:,} tokens, where most of it is writing the advantage of each."
+        " Guard included. The goal is on the first."
     )
     return Section("groups", note, tuple(rows), tuple(goals))
 
 
-def _entries(batch: batches.Batch, group_ids: torch.Tensor, verl: dict[str, ModuleType], *, padded: bool) -> list[Entry]:
-    inputs = EstimatorInputs(cu_seqlens=batch.cu_seqlens, rewards=batch.rewards, group_ids=group_ids)
+def _entries(
+    batch: batches.Batch, group_ids: torch.Tensor, verl: dict[str, ModuleType], *, padded: bool
+) -> list[Entry]:
+    inputs = EstimatorInputs(
+        cu_seqlens=batch.cu_seqlens, rewards=batch.rewards, group_ids=group_ids
+    )
     out = torch.empty_like(batch.values)
-    entries = [Entry(SORT, lambda: torch.sort(group_ids)), Entry(COPY, lambda: out.copy_(batch.values))]
+    entries = [
+        Entry(SORT, lambda: torch.sort(group_ids)),
+        Entry(COPY, lambda: out.copy_(batch.values)),
+    ]
     for name in NAMES:
         estimator = build_estimator(name)
         entries.append(Entry(f"rlcore {name}", lambda estimator=estimator: estimator(inputs)))  # type: ignore[misc]
     if verl and padded:
-        entries += _verl_entries(batch, group_ids, build_estimator("grpo")(inputs).advantages, verl["core_algos"])
+        entries += _verl_entries(
+            batch, group_ids, build_estimator("grpo")(inputs).advantages, verl["core_algos"]
+        )
     return entries
 
 
-def _verl_entries(batch: batches.Batch, group_ids: torch.Tensor, ours: torch.Tensor, core: ModuleType) -> list[Entry]:
+def _verl_entries(
+    batch: batches.Batch, group_ids: torch.Tensor, ours: torch.Tensor, core: ModuleType
+) -> list[Entry]:
     mask = pad(torch.ones_like(batch.values), batch.cu_seqlens)
     scores = torch.zeros_like(mask)
     scores[torch.arange(batch.sequences), batch.lengths - 1] = batch.rewards
     index = group_ids.cpu().numpy()
     entries = []
     for name in ("compute_grpo_outcome_advantage", "compute_grpo_vectorized_outcome_advantage"):
+
         def theirs(function: object = getattr(core, name)) -> torch.Tensor:
             advantages: torch.Tensor = function(scores, mask, index)[0]  # type: ignore[operator]
             return advantages

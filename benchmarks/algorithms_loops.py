@@ -1,4 +1,6 @@
-"""The two plain ways to compute advantages: scipy's filter a sequence at a time, and a loop over time of a padded batch."""
+"""The two plain ways to compute advantages: scipy's filter a sequence at a time, and a loop over
+time of a padded batch.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,24 @@ from torch import Tensor
 
 
 def filter_sequences(x: np.ndarray, borders: Sequence[int], decay: float) -> np.ndarray:
-    """`y_t = x_t + decay * y_{t+1}` in each sequence, in the dtype of `x`: the bare recurrence, on one core."""
+    """`y_t = x_t + decay * y_{t+1}` in each sequence, in the dtype of `x`: the bare recurrence, on
+    one core.
+    """
     y = np.empty_like(x)
-    numerator, denominator = np.array([1.0], x.dtype), np.array([1.0, -decay], x.dtype)
+    numerator = np.array([1.0], x.dtype)
+    denominator = np.array([1.0, -decay], x.dtype)
     for start, end in itertools.pairwise(borders):
         y[start:end] = lfilter(numerator, denominator, x[start:end][::-1])[::-1]
     return y
 
 
-def deltas(values: Tensor, kl: Tensor, rewards: Tensor, cu_seqlens: Tensor, *, gamma: float, kl_coef: float) -> np.ndarray:
+def deltas(
+    values: Tensor, kl: Tensor, rewards: Tensor, cu_seqlens: Tensor, *, gamma: float, kl_coef: float
+) -> np.ndarray:
     """What the recurrence of `ppo` runs on, float64 `[M]`, a sequence at a time."""
-    v, penalty, outcome = values.double().cpu().numpy(), kl.double().cpu().numpy(), rewards.double().cpu().numpy()
+    v = values.double().cpu().numpy()
+    penalty = kl.double().cpu().numpy()
+    outcome = rewards.double().cpu().numpy()
     borders = cu_seqlens.tolist()
     delta = np.empty_like(v)
     for b, (start, end) in enumerate(itertools.pairwise(borders)):
@@ -34,7 +43,9 @@ def deltas(values: Tensor, kl: Tensor, rewards: Tensor, cu_seqlens: Tensor, *, g
 
 def pad(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """`[M]` to `[B, longest]`, zeros behind each sequence."""
-    return torch.nn.utils.rnn.pad_sequence(list(x.split(cu_seqlens.diff().tolist())), batch_first=True)
+    return torch.nn.utils.rnn.pad_sequence(
+        list(x.split(cu_seqlens.diff().tolist())), batch_first=True
+    )
 
 
 def unpad(x: Tensor, mask: Tensor) -> Tensor:
@@ -42,10 +53,15 @@ def unpad(x: Tensor, mask: Tensor) -> Tensor:
     return x[mask.bool()]
 
 
-def padded_gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, `[longest, B]`, of float `[longest, B]`: time first, so that each step is contiguous."""
+def padded_gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, `[longest, B]`, of float `[longest, B]`: time first, so that each
+    step is contiguous.
+    """
     advantages = torch.empty_like(values)
-    following, running = torch.zeros_like(values[0]), torch.zeros_like(values[0])
+    following = torch.zeros_like(values[0])
+    running = torch.zeros_like(values[0])
     for t in range(len(values) - 1, -1, -1):
         delta = rewards[t] + gamma * following - values[t]
         running = (delta + gamma * lam * running) * mask[t]

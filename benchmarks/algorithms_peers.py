@@ -14,22 +14,40 @@ PACKAGES = (
     "rpds-py", "attrs", "accelerate",
 )  # fmt: skip
 TRL_NOTE = (
-    "TRL 1.16.0 has no function to call for any of this: group advantages are lines inside GRPOTrainer, and its PPO trainer, "
-    "with GAE and masked whitening, is gone"
+    "TRL 1.16.0 has no function to call for any of this: group advantages are lines inside"
+    " GRPOTrainer, and its PPO trainer, with GAE and masked whitening, is gone"
 )
 
 
 def install(folder: Path) -> None:
-    """Put verl and what it imports into `folder`, none of it into the environment that runs this, torch left out."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *PACKAGES]
+    """Put verl and what it imports into `folder`, none of it into the environment that runs this,
+    torch left out.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(folder),
+        *PACKAGES,
+    ]
     subprocess.run(command, check=True)
 
 
 def verl(folder: Path) -> tuple[dict[str, ModuleType], str]:
-    """verl's modules by their last name, or none, and what to say about it. Our own packages come first on the path."""
+    """verl's modules by their last name, or none, and what to say about it. Our own packages come
+    first on the path.
+    """
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    names = ("verl.trainer.ppo.core_algos", "verl.utils.seqlen_balancing", "verl.utils.torch_functional")
+    names = (
+        "verl.trainer.ppo.core_algos",
+        "verl.utils.seqlen_balancing",
+        "verl.utils.torch_functional",
+    )
     try:
         modules = {name.rpartition(".")[2]: importlib.import_module(name) for name in names}
     except ImportError as error:

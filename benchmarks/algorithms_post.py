@@ -19,9 +19,14 @@ from rlcore.algorithms import (
     whiten,
 )
 
-SEQUENCES, TOKENS = 1024, 4_000_000
-ALL, WHITEN, WEIGHTS, METRICS = "rlcore, all of it", "rlcore whiten", "rlcore loss_weights", "rlcore rollout_metrics"
-KL, PPO = "rlcore approx_kl", "rlcore ppo"
+SEQUENCES = 1024
+TOKENS = 4_000_000
+ALL = "rlcore, all of it"
+WHITEN = "rlcore whiten"
+WEIGHTS = "rlcore loss_weights"
+METRICS = "rlcore rollout_metrics"
+KL = "rlcore approx_kl"
+PPO = "rlcore ppo"
 
 
 def measure(device: torch.device, verl: dict[str, ModuleType]) -> Section:
@@ -29,8 +34,8 @@ def measure(device: torch.device, verl: dict[str, ModuleType]) -> Section:
     found = race(f"{SEQUENCES} sequences: {batch.tokens:,} tokens", _entries(batch, verl), device)
     goals = (Goal("post-processing / lfilter fp32", ratio(found, ALL, LFILTER), 10.0),)
     note = (
-        "approx_kl (k1), `ppo`, normalize_advantages, loss_weights and rollout_metrics of a step with values, log-probs of "
-        "policy, reference and engine, entropy and versions."
+        "approx_kl (k1), `ppo`, normalize_advantages, loss_weights and rollout_metrics of a step"
+        " with values, log-probs of policy, reference and engine, entropy and versions."
     )
     return Section("post-processing", note, tuple(found.values()), goals)
 
@@ -46,11 +51,18 @@ def _entries(batch: batches.Batch, verl: dict[str, ModuleType]) -> list[Entry]:
     reasons = ["stop"] * batch.sequences
     out = torch.empty_like(kl)
     borders = batch.cu_seqlens.tolist()
-    delta = deltas(batch.values, kl, batch.rewards, batch.cu_seqlens, gamma=GAMMA, kl_coef=KL_COEF).astype("float32")
+    delta = deltas(
+        batch.values, kl, batch.rewards, batch.cu_seqlens, gamma=GAMMA, kl_coef=KL_COEF
+    ).astype("float32")
 
     def metrics(returns: torch.Tensor | None) -> dict[str, float]:
         return rollout_metrics(
-            inputs, finish_reasons=reasons, entropy=batch.entropy, returns=returns, reward_coef=KL_COEF, version=1
+            inputs,
+            finish_reasons=reasons,
+            entropy=batch.entropy,
+            returns=returns,
+            reward_coef=KL_COEF,
+            version=1,
         )
 
     def everything() -> None:
@@ -63,7 +75,11 @@ def _entries(batch: batches.Batch, verl: dict[str, ModuleType]) -> list[Entry]:
     filtered = torch.from_numpy(filter_sequences(delta, borders, LAM).copy())
     entries = [
         Entry(COPY, lambda: out.copy_(kl)),
-        Entry(LFILTER, lambda: filter_sequences(delta, borders, LAM), agreement(result.advantages, filtered)),
+        Entry(
+            LFILTER,
+            lambda: filter_sequences(delta, borders, LAM),
+            agreement(result.advantages, filtered),
+        ),
         Entry(ALL, everything),
         Entry(KL, lambda: approx_kl(batch.logprobs, batch.ref_logprobs, "k1")),
         Entry(PPO, lambda: estimator(inputs)),
@@ -72,7 +88,10 @@ def _entries(batch: batches.Batch, verl: dict[str, ModuleType]) -> list[Entry]:
         Entry(METRICS, lambda: metrics(result.returns)),
     ]
     if verl:
-        masked_whiten, mask = verl["torch_functional"].masked_whiten, torch.ones_like(kl)
+        masked_whiten = verl["torch_functional"].masked_whiten
+        mask = torch.ones_like(kl)
         same = agreement(whiten(result.advantages), masked_whiten(result.advantages, mask))
-        entries.append(Entry("verl masked_whiten", lambda: masked_whiten(result.advantages, mask), same))
+        entries.append(
+            Entry("verl masked_whiten", lambda: masked_whiten(result.advantages, mask), same)
+        )
     return entries

@@ -13,11 +13,17 @@ from algorithms_race import Entry, Goal, Row, Section, agreement, race, ratio
 from rlcore.algorithms import approx_kl, build_estimator, discounted_suffix_sum
 
 SHAPES = ((64, 8192), (512, 8192), (64, 32768), (512, 32768))
-GAMMA, LAM, KL_COEF = 1.0, 0.95, 0.05
+GAMMA = 1.0
+LAM = 0.95
+KL_COEF = 0.05
 
-OURS, SCAN, COPY = "rlcore ppo", "rlcore discounted_suffix_sum", "memory copy of one vector"
-LFILTER, LFILTER64 = "scipy lfilter, fp32", "scipy lfilter, fp64"
-LOOP, VERL = "padded loop over time", "verl compute_gae_advantage_return"
+OURS = "rlcore ppo"
+SCAN = "rlcore discounted_suffix_sum"
+COPY = "memory copy of one vector"
+LFILTER = "scipy lfilter, fp32"
+LFILTER64 = "scipy lfilter, fp64"
+LOOP = "padded loop over time"
+VERL = "verl compute_gae_advantage_return"
 
 
 def measure(device: torch.device, verl: dict[str, ModuleType]) -> Section:
@@ -30,17 +36,27 @@ def measure(device: torch.device, verl: dict[str, ModuleType]) -> Section:
         rows += found.values()
         slowest = max(ratio(found, OURS, LFILTER), ratio(found, OURS, LFILTER64))
         goals.append(Goal(f"{sequences} x {longest}: ppo / the faster lfilter", slowest, 2.0))
-        goals.append(Goal(f"{sequences} x {longest}: padded loop / ppo", ratio(found, LOOP, OURS), 10.0, at_least=True))
+        goals.append(
+            Goal(
+                f"{sequences} x {longest}: padded loop / ppo",
+                ratio(found, LOOP, OURS),
+                10.0,
+                at_least=True,
+            )
+        )
     note = (
-        "`build_estimator('ppo', gamma=1.0, lam=0.95, kl_coef=0.05)(inputs)`: guard, shaping, values, scan, returns. Lengths "
-        "are log-normal (sigma 1), scaled so that the longest is the maximum. lfilter does the bare recurrence on ready "
-        "deltas, a sequence at a time on one core; it is timed in the dtype of the batch, fp32, and in fp64, in which rlcore "
-        "sums. The padded loop gets its batch padded, and time first, for nothing. verl also whitens."
+        "`build_estimator('ppo', gamma=1.0, lam=0.95, kl_coef=0.05)(inputs)`: guard, shaping,"
+        " values, scan, returns. Lengths are log-normal (sigma 1), scaled so that the longest is"
+        " the maximum. lfilter does the bare recurrence on ready deltas, a sequence at a time on"
+        " one core; it is timed in the dtype of the batch, fp32, and in fp64, in which rlcore sums."
+        " The padded loop gets its batch padded, and time first, for nothing. verl also whitens."
     )
     return Section("ppo", note, tuple(rows), tuple(goals))
 
 
-def _entries(batch: batches.Batch, device: torch.device, verl: dict[str, ModuleType]) -> list[Entry]:
+def _entries(
+    batch: batches.Batch, device: torch.device, verl: dict[str, ModuleType]
+) -> list[Entry]:
     kl = approx_kl(batch.logprobs, batch.ref_logprobs, "k1")
     estimator = build_estimator("ppo", gamma=GAMMA, lam=LAM, kl_coef=KL_COEF)
     inputs = batch.inputs(values=batch.values, kl=kl)
@@ -52,7 +68,8 @@ def _entries(batch: batches.Batch, device: torch.device, verl: dict[str, ModuleT
     delta32 = delta.astype(np.float32)
     on_device = torch.from_numpy(delta32).to(device)
 
-    values, penalty = pad(batch.values, batch.cu_seqlens), pad(kl, batch.cu_seqlens)
+    values = pad(batch.values, batch.cu_seqlens)
+    penalty = pad(kl, batch.cu_seqlens)
     mask = pad(torch.ones_like(batch.values), batch.cu_seqlens)
     rewards = -KL_COEF * penalty
     rewards[torch.arange(batch.sequences), batch.lengths - 1] += batch.rewards
@@ -60,11 +77,21 @@ def _entries(batch: batches.Batch, device: torch.device, verl: dict[str, ModuleT
     looped = padded_gae(*by_time, gamma=GAMMA, lam=LAM)
 
     out = torch.empty_like(kl)
-    filtered = [torch.from_numpy(filter_sequences(x, borders, LAM).copy()) for x in (delta32, delta)]
+    filtered = [
+        torch.from_numpy(filter_sequences(x, borders, LAM).copy()) for x in (delta32, delta)
+    ]
     entries = [
         Entry(COPY, lambda: out.copy_(kl)),
-        Entry(LFILTER, lambda: filter_sequences(delta32, borders, LAM), agreement(ours.advantages, filtered[0])),
-        Entry(LFILTER64, lambda: filter_sequences(delta, borders, LAM), agreement(ours.advantages, filtered[1])),
+        Entry(
+            LFILTER,
+            lambda: filter_sequences(delta32, borders, LAM),
+            agreement(ours.advantages, filtered[0]),
+        ),
+        Entry(
+            LFILTER64,
+            lambda: filter_sequences(delta, borders, LAM),
+            agreement(ours.advantages, filtered[1]),
+        ),
         Entry(SCAN, lambda: discounted_suffix_sum(on_device, batch.cu_seqlens, LAM)),
         Entry(OURS, lambda: estimator(inputs)),
         Entry(
@@ -80,5 +107,7 @@ def _entries(batch: batches.Batch, device: torch.device, verl: dict[str, ModuleT
             result: tuple[torch.Tensor, torch.Tensor] = gae(rewards, values, mask, GAMMA, LAM)
             return result
 
-        entries.append(Entry(VERL, theirs, "returns " + agreement(ours.returns, unpad(theirs()[1], mask))))
+        entries.append(
+            Entry(VERL, theirs, "returns " + agreement(ours.returns, unpad(theirs()[1], mask)))
+        )
     return entries

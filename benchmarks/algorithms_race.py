@@ -1,4 +1,6 @@
-"""Time several functions in turn, round after round, so that whatever else the machine does meets all of them alike."""
+"""Time several functions in turn, round after round, so that whatever else the machine does meets
+all of them alike.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 ROUNDS = 31
-SLOW_SECONDS = 0.3          # what takes longer than this gets SLOW_ROUNDS
+SLOW_SECONDS = 0.3  # what takes longer than this gets SLOW_ROUNDS
 SLOW_ROUNDS = 3
 
 
@@ -20,8 +22,8 @@ class Entry:
 
     what: str
     run: Callable[[], object]
-    agreement: str = ""     # how its numbers compare with ours
-    once: bool = False      # a single run, without warm-up
+    agreement: str = ""  # how its numbers compare with ours
+    once: bool = False  # a single run, without warm-up
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Section:
 def race(case: str, entries: Sequence[Entry], device: torch.device) -> dict[str, Row]:
     """The entries by what they are, each with the seconds of its rounds.
 
-    In each round an entry runs twice and the second run counts, so that none finds the caches as its neighbour left them.
+    In each round an entry runs twice and the second run counts, so that none finds the caches as
+    its neighbour left them.
     """
     rounds = {entry.what: 1 if entry.once else _rounds(entry, device) for entry in entries}
     seconds: dict[str, list[float]] = {entry.what: [] for entry in entries}
@@ -71,12 +74,18 @@ def race(case: str, entries: Sequence[Entry], device: torch.device) -> dict[str,
                 if rounds[entry.what] == ROUNDS:
                     entry.run()
                 seconds[entry.what].append(_seconds(entry.run, device))
-    return {entry.what: Row(case, entry.what, tuple(seconds[entry.what]), entry.agreement) for entry in entries}
+    return {
+        entry.what: Row(case, entry.what, tuple(seconds[entry.what]), entry.agreement)
+        for entry in entries
+    }
 
 
 def ratio(rows: Mapping[str, Row], what: str, base: str) -> float:
-    """How many times as long `what` takes as `base`: the median over rounds, or of the medians where rounds differ."""
-    ours, theirs = rows[what].seconds, rows[base].seconds
+    """How many times as long `what` takes as `base`: the median over rounds, or of the medians
+    where rounds differ.
+    """
+    ours = rows[what].seconds
+    theirs = rows[base].seconds
     if len(ours) == len(theirs):
         return statistics.median(a / b for a, b in zip(ours, theirs))
     return rows[what].median / rows[base].median
@@ -84,7 +93,8 @@ def ratio(rows: Mapping[str, Row], what: str, base: str) -> float:
 
 def agreement(ours: torch.Tensor, theirs: torch.Tensor) -> str:
     """The largest difference in units of the largest number."""
-    ours, theirs = ours.double().cpu(), theirs.double().cpu()
+    ours = ours.double().cpu()
+    theirs = theirs.double().cpu()
     difference = float((ours - theirs).abs().max() / ours.abs().max())
     return f"same to {difference:.0e}" if difference < 1e-4 else f"DIFFERS by {difference:.0e}"
 

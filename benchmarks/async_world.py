@@ -1,8 +1,10 @@
-"""A run without work: engines, slots and trainer as events in time, around the scheduler that runs use.
+"""A run without work: engines, slots and trainer as events in time, around the scheduler that runs
+use.
 
-Engines have slots, each makes tokens at a constant rate; a group of responses is started when `rollout.collection.scheduler.Scheduler` has
-room and slots are free. Lengths are log-normal, cut at a longest one. The trainer takes a batch when the scheduler has one,
-trains for a time that goes with its tokens, then publishes, and all slots stand still meanwhile. Engines die, what they worked
+Engines have slots, each makes tokens at a constant rate; a group of responses is started when
+`rollout.collection.scheduler.Scheduler` has room and slots are free. Lengths are log-normal, cut at
+a longest one. The trainer takes a batch when the scheduler has one, trains for a time that goes
+with its tokens, then publishes, and all slots stand still meanwhile. Engines die, what they worked
 on starts again elsewhere, and come back later. Filters drop groups.
 """
 
@@ -22,21 +24,21 @@ from rollout.collection.scheduler import Rules, Scheduler
 class Setting:
     """One workload. Lengths in tokens, times in seconds."""
 
-    groups: int = 2048                  # of a step
-    samples: int = 16                   # of a group
+    groups: int = 2048  # of a step
+    samples: int = 16  # of a group
     engines: int = 64
-    slots_each: int = 64                # of an engine
-    tokens_per_s: float = 40.0          # of a slot
-    median: float = 8000.0              # of the response lengths
-    sigma: float = 0.9                  # of their logarithm
+    slots_each: int = 64  # of an engine
+    tokens_per_s: float = 40.0  # of a slot
+    median: float = 8000.0  # of the response lengths
+    sigma: float = 0.9  # of their logarithm
     longest: int = 65536
-    train_share: float = 0.9            # training time over generation time, of a mean step
+    train_share: float = 0.9  # training time over generation time, of a mean step
     publish_s: float = 10.0
-    dropped: float = 0.0                # share of groups that a filter refuses
+    dropped: float = 0.0  # share of groups that a filter refuses
     oversample: float = 1.0
     days_between_failures: float = 2.0  # of one engine; 0: never
     down_s: float = 300.0
-    steps: int = 40                     # counted, after the first few
+    steps: int = 40  # counted, after the first few
     seed: int = 0
 
     @property
@@ -50,11 +52,11 @@ class Outcome:
 
     setting: Setting
     seconds: float = 0.0
-    generated_s: float = 0.0            # slot-seconds of what was trained on
+    generated_s: float = 0.0  # slot-seconds of what was trained on
     trained_s: float = 0.0
-    busy_s: float = 0.0                 # slot-seconds in which a slot worked, on whatever
-    staleness: list[int] = field(default_factory=list)      # of each group, when it was trained on
-    expired: int = 0                    # groups
+    busy_s: float = 0.0  # slot-seconds in which a slot worked, on whatever
+    staleness: list[int] = field(default_factory=list)  # of each group, when it was trained on
+    expired: int = 0  # groups
 
     @property
     def bound_s(self) -> float:
@@ -68,39 +70,49 @@ class Outcome:
     @property
     def longest_in_steps(self) -> float:
         """How many of the quickest steps the longest response takes."""
-        return self.setting.longest / self.setting.tokens_per_s / (self.bound_s / self.setting.steps)
+        return (
+            self.setting.longest / self.setting.tokens_per_s / (self.bound_s / self.setting.steps)
+        )
 
 
 @dataclass
 class _Group:
-    left: int                           # responses that are not finished
-    started: int                        # policy step
-    seconds: float = 0.0                # of all its responses
+    left: int  # responses that are not finished
+    started: int  # policy step
+    seconds: float = 0.0  # of all its responses
 
 
 class Simulation:
-    """Time stands still for the engines while weights are published: they have a clock of their own."""
+    """Time stands still for the engines while weights are published: they have a clock of their
+    own.
+    """
 
     def __init__(self, setting: Setting, max_staleness: int) -> None:
-        self.setting, self.random = setting, random.Random(setting.seed)
+        self.setting = setting
+        self.random = random.Random(setting.seed)
         self.scheduler = Scheduler(Rules(setting.groups, max_staleness, setting.oversample))
         self.now = self.paused_s = 0.0
-        self.free = dict.fromkeys(range(setting.engines), setting.slots_each)       # of the engines that run
-        self.waiting: deque[tuple[int, float]] = deque()        # responses (draw, seconds) without a slot
-        self.running: list[dict[int, tuple[int, float]]] = [{} for _ in range(setting.engines)]     # the same by id, an engine
+        # of the engines that run
+        self.free = dict.fromkeys(range(setting.engines), setting.slots_each)
+        # responses (draw, seconds) without a slot
+        self.waiting: deque[tuple[int, float]] = deque()
+        # the same by id, an engine
+        self.running: list[dict[int, tuple[int, float]]] = [{} for _ in range(setting.engines)]
         self.num_running = 0
-        self.events: list[tuple[float, int, Callable[[int, int], None], int, int]] = []     # by the engines' clock
-        self.groups: dict[int, _Group] = {}             # in flight, or finished and not trained on
+        # by the engines' clock
+        self.events: list[tuple[float, int, Callable[[int, int], None], int, int]] = []
+        self.groups: dict[int, _Group] = {}  # in flight, or finished and not trained on
         self.next_draw = self.next_id = self.num_dropped = 0
-        self.training_ends: float | None = None         # by the trainer's clock
+        self.training_ends: float | None = None  # by the trainer's clock
         self.outcome = Outcome(setting)
         for engine in range(setting.engines):
             self._plan_failure(engine)
 
     def run(self) -> Outcome:
-        warm = self.scheduler.rules.max_staleness + 3       # steps
+        warm = self.scheduler.rules.max_staleness + 3  # steps
         self._run_to(warm)
-        began, self.outcome = self.now, Outcome(self.setting)
+        began = self.now
+        self.outcome = Outcome(self.setting)
         self._run_to(warm + self.setting.steps)
         self.outcome.seconds = self.now - began
         return self.outcome
@@ -121,17 +133,17 @@ class Simulation:
         self.outcome.busy_s += self.num_running * (now - self.now)
         self.now = now
 
-    # --- what happens -----------------------------------------------------------------------------------------------
+    # --- what happens -----------------------------------------------------------------------------
 
     def _finish(self, engine: int, response: int) -> None:
         found = self.running[engine].pop(response, None)
-        if found is None:               # the engine died meanwhile
+        if found is None:  # the engine died meanwhile
             return
         self.num_running -= 1
         self.free[engine] += 1
         draw, _ = found
         group = self.groups.get(draw)
-        if group is None:               # given up
+        if group is None:  # given up
             return
         group.left -= 1
         if group.left == 0:
@@ -162,13 +174,14 @@ class Simulation:
         self.scheduler.published(self.scheduler.steps_done)
         self._train()
 
-    # --- what is decided --------------------------------------------------------------------------------------------
+    # --- what is decided --------------------------------------------------------------------------
 
     def _train(self) -> None:
         batch = self.scheduler.batch() if self.training_ends is None else None
         if batch is None:
             return
-        outcome, policy_step = self.outcome, self.scheduler.steps_done
+        outcome = self.outcome
+        policy_step = self.scheduler.steps_done
         generated = 0.0
         for draw in batch:
             group = self.groups.pop(draw)
@@ -184,9 +197,13 @@ class Simulation:
         self.training_ends = self.now + seconds
 
     def _start(self) -> None:
-        """Fill free slots: with what waits, then with new groups while the scheduler has room for them."""
+        """Fill free slots: with what waits, then with new groups while the scheduler has room for
+        them.
+        """
         room = self.scheduler.room()
-        for engine in sorted((e for e, slots in self.free.items() if slots), key=self.free.__getitem__, reverse=True):
+        for engine in sorted(
+            (e for e, slots in self.free.items() if slots), key=self.free.__getitem__, reverse=True
+        ):
             while self.free[engine]:
                 if not self.waiting:
                     if room <= 0:
@@ -202,7 +219,8 @@ class Simulation:
                 self._event(self._engine_time + seconds, self._finish, engine, self.next_id)
 
     def _new_group(self) -> None:
-        draw, self.next_draw = self.next_draw, self.next_draw + 1
+        draw = self.next_draw
+        self.next_draw = self.next_draw + 1
         self.scheduler.started([draw])
         times = [self._length() / self.setting.tokens_per_s for _ in range(self.setting.samples)]
         self.groups[draw] = _Group(len(times), self.scheduler.policy_step, sum(times))
@@ -213,7 +231,7 @@ class Simulation:
         self.num_dropped += 1
         del self.groups[draw]
 
-    # --- numbers ----------------------------------------------------------------------------------------------------
+    # --- numbers ----------------------------------------------------------------------------------
 
     @property
     def _engine_time(self) -> float:
@@ -223,7 +241,9 @@ class Simulation:
     def _next_event(self) -> float:
         return self.events[0][0] + self.paused_s if self.events else math.inf
 
-    def _event(self, at: float, happen: Callable[[int, int], None], engine: int, response: int = 0) -> None:
+    def _event(
+        self, at: float, happen: Callable[[int, int], None], engine: int, response: int = 0
+    ) -> None:
         self.next_id += 1
         heapq.heappush(self.events, (at, self.next_id, happen, engine, response))
 

@@ -1,10 +1,13 @@
-"""Seconds to an accuracy, in lock-step and ahead of training: `python benchmarks/asynchrony.py [--model FOLDER]`.
+"""Seconds to an accuracy, in lock-step and ahead of training: `python benchmarks/asynchrony.py
+[--model FOLDER]`.
 
-The addition example, GRPO from one warmed-up model, with an engine whose answers come late: by a time that is log-normal, the
-same for a draw of a prompt in every run (`long_tails.py`). Nearly all time is spent in waiting for them, so what is compared
-is the order of things and not the machine. The clock begins with the first weights and counts all that follows, evaluations
-included. Exit code 1: a token was older than its bound or a ledger does not balance; or, of lock-step and of what clips
-against the engine's log-probs, a run did not reach the level, or `max_staleness` 2 was not faster to it than 0.
+The addition example, GRPO from one warmed-up model, with an engine whose answers come late: by a
+time that is log-normal, the same for a draw of a prompt in every run (`long_tails.py`). Nearly all
+time is spent in waiting for them, so what is compared is the order of things and not the machine.
+The clock begins with the first weights and counts all that follows, evaluations included. Exit code
+1: a token was older than its bound or a ledger does not balance; or, of lock-step and of what clips
+against the engine's log-probs, a run did not reach the level, or `max_staleness` 2 was not faster
+to it than 0.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import read_metrics
 from rollout.accounting.audit import audit
 
-# How the loss treats tokens of older weights. `rollout`: PPO's ratio, and its clip, are against the engine's log-probs.
+# How the loss treats tokens of older weights. `rollout`: PPO's ratio, and its clip, are against the
+# engine's log-probs.
 LOSSES = {
     "as if they were new": (),
     "tis": ("algorithm.correction={name: tis}",),
@@ -43,15 +47,17 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. `reached`: seconds and steps until held-out accuracy first was at the level; None: never."""
+    """One run. `reached`: seconds and steps until held-out accuracy first was at the level; None:
+    never.
+    """
 
     seed: int
     reached: tuple[float, int] | None
     seconds: float
-    accuracy: list[float]           # held out, greedy, at each evaluation
+    accuracy: list[float]  # held out, greedy, at each evaluation
     staleness_mean: float
     staleness_max: int
-    trainer_idle: float             # share
+    trainer_idle: float  # share
     balanced: bool
 
 
@@ -68,7 +74,7 @@ class Case:
 
 LOCK_STEP = Case(0, UNAWARE)
 CASES = (LOCK_STEP, Case(1, ROLLOUT), Case(2, ROLLOUT), Case(2, TIS), Case(2, UNAWARE))
-GOALS = CASES[:3]               # must reach the level
+GOALS = CASES[:3]  # must reach the level
 
 
 def train(case: Case, seed: int, options: argparse.Namespace, *, steps: int) -> Path:
@@ -111,7 +117,9 @@ def outcome(folder: Path, seed: int, level: float) -> Outcome:
 
 def row(case: Case, runs: list[Outcome]) -> str:
     def spread(values: list[float], places: int) -> str:
-        mean, low, high = statistics.fmean(values), min(values), max(values)
+        mean = statistics.fmean(values)
+        low = min(values)
+        high = max(values)
         return f"{mean:.{places}f} ({low:.{places}f} to {high:.{places}f})"
 
     reached = [run.reached for run in runs if run.reached is not None]
@@ -136,39 +144,57 @@ def verdict(found: dict[Case, list[Outcome]]) -> list[str]:
               if run.staleness_max > case.staleness]  # fmt: skip
     wrong += [f"{case}, seed {run.seed}: the level was never reached" for case in GOALS for run in found[case]
               if run.reached is None]  # fmt: skip
-    seconds = {case: statistics.fmean(run.reached[0] if run.reached else run.seconds for run in found[case]) for case in GOALS}
+    seconds = {
+        case: statistics.fmean(
+            run.reached[0] if run.reached else run.seconds for run in found[case]
+        )
+        for case in GOALS
+    }
     slower = [case for case in GOALS if case.staleness == 2 and seconds[case] >= seconds[LOCK_STEP]]
     return wrong + [f"{case} was not faster than lock-step" for case in slower]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3, help="seeds 1 to this number")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--every", type=int, default=2, help="steps between evaluations")
     parser.add_argument("--level", type=float, default=0.75, help="of held-out accuracy")
-    parser.add_argument("--median", type=float, default=0.2, help="seconds; the tail is cut at ten times that")
-    parser.add_argument("--model", type=Path, help="a warmed-up Hugging Face folder, instead of making one")
+    parser.add_argument(
+        "--median", type=float, default=0.2, help="seconds; the tail is cut at ten times that"
+    )
+    parser.add_argument(
+        "--model", type=Path, help="a warmed-up Hugging Face folder, instead of making one"
+    )
     parser.add_argument("--work", type=Path, default=ours.REPOSITORY / "runs" / "asynchrony")
     options = parser.parse_args()
     options.work = options.work.resolve()
     options.work.mkdir(parents=True, exist_ok=True)
     ours.make_data(options.work)
-    options.model = options.model.resolve() if options.model else ours.warm_up(options.work, threads=2)
+    options.model = (
+        options.model.resolve() if options.model else ours.warm_up(options.work, threads=2)
+    )
 
     found: dict[Case, list[Outcome]] = {case: [] for case in CASES}
     with long_tailed(log_normal(options.median)):
-        train(LOCK_STEP, 0, options, steps=1)            # imports, caches
+        train(LOCK_STEP, 0, options, steps=1)  # imports, caches
         for seed in range(1, options.seeds + 1):
             for case in CASES:
-                found[case].append(outcome(train(case, seed, options, steps=options.steps), seed, options.level))
+                found[case].append(
+                    outcome(train(case, seed, options, steps=options.steps), seed, options.level)
+                )
                 print(f"{case} seed {seed}: {found[case][-1]}", file=sys.stderr, flush=True)
     where = machine()
     print(f"{where['cpu']}; level {options.level}, {options.steps} steps, {options.seeds} seeds\n")
     print("| " + " | ".join(COLUMNS) + " |\n|---:|---|" + "---:|" * (len(COLUMNS) - 3) + "---|")
     for case, runs in found.items():
         print(row(case, runs))
-    report = {"machine": where, "cases": {str(case): [asdict(run) for run in runs] for case, runs in found.items()}}
+    report = {
+        "machine": where,
+        "cases": {str(case): [asdict(run) for run in runs] for case, runs in found.items()},
+    }
     (options.work / "asynchrony.json").write_text(json.dumps(report, indent=2) + "\n")
     wrong = verdict(found)
     print("\n" + "\n".join(wrong or ["nothing against it"]))

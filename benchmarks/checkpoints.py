@@ -1,7 +1,9 @@
-"""How long training stands still for a checkpoint: `python benchmarks/checkpoints.py [--hidden 768] [--folder DIR]`.
+"""How long training stands still for a checkpoint: `python benchmarks/checkpoints.py [--hidden 768]
+[--folder DIR]`.
 
-One process, a model of about 100 million parameters in fp32 with AdamW's moments (1.3 GB), saved alternately while training
-waits and in the background. Prints for each save how long training stands still and how long the thread writes.
+One process, a model of about 100 million parameters in fp32 with AdamW's moments (1.3 GB), saved
+alternately while training waits and in the background. Prints for each save how long training
+stands still and how long the thread writes.
 """
 
 from __future__ import annotations
@@ -39,11 +41,16 @@ def build(hidden: int, layers: int, folder: Path) -> MegatronBackend:
         "algorithm.loss.name=sft",
     ])  # fmt: skip
     backend = MegatronBackend(
-        loaded.config, no_objective, with_reference=False, with_critic=False, total_steps=1, device="cpu"
+        loaded.config,
+        no_objective,
+        with_reference=False,
+        with_critic=False,
+        total_steps=1,
+        device="cpu",
     )
     optimizer = backend.policy.optimizer
     assert optimizer is not None
-    optimizer.prepare_for_load()        # the moments, without a training pass
+    optimizer.prepare_for_load()  # the moments, without a training pass
     optimizer.steps_taken = 1
     return backend
 
@@ -79,13 +86,20 @@ def main() -> None:
         folder = Path(scratch)
         backend = build(arguments.hidden, arguments.layers, folder)
         parameters = sum(p.numel() for chunk in backend.policy.chunks for p in chunk.parameters())
-        print(f"{parameters / 1e6:.0f} M parameters, {parameters * 12 / 1e9:.2f} GB of weights and moments")
+        print(
+            f"{parameters / 1e6:.0f} M parameters, {parameters * 12 / 1e9:.2f} GB of weights and"
+            " moments"
+        )
         for number in range(arguments.repeats):
             for name, save in (("waiting", save_while_waiting), ("background", save_in_background)):
                 target = folder / f"{name}{number}"
                 blocked, written = save(backend, target)
                 shutil.rmtree(target)
-                print(f"{name:10} stands still {blocked:6.2f} s, written in the background {written:6.2f} s", flush=True)
+                print(
+                    f"{name:10} stands still {blocked:6.2f} s, written in the background"
+                    f" {written:6.2f} s",
+                    flush=True,
+                )
         print(f"host copies {backend._host_copies.num_bytes / 1e9:.2f} GB")
         backend.close()
 

@@ -1,7 +1,9 @@
-"""Started by gpu.sh: checks of the CUDA path, then tokens/s and MFU of Qwen2.5-shaped models on packed micro-batches.
+"""Started by gpu.sh: checks of the CUDA path, then tokens/s and MFU of Qwen2.5-shaped models on
+packed micro-batches.
 
-The limit is the matmul rate that the same device reaches in the same dtype, measured first; MFU is of that rate, with the FLOPs
-of the model alone: recomputation, also the head's own, counts as lost time.
+The limit is the matmul rate that the same device reaches in the same dtype, measured first; MFU is
+of that rate, with the FLOPs of the model alone: recomputation, also the head's own, counts as lost
+time.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Size:
     longest: int
     rounds: int
     dtype: str
-    matmul: int         # width of the square matmul
+    matmul: int  # width of the square matmul
 
 
 FULL = Size(micro_tokens=16384, micro_batches=4, longest=4096, rounds=5, dtype="bf16", matmul=8192)
@@ -66,9 +68,12 @@ def matmul_rate(size: Size, device: str) -> float:
     return calls * 2 * size.matmul**3 / seconds_of(several, 5, cuda=device != "cpu")
 
 
-def train(name: str, size: Size, device: str, rate: float, work: Path, *, recompute: bool) -> dict[str, Any]:
+def train(
+    name: str, size: Size, device: str, rate: float, work: Path, *, recompute: bool
+) -> dict[str, Any]:
     """Passes and steps of one model."""
-    cuda, shape = device != "cpu", SHAPES[name]
+    cuda = device != "cpu"
+    shape = SHAPES[name]
     folder = work / name
     write_model(folder, shape, torch.bfloat16 if size.dtype == "bf16" else torch.float32)
     batch = make_batch(shape, size.micro_tokens, size.micro_batches, size.longest)
@@ -89,7 +94,8 @@ def train(name: str, size: Size, device: str, rate: float, work: Path, *, recomp
         parts = time_by_part(made.update, cuda=cuda)
         micro_batches = made.micro_batches
     tokens = sum(batch.lengths.tolist())
-    flops = 3.0 * shape.sizes.forward_flops(batch.lengths.tolist(), batch.num_trainable)      # an update: forward and backward
+    # an update: forward and backward
+    flops = 3.0 * shape.sizes.forward_flops(batch.lengths.tolist(), batch.num_trainable)
     return {
         "model": name, "parameters": shape.sizes.parameters, "tokens": tokens,
         "micro_batches": micro_batches, "update_s": update_s, "score_s": score_s, "reference_s": reference_s,
@@ -99,10 +105,15 @@ def train(name: str, size: Size, device: str, rate: float, work: Path, *, recomp
 
 
 def show(found: dict[str, Any]) -> None:
-    tokens, chosen = found["tokens"], found["chosen"]
+    tokens = found["tokens"]
+    chosen = found["chosen"]
     print(f"\n{found['model']}: {found['parameters'] / 1e6:.1f} M parameters, {tokens} tokens a step in "
           f"{found['micro_batches']} micro-batches; {chosen['attention']}, {chosen['layers']}")  # fmt: skip
-    for name, remark in (("update", f"MFU {found['mfu']:.1%} of matmul"), ("score", ""), ("reference", "weights swapped in")):
+    for name, remark in (
+        ("update", f"MFU {found['mfu']:.1%} of matmul"),
+        ("score", ""),
+        ("reference", "weights swapped in"),
+    ):
         seconds = found[f"{name}_s"]
         print(f"  {name:<12}{seconds:9.3f} s {tokens / seconds:12.0f} tokens/s   {remark}")
     if found["peak_bytes"]:
@@ -116,20 +127,34 @@ def show(found: dict[str, Any]) -> None:
 def run_checks(device: str, work: Path, *, toy: bool) -> list[Check]:
     checks: list[Check] = []
     print(f"{'check':<62}{'distance':>10}{'bound':>9}")
-    for some in (lambda: check_attention(device), lambda: check_head(device), lambda: check_step(device, work, toy=toy)):
+    for some in (
+        lambda: check_attention(device),
+        lambda: check_head(device),
+        lambda: check_step(device, work, toy=toy),
+    ):
         for check in some():
             checks.append(check)
-            print(f"{check.name:<62}{check.value:10.1e}{check.bound:9.0e}  {'ok' if check.ok else 'OFF'}", flush=True)
+            print(
+                f"{check.name:<62}{check.value:10.1e}{check.bound:9.0e} "
+                f" {'ok' if check.ok else 'OFF'}",
+                flush=True,
+            )
     return checks
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The CUDA path: right? how fast? Exit code 1 if a check is off.")
+    parser = argparse.ArgumentParser(
+        description="The CUDA path: right? how fast? Exit code 1 if a check is off."
+    )
     parser.add_argument("--toy", action="store_true", help="on the CPU, at toy size")
     parser.add_argument("--only", choices=("checks", "train"), help="one half")
     parser.add_argument("--models", default=None, help=f"of {', '.join(SHAPES)}; default 0.5B,1.5B")
-    parser.add_argument("--recompute", action="store_true", help="recompute every layer in the backward pass")
-    parser.add_argument("--micro-tokens", type=int, default=None, help="tokens of a pack; default 16384")
+    parser.add_argument(
+        "--recompute", action="store_true", help="recompute every layer in the backward pass"
+    )
+    parser.add_argument(
+        "--micro-tokens", type=int, default=None, help="tokens of a pack; default 16384"
+    )
     parser.add_argument("--json", type=Path, default=None, help="write everything there too")
     options = parser.parse_args()
     names = (options.models or ("toy" if options.toy else "0.5B,1.5B")).split(",")
@@ -151,11 +176,17 @@ def main() -> int:
             checks = run_checks(device, work, toy=options.toy)
         if options.only != "checks":
             report["matmul_flops"] = rate = matmul_rate(size, device)
-            print(f"\nmatmul {size.matmul} x {size.matmul}, {size.dtype}: {rate / 1e12:.2f} TFLOP/s: the limit", flush=True)
+            print(
+                f"\nmatmul {size.matmul} x {size.matmul}, {size.dtype}: {rate / 1e12:.2f} TFLOP/s:"
+                " the limit",
+                flush=True,
+            )
             report["models"] = []
             for name in names:
                 try:
-                    report["models"].append(train(name, size, device, rate, work, recompute=options.recompute))
+                    report["models"].append(
+                        train(name, size, device, rate, work, recompute=options.recompute)
+                    )
                 except torch.OutOfMemoryError as error:
                     advice = f"set --recompute, or fewer --micro-tokens than {size.micro_tokens}"
                     raise SystemExit(f"{name}: {error}\n{advice}") from error

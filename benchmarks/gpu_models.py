@@ -1,4 +1,6 @@
-"""Randomly initialised Qwen2.5-shaped folders, a batch for them, and the configuration that trains on it."""
+"""Randomly initialised Qwen2.5-shaped folders, a batch for them, and the configuration that trains
+on it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Shape:
 
     def weights(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of every tensor of the folder."""
-        hidden, kv = self.hidden, self.kv_heads * self.head_dim
+        hidden = self.hidden
+        kv = self.kv_heads * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab, hidden)
         yield "model.norm.weight", (hidden,)
         for i in range(self.layers):
@@ -100,7 +103,8 @@ def make_batch(shape: Shape, pack: int, packs: int, longest: int) -> RolloutBatc
     mask = torch.ones(pack * packs, dtype=torch.bool)
     for start, n in zip(cu.tolist(), lengths):
         mask[start : start + max(n // 4, 1)] = False
-    trainable, count = int(mask.sum()), len(lengths)
+    trainable = int(mask.sum())
+    count = len(lengths)
     vectors = {
         "rollout_logprobs": torch.full((trainable,), -5.0),
         "versions": torch.zeros(trainable, dtype=torch.int64),
@@ -116,14 +120,26 @@ def make_batch(shape: Shape, pack: int, packs: int, longest: int) -> RolloutBatc
 def full_packs(batch: RolloutBatch, pack: int) -> MinibatchPlan:
     """The packs that `make_batch` filled, on one rank."""
     of = (batch.cu_tokens[:-1] // pack).tolist()
-    return MinibatchPlan((tuple(tuple(i for i, k in enumerate(of) if k == number) for number in range(of[-1] + 1)),))
+    return MinibatchPlan(
+        (tuple(tuple(i for i, k in enumerate(of) if k == number) for number in range(of[-1] + 1)),)
+    )
 
 
 def make_config(
-    folder: Path, *, dtype: str, micro_tokens: int, optimizer: dict[str, Any], offload: bool, recompute: bool = False
+    folder: Path,
+    *,
+    dtype: str,
+    micro_tokens: int,
+    optimizer: dict[str, Any],
+    offload: bool,
+    recompute: bool = False,
 ) -> Config:
     """GRPO with KL in the loss and an entropy bonus."""
-    megatron = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute else {}
+    megatron = (
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        if recompute
+        else {}
+    )
     given: dict[str, Any] = {
         "run": {"name": "gpu", "seed": 1},
         "data": {"paths": ["unused"]},

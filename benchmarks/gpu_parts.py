@@ -1,4 +1,6 @@
-"""Where the time of a step goes: every operation of a profile counted for the part of the model that asked for it."""
+"""Where the time of a step goes: every operation of a profile counted for the part of the model
+that asked for it.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,18 @@ PARTS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("norm", r"rms_?norm"),
         ("rotary, activation", r"_Rotation|_SwiGLU|silu"),
         ("collectives", r"nccl|gloo|c10d"),
-        ("copies, sums of gradients", r"aten::(copy_|add_|_to_copy|index_select|index|cat|zero_|fill_)$"),
+        (
+            "copies, sums of gradients",
+            r"aten::(copy_|add_|_to_copy|index_select|index|cat|zero_|fill_)$",
+        ),
     )
 )
 
 
 def time_by_part(step: Callable[[], Any], *, cuda: bool) -> dict[str, float]:
-    """Seconds of device time (on the CPU: of CPU time) of each part in one call of `step`; "other" is the rest."""
+    """Seconds of device time (on the CPU: of CPU time) of each part in one call of `step`; "other"
+    is the rest.
+    """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiler:
         step()
@@ -37,7 +44,7 @@ def time_by_part(step: Callable[[], Any], *, cuda: bool) -> dict[str, float]:
             torch.cuda.synchronize()
     seconds: dict[str, float] = defaultdict(float)
     for event in profiler.events() or ():
-        if event.device_type != DeviceType.CPU:     # kernels are counted where they were launched
+        if event.device_type != DeviceType.CPU:  # kernels are counted where they were launched
             continue
         own = event.self_device_time_total if cuda else event.self_cpu_time_total
         if own:
@@ -50,4 +57,6 @@ def _part(event: Any) -> str:
     while event is not None:
         around.append(str(event.name))
         event = event.cpu_parent
-    return next((name for name, pattern in PARTS if any(pattern.search(text) for text in around)), "other")
+    return next(
+        (name for name, pattern in PARTS if any(pattern.search(text) for text in around)), "other"
+    )

@@ -22,8 +22,11 @@ from rlcore.trainer.objective import Objective
 class Trainer:
     """Policy and reference on `device`, with `batch` loaded: by `plan`, or as the backend plans it."""
 
-    def __init__(self, config: Config, batch: RolloutBatch, device: str, plan: MinibatchPlan | None) -> None:
-        self.config, self.batch = config, batch
+    def __init__(
+        self, config: Config, batch: RolloutBatch, device: str, plan: MinibatchPlan | None
+    ) -> None:
+        self.config = config
+        self.batch = batch
         objective = Objective(config.algorithm)
         self.backend = MegatronBackend(
             config, objective, with_reference=True, with_critic=False, total_steps=10, device=device
@@ -56,12 +59,16 @@ class Trainer:
         named: dict[str, Tensor] = {}
         for bucket, flat in self.backend.export_buckets():
             if flat is not None:
-                named.update((name, tensor.cpu().float().clone()) for name, tensor in bucket.views(flat))
+                named.update(
+                    (name, tensor.cpu().float().clone()) for name, tensor in bucket.views(flat)
+                )
         return named
 
 
 @contextmanager
-def trainer(config: Config, batch: RolloutBatch, device: str, plan: MinibatchPlan | None = None) -> Iterator[Trainer]:
+def trainer(
+    config: Config, batch: RolloutBatch, device: str, plan: MinibatchPlan | None = None
+) -> Iterator[Trainer]:
     """A trainer whose Megatron groups and process group are gone afterwards."""
     made = Trainer(config, batch, device, plan)
     try:
@@ -74,7 +81,8 @@ def one_step(folder: Path, result: Path, config: Config, batch: RolloutBatch, de
     """Log-probs, gradient norm and moved weights of one step, saved to `result`."""
     torch.backends.cuda.matmul.allow_tf32 = False
     with trainer(config, batch, device) as made:
-        before, reference = made.weights(), made.score("reference")["logprobs"]
+        before = made.weights()
+        reference = made.score("reference")["logprobs"]
         scores = made.score()
         made.assign()
         metrics = made.update().metrics

@@ -16,11 +16,15 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 @torch.no_grad()
-def greedy_accuracy(model: Any, tokenizer: Any, rows: list[dict[str, str]], max_new_tokens: int) -> float:
+def greedy_accuracy(
+    model: Any, tokenizer: Any, rows: list[dict[str, str]], max_new_tokens: int
+) -> float:
     """The share of rows whose greedy completion is right. Draws no random number."""
     was_training = model.training
     model.eval()
-    inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left")
+    inputs = tokenizer(
+        [row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left"
+    )
     tokens = model.generate(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
@@ -32,12 +36,16 @@ def greedy_accuracy(model: Any, tokenizer: Any, rows: list[dict[str, str]], max_
         ),
     )
     model.train(was_training)
-    texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(
+        tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
     return sum(is_right(text, row["label"]) for text, row in zip(texts, rows)) / len(rows)
 
 
 def is_right(text: str, label: str) -> bool:
-    """rlcore's reward `exact_match`: the text, special tokens left out, is the label; white space around it is ignored."""
+    """rlcore's reward `exact_match`: the text, special tokens left out, is the label; white space
+    around it is ignored.
+    """
     return text.strip() == label.strip()
 
 

@@ -1,13 +1,14 @@
-"""The addition example under every launcher, on real SGLang on the CPU: is as much learned, and does every ledger balance?
+"""The addition example under every launcher, on real SGLang on the CPU: is as much learned, and
+does every ledger balance?
 
     python benchmarks/launchers.py                          # three seeds of the embedded engine, then each launcher on SGLang
     python benchmarks/launchers.py --only ray,ray-nodes     # some of the launchers; --seeds 0 leaves the seeds out
     python benchmarks/launchers.py --quick                  # 3 steps, one seed: does it work?
 
-Each run is the quickstart's second half (GRPO, 40 steps, two tensor-parallel ranks, one engine), from one warmed-up Hugging
-Face folder, one after the other. Prints Markdown, a row as soon as its run has ended, and writes it to `launchers.md` under
---work. Exit code 1: a ledger does not balance, versions are out of order, or a final accuracy lies outside --band; 2: a run
-failed.
+Each run is the quickstart's second half (GRPO, 40 steps, two tensor-parallel ranks, one engine),
+from one warmed-up Hugging Face folder, one after the other. Prints Markdown, a row as soon as its
+run has ended, and writes it to `launchers.md` under --work. Exit code 1: a ledger does not balance,
+versions are out of order, or a final accuracy lies outside --band; 2: a run failed.
 """
 
 from __future__ import annotations
@@ -25,19 +26,44 @@ from launchers_ways import START_S, WAYS, Task
 from process import code_of
 from report import machine
 
-STEPS, QUICK_STEPS = 40, 3
+STEPS = 40
+QUICK_STEPS = 3
 BAND = (0.80, 0.92)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(WAYS), help=f"launchers on SGLang, by commas: {', '.join(WAYS)}")
-    parser.add_argument("--seeds", type=int, default=3, help="of the embedded engine under the local launcher, from 1 on")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, one seed; accuracies are not judged")
-    parser.add_argument("--band", type=float, nargs=2, default=BAND, metavar=("LOW", "HIGH"), help="of the final accuracy")
-    parser.add_argument("--model", type=Path, help="a warmed-up Hugging Face folder, instead of making one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default=",".join(WAYS), help=f"launchers on SGLang, by commas: {', '.join(WAYS)}"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        help="of the embedded engine under the local launcher, from 1 on",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"{QUICK_STEPS} steps, one seed; accuracies are not judged",
+    )
+    parser.add_argument(
+        "--band",
+        type=float,
+        nargs=2,
+        default=BAND,
+        metavar=("LOW", "HIGH"),
+        help="of the final accuracy",
+    )
+    parser.add_argument(
+        "--model", type=Path, help="a warmed-up Hugging Face folder, instead of making one"
+    )
     parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "launchers")
-    parser.add_argument("--deadline", type=float, default=1800.0, help="seconds that one run may take")
+    parser.add_argument(
+        "--deadline", type=float, default=1800.0, help="seconds that one run may take"
+    )
     options = parser.parse_args()
     options.only = [name for name in options.only.split(",") if name]
     if unknown := sorted(set(options.only) - set(WAYS)):
@@ -57,16 +83,20 @@ def all_runs(model: Path, options: argparse.Namespace) -> Iterator[Learned]:
 
 
 def train(way: str, engine: str, seed: int, model: Path, options: argparse.Namespace) -> Learned:
-    name, data = f"{way}-{engine}-seed{seed}", options.work / "data"
+    name = f"{way}-{engine}-seed{seed}"
+    data = options.work / "data"
     overrides = {
         "run.dir": options.work, "run.seed": seed, "model.path": model, "policy.parallel.tensor": 2,
         "data.paths": data / "train.jsonl", "evaluation.paths": f"[{data / 'heldout.jsonl'}]",
         "training.steps": QUICK_STEPS if options.quick else STEPS, "cluster.start_timeout_s": START_S,
     }  # fmt: skip
     label, programs = WAYS[way]
-    with TemporaryDirectory(prefix="rl", dir="/tmp") as scratch:        # paths of sockets must be short
+    # paths of sockets must be short
+    with TemporaryDirectory(prefix="rl", dir="/tmp") as scratch:
         given = programs(Task(name, engine, overrides, Path(scratch)))
-        seconds = run_together(given, options.work / "terminals" / name, deadline_s=options.deadline)
+        seconds = run_together(
+            given, options.work / "terminals" / name, deadline_s=options.deadline
+        )
     return read(label, engine, seed, options.work / name, seconds)
 
 
@@ -74,7 +104,8 @@ def main() -> int:
     options = parse_arguments()
     ours.make_data(options.work)
     model = options.model.resolve() if options.model else ours.warm_up(options.work, threads=2)
-    where, written = machine(), options.work / "launchers.md"
+    where = machine()
+    written = options.work / "launchers.md"
     written.write_text("")
 
     def say(text: str) -> None:

@@ -1,7 +1,8 @@
-"""A Ray cluster of several nodes on this machine, for one command: `launchers_cluster.py CPUS,CPUS,... COMMAND...`.
+"""A Ray cluster of several nodes on this machine, for one command: `launchers_cluster.py
+CPUS,CPUS,... COMMAND...`.
 
-Every node is a raylet with an address of its own, so that Ray and the run take it for another machine. The command is told the
-cluster's address; its exit code is this one's.
+Every node is a raylet with an address of its own, so that Ray and the run take it for another
+machine. The command is told the cluster's address; its exit code is this one's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 from ray.cluster_utils import Cluster
 
-STORE_BYTES = 100 << 20     # of each node's objects
+STORE_BYTES = 100 << 20  # of each node's objects
 
 
 def main(cpus: Sequence[int], command: Sequence[str]) -> int:
@@ -22,7 +23,9 @@ def main(cpus: Sequence[int], command: Sequence[str]) -> int:
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         for number, count in enumerate(cpus[1:], start=2):
-            cluster.add_node(num_cpus=count, node_ip_address=f"127.0.0.{number}", object_store_memory=STORE_BYTES)
+            cluster.add_node(
+                num_cpus=count, node_ip_address=f"127.0.0.{number}", object_store_memory=STORE_BYTES
+            )
         return subprocess.run([*command, f"cluster.ray.address={cluster.address}"]).returncode
     finally:
         cluster.shutdown()

@@ -1,4 +1,6 @@
-"""Programs that make one run together, each in the place of a machine: a session, a log and an environment of its own."""
+"""Programs that make one run together, each in the place of a machine: a session, a log and an
+environment of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ import psutil
 from process import ProgramFailedError, failure
 
 POLL_S = 0.2
-END_S = 120.0       # for what is left when a run has ended: Ray's nodes take up to a minute to see that their head is gone
+# for what is left when a run has ended: Ray's nodes take up to a minute to see that their head is
+# gone
+END_S = 120.0
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = {
     "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -34,26 +38,36 @@ class Program:
 
 
 def run_together(programs: Sequence[Program], logs: Path, *, deadline_s: float) -> float:
-    """Seconds from the start of all to the end of the first one, which trains. Nothing is left of them.
+    """Seconds from the start of all to the end of the first one, which trains. Nothing is left of
+    them.
 
     Raises ProgramFailedError where one fails, ends too early, or takes longer than `deadline_s`.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    began, children = time.monotonic(), [_start(program, logs) for program in programs]
+    began = time.monotonic()
+    children = [_start(program, logs) for program in programs]
     try:
         while children[0].poll() is None:
             for program, child in zip(programs, children, strict=True):
                 if child.poll() is not None and (child.returncode or program.lasts):
-                    raise _failed(program, f"ended with exit code {child.returncode}, before the run", logs)
+                    raise _failed(
+                        program, f"ended with exit code {child.returncode}, before the run", logs
+                    )
             if time.monotonic() - began > deadline_s:
-                raise _failed(programs[0], f"took longer than {deadline_s:.0f} s (--deadline)", logs)
+                raise _failed(
+                    programs[0], f"took longer than {deadline_s:.0f} s (--deadline)", logs
+                )
             time.sleep(POLL_S)
         seconds = time.monotonic() - began
         for program, child in zip(programs, children, strict=True):
             if program.lasts:
                 child.send_signal(signal.SIGTERM)
             if (code := _wait(child)) != 0:
-                what = f"goes on {END_S:.0f} s after the run" if code is None else f"ended with exit code {code}"
+                what = (
+                    f"goes on {END_S:.0f} s after the run"
+                    if code is None
+                    else f"ended with exit code {code}"
+                )
                 raise _failed(program, what, logs)
         return seconds
     finally:
@@ -77,7 +91,9 @@ def _wait(child: subprocess.Popen[bytes]) -> int | None:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """With everything below it, in sessions of their own too; of one that has ended, what is left of its session."""
+    """With everything below it, in sessions of their own too; of one that has ended, what is left
+    of its session.
+    """
     if child.poll() is None:
         for process in psutil.Process(child.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):

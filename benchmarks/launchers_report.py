@@ -18,7 +18,7 @@ from rlcore.runs.metrics import read_metrics
 from rlcore.runs.versions import read_versions
 
 GAP = "rollout/train_rollout_logprob_diff"
-WINDOW = 10         # steps of one mean reward
+WINDOW = 10  # steps of one mean reward
 AUDIT_S = 300
 COLUMNS = (
     "launcher", "engine", "seed", "accuracy before", "after", f"mean reward, each {WINDOW} steps", "log-prob gap", "versions",
@@ -33,14 +33,15 @@ class Learned:
     launcher: str
     engine: str
     seed: int
-    before: float                   # greedy accuracy, held out
+    before: float  # greedy accuracy, held out
     after: float
-    rewards: list[float]            # mean over each WINDOW steps
-    gap: float                      # |log-prob of the engine - of the trainer|, mean over a step's tokens: the largest
-    versions: int                   # publications
-    in_order: bool                  # versions count up by one, each of the next step
-    balanced: bool                  # the ledger, with versions and recorded samples
-    seconds: float                  # of the whole run, start-up included
+    rewards: list[float]  # mean over each WINDOW steps
+    # |log-prob of the engine - of the trainer|, mean over a step's tokens: the largest
+    gap: float
+    versions: int  # publications
+    in_order: bool  # versions count up by one, each of the next step
+    balanced: bool  # the ledger, with versions and recorded samples
+    seconds: float  # of the whole run, start-up included
 
     def cells(self) -> list[str]:
         return [
@@ -52,9 +53,11 @@ class Learned:
 
 
 def read(launcher: str, engine: str, seed: int, folder: Path, seconds: float) -> Learned:
-    rows, versions = read_metrics(folder / "metrics.jsonl"), read_versions(folder / "versions.jsonl")
+    rows = read_metrics(folder / "metrics.jsonl")
+    versions = read_versions(folder / "versions.jsonl")
     accuracies, rewards, gaps = (
-        [row[name] for row in rows if name in row] for name in ("eval/accuracy", "rollout/reward", GAP)
+        [row[name] for row in rows if name in row]
+        for name in ("eval/accuracy", "rollout/reward", GAP)
     )
     return Learned(
         launcher, engine, seed,
@@ -76,7 +79,10 @@ def ledger_balances(folder: Path) -> bool:
         capture_output=True, text=True, cwd=REPOSITORY, env={**os.environ, **SHARED}, timeout=AUDIT_S,
     )  # fmt: skip
     if asked.returncode not in (0, 1):
-        raise ProgramFailedError(f"`rlcore ledger {folder}` ended with exit code {asked.returncode}:\n{asked.stderr[-2000:]}")
+        raise ProgramFailedError(
+            f"`rlcore ledger {folder}` ended with exit code"
+            f" {asked.returncode}:\n{asked.stderr[-2000:]}"
+        )
     return bool(json.loads(asked.stdout)["balanced"])
 
 
@@ -101,4 +107,7 @@ def faults(runs: Sequence[Learned], band: tuple[float, float] | None) -> Iterato
         if not run.in_order:
             yield f"{who}: versions are out of order"
         if band is not None and not band[0] <= run.after <= band[1]:
-            yield f"{who}: an accuracy of {run.after:.3f} lies outside {band[0]:g} to {band[1]:g} (--band)"
+            yield (
+                f"{who}: an accuracy of {run.after:.3f} lies outside {band[0]:g} to {band[1]:g}"
+                " (--band)"
+            )

@@ -1,7 +1,8 @@
-"""How `launchers.py` starts one and the same run: a way is an entry in WAYS, the real commands and scripts of one launcher.
+"""How `launchers.py` starts one and the same run: a way is an entry in WAYS, the real commands and
+scripts of one launcher.
 
-Every run has two tensor-parallel trainer ranks and one engine. Nodes are process groups of this machine; Ray's have addresses
-of their own.
+Every run has two tensor-parallel trainer ranks and one engine. Nodes are process groups of this
+machine; Ray's have addresses of their own.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from launchers_programs import REPOSITORY, Program
 
 EXAMPLE = REPOSITORY / "examples" / "addition"
 RLCORE = (sys.executable, "-m", "rlcore")
-START_S = 600               # for a server to be there, on a busy machine too
+START_S = 600  # for a server to be there, on a busy machine too
 
 
 @dataclass(frozen=True)
 class Task:
     """What is trained."""
 
-    name: str                           # of the run
-    engine: str                         # sglang | embedded
-    overrides: Mapping[str, object]     # the same in every way
-    scratch: Path                       # a folder of this run's own, with a short path
+    name: str  # of the run
+    engine: str  # sglang | embedded
+    overrides: Mapping[str, object]  # the same in every way
+    scratch: Path  # a folder of this run's own, with a short path
 
     @property
     def files(self) -> list[str]:
@@ -46,7 +47,11 @@ class Task:
     @property
     def keys(self) -> list[str]:
         """Of the trainer."""
-        return [f"run.name={self.name}", *(f"{key}={value}" for key, value in self.overrides.items()), "--overwrite"]
+        return [
+            f"run.name={self.name}",
+            *(f"{key}={value}" for key, value in self.overrides.items()),
+            "--overwrite",
+        ]
 
     @property
     def whole(self) -> list[str]:
@@ -59,7 +64,15 @@ def local(task: Task) -> list[Program]:
 
 
 def torchrun(task: Task) -> list[Program]:
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    agent = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
     return [Program("train", [*agent, "-m", "rlcore", "train", *task.whole])]
 
 
@@ -73,7 +86,10 @@ def torchrun_nodes(task: Task) -> list[Program]:
     trainer = [script("torchrun_multinode.sh"), *task.files, *task.keys]
     engine = [script("engines.sh"), *task.files, *task.server_file, *task.keys]
     return [
-        *(Program(f"trainer_{node}", trainer, {**shared, "NODE_RANK": str(node)}) for node in range(2)),
+        *(
+            Program(f"trainer_{node}", trainer, {**shared, "NODE_RANK": str(node)})
+            for node in range(2)
+        ),
         Program("engine", [*engine, *task.server_keys], shared, lasts=True),
     ]
 
@@ -81,14 +97,25 @@ def torchrun_nodes(task: Task) -> list[Program]:
 def ray(task: Task) -> list[Program]:
     """A cluster of the run's own, of one node."""
     given = ["cluster.launcher=ray", "cluster.ray.address=local", "cluster.processes_per_node=2"]
-    return [Program("train", [*RLCORE, "train", *task.whole, *given], {"RAY_TMPDIR": str(task.scratch)})]
+    return [
+        Program("train", [*RLCORE, "train", *task.whole, *given], {"RAY_TMPDIR": str(task.scratch)})
+    ]
 
 
 def ray_nodes(task: Task) -> list[Program]:
-    """Three nodes: the service finds room on the first alone, the ranks on the second, the engine on the third."""
+    """Three nodes: the service finds room on the first alone, the ranks on the second, the engine
+    on the third.
+    """
     sizes = ["cluster.ray.service_cpus=1", "cluster.ray.rank_cpus=1", "cluster.ray.engine_cpus=3"]
     cluster = [sys.executable, str(REPOSITORY / "benchmarks" / "launchers_cluster.py"), "1,2,3"]
-    run = [*RLCORE, "train", *task.whole, "cluster.launcher=ray", "cluster.processes_per_node=2", *sizes]
+    run = [
+        *RLCORE,
+        "train",
+        *task.whole,
+        "cluster.launcher=ray",
+        "cluster.processes_per_node=2",
+        *sizes,
+    ]
     return [Program("train", [*cluster, *run], {"RAY_TMPDIR": str(task.scratch)})]
 
 

@@ -1,9 +1,11 @@
-"""The fused LM head beside two plain ones: seconds and extra peak memory of a forward and a backward pass.
+"""The fused LM head beside two plain ones: seconds and extra peak memory of a forward and a
+backward pass.
 
     .venv/bin/python benchmarks/logprobs.py                     # on the CPU, fp32 and bf16
     .venv/bin/python benchmarks/logprobs.py --device cuda --json result.json
 
-Each measurement is a fresh process. Exit code 1: ours was slower than `log_softmax`, or its memory more than 1/16 of it.
+Each measurement is a fresh process. Exit code 1: ours was slower than `log_softmax`, or its memory
+    more than 1/16 of it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ from logprobs_case import HEADS, Measured
 DTYPES = ("fp32", "bf16")
 MEMORY_SHARE = 1 / 16
 DEADLINE_S = 1800.0
-NAMES = {"ours": "fused head", "log_softmax": "F.linear + log_softmax + entropy", "cross_entropy": "F.cross_entropy alone"}
+NAMES = {
+    "ours": "fused head",
+    "log_softmax": "F.linear + log_softmax + entropy",
+    "cross_entropy": "F.cross_entropy alone",
+}
 
 
 def measure(head: str, dtype: str, arguments: argparse.Namespace) -> Measured:
@@ -32,10 +38,16 @@ def measure(head: str, dtype: str, arguments: argparse.Namespace) -> Measured:
         command += [f"--{name}", str(getattr(arguments, name))]
     threads = {"OMP_NUM_THREADS": str(arguments.threads), "MKL_NUM_THREADS": str(arguments.threads)}
     done = subprocess.run(
-        command, env={**os.environ, **threads}, stdout=subprocess.PIPE, text=True, check=True, timeout=DEADLINE_S
+        command,
+        env={**os.environ, **threads},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=DEADLINE_S,
     )
     measured = Measured(**json.loads(done.stdout))
-    print(f"{dtype}, {NAMES[head]}: {measured}", file=sys.stderr, flush=True)      # a long run that is stopped is not lost
+    # a long run that is stopped is not lost
+    print(f"{dtype}, {NAMES[head]}: {measured}", file=sys.stderr, flush=True)
     return measured
 
 
@@ -49,27 +61,37 @@ def table(results: dict[str, dict[str, Measured]]) -> str:
         for head, m in heads.items():
             share = heads["log_softmax"].extra_bytes / m.extra_bytes
             lines.append(
-                f"| {dtype}, {NAMES[head]} | {m.seconds:.2f} | {m.cpu_seconds:.2f} | {m.matmul_seconds:.2f} "
-                f"| {m.extra_bytes / 2**20:.0f} | 1/{share:.1f} |"
+                f"| {dtype}, {NAMES[head]} | {m.seconds:.2f} | {m.cpu_seconds:.2f} |"
+                f" {m.matmul_seconds:.2f} | {m.extra_bytes / 2**20:.0f} | 1/{share:.1f} |"
             )
     return "\n".join(lines)
 
 
 def missed(results: dict[str, dict[str, Measured]], device: str) -> list[str]:
-    """The goals that were not reached, in words. On a CPU by CPU seconds, which other programs hardly change."""
+    """The goals that were not reached, in words. On a CPU by CPU seconds, which other programs
+    hardly change.
+    """
     clock = "cpu_seconds" if device == "cpu" else "seconds"
     failures = []
     for dtype, heads in results.items():
-        ours, plain = heads["ours"], heads["log_softmax"]
+        ours = heads["ours"]
+        plain = heads["log_softmax"]
         if ours.extra_bytes > MEMORY_SHARE * plain.extra_bytes:
-            failures.append(f"{dtype}: extra memory {ours.extra_bytes} is more than 1/16 of {plain.extra_bytes}")
+            failures.append(
+                f"{dtype}: extra memory {ours.extra_bytes} is more than 1/16 of {plain.extra_bytes}"
+            )
         if getattr(ours, clock) >= getattr(plain, clock):
-            failures.append(f"{dtype}: {getattr(ours, clock):.2f} s is not faster than {getattr(plain, clock):.2f} s")
+            failures.append(
+                f"{dtype}: {getattr(ours, clock):.2f} s is not faster than"
+                f" {getattr(plain, clock):.2f} s"
+            )
     return failures
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: both")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -80,12 +102,18 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     arguments = parser.parse_args()
     results = {
-        dtype: {head: measure(head, dtype, arguments) for head in HEADS} for dtype in arguments.dtype or DTYPES
+        dtype: {head: measure(head, dtype, arguments) for head in HEADS}
+        for dtype in arguments.dtype or DTYPES
     }
-    shape = f"{arguments.tokens} tokens, hidden {arguments.hidden}, vocabulary {arguments.vocabulary}"
+    shape = (
+        f"{arguments.tokens} tokens, hidden {arguments.hidden}, vocabulary {arguments.vocabulary}"
+    )
     print(f"{shape}; {arguments.device}, {arguments.threads} threads\n\n{table(results)}")
     if arguments.json is not None:
-        numbers = {dtype: {head: asdict(m) for head, m in heads.items()} for dtype, heads in results.items()}
+        numbers = {
+            dtype: {head: asdict(m) for head, m in heads.items()}
+            for dtype, heads in results.items()
+        }
         arguments.json.write_text(json.dumps({"arguments": shape, "results": numbers}, indent=1))
     failures = missed(results, arguments.device)
     for failure in failures:

@@ -1,8 +1,10 @@
-"""One measurement of `logprobs.py`, in the process that it starts for it: prints a `Measured` as JSON.
+"""One measurement of `logprobs.py`, in the process that it starts for it: prints a `Measured` as
+JSON.
 
-Extra peak memory on a CPU is how far the resident set rises above where it stood before the first pass (VmHWM, which
-/proc/self/clear_refs resets): unlike a tally of tensors it holds the scratch memory of the matmul libraries too. On CUDA it
-is `max_memory_allocated`. Gradients of hidden states and weight count, since every head must make them.
+Extra peak memory on a CPU is how far the resident set rises above where it stood before the first
+pass (VmHWM, which /proc/self/clear_refs resets): unlike a tally of tensors it holds the scratch
+memory of the matmul libraries too. On CUDA it is `max_memory_allocated`. Gradients of hidden states
+and weight count, since every head must make them.
 """
 
 from __future__ import annotations
@@ -25,15 +27,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from backends.megatron.model.fused_head import fused_logprobs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-Head = Callable[[Tensor, Tensor, Tensor], Tensor]      # (hidden, weight, tokens) -> a scalar to go backward from
+# (hidden, weight, tokens) -> a scalar to go backward from
+Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Measured:
-    seconds: float              # median of a forward and a backward pass
-    cpu_seconds: float          # the same by the process's CPU clock, over all threads
-    matmul_seconds: float       # of the matmuls that the head needs, at the rate of one large one; CPU seconds on a CPU
-    extra_bytes: int            # peak of the first pass above what stood before it
+    seconds: float  # median of a forward and a backward pass
+    cpu_seconds: float  # the same by the process's CPU clock, over all threads
+    # of the matmuls that the head needs, at the rate of one large one; CPU seconds on a CPU
+    matmul_seconds: float
+    extra_bytes: int  # peak of the first pass above what stood before it
 
 
 class _Alone(ProcessGroup):
@@ -44,7 +48,9 @@ class _Alone(ProcessGroup):
 
 
 def ours(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
-    logprobs, entropy = fused_logprobs(hidden, weight, tokens, vocab_size=weight.size(0), tp=_Alone())
+    logprobs, entropy = fused_logprobs(
+        hidden, weight, tokens, vocab_size=weight.size(0), tp=_Alone()
+    )
     assert entropy is not None
     return _objective(logprobs, entropy)
 
@@ -65,7 +71,7 @@ def _objective(logprobs: Tensor, entropy: Tensor) -> Tensor:
 
 
 HEADS: dict[str, Head] = {"ours": ours, "log_softmax": log_softmax, "cross_entropy": cross_entropy}
-MATMULS = {"ours": 4, "log_softmax": 3, "cross_entropy": 3}        # ours computes the logits twice
+MATMULS = {"ours": 4, "log_softmax": 3, "cross_entropy": 3}  # ours computes the logits twice
 
 
 class Machine:
@@ -101,28 +107,42 @@ def _status_bytes(key: str) -> int:
 
 
 def measure(head: str, arguments: argparse.Namespace) -> Measured:
-    machine, dtype = Machine(arguments.device), DTYPES[arguments.dtype]
+    machine = Machine(arguments.device)
+    dtype = DTYPES[arguments.dtype]
     torch.manual_seed(0)
     hidden, weight, tokens = _inputs(arguments.tokens, arguments.vocabulary, arguments, dtype)
 
     def one_pass(hidden: Tensor = hidden, weight: Tensor = weight, tokens: Tensor = tokens) -> None:
         torch.autograd.grad(HEADS[head](hidden, weight, tokens), (hidden, weight))
 
-    one_pass(*_inputs(16, 64, arguments, dtype))       # threads and libraries are loaded, and not counted
+    # threads and libraries are loaded, and not counted
+    one_pass(*_inputs(16, 64, arguments, dtype))
     extra = machine.extra_bytes(one_pass)
     passes = [_timed(one_pass, machine) for _ in range(arguments.repeats)]
     product = torch.empty(1024, 4096, dtype=dtype, device=arguments.device)
-    rows, columns = hidden.detach()[:1024], weight.detach()[:4096]
-    rate = [_timed(lambda: torch.mm(rows, columns.t(), out=product), machine) for _ in range(2 + arguments.repeats)][2:]
+    rows = hidden.detach()[:1024]
+    columns = weight.detach()[:4096]
+    rate = [
+        _timed(lambda: torch.mm(rows, columns.t(), out=product), machine)
+        for _ in range(2 + arguments.repeats)
+    ][2:]
     wall, cpu = (statistics.median(one[i] for one in passes) for i in (0, 1))
     tile = statistics.median(one[0 if machine.cuda else 1] for one in rate)
     share = arguments.tokens * arguments.vocabulary / (len(rows) * len(columns))
     return Measured(wall, cpu, MATMULS[head] * share * tile, extra)
 
 
-def _inputs(tokens: int, vocabulary: int, arguments: argparse.Namespace, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    hidden = torch.randn(tokens, arguments.hidden, device=arguments.device).to(dtype).requires_grad_()
-    weight = (torch.randn(vocabulary, arguments.hidden, device=arguments.device) * 0.1).to(dtype).requires_grad_()
+def _inputs(
+    tokens: int, vocabulary: int, arguments: argparse.Namespace, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    hidden = (
+        torch.randn(tokens, arguments.hidden, device=arguments.device).to(dtype).requires_grad_()
+    )
+    weight = (
+        (torch.randn(vocabulary, arguments.hidden, device=arguments.device) * 0.1)
+        .to(dtype)
+        .requires_grad_()
+    )
     return hidden, weight, torch.randint(vocabulary, (tokens,), device=arguments.device)
 
 

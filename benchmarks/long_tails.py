@@ -1,4 +1,6 @@
-"""Slow generation with a long tail, on a CPU that does little: the embedded engine, whose answers are held back."""
+"""Slow generation with a long tail, on a CPU that does little: the embedded engine, whose answers
+are held back.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from rlcore.data.generation import Completion, GenerateRequest
 from rollout.collection.group_runner import GroupRunner, Runners
 from rollout.engines.embedded.engine import EmbeddedEngine
 
-GATHER_S = 0.005        # what is asked within it is decoded together
+GATHER_S = 0.005  # what is asked within it is decoded together
 
 Delay = Callable[[int], float]
 """Seconds that the responses to a draw take longer than they do."""
@@ -31,7 +33,8 @@ def log_normal(median_s: float, *, sigma: float = 1.0, longest: float = 10.0) ->
 
 
 class LongTailed(EmbeddedEngine):
-    """Answers each request by itself, as SGLang does. Tokens are made first and held back then: they are as old as can be.
+    """Answers each request by itself, as SGLang does. Tokens are made first and held back then:
+    they are as old as can be.
 
     What is asked at temperature 0, the evaluations, is not held back.
     """
@@ -46,10 +49,13 @@ class LongTailed(EmbeddedEngine):
         if self._batch is None:
             self._batch = []
             self._answers = asyncio.ensure_future(self._decoded(self._batch))
-        answers, first = self._answers, len(self._batch)
+        answers = self._answers
+        first = len(self._batch)
         self._batch += requests
         found = (await asyncio.shield(answers))[first : first + len(requests)]
-        await asyncio.sleep(max(self._delay(one.draw) if one.sampling.temperature else 0.0 for one in requests))
+        await asyncio.sleep(
+            max(self._delay(one.draw) if one.sampling.temperature else 0.0 for one in requests)
+        )
         return found
 
     async def _decoded(self, batch: list[GenerateRequest]) -> list[list[Completion]]:
@@ -60,7 +66,9 @@ class LongTailed(EmbeddedEngine):
 
 @contextmanager
 def long_tailed(delay: Delay) -> Iterator[None]:
-    """Runs of this process have such an engine, and give it each request when it has room (`rollout.engine.max_in_flight`)."""
+    """Runs of this process have such an engine, and give it each request when it has room
+    (`rollout.engine.max_in_flight`).
+    """
     build = Runners._runner
 
     def one_by_one(self: Runners, *arguments: Any, **options: Any) -> GroupRunner:
@@ -69,5 +77,8 @@ def long_tailed(delay: Delay) -> Iterator[None]:
     def engine(*arguments: Any, **options: Any) -> LongTailed:
         return LongTailed(*arguments, delay=delay, **options)
 
-    with patch("rollout.engines.embedded.engine.EmbeddedEngine", engine), patch.object(Runners, "_runner", one_by_one):
+    with (
+        patch("rollout.engines.embedded.engine.EmbeddedEngine", engine),
+        patch.object(Runners, "_runner", one_by_one),
+    ):
         yield

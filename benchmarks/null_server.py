@@ -1,7 +1,8 @@
-"""A server that speaks as much of SGLang as a client needs, and answers at once, with always the same completion.
+"""A server that speaks as much of SGLang as a client needs, and answers at once, with always the
+same completion.
 
-It parses nothing but lengths, so that what is measured against it is the client. `python benchmarks/null_server.py` prints its
-port on a line of its own, and ends with its standard input.
+It parses nothing but lengths, so that what is measured against it is the client. `python
+benchmarks/null_server.py` prints its port on a line of its own, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -31,11 +32,18 @@ SERVER_INFO = {
 
 def answer(value: object) -> bytes:
     body = json.dumps(value, separators=(",", ":")).encode()
-    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
+        len(body),
+        body,
+    )
 
 
-ANSWERS = {b"/generate": answer(COMPLETION), b"/server_info": answer(SERVER_INFO), b"/model_info": answer(SERVER_INFO)}
-DONE = answer({"success": True, "message": ""})     # what control routes say
+ANSWERS = {
+    b"/generate": answer(COMPLETION),
+    b"/server_info": answer(SERVER_INFO),
+    b"/model_info": answer(SERVER_INFO),
+}
+DONE = answer({"success": True, "message": ""})  # what control routes say
 
 
 class NullServer(asyncio.Protocol):

@@ -1,4 +1,6 @@
-"""rlcore's side of the comparison: the quickstart's configuration files, with the recipe's values as overrides."""
+"""rlcore's side of the comparison: the quickstart's configuration files, with the recipe's values
+as overrides.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ RLCORE = [sys.executable, "-m", "rlcore"]
 
 def make_data(work: Path) -> None:
     """The addition problems, in `work/data`."""
-    run([sys.executable, EXAMPLE / "make_data.py", work / "data"], log=work / "data.log", threads=1, deadline_s=60)
+    run(
+        [sys.executable, EXAMPLE / "make_data.py", work / "data"],
+        log=work / "data.log",
+        threads=1,
+        deadline_s=60,
+    )
 
 
 def warm_up(work: Path, *, threads: int, steps: int = 500, deadline_s: float = 1800.0) -> Path:
@@ -32,16 +39,39 @@ def warm_up(work: Path, *, threads: int, steps: int = 500, deadline_s: float = 1
         "data.paths": work / "data" / "warmup.jsonl",
         "training.steps": steps,
     }
-    run(_train(["sft.yaml"], overrides), log=log, threads=threads, deadline_s=deadline_s, cwd=REPOSITORY)
+    run(
+        _train(["sft.yaml"], overrides),
+        log=log,
+        threads=threads,
+        deadline_s=deadline_s,
+        cwd=REPOSITORY,
+    )
     return exported(work / "warmup")
 
 
 def train(
-    model: Path, data: Path, output: Path, *, seed: int, steps: int, threads: int, aggregation: str, deadline_s: float
+    model: Path,
+    data: Path,
+    output: Path,
+    *,
+    seed: int,
+    steps: int,
+    threads: int,
+    aggregation: str,
+    deadline_s: float,
 ) -> Finished:
     """One run on one rank; metrics in `output/metrics.jsonl`."""
-    command = _train(["base.yaml", "grpo.yaml"], overrides(model, data, output, seed, steps, threads, aggregation))
-    return run(command, log=output.with_suffix(".log"), threads=threads, deadline_s=deadline_s, cwd=REPOSITORY)
+    command = _train(
+        ["base.yaml", "grpo.yaml"],
+        overrides(model, data, output, seed, steps, threads, aggregation),
+    )
+    return run(
+        command,
+        log=output.with_suffix(".log"),
+        threads=threads,
+        deadline_s=deadline_s,
+        cwd=REPOSITORY,
+    )
 
 
 def overrides(
@@ -72,7 +102,11 @@ def overrides(
         "algorithm.loss.clip_low": RECIPE.clip_ratio,
         "algorithm.loss.clip_high": RECIPE.clip_ratio,
         "algorithm.loss.aggregation": aggregation,
-        **({"algorithm.loss.norm_length": RECIPE.max_new_tokens} if aggregation.endswith("sum-norm") else {}),
+        **(
+            {"algorithm.loss.norm_length": RECIPE.max_new_tokens}
+            if aggregation.endswith("sum-norm")
+            else {}
+        ),
         "rollout.prompts_per_step": RECIPE.prompts_per_step,
         "rollout.samples_per_prompt": RECIPE.samples_per_prompt,
         "rollout.sampling.temperature": RECIPE.temperature,
@@ -99,10 +133,18 @@ def exported(run_folder: Path) -> Path:
     """The Hugging Face folder that a run left."""
     folder = run_folder / "hf"
     if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{run_folder} left no Hugging Face folder {folder}; see its log beside it")
+        raise FileNotFoundError(
+            f"{run_folder} left no Hugging Face folder {folder}; see its log beside it"
+        )
     return folder
 
 
 def _train(files: Iterable[str], overrides: dict[str, object]) -> list[str]:
     configs = [str(EXAMPLE / name) for name in files]
-    return [*RLCORE, "train", *configs, *(f"{key}={value}" for key, value in overrides.items()), "--overwrite"]
+    return [
+        *RLCORE,
+        "train",
+        *configs,
+        *(f"{key}={value}" for key, value in overrides.items()),
+        "--overwrite",
+    ]

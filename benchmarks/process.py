@@ -1,4 +1,6 @@
-"""Run a program with a deadline, its output in a log; say what it took, and whether it had the machine to itself."""
+"""Run a program with a deadline, its output in a log; say what it took, and whether it had the
+machine to itself.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,30 @@ POLL_SECONDS = 0.05
 
 
 class ProgramFailedError(RuntimeError):
-    """The program ended with an error or was stopped at its deadline; the message ends with the tail of its log."""
+    """The program ended with an error or was stopped at its deadline; the message ends with the
+    tail of its log.
+    """
 
 
 @dataclass(frozen=True)
 class Finished:
     seconds: float
-    peak_bytes: int                     # resident set of the program
-    other_cores: float                  # cores that everything else on the machine kept busy meanwhile, on average
+    peak_bytes: int  # resident set of the program
+    # cores that everything else on the machine kept busy meanwhile, on average
+    other_cores: float
 
 
-def run(command: Sequence[str | Path], *, log: Path, threads: int, deadline_s: float, cwd: Path | None = None) -> Finished:
-    """Wait for `command`. Raises ProgramFailedError when it fails or takes longer than `deadline_s`."""
+def run(
+    command: Sequence[str | Path],
+    *,
+    log: Path,
+    threads: int,
+    deadline_s: float,
+    cwd: Path | None = None,
+) -> Finished:
+    """Wait for `command`. Raises ProgramFailedError when it fails or takes longer than
+    `deadline_s`.
+    """
     words = [str(word) for word in command]
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {
@@ -38,10 +52,13 @@ def run(command: Sequence[str | Path], *, log: Path, threads: int, deadline_s: f
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    started, busy_before = time.monotonic(), busy_seconds()
+    started = time.monotonic()
+    busy_before = busy_seconds()
     with log.open("wb") as output:
         # A session of its own, so that at the deadline its children can be stopped with it.
-        child = subprocess.Popen(words, stdout=output, stderr=output, env=environment, cwd=cwd, start_new_session=True)
+        child = subprocess.Popen(
+            words, stdout=output, stderr=output, env=environment, cwd=cwd, start_new_session=True
+        )
         try:
             ended = _wait(child.pid, started + deadline_s)
         except BaseException:
@@ -51,7 +68,9 @@ def run(command: Sequence[str | Path], *, log: Path, threads: int, deadline_s: f
     if ended is None:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        raise ProgramFailedError(failure(words, f"took longer than {deadline_s:.0f} s and was stopped", log))
+        raise ProgramFailedError(
+            failure(words, f"took longer than {deadline_s:.0f} s and was stopped", log)
+        )
     status, usage = ended
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode != 0:
@@ -61,7 +80,9 @@ def run(command: Sequence[str | Path], *, log: Path, threads: int, deadline_s: f
 
 
 def _wait(pid: int, until: float) -> tuple[int, resource.struct_rusage] | None:
-    """Status and usage of this one child (Popen.wait gives no usage, RUSAGE_CHILDREN that of all); None: it still runs."""
+    """Status and usage of this one child (Popen.wait gives no usage, RUSAGE_CHILDREN that of all);
+    None: it still runs.
+    """
     while time.monotonic() < until:
         ended, status, usage = os.wait4(pid, os.WNOHANG)
         if ended:
@@ -75,12 +96,16 @@ def busy_seconds() -> float:
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0
-    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, stat.read_text().split("\n", 1)[0].split()[1:])
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(
+        int, stat.read_text().split("\n", 1)[0].split()[1:]
+    )
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def code_of(main: Callable[[], int | None]) -> int | None:
-    """The exit code of a command: what `main` says, or 2 where a program of it failed, which is printed."""
+    """The exit code of a command: what `main` says, or 2 where a program of it failed, which is
+    printed.
+    """
     try:
         return main()
     except ProgramFailedError as error:

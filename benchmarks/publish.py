@@ -1,10 +1,13 @@
-"""How long a publication takes: `python benchmarks/publish.py [--layers 24] [--rounds 7] [--receivers 1 2]`.
+"""How long a publication takes: `python benchmarks/publish.py [--layers 24] [--rounds 7]
+[--receivers 1 2]`.
 
-Two Megatron ranks (TP 2) hold a model of the shape of Qwen2.5-0.5B with random weights in bf16, and publish it as a run does,
-to one and to two engine processes over gloo. In the same rounds the same processes pass the same number of bytes without
-anything around it: rank 1 its part to rank 0 (the gather), then rank 0 everything to the engines (the broadcast). `ratio` is
-the time of that, one after the other, over the time of a whole publication; above 1 is possible, since a publication gathers
-the next bucket while the last is on the wire. Both take turns, and the medians over rounds are compared.
+Two Megatron ranks (TP 2) hold a model of the shape of Qwen2.5-0.5B with random weights in bf16, and
+publish it as a run does, to one and to two engine processes over gloo. In the same rounds the same
+processes pass the same number of bytes without anything around it: rank 1 its part to rank 0 (the
+gather), then rank 0 everything to the engines (the broadcast). `ratio` is the time of that, one
+after the other, over the time of a whole publication; above 1 is possible, since a publication
+gathers the next bucket while the last is on the wire. Both take turns, and the medians over rounds
+are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from process import busy_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 GOAL = 0.8
-WARMUP_ROUNDS = 2           # buffers, connections
+WARMUP_ROUNDS = 2  # buffers, connections
 DEADLINE_S = 1800.0
 
 
@@ -62,7 +65,10 @@ def run_ranks(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
             rank.kill()
             rank.wait()
     if any(rank.returncode for rank in ranks):
-        raise RuntimeError(f"the ranks ended with {[rank.returncode for rank in ranks]}; what they printed stands above")
+        raise RuntimeError(
+            f"the ranks ended with {[rank.returncode for rank in ranks]}; what they printed stands"
+            " above"
+        )
     rounds: list[dict[str, Any]] = json.loads((folder / "rounds.json").read_text())
     return rounds[WARMUP_ROUNDS:]
 
@@ -73,29 +79,45 @@ def report(receivers: int, num_bytes: int, rounds: Sequence[dict[str, float]], i
     ratios = [(one["raw_gather"] + one["raw_broadcast"]) / one["publish"] for one in rounds]
     ratio = statistics.median(ratios)
     raw = median["raw_gather"] + median["raw_broadcast"]
-    print(f"\n{receivers} receiver{'s' * (receivers > 1)}, {num_bytes / 1e9:.3f} GB, medians of {len(rounds)} rounds ({idle})")
-    print(f"  raw gather {median['raw_gather']:.3f} s + raw broadcast {median['raw_broadcast']:.3f} s = {raw:.3f} s")
-    print(f"  publication {median['publish']:.3f} s, {num_bytes / median['publish'] / 1e9:.2f} GB/s")
-    print(f"  ratio {ratio:.2f} (from {min(ratios):.2f} to {max(ratios):.2f}; the goal is {GOAL})")
-    print(f"  CPU seconds of all processes: raw {median['raw_cpu']:.2f}, publication {median['publish_cpu']:.2f}")
     print(
-        f"  in it: pause and begin {median['prepare']:.3f} s, waiting for the gather {median['waiting']:.3f} s, "
-        f"sending {median['sending']:.3f} s, end and resume {median['finish']:.3f} s"
+        f"\n{receivers} receiver{'s' * (receivers > 1)}, {num_bytes / 1e9:.3f} GB, medians of"
+        f" {len(rounds)} rounds ({idle})"
     )
     print(
-        f"  by itself: gather and conversion {median['export']:.3f} s; at the engines: on the wire {median['wire']:.3f} s, "
-        f"applied in {median['apply']:.3f} s"
+        f"  raw gather {median['raw_gather']:.3f} s + raw broadcast {median['raw_broadcast']:.3f} s"
+        f" = {raw:.3f} s"
+    )
+    print(
+        f"  publication {median['publish']:.3f} s, {num_bytes / median['publish'] / 1e9:.2f} GB/s"
+    )
+    print(f"  ratio {ratio:.2f} (from {min(ratios):.2f} to {max(ratios):.2f}; the goal is {GOAL})")
+    print(
+        f"  CPU seconds of all processes: raw {median['raw_cpu']:.2f}, publication"
+        f" {median['publish_cpu']:.2f}"
+    )
+    print(
+        f"  in it: pause and begin {median['prepare']:.3f} s, waiting for the gather"
+        f" {median['waiting']:.3f} s, sending {median['sending']:.3f} s, end and resume"
+        f" {median['finish']:.3f} s"
+    )
+    print(
+        f"  by itself: gather and conversion {median['export']:.3f} s; at the engines: on the wire"
+        f" {median['wire']:.3f} s, applied in {median['apply']:.3f} s"
     )
     return ratio
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--bucket-mb", type=int, help="default: what rollout.engine.bucket_bytes is")
+    parser.add_argument(
+        "--bucket-mb", type=int, help="default: what rollout.engine.bucket_bytes is"
+    )
     parser.add_argument("--json", type=Path, help="write all rounds there")
     arguments = parser.parse_args()
     results: dict[int, Any] = {}
@@ -103,15 +125,23 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             write_model(folder, arguments.layers, arguments.vocab)
-            began, busy = time.monotonic(), busy_seconds()
+            began = time.monotonic()
+            busy = busy_seconds()
             rounds = run_ranks(folder, {
                 "receivers": receivers, "rounds": arguments.rounds + WARMUP_ROUNDS, "bucket_mb": arguments.bucket_mb,
             })  # fmt: skip
-            idle = f"{(busy_seconds() - busy) / (time.monotonic() - began):.1f} of {os.cpu_count()} cores busy, ours included"
+            idle = (
+                f"{(busy_seconds() - busy) / (time.monotonic() - began):.1f} of {os.cpu_count()}"
+                " cores busy, ours included"
+            )
             num_bytes = int(rounds[0].pop("num_bytes"))
             for one in rounds[1:]:
                 one.pop("num_bytes")
-            results[receivers] = {"ratio": report(receivers, num_bytes, rounds, idle), "num_bytes": num_bytes, "rounds": rounds}
+            results[receivers] = {
+                "ratio": report(receivers, num_bytes, rounds, idle),
+                "num_bytes": num_bytes,
+                "rounds": rounds,
+            }
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=2))
 

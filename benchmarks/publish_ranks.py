@@ -1,4 +1,6 @@
-"""One trainer rank of publish.py. Rank 0 starts the engine processes, and writes what it measured to rounds.json."""
+"""One trainer rank of publish.py. Rank 0 starts the engine processes, and writes what it measured
+to rounds.json.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron, megatron_device
 
 with importing_megatron():
-    from backends.megatron.model.gpt import build_chunks, in_dtype, padded_vocab_size, transformer_config
+    from backends.megatron.model.gpt import (
+        build_chunks,
+        in_dtype,
+        padded_vocab_size,
+        transformer_config,
+    )
     from backends.megatron.parallel.state import ParallelState, init_parallel
     from backends.megatron.weights.export import WeightExporter
 from rlcore.config import Config
@@ -42,7 +49,10 @@ def build_exporter(folder: Path, bucket_bytes: int) -> tuple[WeightExporter, Par
     config = transformer_config(arch, layout, "bf16", torch.device("cpu"), {})
     padded = padded_vocab_size(arch.vocab_size, 128, layout.tensor)
     chunks = in_dtype(build_chunks(arch, config, padded_vocab=padded, value_head=False), config)
-    return WeightExporter(chunks, arch, parallel, dtype=torch.bfloat16, bucket_bytes=bucket_bytes), parallel
+    return (
+        WeightExporter(chunks, arch, parallel, dtype=torch.bfloat16, bucket_bytes=bucket_bytes),
+        parallel,
+    )
 
 
 class Engines:
@@ -57,11 +67,17 @@ class Engines:
         remote.MODULE = "benchmarks.publish_receiver"
         self.engines = [
             RemoteEngine(
-                str(folder), config=config.rollout.engine, dtype="bf16", name=f"engine-{i}", log=folder / f"engine{i}.log"
+                str(folder),
+                config=config.rollout.engine,
+                dtype="bf16",
+                name=f"engine-{i}",
+                log=folder / f"engine{i}.log",
             )
             for i in range(count)
         ]
-        self._loop, self._sizes, self._version = LoopThread("engines"), sizes, 0
+        self._loop = LoopThread("engines")
+        self._sizes = sizes
+        self._version = 0
         for engine in self.engines:
             self._call(engine.start())
         self._sink = WeightPublication(config, StaticParticipants(self.engines), self._loop.loop)
@@ -74,11 +90,21 @@ class Engines:
         address = GroupAddress(HOST, port, 1 + len(self.engines), "gloo", LIMIT_S, "raw")
 
         async def join() -> WeightGroup:
-            mine = asyncio.to_thread(WeightGroup, address, 0, device=torch.device("cpu"), store=store)
-            group, *_ = await asyncio.gather(mine, *(
-                engine._call("raw_join", {"address": asdict(address), "rank": 1 + i}, LIMIT_S, "the benchmark's limit")
-                for i, engine in enumerate(self.engines)
-            ))
+            mine = asyncio.to_thread(
+                WeightGroup, address, 0, device=torch.device("cpu"), store=store
+            )
+            group, *_ = await asyncio.gather(
+                mine,
+                *(
+                    engine._call(
+                        "raw_join",
+                        {"address": asdict(address), "rank": 1 + i},
+                        LIMIT_S,
+                        "the benchmark's limit",
+                    )
+                    for i, engine in enumerate(self.engines)
+                ),
+            )
             return group
 
         group: WeightGroup = self._call(join())
@@ -109,7 +135,10 @@ class Engines:
 
         async def run() -> None:
             work = [
-                engine._call("raw_receive", {"sizes": self._sizes}, LIMIT_S, "the benchmark's limit") for engine in self.engines
+                engine._call(
+                    "raw_receive", {"sizes": self._sizes}, LIMIT_S, "the benchmark's limit"
+                )
+                for engine in self.engines
             ]
             await asyncio.gather(asyncio.to_thread(self._send), *work)
 
@@ -125,7 +154,9 @@ class Engines:
         """On the wire and for applying, of the engine that took longest, since it was asked last."""
 
         async def ask() -> list[dict[str, float]]:
-            return await asyncio.gather(*(e._call("seconds", {}, LIMIT_S, "the benchmark's limit") for e in self.engines))
+            return await asyncio.gather(
+                *(e._call("seconds", {}, LIMIT_S, "the benchmark's limit") for e in self.engines)
+            )
 
         answers = self._call(ask())
         return {key: max(answer[key] for answer in answers) for key in ("wire", "apply")}
@@ -176,16 +207,23 @@ def main() -> None:
     settings = json.loads((folder / "settings.json").read_text())
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    default = Config.model_fields["rollout"].get_default(call_default_factory=True).engine.bucket_bytes
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
+    default = (
+        Config.model_fields["rollout"].get_default(call_default_factory=True).engine.bucket_bytes
+    )
     bucket_bytes = default if settings["bucket_mb"] is None else settings["bucket_mb"] << 20
     with megatron_device("cpu"):
         exporter, _ = build_exporter(folder, bucket_bytes)
     sizes = [bucket.num_bytes for bucket in exporter.buckets]
-    parts = [sum(part.num_bytes for part in exporter._parts(bucket, 1)) for bucket in exporter.buckets]
+    parts = [
+        sum(part.num_bytes for part in exporter._parts(bucket, 1)) for bucket in exporter.buckets
+    ]
     buffer = torch.zeros(max(parts), dtype=torch.uint8)
     engines = Engines(folder, settings["receivers"], sizes) if rank == 0 else None
-    rounds, pids = [], all_pids(engines)
+    rounds = []
+    pids = all_pids(engines)
     for number in range(settings["rounds"]):
         one: dict[str, float] = {"num_bytes": sum(sizes)}
         for what in ("publish", "raw") if number % 2 else ("raw", "publish"):

@@ -1,4 +1,6 @@
-"""The engine process of publish.py: the stock one, which also takes bytes without doing anything with them, and has a watch."""
+"""The engine process of publish.py: the stock one, which also takes bytes without doing anything
+with them, and has a watch.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ class Receiver(server.EngineServer):
         super().__init__(engine, key)
         self._raw: WeightGroup | None = None
         self._seconds = {"wire": 0.0, "apply": 0.0}
-        self.verbs |= {"raw_join": self._raw_join, "raw_receive": self._raw_receive, "seconds": self._take_seconds}
+        self.verbs |= {
+            "raw_join": self._raw_join,
+            "raw_receive": self._raw_receive,
+            "seconds": self._take_seconds,
+        }
         engine.receive_bucket = self._timed("apply", engine.receive_bucket)
 
     async def _join_group(self, body: dict[str, Any]) -> None:
         await super()._join_group(body)
         assert self._group is not None
-        self._group.receive = self._timed_call(self._group.receive)     # type: ignore[method-assign]
+        self._group.receive = self._timed_call(self._group.receive)  # type: ignore[method-assign]
 
     def _timed(self, what: str, work: Any) -> Any:
         async def call(*arguments: Any) -> Any:
@@ -57,10 +63,11 @@ class Receiver(server.EngineServer):
         await asyncio.to_thread(receive)
 
     async def _take_seconds(self, _: dict[str, Any]) -> dict[str, float]:
-        taken, self._seconds = self._seconds, {"wire": 0.0, "apply": 0.0}
+        taken = self._seconds
+        self._seconds = {"wire": 0.0, "apply": 0.0}
         return taken
 
 
 if __name__ == "__main__":
-    server.EngineServer = Receiver      # type: ignore[misc]
+    server.EngineServer = Receiver  # type: ignore[misc]
     server.main()

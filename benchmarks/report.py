@@ -13,9 +13,9 @@ from pathlib import Path
 from process import Finished
 from recipe import RECIPE
 
-WARMUP_STEPS = 5            # not timed: allocators, caches and lazy imports settle
+WARMUP_STEPS = 5  # not timed: allocators, caches and lazy imports settle
 ACCURACY_TOLERANCE = 0.05
-QUIET_CORES = 0.1           # more than this busy with other programs, and seconds mean little
+QUIET_CORES = 0.1  # more than this busy with other programs, and seconds mean little
 PHASES = ("generation", "training", "publish", "other")
 
 
@@ -24,21 +24,24 @@ class RunResult:
     """One side, one seed. Seconds are medians over the timed steps unless they say otherwise."""
 
     seed: int
-    step: float                         # from the end of one step to the end of the next, evaluation left out
+    # from the end of one step to the end of the next, evaluation left out
+    step: float
     step_mean: float
-    phases: dict[str, float]            # keys PHASES; "other" is what the first three leave of each step
-    accuracy: dict[int, float]          # greedy, held out, by step
-    reward_first: float                 # mean sampled reward of step 1
-    seconds: float                      # the whole process, start-up included
+    # keys PHASES; "other" is what the first three leave of each step
+    phases: dict[str, float]
+    accuracy: dict[int, float]  # greedy, held out, by step
+    reward_first: float  # mean sampled reward of step 1
+    seconds: float  # the whole process, start-up included
     peak_bytes: int
-    other_cores: float                  # cores that other programs kept busy meanwhile
+    other_cores: float  # cores that other programs kept busy meanwhile
 
 
 def read_run(metrics: Path, *, seed: int, finished: Finished) -> RunResult:
     """Read either side's metrics.jsonl.
 
-    rlcore's `time/step` ends before metrics are reduced and logged; the difference of two `time/from_scratch` does not. TRL's
-    lines have no such clock and `time/step` is already everything.
+    rlcore's `time/step` ends before metrics are reduced and logged; the difference of two
+    `time/from_scratch` does not. TRL's lines have no such clock and `time/step` is already
+    everything.
     """
     rows: dict[int, dict[str, float]] = {}
     for line in metrics.read_text().splitlines():
@@ -46,8 +49,13 @@ def read_run(metrics: Path, *, seed: int, finished: Finished) -> RunResult:
         rows.setdefault(row["step"], {}).update(row)
     timed = [step for step in sorted(rows) if step > WARMUP_STEPS]
     if not timed:
-        raise ValueError(f"{metrics} has no step after the first {WARMUP_STEPS}: train more than {WARMUP_STEPS} steps")
-    accuracy = {step: row["eval/accuracy"] for step, row in sorted(rows.items()) if "eval/accuracy" in row}
+        raise ValueError(
+            f"{metrics} has no step after the first {WARMUP_STEPS}: train more than {WARMUP_STEPS}"
+            " steps"
+        )
+    accuracy = {
+        step: row["eval/accuracy"] for step, row in sorted(rows.items()) if "eval/accuracy" in row
+    }
     if not accuracy:
         raise ValueError(f"{metrics} has no `eval/accuracy` in any step: was nothing evaluated?")
     periods = [_period(rows[step], rows[step - 1]) for step in timed]
@@ -68,7 +76,9 @@ def read_run(metrics: Path, *, seed: int, finished: Finished) -> RunResult:
 
 def _period(row: dict[str, float], before: dict[str, float]) -> float:
     if "time/from_scratch" in row:
-        return row["time/from_scratch"] - before["time/from_scratch"] - row.get("time/evaluation", 0.0)
+        return (
+            row["time/from_scratch"] - before["time/from_scratch"] - row.get("time/evaluation", 0.0)
+        )
     return row["time/step"]
 
 
@@ -103,18 +113,34 @@ class Side:
             "step_seconds": self.step,
             "samples_per_second": self.samples_per_second,
             "phase_seconds": {phase: self.phase(phase) for phase in PHASES},
-            "accuracy": {step: statistics.fmean(found) for step in RECIPE.eval_steps if (found := self.accuracies(step))},
+            "accuracy": {
+                step: statistics.fmean(found)
+                for step in RECIPE.eval_steps
+                if (found := self.accuracies(step))
+            },
             "runs": [asdict(run) for run in self.runs],
         }
 
 
 def verdict(ours: Side, theirs: Side) -> dict[str, bool]:
-    """What the benchmark is there to find out; only the steps that both sides evaluated after the start are compared."""
-    steps = [step for step in RECIPE.eval_steps if step > 0 and ours.accuracies(step) and theirs.accuracies(step)]
-    gaps = {step: statistics.fmean(ours.accuracies(step)) - statistics.fmean(theirs.accuracies(step)) for step in steps}
+    """What the benchmark is there to find out; only the steps that both sides evaluated after the
+    start are compared.
+    """
+    steps = [
+        step
+        for step in RECIPE.eval_steps
+        if step > 0 and ours.accuracies(step) and theirs.accuracies(step)
+    ]
+    gaps = {
+        step: statistics.fmean(ours.accuracies(step)) - statistics.fmean(theirs.accuracies(step))
+        for step in steps
+    }
     return {
         "not slower": ours.step <= theirs.step,
-        **{f"accuracy at step {step} within 5 points": abs(gap) <= ACCURACY_TOLERANCE for step, gap in gaps.items()},
+        **{
+            f"accuracy at step {step} within 5 points": abs(gap) <= ACCURACY_TOLERANCE
+            for step, gap in gaps.items()
+        },
     }
 
 
@@ -131,17 +157,35 @@ def table(sides: Sequence[Side]) -> str:
         lines.append([label, *cells])
 
     add("seconds a step", [f"{side.step:.3f}" for side in sides])
-    add("  lowest and highest seed", [_range([run.step for run in side.runs], "{:.3f}") for side in sides])
+    add(
+        "  lowest and highest seed",
+        [_range([run.step for run in side.runs], "{:.3f}") for side in sides],
+    )
     for phase in PHASES:
         add(f"  {phase}", [f"{side.phase(phase):.3f}" for side in sides])
     add("samples/s", [f"{side.samples_per_second:.0f}" for side in sides])
-    add("whole run, start-up included, s", [f"{statistics.median(r.seconds for r in side.runs):.1f}" for side in sides])
-    add("peak memory, MB", [f"{max(run.peak_bytes for run in side.runs) / 1e6:.0f}" for side in sides])
-    add("cores busy with other programs", [f"{max(run.other_cores for run in side.runs):.2f}" for side in sides])
-    add("sampled reward at step 1", [f"{statistics.fmean(r.reward_first for r in side.runs):.3f}" for side in sides])
+    add(
+        "whole run, start-up included, s",
+        [f"{statistics.median(r.seconds for r in side.runs):.1f}" for side in sides],
+    )
+    add(
+        "peak memory, MB",
+        [f"{max(run.peak_bytes for run in side.runs) / 1e6:.0f}" for side in sides],
+    )
+    add(
+        "cores busy with other programs",
+        [f"{max(run.other_cores for run in side.runs):.2f}" for side in sides],
+    )
+    add(
+        "sampled reward at step 1",
+        [f"{statistics.fmean(r.reward_first for r in side.runs):.3f}" for side in sides],
+    )
     for step in RECIPE.eval_steps:
         if all(side.accuracies(step) for side in sides):
-            cells = [f"{statistics.fmean(a):.3f} ({_range(a, '{:.3f}')})" for a in (s.accuracies(step) for s in sides)]
+            cells = [
+                f"{statistics.fmean(a):.3f} ({_range(a, '{:.3f}')})"
+                for a in (s.accuracies(step) for s in sides)
+            ]
             add(f"greedy accuracy, step {step}", cells)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -154,7 +198,11 @@ def machine() -> dict[str, object]:
     """What the seconds were measured on."""
     names = {}
     if Path("/proc/cpuinfo").exists():
-        pairs = (line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
+        pairs = (
+            line.split(":", 1)
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if ":" in line
+        )
         names = {key.strip(): value.strip() for key, value in pairs}
     return {
         "cpu": names.get("model name", platform.processor()),

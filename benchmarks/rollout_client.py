@@ -1,8 +1,9 @@
-"""Requests a second, and CPU time a request, of the client that asks SGLang servers, beside a bare aiohttp loop and httpx.
+"""Requests a second, and CPU time a request, of the client that asks SGLang servers, beside a bare
+aiohttp loop and httpx.
 
-The server is a process of its own that answers at once (null_server.py). Each side keeps so many requests in flight; sides take
-turns, round after round. The goal: what training uses reaches 0.7 of the bare loop, which sends the same bytes, reads the
-answer's JSON and looks at nothing in it.
+The server is a process of its own that answers at once (null_server.py). Each side keeps so many
+requests in flight; sides take turns, round after round. The goal: what training uses reaches 0.7 of
+the bare loop, which sends the same bytes, reads the answer's JSON and looks at nothing in it.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ from rollout.fleet.fleet import Fleet
 
 VOCAB = 1000
 PROMPT_TOKENS = 48
-GOAL = 0.7                      # of the bare loop
+GOAL = 0.7  # of the bare loop
 KEYS = Keys("api-key", "admin-key")
-HTTPX_SHARE = 20                # httpx is given so many times fewer requests, and the fewest in flight: it would take minutes
+# httpx is given so many times fewer requests, and the fewest in flight: it would take minutes
+HTTPX_SHARE = 20
 
 Send = Callable[[int], Awaitable[object]]
 """One request, by its number."""
@@ -52,16 +54,18 @@ class Side:
 
     what: str
     in_flight: int
-    rates: list[float] = field(default_factory=list)        # requests/s of each round
-    cpu_us: list[float] = field(default_factory=list)       # of this process, a request
+    rates: list[float] = field(default_factory=list)  # requests/s of each round
+    cpu_us: list[float] = field(default_factory=list)  # of this process, a request
 
     @property
     def rate(self) -> float:
         return statistics.median(self.rates)
 
     async def run(self, send: Send, requests: int) -> None:
-        await self._drive(send, self.in_flight)     # not timed: connections that idled through the others' turns are made anew
-        wall, cpu = time.perf_counter(), time.process_time()
+        # not timed: connections that idled through the others' turns are made anew
+        await self._drive(send, self.in_flight)
+        wall = time.perf_counter()
+        cpu = time.process_time()
         await self._drive(send, requests)
         self.cpu_us.append((time.process_time() - cpu) / requests * 1e6)
         self.rates.append(requests / (time.perf_counter() - wall))
@@ -77,13 +81,15 @@ class Side:
 
 
 def request(number: int) -> GenerateRequest:
-    return GenerateRequest(PROMPT, SamplingParams(max_new_tokens=64, stop_token_ids=(2,)), draw=number)
+    return GenerateRequest(
+        PROMPT, SamplingParams(max_new_tokens=64, stop_token_ids=(2,)), draw=number
+    )
 
 
 PROMPT = np.arange(PROMPT_TOKENS, dtype=np.int32)
 
 
-# --- the clients ------------------------------------------------------------------------------------------------------
+# --- the clients ----------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -93,7 +99,9 @@ async def bare(url: str, config: EngineConfig) -> AsyncIterator[Send]:
 
         async def send(_: int) -> object:
             headers = {"Authorization": f"Bearer {KEYS.api}", "Content-Type": "application/json"}
-            async with session.post(f"{url}/generate", data=orjson.dumps(body), headers=headers) as response:
+            async with session.post(
+                f"{url}/generate", data=orjson.dumps(body), headers=headers
+            ) as response:
                 return orjson.loads(await response.read())
 
         yield send
@@ -127,7 +135,10 @@ async def client(url: str, config: EngineConfig) -> AsyncIterator[Send]:
 class Standing:
     """In place of `ExternalServer`, whose questions the null server cannot answer."""
 
-    name, managed, pid, ended = "null", False, None, None
+    name = "null"
+    managed = False
+    pid = None
+    ended = None
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -142,7 +153,9 @@ class Standing:
 
 @asynccontextmanager
 async def dispatcher(url: str, config: EngineConfig) -> AsyncIterator[Send]:
-    """As training uses it: over the fleet's routing, with retries and deadlines, and the engine's pauses."""
+    """As training uses it: over the fleet's routing, with retries and deadlines, and the engine's
+    pauses.
+    """
     engine = SGLangEngine(Standing(url), config=config, keys=KEYS, model_path=str(model_folder()))
     fleet = Fleet([engine], config)
     await fleet.start()
@@ -171,10 +184,12 @@ def model_folder() -> Path:
     return folder
 
 
-# --- the measurement --------------------------------------------------------------------------------------------------
+# --- the measurement ------------------------------------------------------------------------------
 
 
-async def measure(url: str, in_flight: int, requests: int, rounds: int, names: list[str]) -> list[Side]:
+async def measure(
+    url: str, in_flight: int, requests: int, rounds: int, names: list[str]
+) -> list[Side]:
     sides = {name: Side(name, in_flight) for name in names}
     # Nobody is there to publish to an engine that a busy machine made miss its health check.
     config = EngineConfig(kind="sglang", max_in_flight=in_flight, urls=[url], health_every_s=3600)
@@ -182,23 +197,33 @@ async def measure(url: str, in_flight: int, requests: int, rounds: int, names: l
         sends = {name: await stack.enter_async_context(SIDES[name](url, config)) for name in names}
         for round_ in range(rounds + 1):
             for name, side in sides.items():
-                await side.run(sends[name], max(in_flight, requests // (HTTPX_SHARE if name == "httpx" else 1)))
-                if round_ == 0:             # connections are made, code is warm
+                await side.run(
+                    sends[name], max(in_flight, requests // (HTTPX_SHARE if name == "httpx" else 1))
+                )
+                if round_ == 0:  # connections are made, code is warm
                     side.rates.clear()
                     side.cpu_us.clear()
     return list(sides.values())
 
 
 def table(sides: list[Side]) -> str:
-    lines = ["| client | in flight | requests/s | of bare aiohttp | CPU a request, us |", "|---|---:|---:|---:|---:|"]
+    lines = [
+        "| client | in flight | requests/s | of bare aiohttp | CPU a request, us |",
+        "|---|---:|---:|---:|---:|",
+    ]
     for side in sides:
-        of_bare, cpu = side.rate / bare_rate(sides, side.in_flight), statistics.median(side.cpu_us)
-        lines.append(f"| {side.what} | {side.in_flight} | {side.rate:.0f} | {of_bare:.2f} | {cpu:.0f} |")
+        of_bare = side.rate / bare_rate(sides, side.in_flight)
+        cpu = statistics.median(side.cpu_us)
+        lines.append(
+            f"| {side.what} | {side.in_flight} | {side.rate:.0f} | {of_bare:.2f} | {cpu:.0f} |"
+        )
     return "\n".join(lines)
 
 
 def bare_rate(sides: list[Side], in_flight: int) -> float:
-    return next(side.rate for side in sides if side.what == "bare aiohttp" and side.in_flight == in_flight)
+    return next(
+        side.rate for side in sides if side.what == "bare aiohttp" and side.in_flight == in_flight
+    )
 
 
 def main() -> None:
@@ -208,14 +233,25 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[256, 2048])
     parser.add_argument("--requests", type=int, default=10_000, help="of each side and round")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", choices=SIDES, action="append", help="beside the bare loop; may be repeated")
+    parser.add_argument(
+        "--only", choices=SIDES, action="append", help="beside the bare loop; may be repeated"
+    )
     options = parser.parse_args()
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))      # the server inherits it
-    names = ["bare aiohttp", *(name for name in SIDES if name != "bare aiohttp" and name in (options.only or SIDES))]
-    started, busy = time.monotonic(), busy_seconds()
-    server = subprocess.Popen([sys.executable, str(Path(__file__).with_name("null_server.py"))], stdin=-1, stdout=-1, text=True)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # the server inherits it
+    names = [
+        "bare aiohttp",
+        *(name for name in SIDES if name != "bare aiohttp" and name in (options.only or SIDES)),
+    ]
+    started = time.monotonic()
+    busy = busy_seconds()
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("null_server.py"))],
+        stdin=-1,
+        stdout=-1,
+        text=True,
+    )
     try:
         assert server.stdout is not None
         url = f"http://127.0.0.1:{int(server.stdout.readline())}"
@@ -230,17 +266,36 @@ def main() -> None:
     others = max(0.0, (busy_seconds() - busy - own) / (time.monotonic() - started))
 
     where = machine()
-    print(f"{where['cpu']}, {where['cores']} cores; one process each side; medians of {options.rounds} rounds\n")
+    print(
+        f"{where['cpu']}, {where['cores']} cores; one process each side; medians of"
+        f" {options.rounds} rounds\n"
+    )
     print(table(sides))
-    goals = {f"{s.what} at {s.in_flight}": s.rate / bare_rate(sides, s.in_flight) for s in sides if s.what == "dispatcher"}
+    goals = {
+        f"{s.what} at {s.in_flight}": s.rate / bare_rate(sides, s.in_flight)
+        for s in sides
+        if s.what == "dispatcher"
+    }
     for text, measured in goals.items():
         verdict = "reached" if measured >= GOAL else "MISSED"
         print(f"\n{text}: {measured:.2f} of bare aiohttp, goal {GOAL}: {verdict}", end="")
     remark = ": too many for numbers to count" if others > QUIET_CORES else ""
     print(f"\n\nMeanwhile other programs kept {others:.2f} cores busy{remark}.")
     if options.json is not None:
-        rows = [{"client": s.what, "in_flight": s.in_flight, "requests_per_s": s.rates, "cpu_us": s.cpu_us} for s in sides]
-        options.json.write_text(json.dumps({"machine": where, "other_cores": others, "goals": goals, "rows": rows}, indent=1))
+        rows = [
+            {
+                "client": s.what,
+                "in_flight": s.in_flight,
+                "requests_per_s": s.rates,
+                "cpu_us": s.cpu_us,
+            }
+            for s in sides
+        ]
+        options.json.write_text(
+            json.dumps(
+                {"machine": where, "other_cores": others, "goals": goals, "rows": rows}, indent=1
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Asynchronous training simulated, event by event, with the scheduler that runs use: `python benchmarks/simulate_async.py`.
+"""Asynchronous training simulated, event by event, with the scheduler that runs use: `python
+benchmarks/simulate_async.py`.
 
-Nothing is measured here but the order of things; `async_world.py` says what is simulated. `of the bound` is the time that no
-order of things can beat, max(slot-seconds of the groups trained on / slots, seconds of training), over the simulated time:
-publications, failures, dropped groups and waiting for long responses are what there is to lose. Exit code 1: the first
-setting stays below 0.95 at a staleness of 2.
+Nothing is measured here but the order of things; `async_world.py` says what is simulated. `of the
+bound` is the time that no order of things can beat, max(slot-seconds of the groups trained on /
+slots, seconds of training), over the simulated time: publications, failures, dropped groups and
+waiting for long responses are what there is to lose. Exit code 1: the first setting stays below
+0.95 at a staleness of 2.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.async_world import Outcome, Setting, Simulation
 
-GOAL, GOAL_STALENESS = 0.95, 2
+GOAL = 0.95
+GOAL_STALENESS = 2
 
-# Lengths are made up in all of them, with the tail of reasoning: one in a hundred reaches the longest of 64k. What
-# others report are batch sizes and longest responses: DAPO (arXiv:2503.14476), and Moonlight in Seer (arXiv:2511.14617).
+# Lengths are made up in all of them, with the tail of reasoning: one in a hundred reaches the
+# longest of 64k. What others report are batch sizes and longest responses: DAPO (arXiv:2503.14476),
+# and Moonlight in Seer (arXiv:2511.14617).
 SETTINGS = {
     "2048 x 16 responses of up to 64k": Setting(),
     "the same, training takes 1.5 of generation": Setting(train_share=1.5),
@@ -47,12 +51,15 @@ def row(name: str, found: Outcome, max_staleness: int) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40, help="counted, after the first few")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--only", default="", help="settings whose name contains this")
     arguments = parser.parse_args()
-    goal_setting, code = next(iter(SETTINGS)), 0
+    goal_setting = next(iter(SETTINGS))
+    code = 0
     print("| " + " | ".join(COLUMNS) + " |\n|---|" + "---:|" * (len(COLUMNS) - 1))
     for name, setting in SETTINGS.items():
         for k in arguments.staleness if arguments.only in name else ():

@@ -1,10 +1,12 @@
 """TRL's GRPOTrainer on the addition task, run by the interpreter of TRL's own environment.
 
-Writes what rlcore writes, one JSON object a step in `metrics.jsonl`, so that `end_to_end.py` reads both alike:
-`time/step` (s, the whole step; evaluation is not in it), `time/generation` (s, completions, rewards and advantages),
-`time/training` (s, the rest), `rollout/reward`, and `eval/accuracy` on the evaluated steps.
+Writes what rlcore writes, one JSON object a step in `metrics.jsonl`, so that `end_to_end.py` reads
+both alike: `time/step` (s, the whole step; evaluation is not in it), `time/generation` (s,
+completions, rewards and advantages), `time/training` (s, the rest), `rollout/reward`, and
+`eval/accuracy` on the evaluated steps.
 
-TRL runs at its best here: no gradient checkpointing (its default), no logging, no saving, fused AdamW, SDPA attention.
+TRL runs at its best here: no gradient checkpointing (its default), no logging, no saving, fused
+    AdamW, SDPA attention.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ class TimedTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *arguments: Any) -> torch.Tensor:
         groups = {row["prompt"] for row in inputs}
         if len(inputs) != RECIPE.samples_per_step or len(groups) != RECIPE.prompts_per_step:
-            raise ValueError(f"a batch of {len(inputs)} samples of {len(groups)} prompts; the recipe has {RECIPE}")
+            raise ValueError(
+                f"a batch of {len(inputs)} samples of {len(groups)} prompts; the recipe has"
+                f" {RECIPE}"
+            )
         rewards = super()._calculate_rewards(inputs, *arguments)
         self.mean_reward = rewards.mean().item()
         return rewards
@@ -65,8 +70,14 @@ class Recorder(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         assert self.trainer is not None
         step = time.perf_counter() - self._started
-        generation, self.trainer.rollout_seconds = self.trainer.rollout_seconds, 0.0
-        row = {"step": state.global_step, "time/step": step, "time/generation": generation, "time/training": step - generation}
+        generation = self.trainer.rollout_seconds
+        self.trainer.rollout_seconds = 0.0
+        row = {
+            "step": state.global_step,
+            "time/step": step,
+            "time/generation": generation,
+            "time/training": step - generation,
+        }
         self._write({**row, "rollout/reward": self.trainer.mean_reward})
 
     def _write(self, row: dict[str, float]) -> None:
@@ -117,7 +128,9 @@ def configuration(options: argparse.Namespace) -> GRPOConfig:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, help="Hugging Face folder")
     parser.add_argument("data", type=Path, help="folder that examples/addition/make_data.py wrote")
     parser.add_argument("output", type=Path, help="folder for metrics.jsonl")
@@ -149,7 +162,9 @@ def main() -> None:
     recorder.trainer = trainer
     trainer.train()
     if torch.get_num_threads() != options.threads:
-        raise RuntimeError(f"TRL ran on {torch.get_num_threads()} threads, not on {options.threads}")
+        raise RuntimeError(
+            f"TRL ran on {torch.get_num_threads()} threads, not on {options.threads}"
+        )
 
 
 if __name__ == "__main__":

@@ -18,20 +18,24 @@ from rlcore.errors import BAD_INPUT, FAILED, INTERRUPTED, EmptyBatch, RunFailed,
 from rlcore.launch.ranks import first_on_node, started_by_torchrun, under_torchrun, wait_for_speaker
 from rlcore.launch.signals import hearing
 
-_SETTINGS = "FILE.yaml ... and overrides KEY=VALUE (policy.optimizer.lr=2e-6), later ones over earlier ones"
+_SETTINGS = (
+    "FILE.yaml ... and overrides KEY=VALUE (policy.optimizer.lr=2e-6), later ones over earlier ones"
+)
 
 _ADDRESS = "of the cluster; default: the one that Ray knows of on this machine"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
+    """Run one command and return its exit code: 0 done, 1 the run failed, 2 bad input, 130
+    interrupted.
+    """
     arguments = _parse(argv)
     arguments.given = list(sys.argv[1:] if argv is None else argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         return command(arguments)
     except (UserError, RunFailed) as error:
-        if first_on_node():     # ranks that meet the same error say it once
+        if first_on_node():  # ranks that meet the same error say it once
             print(f"rlcore: {error}", file=sys.stderr)
         else:
             wait_for_speaker()
@@ -39,16 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rlcore: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:     # `rlcore metrics | head`: the reader has enough
+    except BrokenPipeError:  # `rlcore metrics | head`: the reader has enough
         sys.stderr.close()
         return 0
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 def train(arguments: argparse.Namespace) -> int:
-    # SIGTERM is as Ctrl-C until the run heeds both; but a rank may stand where no handler would be run.
+    # SIGTERM is as Ctrl-C until the run heeds both; but a rank may stand where no handler would be
+    # run.
     with nullcontext() if under_torchrun() else hearing(signal.default_int_handler):
         launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
         loaded = _load([*launcher, *arguments.settings])
@@ -56,7 +61,12 @@ def train(arguments: argparse.Namespace) -> int:
         from rlcore.launch.plugin_checks import check_plugins
 
         loaded = replace(loaded, notes=(*loaded.notes, *check_plugins(loaded)))
-        return launch.train(loaded, resume=arguments.resume, overwrite=arguments.overwrite, arguments=arguments.given)
+        return launch.train(
+            loaded,
+            resume=arguments.resume,
+            overwrite=arguments.overwrite,
+            arguments=arguments.given,
+        )
 
 
 def validate(arguments: argparse.Namespace) -> int:
@@ -64,12 +74,17 @@ def validate(arguments: argparse.Namespace) -> int:
     from rlcore.config.checks.sections import describe_checks
     from rlcore.config.render import render
 
-    notes, made, model = list(loaded.notes), describe_checks(), Path(loaded.config.model.path)
+    notes = list(loaded.notes)
+    made = describe_checks()
+    model = Path(loaded.config.model.path)
     left_out = ["Files and folders exist and can be read: seen when the run starts"]
     if importlib.util.find_spec("torch") is None:
         left_out += [
             f"{what}: needs torch, which is not installed here"
-            for what in ("Estimator, loss and functions take their keywords", "The layout and policy.megatron fit the model")
+            for what in (
+                "Estimator, loss and functions take their keywords",
+                "The layout and policy.megatron fit the model",
+            )
         ]
     else:
         from rlcore.launch import plugin_checks
@@ -96,7 +111,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
         path = json.dumps(str(arguments.model))
         is_hf = (arguments.model / "config.json").is_file()
-        chosen = [f"model.path={path}", "policy.checkpoint=null"] if is_hf else [f"policy.checkpoint={path}"]
+        chosen = (
+            [f"model.path={path}", "policy.checkpoint=null"]
+            if is_hf
+            else [f"policy.checkpoint={path}"]
+        )
     loaded = _load([*arguments.settings, *chosen])
     if not loaded.config.evaluation.paths:
         raise loaded.error("evaluation.paths", "empty: name the files with the prompts to score")
@@ -121,14 +140,18 @@ def export(arguments: argparse.Namespace) -> int:
 def ledger(arguments: argparse.Namespace) -> int:
     from rlcore.launch.commands.ledger import show_ledger
 
-    return show_ledger(arguments.run, draw=arguments.draw, as_json=arguments.json, recordings=not arguments.quick)
+    return show_ledger(
+        arguments.run, draw=arguments.draw, as_json=arguments.json, recordings=not arguments.quick
+    )
 
 
 def plan_layouts(arguments: argparse.Namespace) -> int:
     loaded = _load(arguments.settings)
     from rlcore.launch.commands.plan import plan
 
-    for line in plan(loaded.config, gpus=arguments.gpus, gpu_memory=arguments.gpu_memory, gpu=arguments.gpu):
+    for line in plan(
+        loaded.config, gpus=arguments.gpus, gpu_memory=arguments.gpu_memory, gpu=arguments.gpu
+    ):
         print(line)
     return 0
 
@@ -154,11 +177,17 @@ def init_model(arguments: argparse.Namespace) -> int:
     from rlcore.launch.commands.init_model import ModelSpec
     from rlcore.launch.commands.init_model import init_model as write
 
-    given = {name: getattr(arguments, name) for name in _MODEL_OPTIONS if getattr(arguments, name) is not None}
+    given = {
+        name: getattr(arguments, name)
+        for name in _MODEL_OPTIONS
+        if getattr(arguments, name) is not None
+    }
     spec = ModelSpec.preset(arguments.preset, **given)
     logging.disable_progress_bar()
     parameters = write(arguments.folder, spec, overwrite=arguments.overwrite)
-    print(f"{arguments.folder}: {spec.family}, {parameters:,} parameters, {spec.vocab_size} symbols")
+    print(
+        f"{arguments.folder}: {spec.family}, {parameters:,} parameters, {spec.vocab_size} symbols"
+    )
     return 0
 
 
@@ -183,7 +212,7 @@ def _load(settings: Sequence[str]) -> Loaded:
     return load_config(*split_arguments(settings))
 
 
-# --- their arguments --------------------------------------------------------------------------------------------------
+# --- their arguments ------------------------------------------------------------------------------
 
 _MODEL_OPTIONS = (
     "family", "alphabet", "hidden", "layers", "heads", "kv_heads", "intermediate", "experts", "experts_per_token", "tied",
@@ -192,7 +221,9 @@ _MODEL_OPTIONS = (
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """argparse gathers files and overrides only up to the next flag; what follows one is gathered here."""
+    """argparse gathers files and overrides only up to the next flag; what follows one is gathered
+    here.
+    """
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and (any(argument.startswith("-") for argument in rest) or "settings" not in arguments):
@@ -203,39 +234,76 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rlcore", description="Reinforcement learning for language models.")
+    parser = argparse.ArgumentParser(
+        prog="rlcore", description="Reinforcement learning for language models."
+    )
     parser.add_argument("--version", action="version", version=f"rlcore {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], text: str
+    ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(command=run)
         return sub
 
-    def configured(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def configured(
+        name: str, run: Callable[[argparse.Namespace], int], text: str
+    ) -> argparse.ArgumentParser:
         sub = command(name, run, text)
         sub.add_argument("settings", nargs="+", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
         return sub
 
-    sub = configured("train", train, "train a model by reinforcement learning or supervised fine-tuning")
+    sub = configured(
+        "train", train, "train a model by reinforcement learning or supervised fine-tuning"
+    )
     how = sub.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
-    how.add_argument("--overwrite", action="store_true", help="delete what an earlier run of this name left")
-    configured("validate", validate, "check a configuration and print it with the origin of each value")
+    how.add_argument(
+        "--overwrite", action="store_true", help="delete what an earlier run of this name left"
+    )
+    configured(
+        "validate", validate, "check a configuration and print it with the origin of each value"
+    )
     sub = configured("eval", evaluate, "score a model on the evaluation prompts")
-    sub.add_argument("--model", type=Path, help="a Hugging Face folder or a checkpoint, instead of the configured one")
+    sub.add_argument(
+        "--model",
+        type=Path,
+        help="a Hugging Face folder or a checkpoint, instead of the configured one",
+    )
     sub.add_argument("--output", type=Path, help="also write the scores to this JSON file")
     text = "run the SGLang engines of a configuration alone, for a trainer that is given their URLs"
     sub = configured("engine", engine, text)
-    sub.add_argument("--urls-file", type=Path, help="a JSON file with their URLs, there while they are ready")
-    sub = configured("plan", plan_layouts, "which layouts fit on so many GPUs, and about how fast; needs no weights")
+    sub.add_argument(
+        "--urls-file", type=Path, help="a JSON file with their URLs, there while they are ready"
+    )
+    sub = configured(
+        "plan",
+        plan_layouts,
+        "which layouts fit on so many GPUs, and about how fast; needs no weights",
+    )
     sub.add_argument("--gpus", type=_positive, required=True, metavar="N")
-    sub.add_argument("--gpu-memory", type=_gibibytes, default=80 << 30, metavar="SIZE", help="of one GPU, as 80G (the default)")
-    sub.add_argument("--gpu", choices=("A100", "H100", "H200", "B200"), default="H100", help="whose speed to assume")
+    sub.add_argument(
+        "--gpu-memory",
+        type=_gibibytes,
+        default=80 << 30,
+        metavar="SIZE",
+        help="of one GPU, as 80G (the default)",
+    )
+    sub.add_argument(
+        "--gpu",
+        choices=("A100", "H100", "H200", "B200"),
+        default="H100",
+        help="whose speed to assume",
+    )
     sub = command("export", export, "write a training checkpoint as a Hugging Face folder")
     sub.add_argument("source", type=Path, help="a run (its last checkpoint) or a checkpoint folder")
     sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
-    sub = command("ledger", ledger, "what became of every prompt that a run has drawn; exit code 1 unless it balances")
+    sub = command(
+        "ledger",
+        ledger,
+        "what became of every prompt that a run has drawn; exit code 1 unless it balances",
+    )
     sub.add_argument("run", type=Path, help="the folder of a run, one that goes on too")
     how = sub.add_mutually_exclusive_group()
     how.add_argument("--draw", type=int, metavar="N", help="everything that happened to this draw")
@@ -246,8 +314,16 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("stop", stop, "end a run on a Ray cluster cleanly, after its step at hand")
     sub.add_argument("run", metavar="RUN", help="its run.name")
     sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
-    sub.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="how long to wait for its end (600)")
-    _add_model_options(command("init-model", init_model, "write a small, randomly initialised Hugging Face folder"))
+    sub.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for its end (600)",
+    )
+    _add_model_options(
+        command("init-model", init_model, "write a small, randomly initialised Hugging Face folder")
+    )
     sub = command("metrics", metrics, "define every metric that a run writes")
     sub.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")
     command("algorithms", algorithms, "list estimators and losses with their keywords")
@@ -270,10 +346,30 @@ def _gibibytes(text: str) -> int:
 
 def _add_model_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("folder", type=Path)
-    sub.add_argument("--preset", choices=("addition", "ascii"), default="addition", help="where the defaults come from")
-    sub.add_argument("--family", choices=("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral", "deepseek_v3"))
-    sub.add_argument("--alphabet", metavar="CHARACTERS", help="what the tokenizer knows, one token a character")
-    for name in ("hidden", "layers", "heads", "kv-heads", "intermediate", "experts", "experts-per-token", "seed"):
+    sub.add_argument(
+        "--preset",
+        choices=("addition", "ascii"),
+        default="addition",
+        help="where the defaults come from",
+    )
+    sub.add_argument(
+        "--family", choices=("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral", "deepseek_v3")
+    )
+    sub.add_argument(
+        "--alphabet", metavar="CHARACTERS", help="what the tokenizer knows, one token a character"
+    )
+    for name in (
+        "hidden",
+        "layers",
+        "heads",
+        "kv-heads",
+        "intermediate",
+        "experts",
+        "experts-per-token",
+        "seed",
+    ):
         sub.add_argument(f"--{name}", type=int, metavar="N")
-    sub.add_argument("--tied", action=argparse.BooleanOptionalAction, help="the LM head is the embedding")
+    sub.add_argument(
+        "--tied", action=argparse.BooleanOptionalAction, help="the LM head is the embedding"
+    )
     sub.add_argument("--overwrite", action="store_true", help="replace a model that is there")

@@ -1,4 +1,6 @@
-"""Hugging Face folders: safetensors shards that are written as their tensors come, and the files beside them."""
+"""Hugging Face folders: safetensors shards that are written as their tensors come, and the files
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +21,33 @@ INDEX = "model.safetensors.index.json"
 # safetensors' names of the types that weights have.
 DTYPE_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
-# Tokenizer, chat template, generation settings, custom code: by suffix, since tokenizers may bring files of any name.
+# Tokenizer, chat template, generation settings, custom code: by suffix, since tokenizers may bring
+# files of any name.
 _COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
 _WRITTEN = {"config.json", INDEX, "pytorch_model.bin.index.json"}
 
 
 class ShardWriter:
-    """Writes one file a shard into `folder`, which must exist. It holds no tensor: each is in its file when `add` returns.
+    """Writes one file a shard into `folder`, which must exist. It holds no tensor: each is in its
+    file when `add` returns.
 
     Raises OSError, from any method, where the system refuses.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Bucket]) -> None:
-        self.folder, self.shards = folder, shards
+        self.folder = folder
+        self.shards = shards
         self._file: FileIO | None = None
-        self._shard = self._tensor = 0      # what comes next
+        self._shard = self._tensor = 0  # what comes next
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take the next tensor, in the order of the shards; its memory may be reused afterwards."""
         shard = self.shards[self._shard]
         spec = shard.tensors[self._tensor]
         if (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, spec.torch_dtype):
-            raise ValueError(f"got {name} {tuple(tensor.shape)} {tensor.dtype}, expected {spec} next")
+            raise ValueError(
+                f"got {name} {tuple(tensor.shape)} {tensor.dtype}, expected {spec} next"
+            )
         if self._file is None:
             self._file = (self.folder / self.file_name(self._shard)).open("wb", buffering=0)
             _write(self._file, memoryview(header(shard)))
@@ -48,16 +55,25 @@ class ShardWriter:
         self._tensor += 1
         if self._tensor == len(shard.tensors):
             self.close()
-            self._shard, self._tensor = self._shard + 1, 0
+            self._shard = self._shard + 1
+            self._tensor = 0
 
     def finish(self) -> None:
         """Write the index, where there are several shards."""
         if self._shard < len(self.shards):
-            raise ValueError(f"finish() before {self.shards[self._shard].tensors[self._tensor].name} was added")
+            raise ValueError(
+                f"finish() before {self.shards[self._shard].tensors[self._tensor].name} was added"
+            )
         if len(self.shards) > 1:
             total = sum(shard.num_bytes for shard in self.shards)
-            names = {spec.name: self.file_name(shard.index) for shard in self.shards for spec in shard.tensors}
-            write_json(self.folder / INDEX, {"metadata": {"total_size": total}, "weight_map": names})
+            names = {
+                spec.name: self.file_name(shard.index)
+                for shard in self.shards
+                for spec in shard.tensors
+            }
+            write_json(
+                self.folder / INDEX, {"metadata": {"total_size": total}, "weight_map": names}
+            )
 
     def close(self) -> None:
         """Close the file that is being written: for one who gives up in the middle."""
@@ -70,11 +86,15 @@ class ShardWriter:
 
 
 def shard_name(shard: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
+    return (
+        "model.safetensors" if count == 1 else f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
+    )
 
 
 def header(shard: Bucket) -> bytes:
-    """What precedes the bytes of a shard's tensors: the length of the JSON (8 bytes), and the JSON, filled up to 8 bytes."""
+    """What precedes the bytes of a shard's tensors: the length of the JSON (8 bytes), and the JSON,
+    filled up to 8 bytes.
+    """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for spec in shard.tensors:
@@ -92,7 +112,7 @@ class TensorPlace:
     """Where a tensor lies in a folder."""
 
     path: Path
-    offset: int             # of its first byte in the file
+    offset: int  # of its first byte in the file
     spec: TensorSpec
 
 
@@ -107,7 +127,9 @@ def find_tensors(folder: Path) -> dict[str, TensorPlace]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > path.stat().st_size:
-                raise ValueError(f"{path} is no safetensors file: it begins with a length of {length:,} bytes")
+                raise ValueError(
+                    f"{path} is no safetensors file: it begins with a length of {length:,} bytes"
+                )
             entries = json.loads(file.read(length))
         entries.pop("__metadata__", None)
         for name, entry in entries.items():
@@ -119,7 +141,11 @@ def find_tensors(folder: Path) -> dict[str, TensorPlace]:
 def copy_companions(target: Path, model: Path, tokenizer: Path) -> None:
     """Copy the tokenizer folder's files; of a model folder apart from it, only how to generate."""
     companions = [model / "generation_config.json"]
-    companions += [path for path in sorted(tokenizer.iterdir()) if path.suffix in _COPIED and path.name not in _WRITTEN]
+    companions += [
+        path
+        for path in sorted(tokenizer.iterdir())
+        if path.suffix in _COPIED and path.name not in _WRITTEN
+    ]
     for path in companions:
         if path.is_file():
             shutil.copyfile(path, target / path.name)

@@ -1,6 +1,7 @@
 """The seams. Each is a `typing.Protocol`; `rlcore/launch/` picks what stands behind it.
 
-Nothing here imports a backend or an engine, and nothing behind one seam sees what is behind another.
+Nothing here imports a backend or an engine, and nothing behind one seam sees what is behind
+another.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from rlcore.data.sample import Sample
 from rlcore.data.step import StepRollouts, UpdateResult
 from rlcore.weights import Bucket
 
-# --- training -----------------------------------------------------------------------------------------------------
-
-
+# --- training -------------------------------------------------------------------------------------
 
 
 class PolicyBackend(Protocol):
-    """The trainer's models on their ranks. Every method is collective: all ranks call it, in the same order.
+    """The trainer's models on their ranks. Every method is collective: all ranks call it, in the
+    same order.
 
-    Vectors enter and leave on rank 0 in the order of the batch that was loaded; other ranks pass and get None.
+    Vectors enter and leave on rank 0 in the order of the batch that was loaded; other ranks pass
+    and get None.
     """
 
     rank: int
@@ -36,7 +37,9 @@ class PolicyBackend(Protocol):
     data_parallel_size: int
     vocab_size: int
 
-    def plan(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> list[MinibatchPlan]:
+    def plan(
+        self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
+    ) -> list[MinibatchPlan]:
         """Rank 0 only, no communication: lay out each optimizer step over ranks and micro-batches."""
         ...
 
@@ -47,32 +50,43 @@ class PolicyBackend(Protocol):
     def score(
         self, model: Literal["policy", "reference", "teacher", "critic"], *, entropy: bool = False
     ) -> dict[str, Tensor] | None:
-        """A no-grad pass over the loaded batch: `logprobs` (and `entropy`), or `values` for the critic; fp32 [M].
+        """A no-grad pass over the loaded batch: `logprobs` (and `entropy`), or `values` for the
+        critic; fp32 [M].
 
         Log-probs of every model are those of its logits / `rollout.sampling.temperature`.
         """
         ...
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
-        """Hand per-token vectors ([M]: advantages, old_logprobs, weights, ...) to the ranks that hold the tokens."""
+        """Hand per-token vectors ([M]: advantages, old_logprobs, weights, ...) to the ranks that
+        hold the tokens.
+        """
         ...
 
     def update(self, minibatch: int, *, train_policy: bool = True) -> UpdateResult:
-        """One optimizer step on minibatch `minibatch` of the plan, of the policy and of the critic if there is one."""
+        """One optimizer step on minibatch `minibatch` of the plan, of the policy and of the critic
+        if there is one.
+        """
         ...
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """The static layout of the policy's weights under their Hugging Face names; the same on every rank."""
+        """The static layout of the policy's weights under their Hugging Face names; the same on
+        every rank.
+        """
         ...
 
     def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
-        """Each bucket in order, gathered from the ranks that hold its parts: uint8 [num_bytes] on rank 0, else None."""
+        """Each bucket in order, gathered from the ranks that hold its parts: uint8 [num_bytes] on
+        rank 0, else None.
+        """
         ...
 
     def offload(self) -> None:
-        """Move everything into host memory and give the device's memory back; the loaded batch is given up.
+        """Move everything into host memory and give the device's memory back; the loaded batch is
+        given up.
 
-        Everything but a batch's passes still works, and brings what it needs for as long as it takes.
+        Everything but a batch's passes still works, and brings what it needs for as long as it
+        takes.
         """
         ...
 
@@ -81,7 +95,9 @@ class PolicyBackend(Protocol):
         ...
 
     def release_cache(self) -> None:
-        """Give back what this process keeps of the device's memory for its next passes: other processes need it now."""
+        """Give back what this process keeps of the device's memory for its next passes: other
+        processes need it now.
+        """
         ...
 
     def save(self, folder: Path) -> None:
@@ -89,7 +105,9 @@ class PolicyBackend(Protocol):
         ...
 
     def start_save(self, folder: Path) -> None:
-        """As `save`, but returns when the state is copied; it is written while training goes on. At most one at a time."""
+        """As `save`, but returns when the state is copied; it is written while training goes on. At
+        most one at a time.
+        """
         ...
 
     def save_seconds(self) -> float | None:
@@ -112,23 +130,15 @@ class PolicyBackend(Protocol):
         ...
 
     def describe(self) -> dict[str, str]:
-        """Choices that were made (attention, layer spec, optimizer, layout), printed at the start of a run."""
+        """Choices that were made (attention, layer spec, optimizer, layout), printed at the start
+        of a run.
+        """
         ...
 
     def close(self) -> None: ...
 
 
-# --- generation ---------------------------------------------------------------------------------------------------
-
-
-
-
-
-
-
-
-
-
+# --- generation -----------------------------------------------------------------------------------
 
 
 class WeightExpectation(Protocol):
@@ -139,7 +149,9 @@ class WeightExpectation(Protocol):
         ...
 
     def problem(self, said: Any) -> str | None:
-        """What is wrong with an engine whose `checksum` said this; None where its weights are what was sent."""
+        """What is wrong with an engine whose `checksum` said this; None where its weights are what
+        was sent.
+        """
         ...
 
 
@@ -150,8 +162,9 @@ class RolloutEngine(Protocol):
     """
 
     name: str
-    transports: tuple[str, ...]     # by which weights can reach it, the preferred one first
-    managed: bool               # we started it; else somebody did, and to kill and start it is to leave it and connect anew
+    transports: tuple[str, ...]  # by which weights can reach it, the preferred one first
+    # we started it; else somebody did, and to kill and start it is to leave it and connect anew
+    managed: bool
 
     @property
     def ended(self) -> asyncio.Future[Any] | None:
@@ -159,7 +172,9 @@ class RolloutEngine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Ready to answer, within `rollout.engine.start_timeout_s`. Again after `kill`, without weights then."""
+        """Ready to answer, within `rollout.engine.start_timeout_s`. Again after `kill`, without
+        weights then.
+        """
         ...
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
@@ -177,7 +192,9 @@ class RolloutEngine(Protocol):
     async def begin_update(self, buckets: Sequence[Bucket]) -> None: ...
 
     async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
-        """Take one bucket: `flat` by copy inside one process, None when it comes over the process group."""
+        """Take one bucket: `flat` by copy inside one process, None when it comes over the process
+        group.
+        """
         ...
 
     async def end_update(self) -> None:
@@ -187,7 +204,9 @@ class RolloutEngine(Protocol):
     async def set_version(self, version: int) -> None: ...
 
     def expectation(self) -> WeightExpectation:
-        """A fresh one, to be told what is sent. Raises ConfigError where this engine's weights cannot be verified."""
+        """A fresh one, to be told what is sent. Raises ConfigError where this engine's weights
+        cannot be verified.
+        """
         ...
 
     async def checksum(self) -> Any:
@@ -195,7 +214,9 @@ class RolloutEngine(Protocol):
         ...
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Give the device's memory back; the engine is paused. Caches are empty afterwards, weights gone."""
+        """Give the device's memory back; the engine is paused. Caches are empty afterwards, weights
+        gone.
+        """
         ...
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
@@ -205,51 +226,51 @@ class RolloutEngine(Protocol):
     async def health(self) -> dict[str, Any]:
         """At least `name`, and `version` (None without whole weights).
 
-        Raises EngineFailed: it does not run, or answers nothing within `rollout.engine.health_timeout_s`.
+        Raises EngineFailed: it does not run, or answers nothing within
+            `rollout.engine.health_timeout_s`.
         """
         ...
 
     async def kill(self) -> None:
-        """End it at once, whatever it is doing, hung and stopped ones too. May be called at any time."""
+        """End it at once, whatever it is doing, hung and stopped ones too. May be called at any
+        time.
+        """
         ...
 
     async def close(self) -> None: ...
 
 
-
-
-
-
 class Workflow(Protocol):
     """From a prompt to its samples, unscored. May call `generate` any number of times.
 
-    It may give process rewards, as `sample.token_rewards`. For evaluation, and for an estimator's greedy baseline, it is
-    built once more with the sampling and the number of samples of those.
+    It may give process rewards, as `sample.token_rewards`. For evaluation, and for an estimator's
+    greedy baseline, it is built once more with the sampling and the number of samples of those.
     """
 
     async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]: ...
 
 
-# --- reward -------------------------------------------------------------------------------------------------------
+# --- reward ---------------------------------------------------------------------------------------
 
 
 class Reward(Protocol):
-    """A reward function that users write: any callable `(sample) -> float`, by `package.module:function`.
+    """A reward function that users write: any callable `(sample) -> float`, by
+    `package.module:function`.
 
-    It sees `sample.prompt_text`, `sample.response_text`, `sample.label`, `sample.metadata`; it runs in a worker process
-    under `reward.timeout_s`.
+    It sees `sample.prompt_text`, `sample.response_text`, `sample.label`, `sample.metadata`; it runs
+    in a worker process under `reward.timeout_s`.
     """
 
     def __call__(self, sample: Sample) -> float: ...
 
 
-# --- the loop's other partners (rank 0) ---------------------------------------------------------------------------
-
-
+# --- the loop's other partners (rank 0) -----------------------------------------------------------
 
 
 class RolloutSource(Protocol):
-    """Where batches come from: the rollout service, the labels of a data set (sft), or a recording. Rank 0 only."""
+    """Where batches come from: the rollout service, the labels of a data set (sft), or a recording.
+    Rank 0 only.
+    """
 
     def start(self) -> None:
         """Start what generates, once; waits until it is ready."""
@@ -258,7 +279,8 @@ class RolloutSource(Protocol):
     def next_step(self, step: int) -> StepRollouts | None:
         """The samples of step `step` (1-based). Waits at most `rollout.timeout_s`.
 
-        None: an engine that was started again waits for the weights. The work goes on; bring them, and ask again.
+        None: an engine that was started again waits for the weights. The work goes on; bring them,
+            and ask again.
         """
         ...
 
@@ -267,25 +289,30 @@ class RolloutSource(Protocol):
         ...
 
     def published(self, step: int, version: int, incarnation: int) -> None:
-        """Weights of policy step `step`, the number of updates behind them, are in force at the engines as `version`.
+        """Weights of policy step `step`, the number of updates behind them, are in force at the
+        engines as `version`.
 
         Said after each publication that succeeded, but not of a catch-up.
         """
         ...
 
     def snapshot(self) -> dict[str, Any]:
-        """The consistent cut after the newest hand-over, JSON-able, from which `restore` goes on: cursor, ledger, buffer."""
+        """The consistent cut after the newest hand-over, JSON-able, from which `restore` goes on:
+        cursor, ledger, buffer.
+        """
         ...
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a snapshot, None being the one before the first draw.
 
-        A source that has gone on since, with a trainer that is no more, gives up what was made by later weights.
+        A source that has gone on since, with a trainer that is no more, gives up what was made by
+        later weights.
         """
         ...
 
     def keep_ledger(self, path: Path) -> None:
-        """From here on append every draw's transitions to `path`, which `restore` has gone back to the cut of a step in.
+        """From here on append every draw's transitions to `path`, which `restore` has gone back to
+        the cut of a step in.
 
         Where nothing is drawn, there is nothing to write.
         """
@@ -295,7 +322,9 @@ class RolloutSource(Protocol):
 
 
 class WeightSink(Protocol):
-    """All engines of a publication, seen by the trainer's rank 0; blocking, each call with a deadline."""
+    """All engines of a publication, seen by the trainer's rank 0; blocking, each call with a
+    deadline.
+    """
 
     def prepare(self, buckets: Sequence[Bucket], *, only_stale: bool = False) -> None:
         """Pause, agree on the members and the layout, open the update.
@@ -317,19 +346,23 @@ class WeightSink(Protocol):
 
 
 class EngineMemory(Protocol):
-    """Device memory of all engines, seen by the rank 0 of a trainer that takes turns with them; each call with a deadline.
+    """Device memory of all engines, seen by the rank 0 of a trainer that takes turns with them;
+    each call with a deadline.
 
     An engine that fails is out, as in a publication.
     """
 
     def release(self, tags: Sequence[MemoryTag]) -> None:
-        """Every engine is idle and has given back what `tags` name; none starts or generates until it is restored."""
+        """Every engine is idle and has given back what `tags` name; none starts or generates until
+        it is restored.
+        """
         ...
 
     def restore(self, tags: Sequence[MemoryTag]) -> None:
         """Every engine has its memory again, and generates if nothing else is missing.
 
-        When nothing is released any more, engines that died start again. Raises RunFailed when none can.
+        When nothing is released any more, engines that died start again. Raises RunFailed when none
+        can.
         """
         ...
 

@@ -1,4 +1,6 @@
-"""How weights travel: Hugging Face names, a static layout cut once into flat buckets of bytes, digests to compare ends."""
+"""How weights travel: Hugging Face names, a static layout cut once into flat buckets of bytes,
+digests to compare ends.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    name: str                   # Hugging Face name
+    name: str  # Hugging Face name
     shape: tuple[int, ...]
-    dtype: str                  # "float32" | "bfloat16", as torch prints it
+    dtype: str  # "float32" | "bfloat16", as torch prints it
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -44,7 +46,8 @@ class Bucket:
         """(name, view) of each tensor in `flat`, uint8 [num_bytes]."""
         if flat.dtype != torch.uint8 or flat.shape != (self.num_bytes,):
             raise ValueError(
-                f"bucket {self.index}: got {flat.dtype} {tuple(flat.shape)}, expected uint8 ({self.num_bytes},)"
+                f"bucket {self.index}: got {flat.dtype} {tuple(flat.shape)}, expected uint8"
+                f" ({self.num_bytes},)"
             )
         at = 0
         for spec in self.tensors:
@@ -54,7 +57,8 @@ class Bucket:
 
 
 def cut_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Buckets of at most `bucket_bytes`, in the order given; a larger tensor gets a bucket of its own.
+    """Buckets of at most `bucket_bytes`, in the order given; a larger tensor gets a bucket of its
+    own.
 
     A bucket never mixes dtypes of different sizes, so that every view is aligned.
     """
@@ -64,7 +68,8 @@ def cut_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket,
     for spec in specs:
         if pending and (size + spec.num_bytes > bucket_bytes or spec.dtype != pending[0].dtype):
             buckets.append(Bucket(len(buckets), tuple(pending)))
-            pending, size = [], 0
+            pending = []
+            size = 0
         pending.append(spec)
         size += spec.num_bytes
     if pending:
@@ -73,7 +78,9 @@ def cut_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket,
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a model's folder holds beside its parameters: the bias of a sigmoid router, for one."""
+    """The buffers that a model's folder holds beside its parameters: the bias of a sigmoid router,
+    for one.
+    """
     for prefix, owner in module.named_modules():
         for name, buffer in owner.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:

@@ -15,8 +15,9 @@ from rlcore.errors import DeadlineExceeded
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-CANCEL_S = 5.0                                  # what a cancelled task gets to clean up
-GRACE_S = 15.0                                  # beyond the inner deadline, before the loop itself counts as stuck
+CANCEL_S = 5.0  # what a cancelled task gets to clean up
+# beyond the inner deadline, before the loop itself counts as stuck
+GRACE_S = 15.0
 
 
 async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]) -> T:
@@ -25,8 +26,8 @@ async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]
     Raises:
         DeadlineExceeded: with the message `describe()`, evaluated before anything is cancelled.
     """
-    # Not asyncio.wait_for: a deadline inside `work` would look like this one, and a task that resists
-    # cancellation would be waited for without limit.
+    # Not asyncio.wait_for: a deadline inside `work` would look like this one, and a task that
+    # resists cancellation would be waited for without limit.
     task = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
@@ -40,12 +41,15 @@ async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]
     task.cancel()
     await asyncio.wait({task}, timeout=CANCEL_S)
     if task.done() and not task.cancelled():
-        task.exception()                        # seen: whatever the cancelled work raised, the deadline is the cause
+        # seen: whatever the cancelled work raised, the deadline is the cause
+        task.exception()
     raise DeadlineExceeded(message)
 
 
 def asked_to_end(task: asyncio.Task[Any] | None) -> bool:
-    """Whether somebody cancelled the running `task`, which meets a CancelledError; True where Python cannot tell."""
+    """Whether somebody cancelled the running `task`, which meets a CancelledError; True where
+    Python cannot tell.
+    """
     return task is None or sys.version_info < (3, 11) or task.cancelling() > 0
 
 
@@ -61,7 +65,9 @@ async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
             await asyncio.wait(left, timeout=CANCEL_S)
 
 
-def call_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], seconds: float, late: str) -> T:
+def call_on(
+    loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], seconds: float, late: str
+) -> T:
     """The result of `work`, which another thread's `loop` runs.
 
     Raises:
@@ -71,11 +77,12 @@ def call_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], secon
     try:
         return future.result(seconds)
     except FutureTimeout as error:
-        if future.done():                       # the work's own TimeoutError
+        if future.done():  # the work's own TimeoutError
             raise
         raise DeadlineExceeded(late) from error
     finally:
-        future.cancel()                         # no effect when done; else (an interrupt, say) the work ends too
+        # no effect when done; else (an interrupt, say) the work ends too
+        future.cancel()
 
 
 class LoopThread:
@@ -91,13 +98,17 @@ class LoopThread:
         self.loop.run_forever()
 
     def call(self, work: Coroutine[Any, Any, T], *, seconds: float, what: str) -> T:
-        """Run `work` in the loop and wait; `work` keeps its own deadline, `seconds` is the last resort.
+        """Run `work` in the loop and wait; `work` keeps its own deadline, `seconds` is the last
+        resort.
 
         Raises:
             DeadlineExceeded: the loop did not answer, because something blocks its thread.
         """
         limit = seconds + GRACE_S
-        late = f"{what}: no answer after {limit:.0f} s; an engine, workflow or filter blocks the rollout thread"
+        late = (
+            f"{what}: no answer after {limit:.0f} s; an engine, workflow or filter blocks the"
+            " rollout thread"
+        )
         return call_on(self.loop, work, limit, late)
 
     def close(self) -> None:

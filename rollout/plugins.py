@@ -22,15 +22,22 @@ def load_object(name: str, known: Mapping[str, Any], *, key: str) -> Any:
     if not colon:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{key}: {name!r} is unknown{hint} (known: {', '.join([*sorted(known), 'package.module:name'])})")
+        raise ConfigError(
+            f"{key}: {name!r} is unknown{hint} (known:"
+            f" {', '.join([*sorted(known), 'package.module:name'])})"
+        )
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:      # a user's module may raise anything
-        raise ConfigError(f"{key}: {name!r}: cannot import {module_name}: {type(error).__name__}: {error}") from error
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(
+            f"{key}: {name!r}: cannot import {module_name}: {type(error).__name__}: {error}"
+        ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise ConfigError(f"{key}: {name!r}: {module_name} has no {attribute!r}")
         found = getattr(found, part)
     if not callable(found):
-        raise ConfigError(f"{key}: {name!r} is a {type(found).__name__}, expected something callable")
+        raise ConfigError(
+            f"{key}: {name!r} is a {type(found).__name__}, expected something callable"
+        )
     return found

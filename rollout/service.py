@@ -1,7 +1,8 @@
-"""The rollout service: prompts -> workflow -> engines -> reward -> filters -> the samples of a step.
+"""The rollout service: prompts -> workflow -> engines -> reward -> filters -> the samples of a
+step.
 
-It is driven synchronously by the trainer's rank 0; everything asynchronous happens in one thread, whose loop also carries
-the engine clients.
+It is driven synchronously by the trainer's rank 0; everything asynchronous happens in one thread,
+whose loop also carries the engine clients.
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ CLOSE_S = 30.0
 
 
 class RolloutService:
-    """Implements `rlcore.interfaces.RolloutSource`. Construction reads and checks; `start` starts engines and reward workers.
+    """Implements `rlcore.interfaces.RolloutSource`. Construction reads and checks; `start` starts
+    engines and reward workers.
 
     Args:
-        greedy_baseline: every prompt of a step gets one more response, at temperature 0 and for nothing but the
-            `baseline_reward` of its samples: it is not among them, in no count of episodes, and no filter sees it.
+        greedy_baseline: every prompt of a step gets one more response, at temperature 0 and for
+            nothing but the `baseline_reward` of its samples: it is not among them, in no count of
+            episodes, and no filter sees it.
 
     Raises:
         UserError: bad prompts, labels, rewards, filters or vocabulary sizes.
@@ -71,27 +74,46 @@ class RolloutService:
         vocab_size = check_vocabulary(config.model.path, tokenizer)
         self.prompts = load_prompts(config, tokenizer, config.data.paths)
         given = config.evaluation
-        held_out = load_prompts(config, tokenizer, given.paths, max_prompts=given.max_prompts) if given.paths else None
-        self._filters = FilterChain(config.rollout.filters, samples_per_prompt=config.rollout.samples_per_prompt)
-        self._scorer = build_scorer(config.reward, vocab_size=vocab_size, device=config.rollout.engine.device)
-        self._draws = PromptQueue(PromptStream(
-            len(self.prompts), seed=config.run.seed, shuffle=config.data.shuffle, fingerprint=self.prompts.fingerprint()
-        ))
+        held_out = (
+            load_prompts(config, tokenizer, given.paths, max_prompts=given.max_prompts)
+            if given.paths
+            else None
+        )
+        self._filters = FilterChain(
+            config.rollout.filters, samples_per_prompt=config.rollout.samples_per_prompt
+        )
+        self._scorer = build_scorer(
+            config.reward, vocab_size=vocab_size, device=config.rollout.engine.device
+        )
+        self._draws = PromptQueue(
+            PromptStream(
+                len(self.prompts),
+                seed=config.run.seed,
+                shuffle=config.data.shuffle,
+                fingerprint=self.prompts.fingerprint(),
+            )
+        )
         self.ledger = self._draws.ledger
         self._dispatcher = Dispatcher(self.fleet, config.rollout.engine)
         runners = Runners(config, tokenizer, self._dispatcher, self._scorer)
         row_of = self._draws.stream.row
-        self._training = runners.training(lambda draw: self.prompts[row_of(draw)], greedy_baseline=greedy_baseline)
+        self._training = runners.training(
+            lambda draw: self.prompts[row_of(draw)], greedy_baseline=greedy_baseline
+        )
         self._evaluation = (
-            None if held_out is None else Evaluation(runners.evaluation(held_out.__getitem__), len(held_out))
+            None
+            if held_out is None
+            else Evaluation(runners.evaluation(held_out.__getitem__), len(held_out))
         )
         self._versions = PublishedVersions()
         self._collector = self._build_collector()
-        self._cut = self._collector.cut()           # of the newest step that the trainer was given
-        self._restored_step = 0                     # the last that was handed over before
-        self._errand: Errand[Any] | None = None     # that goes on while the trainer brings an engine its weights
-        self._busy_before = 0.0                     # seconds in which engines had worked when it began
-        self._seen = self._so_far()                 # at the last hand-over
+        self._cut = self._collector.cut()  # of the newest step that the trainer was given
+        self._restored_step = 0  # the last that was handed over before
+        # that goes on while the trainer brings an engine its weights
+        self._errand: Errand[Any] | None = None
+        # seconds in which engines had worked when it began
+        self._busy_before = 0.0
+        self._seen = self._so_far()  # at the last hand-over
         self.thread = LoopThread("rollout")
         self.loop = self.thread.loop
 
@@ -116,7 +138,9 @@ class RolloutService:
         if self._config.rollout.max_staleness == 0:
             return StepCollector(*parts)
         steps = total_steps(self._config, len(self.prompts))
-        ahead = Collector(*parts, self._versions, steps=steps, busy_s=lambda: self._dispatcher.busy_s)
+        ahead = Collector(
+            *parts, self._versions, steps=steps, busy_s=lambda: self._dispatcher.busy_s
+        )
         self.fleet.on_room = ahead.room_changed
         return ahead
 
@@ -126,31 +150,39 @@ class RolloutService:
     def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
         return self.thread.call(work, seconds=seconds, what=what)
 
-    # --- training -------------------------------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------
 
     def next_step(self, step: int) -> StepRollouts | None:
-        """The samples of `step`: `prompts_per_step` groups that passed the filters, in the order of their draws.
+        """The samples of `step`: `prompts_per_step` groups that passed the filters, in the order of
+        their draws.
 
-        None when an engine waits for the weights; the groups are collected on, and the next call waits for the same ones.
+        None when an engine waits for the weights; the groups are collected on, and the next call
+        waits for the same ones.
 
         Raises:
-            DeadlineExceeded: `rollout.timeout_s` or `rollout.engine.request_timeout_s`; names who was waited for.
+            DeadlineExceeded: `rollout.timeout_s` or `rollout.engine.request_timeout_s`; names who
+                was waited for.
             EmptyBatch: the filters leave too little.
             NoEngineLeft: none serves, and none can be started again.
             RunFailed: an engine or workflow failed.
 
-        With `max_staleness` 0 the draws of a step that failed are requeued; else what failed since the last step is raised,
-        and only its own draws are.
+        With `max_staleness` 0 the draws of a step that failed are requeued; else what failed since
+        the last step is raised, and only its own draws are.
         """
 
         def stuck() -> str:
             limit = self._config.rollout.timeout_s
-            return f"step {step} has no rollouts after {limit:g} s (rollout.timeout_s): {self._collector.stuck()}"
+            return (
+                f"step {step} has no rollouts after {limit:g} s (rollout.timeout_s):"
+                f" {self._collector.stuck()}"
+            )
 
         if self._errand is None:
             self._busy_before = self._dispatcher.busy_s
         try:
-            errand = self._visit(lambda: self._collector.collect(step), stuck, f"the rollouts of step {step}")
+            errand = self._visit(
+                lambda: self._collector.collect(step), stuck, f"the rollouts of step {step}"
+            )
         except BaseException:
             self._collector.give_up()
             raise
@@ -159,18 +191,24 @@ class RolloutService:
         done: StepGroups = errand.result()
         self._cut = done.cut
         metrics = {
-            "time/generation": errand.seconds, "time/engine": self._dispatcher.busy_s - self._busy_before,
-            **done.metrics, **self._happened(), **self._became(done),
+            "time/generation": errand.seconds,
+            "time/engine": self._dispatcher.busy_s - self._busy_before,
+            **done.metrics,
+            **self._happened(),
+            **self._became(done),
         }
-        engines = self._dispatcher.engines_of(self._config.run.seed, [group.draw for group in done.groups])
+        engines = self._dispatcher.engines_of(
+            self._config.run.seed, [group.draw for group in done.groups]
+        )
         steps = self._versions.of_samples(done.samples)
         return StepRollouts(done.samples, metrics, done.epoch, done.cut.draws, engines, steps)
 
     def published(self, step: int, version: int, incarnation: int) -> None:
         """Weights of policy step `step` are in force as `version`.
 
-        No news where a later step was handed over before `restore`, which a service in the place of a lost one may be told of:
-        nothing is made with them any more, and generation begins with the next.
+        No news where a later step was handed over before `restore`, which a service in the place of
+        a lost one may be told of: nothing is made with them any more, and generation begins with
+        the next.
         """
 
         async def published() -> None:
@@ -181,8 +219,12 @@ class RolloutService:
 
         self._call(published(), CLOSE_S, f"the news of version {version}")
 
-    def _visit(self, work: Callable[[], Coroutine[Any, Any, Any]], stuck: Callable[[], str], what: str) -> Errand[Any] | None:
-        """`work`, done; None when an engine waits for weights before. Begun by the first visit, awaited by later ones."""
+    def _visit(
+        self, work: Callable[[], Coroutine[Any, Any, Any]], stuck: Callable[[], str], what: str
+    ) -> Errand[Any] | None:
+        """`work`, done; None when an engine waits for weights before. Begun by the first visit,
+        awaited by later ones.
+        """
         if self._errand is None:
             limit = self._config.rollout.timeout_s
             self._errand = Errand(self.thread, work(), limit_s=limit, what=what, stuck=stuck)
@@ -211,19 +253,24 @@ class RolloutService:
         return {
             "rollout/requeued_prompts": float(done.tally.requeued),
             "rollout/excluded_prompts": float(len(self.prompts.excluded)),
-            **{f"rollout/dropped_{name}": float(done.tally.dropped[name]) for name in self._filters.names},
+            **{
+                f"rollout/dropped_{name}": float(done.tally.dropped[name])
+                for name in self._filters.names
+            },
         }
 
     def _happened(self) -> dict[str, float]:
         """Since the last hand-over; and how many engines there are."""
-        before, self._seen = self._seen, self._so_far()
+        before = self._seen
+        self._seen = self._so_far()
         return {
             **{name: now - before[name] for name, now in self._seen.items()},
             "rollout/engines_serving": float(self.fleet.serving),
         }
 
     def _so_far(self) -> dict[str, float]:
-        partial, failures = self._training.partial, self._training.failures
+        partial = self._training.partial
+        failures = self._training.failures
         return {
             "rollout/reward_errors": float(failures.errors),
             "rollout/reward_timeouts": float(failures.timeouts),
@@ -233,17 +280,22 @@ class RolloutService:
             "rollout/resumed_tokens": float(partial.resumed_tokens),
         }
 
-    # --- evaluation -----------------------------------------------------------------------------------------------
+    # --- evaluation -------------------------------------------------------------------------------
 
     def evaluate(self) -> tuple[dict[str, float], list[Sample]] | None:
-        """Score every evaluation prompt; ({}, []) when there are none. None when an engine waits for the weights."""
+        """Score every evaluation prompt; ({}, []) when there are none. None when an engine waits
+        for the weights.
+        """
         evaluation = self._evaluation
         if evaluation is None:
             return {}, []
 
         def stuck() -> str:
             limit = self._config.rollout.timeout_s
-            return f"the evaluation has not ended after {limit:g} s (rollout.timeout_s): {evaluation.stuck()}"
+            return (
+                f"the evaluation has not ended after {limit:g} s (rollout.timeout_s):"
+                f" {evaluation.stuck()}"
+            )
 
         errand = self._visit(evaluation.run, stuck, "the evaluation")
         if errand is None:
@@ -251,10 +303,12 @@ class RolloutService:
         scored: tuple[dict[str, float], list[Sample]] = errand.result()
         return scored
 
-    # --- state ----------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """Of the newest hand-over that the trainer knows of: another may follow while it brings an engine its weights."""
+        """Of the newest hand-over that the trainer knows of: another may follow while it brings an
+        engine its weights.
+        """
         return self._cut.encoded()
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
@@ -264,13 +318,15 @@ class RolloutService:
             DataError: the prompts are not those of the snapshot.
         """
         state = self._draws.beginning() if state is None else state
-        kept = decode(state.get("ahead", {}).get("groups", ()))     # here: a large buffer would hold up the loop
+        # here: a large buffer would hold up the loop
+        kept = decode(state.get("ahead", {}).get("groups", ()))
         self._call(self._restore(state, kept), CLOSE_S, "restoring the rollout service")
 
     async def _restore(self, state: Mapping[str, Any], kept: Sequence[BufferedGroup]) -> None:
         await self._collector.halt()
         self._collector.restore(state, kept)
-        self._cut, self._restored_step = self._collector.cut(), self.ledger.last_step
+        self._cut = self._collector.cut()
+        self._restored_step = self.ledger.last_step
 
     def keep_ledger(self, path: Path) -> None:
         self._draws.keep_journal(path, max_staleness=self._config.rollout.max_staleness)
@@ -282,7 +338,7 @@ class RolloutService:
         try:
             self._call(self._stop(), CLOSE_S, "closing the rollout service")
         except DeadlineExceeded as error:
-            logger.warning("%s", error)         # the daemon thread ends with the process
+            logger.warning("%s", error)  # the daemon thread ends with the process
         finally:
             self.thread.close()
             self._draws.close()
@@ -290,7 +346,10 @@ class RolloutService:
     async def _stop(self) -> None:
         await self._collector.halt()
         await self.fleet.close()
-        closing = {asyncio.ensure_future(engine.close()): f"engine {engine.name}" for engine in self.fleet.engines}
+        closing = {
+            asyncio.ensure_future(engine.close()): f"engine {engine.name}"
+            for engine in self.fleet.engines
+        }
         closing[asyncio.ensure_future(self._scorer.close())] = "the reward"
         done, _ = await asyncio.wait(closing, timeout=CLOSE_S)
         for task, party in closing.items():

@@ -1,6 +1,8 @@
-"""The URLs that `rlcore engine --urls-file` has written into a folder, as one JSON list: `engine_urls.py FOLDER NODES SECONDS`.
+"""The URLs that `rlcore engine --urls-file` has written into a folder, as one JSON list:
+`engine_urls.py FOLDER NODES SECONDS`.
 
-Waits until as many nodes have written theirs, or until the script that asked is gone. Needs nothing installed.
+Waits until as many nodes have written theirs, or until the script that asked is gone. Needs nothing
+installed.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ def main(folder: Path, nodes: int, seconds: float) -> int:
         if time.monotonic() > deadline:
             found = ", ".join(file.name for file in files) or "none"
             print(
-                f"engine_urls.py: {len(files)} of {nodes} engine nodes are ready after {seconds:g} s (ENGINES_TIMEOUT_S) in "
-                f"{folder}: {found}; look at the output of engines.sh on the others",
+                f"engine_urls.py: {len(files)} of {nodes} engine nodes are ready after {seconds:g}"
+                f" s (ENGINES_TIMEOUT_S) in {folder}: {found}; look at the output of engines.sh on"
+                " the others",
                 file=sys.stderr,
             )
             return 1
@@ -29,7 +32,10 @@ def main(folder: Path, nodes: int, seconds: float) -> int:
             return 1
         time.sleep(POLL_S)
     if len(files) > nodes:
-        print(f"engine_urls.py: {folder} has {len(files)} files, expected {nodes}: use a new folder", file=sys.stderr)
+        print(
+            f"engine_urls.py: {folder} has {len(files)} files, expected {nodes}: use a new folder",
+            file=sys.stderr,
+        )
         return 1
     print(json.dumps([url for file in files for url in json.loads(file.read_text())]))
     return 0

@@ -5,6 +5,7 @@
 
 Runner and rows are those of tests/mutants.py; the cases are tests/parity/mutant_probe.py.
 """
+
 # ruff: noqa: E501  (a row reads better whole)
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ FINALIZE = "self.config.finalize_model_grads_func = finalize_model_grads"
 
 
 def on(*cases: str) -> str:
-    return " ".join(f"tests/parity/mutant_probe.py::test_a_layout_equals_plain_torch[{case}]" for case in cases)
+    return " ".join(
+        f"tests/parity/mutant_probe.py::test_a_layout_equals_plain_torch[{case}]" for case in cases
+    )
 
 
 def without_step(name: str) -> str:
@@ -88,7 +91,9 @@ MUTANTS = [
 
 
 def preload() -> None:
-    """Megatron and transformers for all forked children; our own packages are left for each to import from the copy."""
+    """Megatron and transformers for all forked children; our own packages are left for each to
+    import from the copy.
+    """
     sys.path.insert(0, str(HERE.parent))
     from backends.megatron.cpu.shim import importing_megatron
 

@@ -1,8 +1,10 @@
-"""Python processes for scripts, forked from ones that have imported what all of them import: a rank costs no imports.
+"""Python processes for scripts, forked from ones that have imported what all of them import: a rank
+costs no imports.
 
     process = start(script, [argument], environment, log)       # has `poll`, `wait`, `kill`, `returncode`, as a Popen
 
-There are two such parents, of different hash seeds, which take turns: ranks that iterate over a set in an order of their own
+There are two such parents, of different hash seeds, which take turns: ranks that iterate over a set
+    in an order of their own
 must still be seen.
 """
 
@@ -43,9 +45,18 @@ class Parent:
     """A process that forks others, one for each `start`; it ends with this one, and they with it."""
 
     def __init__(self, hash_seed: int) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(hash_seed), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTHONHASHSEED": str(hash_seed),
+            "OMP_NUM_THREADS": "1",
+        }
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
 
     def ask(self, **question: Any) -> Any:
@@ -61,7 +72,8 @@ class Forked:
     """One of the processes, to who started it."""
 
     def __init__(self, parent: Parent, pid: int) -> None:
-        self._parent, self.pid = parent, pid
+        self._parent = parent
+        self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -87,7 +99,9 @@ def parent(number: int) -> Parent:
     return Parent(HASH_SEEDS[number])
 
 
-def start(script: Path, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked:
+def start(
+    script: Path, arguments: Sequence[str], environment: Mapping[str, str], log: Path
+) -> Forked:
     """`python SCRIPT ARGUMENTS`, with its output in `log`; ranks take turns between the parents."""
     chosen = parent(int(environment.get("RANK", "0")) % len(HASH_SEEDS))
     return Forked(chosen, chosen.ask(
@@ -95,7 +109,7 @@ def start(script: Path, arguments: Sequence[str], environment: Mapping[str, str]
     ))  # fmt: skip
 
 
-# --- the parent's side ------------------------------------------------------------------------------------------------
+# --- the parent's side ----------------------------------------------------------------------------
 
 
 def fork(job: dict[str, Any]) -> int:
@@ -103,7 +117,8 @@ def fork(job: dict[str, Any]) -> int:
     if pid := os.fork():
         return pid
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    log, nothing = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), os.open(os.devnull, os.O_RDONLY)
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in enumerate((nothing, log, log)):
         os.dup2(source, target)
     os.environ.clear()

@@ -8,8 +8,12 @@ from contextlib import contextmanager
 
 
 def forbid_large_files(num_bytes: int) -> None:
-    """From here on the system refuses to write more than this into a file: EFBIG. For a process that ends with it."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    """From here on the system refuses to write more than this into a file: EFBIG. For a process
+    that ends with it.
+    """
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    )
 
 
 @contextmanager

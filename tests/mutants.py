@@ -3,8 +3,9 @@
     python tests/mutants.py                     all of tests/mutant_table.py, as a table; exit code 1 unless each is caught
     python tests/mutants.py NAME ...            these
 
-Each defect is applied to a copy of the packages and their tests in a temporary folder, and only the tests that its row names
-are run, against the copy, in a forked child of this process, which has torch and pytest loaded already.
+Each defect is applied to a copy of the packages and their tests in a temporary folder, and only the
+tests that its row names are run, against the copy, in a forked child of this process, which has
+torch and pytest loaded already.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 ALGORITHM_TESTS = "tests/unit/algorithms/"
 DEADLINE_S = 120
-PLUGINS = ("-p", "no:cacheprovider", "-p", "no:unraisableexception", "-p", "no:faulthandler")    # half of a short run
-NOT_IMPORTED = 90       # exit code of a child whose tests never imported the mutated file
+# half of a short run
+PLUGINS = ("-p", "no:cacheprovider", "-p", "no:unraisableexception", "-p", "no:faulthandler")
+NOT_IMPORTED = 90  # exit code of a child whose tests never imported the mutated file
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class Mutant:
         file: path from the root of the repository.
         old: text that occurs in it exactly once.
         new: what stands there instead.
-        tests: separated by spaces, as pytest takes them, in tests/unit/algorithms unless they begin with "tests/". At least
-            one must fail.
+        tests: separated by spaces, as pytest takes them, in tests/unit/algorithms unless they begin
+            with "tests/". At least one must fail.
     """
 
     name: str
@@ -57,7 +59,10 @@ class Mutant:
 
     @property
     def test_ids(self) -> list[str]:
-        return [test if test.startswith("tests/") else ALGORITHM_TESTS + test for test in self.tests.split()]
+        return [
+            test if test.startswith("tests/") else ALGORITHM_TESTS + test
+            for test in self.tests.split()
+        ]
 
     @property
     def module(self) -> str:
@@ -89,7 +94,11 @@ def stale(mutant: Mutant, root: Path) -> str:
     if not path.is_file():
         return f"there is no {mutant.file}"
     count = path.read_text().count(mutant.old)
-    return "" if count == 1 else f"{mutant.file} has its text {count} times, expected once: {mutant.old!r}"
+    return (
+        ""
+        if count == 1
+        else f"{mutant.file} has its text {count} times, expected once: {mutant.old!r}"
+    )
 
 
 def copy_tree(folder: Path) -> None:
@@ -120,12 +129,16 @@ def judge(mutant: Mutant, folder: Path) -> Verdict:
     if code == pytest.ExitCode.OK:
         return Verdict("SURVIVED", f"{mutant.tests} stay green", seconds)
     if code == NOT_IMPORTED:
-        return Verdict("UNTRIED", f"{mutant.tests} never import {mutant.module} from the copy", seconds)
+        return Verdict(
+            "UNTRIED", f"{mutant.tests} never import {mutant.module} from the copy", seconds
+        )
     return Verdict("BROKEN", f"pytest ended with {code}\n{log[-2000:]}", seconds)
 
 
 def run_tests(tests: Sequence[str], folder: Path, module: str | None) -> tuple[int, str]:
-    """Run pytest in a forked child, in `folder`; return its exit code (negative: a signal) and output."""
+    """Run pytest in a forked child, in `folder`; return its exit code (negative: a signal) and
+    output.
+    """
     log = folder / "log.txt"
     child = os.fork()
     if child == 0:
@@ -143,12 +156,20 @@ def _run_in_child(tests: Sequence[str], folder: Path, module: str | None, log: P
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(folder)
-        elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, ROOT / "tests")]
+        elsewhere = [
+            entry
+            for entry in sys.path
+            if Path(entry or ".").resolve() not in (ROOT, ROOT / "tests")
+        ]
         sys.path[:] = [str(folder), *elsewhere]
         os.environ["PYTHONPATH"] = str(folder)
-        code = int(pytest.main(["-x", "-q", "--tb=short", *PLUGINS, "--rootdir", str(folder), *tests]))
+        code = int(
+            pytest.main(["-x", "-q", "--tb=short", *PLUGINS, "--rootdir", str(folder), *tests])
+        )
         imported = getattr(sys.modules.get(module or "rlcore"), "__file__", None) or ""
-        if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not imported.startswith(f"{folder}{os.sep}"):
+        if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not imported.startswith(
+            f"{folder}{os.sep}"
+        ):
             code = NOT_IMPORTED
         sys.stdout.flush()
     finally:
@@ -156,7 +177,9 @@ def _run_in_child(tests: Sequence[str], folder: Path, module: str | None, log: P
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a source file and drop its bytecode, which a file of the same size and second would be taken for."""
+    """Write a source file and drop its bytecode, which a file of the same size and second would be
+    taken for.
+    """
     path.write_text(text)
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink()
@@ -173,13 +196,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no such defect: {', '.join(unknown)}")
     chosen = [mutant for mutant in mutants if not options.names or mutant.name in options.names]
-    torch.set_num_threads(1)        # a pool of threads would not survive the fork
+    torch.set_num_threads(1)  # a pool of threads would not survive the fork
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    gc.freeze()     # else every child looks through all of torch for garbage
+    gc.freeze()  # else every child looks through all of torch for garbage
     with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
         folder = Path(temporary).resolve()
         copy_tree(folder)
-        clean, log = run_tests(sorted({test for mutant in chosen for test in mutant.test_ids}), folder, None)
+        clean, log = run_tests(
+            sorted({test for mutant in chosen for test in mutant.test_ids}), folder, None
+        )
         if clean != pytest.ExitCode.OK:
             print(f"the tests do not pass without a defect (exit code {clean}):\n{log[-4000:]}")
             return 1
@@ -188,7 +213,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutant in chosen:
             verdict = judge(mutant, folder)
             missed += verdict.status != "caught"
-            print(f"{mutant.name:<{width}}  {verdict.status:<8} {verdict.seconds:4.1f} s  {verdict.detail}", flush=True)
+            print(
+                f"{mutant.name:<{width}}  {verdict.status:<8} {verdict.seconds:4.1f} s "
+                f" {verdict.detail}",
+                flush=True,
+            )
     print(f"{len(chosen) - missed} of {len(chosen)} defects caught")
     return 1 if missed else 0
 

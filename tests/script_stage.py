@@ -1,4 +1,6 @@
-"""A stage for the shell scripts: srun, scontrol, ray and the interpreter are stubs that write down how they were called."""
+"""A stage for the shell scripts: srun, scontrol, ray and the interpreter are stubs that write down
+how they were called.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 KEYS = ("RLCORE_ENGINE_API_KEY", "RLCORE_ENGINE_ADMIN_KEY")
 WAIT_S = 30.0
 
-# `python`, as the scripts call it. Engines write their URLs and go on until they are ended, or end by themselves: at once
-# (ENGINE_CODE), or a moment later on the nodes of LOST. On Ray the run waits for the nodes, elsewhere for TRAINER_S.
+# `python`, as the scripts call it. Engines write their URLs and go on until they are ended, or end
+# by themselves: at once (ENGINE_CODE), or a moment later on the nodes of LOST. On Ray the run waits
+# for the nodes, elsewhere for TRAINER_S.
 PYTHON = f"""#!{sys.executable} -S
 import json, os, signal, sys, time
 arguments = sys.argv[1:]
@@ -51,7 +54,8 @@ if "cluster.launcher=ray" in arguments:
         time.sleep(0.05)
 sys.exit(int(os.environ.get("TRAINER_CODE", "0")))
 """
-# One head at a time: there while its file is. What joins it stays as long. A check that is slow takes Ctrl-C for an answer.
+# One head at a time: there while its file is. What joins it stays as long. A check that is slow
+# takes Ctrl-C for an answer.
 RAY = """#!/usr/bin/env bash
 echo "$*" >> "$RECORDS/ray.txt"
 case "$1 $2" in
@@ -97,13 +101,17 @@ class Stage:
     def script(self, name: str) -> str:
         return str(self.folder / "checkout" / "scripts" / name)
 
-    def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, script: str, *arguments: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [self.script(script), *arguments], env={**self.environment, **environment},
             cwd=self.folder / "checkout", capture_output=True, text=True, timeout=60,
         )  # fmt: skip
 
-    def sbatch(self, script: str, nodes: int, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def sbatch(
+        self, script: str, nodes: int, *arguments: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         return self.run(f"slurm/{script}", *arguments, **job(nodes), **environment)
 
     def calls(self, word: str) -> list[dict[str, Any]]:
@@ -111,7 +119,9 @@ class Stage:
         found = [json.loads(path.read_text()) for path in self.records.glob("*.json")]
         chosen = [call for call in found if word in call["arguments"]]
         ranks = ("SLURM_PROCID", "NODE_RANK")
-        return sorted(chosen, key=lambda call: [int(call["environment"][name] or 0) for name in ranks])
+        return sorted(
+            chosen, key=lambda call: [int(call["environment"][name] or 0) for name in ranks]
+        )
 
     def start(self, script: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         """In a process group of its own, which Ctrl-C reaches wherever the tests are run."""

@@ -1,7 +1,7 @@
 """Stand-ins for Slurm's commands, for a job whose nodes are addresses of this machine.
 
-`scontrol` names 10.0.0.N ($PREFIX.N) for each N of $NODES; `srun` starts its command once a node, here and at the same time,
-and heeds --kill-on-bad-exit.
+`scontrol` names 10.0.0.N ($PREFIX.N) for each N of $NODES; `srun` starts its command once a node,
+here and at the same time, and heeds --kill-on-bad-exit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The policy backend on Megatron-Core: tensor, pipeline, sequence and data parallelism, on CUDA and on the CPU.
+"""The policy backend on Megatron-Core: tensor, pipeline, sequence and data parallelism, on CUDA and
+on the CPU.
 
-Importing this package imports neither torch nor Megatron; asking it for a name does. `MegatronBackend` alone needs Megatron:
-`ParallelState.from_mpu` and `compute_advantages_and_returns` work without it, with a stub of `megatron.core.mpu`.
+Importing this package imports neither torch nor Megatron; asking it for a name does.
+`MegatronBackend` alone needs Megatron: `ParallelState.from_mpu` and
+`compute_advantages_and_returns` work without it, with a stub of `megatron.core.mpu`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["MegatronBackend", "ParallelState", "compute_advantages_and_returns"]
 
-_MODULES = {"MegatronBackend": "backend", "ParallelState": "parallel.state", "compute_advantages_and_returns": "advantages"}
+_MODULES = {
+    "MegatronBackend": "backend",
+    "ParallelState": "parallel.state",
+    "compute_advantages_and_returns": "advantages",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,8 @@
-"""Advantages and returns of a batch, on every rank: computed once, on rank 0, by the estimator that the configuration names.
+"""Advantages and returns of a batch, on every rank: computed once, on rank 0, by the estimator that
+the configuration names.
 
-Needs neither Megatron nor a GPU, nor torch.distributed: a CPU unit test calls it with a stub of `megatron.core.mpu` (see
+Needs neither Megatron nor a GPU, nor torch.distributed: a CPU unit test calls it with a stub of
+    `megatron.core.mpu` (see
 `backends.megatron.testing`).
 """
 
@@ -25,26 +27,33 @@ from rlcore.trainer.objective import Objective
 _KL_FROM = ("logprobs", "ref_logprobs")
 
 
-def compute_advantages_and_returns(batch: RolloutBatch | None, config: Config, parallel: ParallelState) -> Advantages:
-    """What `config.algorithm.estimator` makes of the scores in `batch.vectors`, normalised as configured.
+def compute_advantages_and_returns(
+    batch: RolloutBatch | None, config: Config, parallel: ParallelState
+) -> Advantages:
+    """What `config.algorithm.estimator` makes of the scores in `batch.vectors`, normalised as
+    configured.
 
-    Collective where `parallel` has groups: rank 0 passes the batch and computes, the others pass None and are sent the result.
-    Without groups there is no one to send it, and this process computes, whatever rank the layout says it has.
+    Collective where `parallel` has groups: rank 0 passes the batch and computes, the others pass
+        None and are sent the result.
+    Without groups there is no one to send it, and this process computes, whatever rank the layout
+    says it has.
 
-    Where the batch has log-probs of policy and reference, their KL by `algorithm.kl.reward_kind` is stored as
-    `batch.vectors["kl"]`, raw: no estimator can change it.
+    Where the batch has log-probs of policy and reference, their KL by `algorithm.kl.reward_kind` is
+    stored as `batch.vectors["kl"]`, raw: no estimator can change it.
 
     Args:
-        batch: `vectors` holds `rewards` and `group_ids`, [B], and what the estimator needs: `logprobs`, `ref_logprobs`,
-            `values`, ..., [M] trainable tokens.
+        batch: `vectors` holds `rewards` and `group_ids`, [B], and what the estimator needs:
+            `logprobs`, `ref_logprobs`, `values`, ..., [M] trainable tokens.
 
     Returns:
         Advantages [M], and the critic's targets `returns` [M] where the estimator has any.
 
     Raises:
         MissingInputError: the batch lacks a vector that the estimator needs.
-        ConfigError: the configuration names no estimator, or a coefficient that this one would ignore.
-        RunFailed: the estimator broke a rule: see `CreditAssignment.assign`. On the other ranks, whatever went wrong on rank 0.
+        ConfigError: the configuration names no estimator, or a coefficient that this one would
+            ignore.
+        RunFailed: the estimator broke a rule: see `CreditAssignment.assign`. On the other ranks,
+            whatever went wrong on rank 0.
     """
     if not parallel.is_distributed:
         return _compute(batch, config)
@@ -57,7 +66,10 @@ def compute_advantages_and_returns(batch: RolloutBatch | None, config: Config, p
 
 def _compute(batch: RolloutBatch | None, config: Config) -> Advantages:
     if batch is None:
-        raise ValueError("batch: got None on the rank that computes (rank 0, or a process without torch.distributed)")
+        raise ValueError(
+            "batch: got None on the rank that computes (rank 0, or a process without"
+            " torch.distributed)"
+        )
     _check_config(config)
     credit = CreditAssignment(config, Objective(config.algorithm))
     _check_vectors(batch, credit.estimator)
@@ -65,12 +77,19 @@ def _compute(batch: RolloutBatch | None, config: Config) -> Advantages:
 
 
 def _check_config(config: Config) -> None:
-    """What a configuration that was not loaded from a file may get wrong, and would be ignored in silence."""
+    """What a configuration that was not loaded from a file may get wrong, and would be ignored in
+    silence.
+    """
     if config.is_sft:
-        raise ConfigError("algorithm.loss.name: 'sft' learns from labels and has no advantages; choose a policy loss")
+        raise ConfigError(
+            "algorithm.loss.name: 'sft' learns from labels and has no advantages; choose a policy"
+            " loss"
+        )
     problems = [str(problem) for problem in reward_terms(config)]
     keywords = estimator_keywords(config.algorithm.estimator.name)
-    unread = [name for name, value in coefficients(config).items() if value and name not in keywords]
+    unread = [
+        name for name, value in coefficients(config).items() if value and name not in keywords
+    ]
     problems += [str(coefficient_ignored(config, name)) for name in unread]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
@@ -81,10 +100,15 @@ def _check_vectors(batch: RolloutBatch, estimator: GuardedEstimator) -> None:
     sources = {name: SOURCES.get(name, "RolloutBatch.from_samples makes it") for name in lacking}
     if "kl" in lacking:
         del sources["kl"]
-        sources |= {name: f"'kl' is computed from it; {SOURCES[name]}" for name in _KL_FROM if name not in batch.vectors}
+        sources |= {
+            name: f"'kl' is computed from it; {SOURCES[name]}"
+            for name in _KL_FROM
+            if name not in batch.vectors
+        }
     if sources:
         wanted = (
-            f"{name!r} (float [{'B' if name in PER_SEQUENCE else 'M'}]; {source})" for name, source in sorted(sources.items())
+            f"{name!r} (float [{'B' if name in PER_SEQUENCE else 'M'}]; {source})"
+            for name, source in sorted(sources.items())
         )
         raise MissingInputError(
             f"estimator {estimator.name!r}: batch.vectors lacks {', '.join(wanted)}. "
@@ -93,11 +117,19 @@ def _check_vectors(batch: RolloutBatch, estimator: GuardedEstimator) -> None:
 
 
 def _from_rank_0(result: Advantages | None, parallel: ParallelState) -> Advantages:
-    vectors = {} if result is None else {name: value for name, value in vars(result).items() if value is not None}
+    vectors = (
+        {}
+        if result is None
+        else {name: value for name, value in vars(result).items() if value is not None}
+    )
     layout = [(name, str(v.dtype).removeprefix("torch."), v.numel()) for name, v in vectors.items()]
     received = {}
     for name, dtype, size in broadcast_json(layout, 0, parallel.control_group):
-        vector = vectors[name].contiguous() if vectors else torch.empty(size, dtype=getattr(torch, dtype))
+        vector = (
+            vectors[name].contiguous()
+            if vectors
+            else torch.empty(size, dtype=getattr(torch, dtype))
+        )
         dist.broadcast(vector, 0, group=parallel.control_group)
         received[name] = vector
     return Advantages(**received)

@@ -1,4 +1,6 @@
-"""The trainer's models on this rank, behind `rlcore.interfaces.PolicyBackend`: policy, critic, frozen reference and teacher."""
+"""The trainer's models on this rank, behind `rlcore.interfaces.PolicyBackend`: policy, critic,
+frozen reference and teacher.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ with importing_megatron():
     from backends.megatron.batch.local_batch import LocalBatch
     from backends.megatron.build import BuildContext, build_critic, build_policy
     from backends.megatron.checkpoint.background import PendingCheckpoint
-    from backends.megatron.checkpoint.save_load import Saved, load_checkpoint, save_checkpoint, saved_layout, start_checkpoint
+    from backends.megatron.checkpoint.save_load import (
+        Saved,
+        load_checkpoint,
+        save_checkpoint,
+        saved_layout,
+        start_checkpoint,
+    )
     from backends.megatron.checkpoint.shards import HostCopies
     from backends.megatron.checks.layout import check_layout
     from backends.megatron.convert.read import read_architecture
@@ -49,14 +57,16 @@ class MegatronBackend:
 
     Args:
         config: the whole configuration; the models' sections and the sampling temperature are used.
-        objective: what one micro-batch's tokens cost, per token (`rlcore.trainer.objective.Objective`).
+        objective: what one micro-batch's tokens cost, per token
+            (`rlcore.trainer.objective.Objective`).
         with_reference: build the frozen reference.
         with_teacher: build the frozen teacher, `teacher.path`.
         with_critic: build the value model and its optimizer.
         total_steps: optimizer steps of the run, where the learning rate ends.
         device: "cpu" or this rank's CUDA device.
 
-    Raises ConfigError or ModelError for a layout, a `policy.megatron` field or a folder that does not fit.
+    Raises ConfigError or ModelError for a layout, a `policy.megatron` field or a folder that does
+    not fit.
     """
 
     def __init__(
@@ -70,8 +80,11 @@ class MegatronBackend:
         total_steps: int,
         device: torch.device | str,
     ) -> None:
-        self.config, self.objective, self.device = config, objective, torch.device(device)
-        policy, timeout_s = config.policy, config.cluster.collective_timeout_s
+        self.config = config
+        self.objective = objective
+        self.device = torch.device(device)
+        policy = config.policy
+        timeout_s = config.cluster.collective_timeout_s
         arch = read_architecture(config.model.path, bridge=config.model.bridge)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -79,12 +92,14 @@ class MegatronBackend:
         self._head = HeadOptions(_temperature(config), policy.logprobs.chunk_elements)
         self._held: LocalBatch | None = None
         self._exporter: WeightExporter | None = None
-        self._host_copies = HostCopies()        # of what a save in the background writes
+        self._host_copies = HostCopies()  # of what a save in the background writes
         self._pending: PendingCheckpoint | None = None
         self._owns_process_group = init_process_group(self.device, timeout_s=timeout_s)
         try:
             with megatron_device(self.device), expected_warnings_off():
-                self.parallel = init_parallel(policy.parallel, timeout_s=timeout_s, seed=config.run.seed)
+                self.parallel = init_parallel(
+                    policy.parallel, timeout_s=timeout_s, seed=config.run.seed
+                )
                 context = BuildContext(config, arch, self.parallel, self.device, total_steps)
                 self.policy = build_policy(context)
                 self.frozen: dict[str, Frozen] = {}
@@ -96,17 +111,24 @@ class MegatronBackend:
                 self.policy.make_parkable(self.device, offload=False)
                 self.critic = build_critic(context, self.policy) if with_critic else None
         except BaseException:
-            self.close()        # a folder that does not fit must not keep Megatron's groups: they are process-wide
+            # a folder that does not fit must not keep Megatron's groups: they are process-wide
+            self.close()
             raise
-        self.rank, self.world_size = self.parallel.rank, self.parallel.world_size
+        self.rank = self.parallel.rank
+        self.world_size = self.parallel.world_size
         self.data_parallel_size = self.parallel.dp_size
         self.vocab_size = arch.vocab_size
 
-    # --- a batch ------------------------------------------------------------------------------------------------------
+    # --- a batch ----------------------------------------------------------------------------------
 
-    def plan(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> list[MinibatchPlan]:
-        """Rank 0 only: balance each optimizer step over the replicas by FLOPs and cut it into micro-batches."""
-        parallel, limit = self.config.policy.parallel, self.config.policy.max_tokens_per_microbatch
+    def plan(
+        self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
+    ) -> list[MinibatchPlan]:
+        """Rank 0 only: balance each optimizer step over the replicas by FLOPs and cut it into
+        micro-batches.
+        """
+        parallel = self.config.policy.parallel
+        limit = self.config.policy.max_tokens_per_microbatch
         cost = self.policy.arch.shape.cost
         lengths = [padded_length(n, self.parallel.place.chunks) for n in batch.lengths.tolist()]
         return [
@@ -114,7 +136,8 @@ class MegatronBackend:
                 sequences,
                 lengths,
                 ranks=self.data_parallel_size,
-                max_tokens=limit - limit % pack_multiple(self.config),      # the pads of the whole pack fit too
+                # the pads of the whole pack fit too
+                max_tokens=limit - limit % pack_multiple(self.config),
                 cost=cost,
                 multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
             )
@@ -124,28 +147,36 @@ class MegatronBackend:
     def load_batch(self, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None) -> None:
         """Give each replica its sequences.
 
-        Raises ValueError unless `plans` place every sequence exactly once, RunFailed on rank 0 for records of routed experts
-        that are not of this model.
+        Raises ValueError unless `plans` place every sequence exactly once, RunFailed on rank 0 for
+        records of routed experts that are not of this model.
         """
         if batch is not None and self.config.policy.routing_replay == "engine":
             check_records(batch, self.policy.arch)
         multiple = pack_multiple(self.config)
-        self._held = LocalBatch.receive(batch, plans, self.parallel, self.device, pad_multiple=multiple)
+        self._held = LocalBatch.receive(
+            batch, plans, self.parallel, self.device, pad_multiple=multiple
+        )
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
-        """Hand vectors [M] to the ranks that hold the tokens; `batch_stats/<minibatch>/<name>` goes whole to all of them."""
+        """Hand vectors [M] to the ranks that hold the tokens; `batch_stats/<minibatch>/<name>` goes
+        whole to all of them.
+        """
         self._batch.assign(vectors)
 
     def score(
         self, model: Literal["policy", "reference", "teacher", "critic"], *, entropy: bool = False
     ) -> dict[str, Tensor] | None:
-        """A no-grad pass over the loaded batch: `logprobs` (and `entropy`), or `values`; fp32 [M] on rank 0."""
+        """A no-grad pass over the loaded batch: `logprobs` (and `entropy`), or `values`; fp32 [M]
+        on rank 0.
+        """
         names = ["values"] if model == "critic" else ["logprobs", "entropy"][: 1 + entropy]
         head = HeadOptions(self._head.temperature, self._head.chunk_elements, entropy)
         outputs: list[Any] = []
         with self._present(model) as module, megatron_device(self.device):
             for k in range(len(self._batch.minibatches)):
-                outputs += score_pass(module, self._batch.micro_batches(k), head, routing=self._routing(model))
+                outputs += score_pass(
+                    module, self._batch.micro_batches(k), head, routing=self._routing(model)
+                )
         own = None
         if self.parallel.is_last_stage:
             vectors = [(out,) if isinstance(out, Tensor) else out for out in outputs]
@@ -153,10 +184,12 @@ class MegatronBackend:
         collected = self._batch.collect(own, len(names))
         return None if collected is None else dict(zip(names, collected))
 
-    # --- an optimizer step ----------------------------------------------------------------------------------------------
+    # --- an optimizer step ------------------------------------------------------------------------
 
     def update(self, minibatch: int, *, train_policy: bool = True) -> UpdateResult:
-        """One optimizer step of the policy, and of the critic where there is one; a non-finite gradient norm skips it."""
+        """One optimizer step of the policy, and of the critic where there is one; a non-finite
+        gradient norm skips it.
+        """
         moments = Moments()
         reports: dict[str, StepReport] = {}
         with megatron_device(self.device), expected_warnings_off():
@@ -171,16 +204,22 @@ class MegatronBackend:
         moments = shared_moments(moments, self.parallel)
         metrics = moments.reduce()
         if "policy" in reports:
-            metrics["lr"], metrics["train/grad_norm"] = reports["policy"].lr, reports["policy"].grad_norm
+            metrics["lr"] = reports["policy"].lr
+            metrics["train/grad_norm"] = reports["policy"].grad_norm
             step_tokens = self._batch.minibatches[minibatch].step_tokens
             losses = mean_losses(self.policy.chunks, self.policy.arch, step_tokens)
             metrics |= {f"train/{name}": value for name, value in losses.items()}
         if "policy" in reports and self.config.policy.routing_replay != "none":
-            changed = changed_share(self.policy.chunks, self.policy.arch, self._batch.minibatches[minibatch].step_tokens)
+            changed = changed_share(
+                self.policy.chunks, self.policy.arch, self._batch.minibatches[minibatch].step_tokens
+            )
             metrics["train/routing_replay_changed"] = changed
         if "critic" in reports:
-            metrics["train/critic_lr"], metrics["train/critic_grad_norm"] = reports["critic"].lr, reports["critic"].grad_norm
-        return UpdateResult(metrics, moments, skipped=any(report.skipped for report in reports.values()))
+            metrics["train/critic_lr"] = reports["critic"].lr
+            metrics["train/critic_grad_norm"] = reports["critic"].grad_norm
+        return UpdateResult(
+            metrics, moments, skipped=any(report.skipped for report in reports.values())
+        )
 
     def _train(self, model: Model, minibatch: int, loss: Any) -> StepReport:
         return training_pass(
@@ -191,21 +230,25 @@ class MegatronBackend:
             step_tokens=self._batch.minibatches[minibatch].step_tokens,
         )
 
-    # --- weights --------------------------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     def buckets(self) -> tuple[Bucket, ...]:
         """The static layout of the policy's weights under their Hugging Face names."""
         return self._weights.buckets
 
     def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
-        """Each bucket in order: uint8 [num_bytes] on rank 0, None elsewhere; overwritten by the next one."""
+        """Each bucket in order: uint8 [num_bytes] on rank 0, None elsewhere; overwritten by the
+        next one.
+        """
         with self.policy.present():
             yield from self._weights.export_buckets()
 
     def export_hf(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
-        exporter, model = self._weights, self.config.model
-        if exporter.specs[0].torch_dtype != DTYPES[model.dtype]:    # the engine's weights may be coarser
+        exporter = self._weights
+        model = self.config.model
+        # the engine's weights may be coarser
+        if exporter.specs[0].torch_dtype != DTYPES[model.dtype]:
             exporter = self._new_exporter(model.dtype)
         with self.policy.present():
             export_hf(exporter, folder, Path(model.tokenizer or model.path))
@@ -221,12 +264,15 @@ class MegatronBackend:
             self._pending = start_checkpoint(folder, self._saved, self.parallel, self._host_copies)
 
     def save_seconds(self) -> float | None:
-        """Seconds that this rank wrote for, None while it still does. Not collective. Raises RunFailed if it could not."""
+        """Seconds that this rank wrote for, None while it still does. Not collective. Raises
+        RunFailed if it could not.
+        """
         return self._started_save.written()
 
     def finish_save(self) -> None:
         """What is left when every rank has written."""
-        pending, self._pending = self._started_save, None
+        pending = self._started_save
+        self._pending = None
         with megatron_device(self.device):
             pending.finish()
 
@@ -251,13 +297,16 @@ class MegatronBackend:
 
     @property
     def _saved(self) -> list[Saved]:
-        models = [("policy", self.policy)] + ([("critic", self.critic)] if self.critic is not None else [])
+        models = [("policy", self.policy)] + (
+            [("critic", self.critic)] if self.critic is not None else []
+        )
         return [Saved(name, model.arch, model.chunks, model.optimizer) for name, model in models]
 
-    # --- the device, lent to others ---------------------------------------------------------------------------------------
+    # --- the device, lent to others ---------------------------------------------------------------
 
     def offload(self) -> None:
-        """Move what the models hold into host memory and give this device's memory back; a loaded batch is given up.
+        """Move what the models hold into host memory and give this device's memory back; a loaded
+        batch is given up.
 
         Until `onload` each pass brings what it needs and takes it away again. No communication.
         """
@@ -272,12 +321,16 @@ class MegatronBackend:
             offloading.stay()
 
     def release_cache(self) -> None:
-        """Give back what this process keeps of the device's memory for its next passes. No communication."""
+        """Give back what this process keeps of the device's memory for its next passes. No
+        communication.
+        """
         if self._exporter is not None:
             self._exporter.free_buffers()
-        get_global_memory_buffer().buffer.clear()           # Megatron's, for gathers under sequence parallelism
+        # Megatron's, for gathers under sequence parallelism
+        get_global_memory_buffer().buffer.clear()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)             # copies into host memory are whole, nothing uses what is freed
+            # copies into host memory are whole, nothing uses what is freed
+            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
     @property
@@ -287,15 +340,18 @@ class MegatronBackend:
 
     @property
     def _parkings(self) -> list[OffloadedState]:
-        residents = [frozen.model for frozen in self.frozen.values() if isinstance(frozen, OwnModel)]
+        residents = [
+            frozen.model for frozen in self.frozen.values() if isinstance(frozen, OwnModel)
+        ]
         models = [self.policy, *residents, *([] if self.critic is None else [self.critic])]
         return [offloading for model in models for offloading in model.parkings]
 
-    # --- the rest -------------------------------------------------------------------------------------------------------
+    # --- the rest ---------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, str]:
         """What was chosen, for the first lines of a run."""
-        p, dtype = self.parallel, DTYPES[self.config.model.dtype]
+        p = self.parallel
+        dtype = DTYPES[self.config.model.dtype]
         optimizer = self.config.policy.optimizer
         layers = layers_of(self.config, self.device.type, latent=self.policy.arch.latent_attention)
         attention = "variable-length flash" if uses_varlen(self.device, dtype) else "bucketed SDPA"
@@ -306,8 +362,10 @@ class MegatronBackend:
         context = f" x CP {p.cp_size}" if p.cp_size > 1 else ""
         experts = f" x EP {p.ep_size}" if p.ep_size > 1 else ""
         return {
-            "layout": f"TP {p.tp_size}{sequence} x PP {p.pp_size} x DP {p.dp_size}{context}{experts} "
-                      f"on {p.world_size} {self.device.type} ranks",
+            "layout": (
+                f"TP {p.tp_size}{sequence} x PP {p.pp_size} x DP {p.dp_size}{context}{experts} "
+                f"on {p.world_size} {self.device.type} ranks"
+            ),
             "attention": "Transformer Engine" if layers.transformer_engine else attention,
             "layers": str(layers),
             "optimizer": "AdamW, distributed" if optimizer.distributed else "AdamW",
@@ -323,7 +381,9 @@ class MegatronBackend:
         return f"{checkpoint}, saved at {saved_layout(Path(checkpoint))}"
 
     def close(self) -> None:
-        """Give up the models and Megatron's groups; the process group too where this object made it."""
+        """Give up the models and Megatron's groups; the process group too where this object made
+        it.
+        """
         if self._pending is not None:
             self._pending.cancel()
         self._held = self._exporter = self.critic = self._pending = None
@@ -341,7 +401,9 @@ class MegatronBackend:
     @property
     def _weights(self) -> WeightExporter:
         if self._exporter is None:
-            self._exporter = self._new_exporter(self.config.rollout.engine.dtype or self.config.model.dtype)
+            self._exporter = self._new_exporter(
+                self.config.rollout.engine.dtype or self.config.model.dtype
+            )
         return self._exporter
 
     def _new_exporter(self, dtype: str) -> WeightExporter:

@@ -1,4 +1,6 @@
-"""Models from a configuration: architecture, chunks, weights, wrappers, optimizer. Those that stay frozen are in `frozen`."""
+"""Models from a configuration: architecture, chunks, weights, wrappers, optimizer. Those that stay
+frozen are in `frozen`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from backends.megatron.checks.layout import check_layout
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.load import load_hf
 from backends.megatron.convert.read import read_architecture
-from backends.megatron.model.gpt import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
+from backends.megatron.model.gpt import (
+    build_chunks,
+    in_dtype,
+    padded_vocab_size,
+    transformer_config,
+    with_gradients,
+)
 from backends.megatron.model.layers import layer_fields, layers_of
 from backends.megatron.model.routing_replay import replay_routing
 from backends.megatron.parallel.state import ParallelState
@@ -30,24 +38,32 @@ class BuildContext:
     """What all models of a run share."""
 
     config: Config
-    arch: Architecture          # the policy's
+    arch: Architecture  # the policy's
     parallel: ParallelState
     device: torch.device
     total_steps: int
 
     def build(self, arch: Architecture, *, value_head: bool = False) -> Model:
         """A model without weights, gradients or optimizer."""
-        policy, model = self.config.policy, self.config.model
-        overrides = {**({"deterministic_mode": True} if self.config.run.deterministic else {}), **policy.megatron}
+        policy = self.config.policy
+        model = self.config.model
+        overrides = {
+            **({"deterministic_mode": True} if self.config.run.deterministic else {}),
+            **policy.megatron,
+        }
         layers = layer_fields(
             layers_of(self.config, self.device.type, latent=arch.latent_attention), experts=bool(arch.num_experts),
             fp8=policy.fp8,
         )  # fmt: skip
-        config = transformer_config(arch, policy.parallel, model.dtype, self.device, overrides, layers)
+        config = transformer_config(
+            arch, policy.parallel, model.dtype, self.device, overrides, layers
+        )
         chunks = build_chunks(
             arch,
             config,
-            padded_vocab=padded_vocab_size(arch.vocab_size, model.vocab_divisible_by, policy.parallel.tensor),
+            padded_vocab=padded_vocab_size(
+                arch.vocab_size, model.vocab_divisible_by, policy.parallel.tensor
+            ),
             value_head=value_head,
             seed=self.config.run.seed,
         )
@@ -56,22 +72,29 @@ class BuildContext:
     def start_training(self, model: Model, optimizer: OptimizerConfig) -> None:
         """Put gradient buffers and an optimizer around a model that has its weights."""
         model.modules = with_gradients(
-            model.modules, model.config, distributed_optimizer=optimizer.distributed, overlap=optimizer.overlap
+            model.modules,
+            model.config,
+            distributed_optimizer=optimizer.distributed,
+            overlap=optimizer.overlap,
         )
         dtype = DTYPES[self.config.model.dtype]
         model.attach_optimizer(
-            ScheduledOptimizer(optimizer, model.modules, params_dtype=dtype, total_steps=self.total_steps)
+            ScheduledOptimizer(
+                optimizer, model.modules, params_dtype=dtype, total_steps=self.total_steps
+            )
         )
 
     def other_architecture(self, path: str | None, key: str) -> Architecture:
-        """The architecture of a second model, checked against the policy's vocabulary and the layout."""
+        """The architecture of a second model, checked against the policy's vocabulary and the
+        layout.
+        """
         if path is None:
             return self.arch
         arch = read_architecture(path, bridge=self.config.model.bridge)
         if arch.vocab_size != self.arch.vocab_size:
             raise ModelError(
-                f"{key}: {path} has a vocabulary of {arch.vocab_size} tokens, the policy {self.config.model.path} has "
-                f"{self.arch.vocab_size}; use models of one tokenizer"
+                f"{key}: {path} has a vocabulary of {arch.vocab_size} tokens, the policy"
+                f" {self.config.model.path} has {self.arch.vocab_size}; use models of one tokenizer"
             )
         check_layout(arch, self.config.policy.parallel, self.parallel.world_size)
         return arch
@@ -79,7 +102,8 @@ class BuildContext:
 
 def build_policy(context: BuildContext) -> Model:
     """The policy with its initial weights, not yet trainable."""
-    model, checkpoint = context.build(context.arch), context.config.policy.checkpoint
+    model = context.build(context.arch)
+    checkpoint = context.config.policy.checkpoint
     if checkpoint is None:
         load_hf(model.chunks, context.arch, Path(context.config.model.path), context.parallel)
     else:
@@ -90,7 +114,9 @@ def build_policy(context: BuildContext) -> Model:
 
 
 def build_critic(context: BuildContext, policy: Model) -> Model:
-    """The value model, trainable: `critic.path`'s weights and head, or the initial policy's weights and a fresh head."""
+    """The value model, trainable: `critic.path`'s weights and head, or the initial policy's weights
+    and a fresh head.
+    """
     critic = context.config.critic
     arch = context.other_architecture(critic.path, "critic.path")
     model = context.build(arch, value_head=True)
@@ -98,6 +124,9 @@ def build_critic(context: BuildContext, policy: Model) -> Model:
         copy_trunk(policy.chunks, model.chunks)
     else:
         load_hf(model.chunks, arch, Path(critic.path), context.parallel)
-    context.start_training(model, critic.optimizer.model_copy(update={"offload": critic.optimizer.offload or critic.offload}))
+    context.start_training(
+        model,
+        critic.optimizer.model_copy(update={"offload": critic.optimizer.offload or critic.offload}),
+    )
     model.make_parkable(context.device, offload=critic.offload)
     return model

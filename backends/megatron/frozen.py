@@ -1,4 +1,6 @@
-"""Models that are scored and never trained, the reference and the teacher: on the device, or in host memory between passes."""
+"""Models that are scored and never trained, the reference and the teacher: on the device, or in
+host memory between passes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Frozen(Protocol):
 
 @dataclass(frozen=True)
 class OwnModel:
-    """A model of its own, whose weights stay on the device or are offloaded in host memory between passes."""
+    """A model of its own, whose weights stay on the device or are offloaded in host memory between
+    passes.
+    """
 
     model: Model
 
@@ -34,7 +38,9 @@ class OwnModel:
 
 @dataclass(frozen=True)
 class SwappedIn:
-    """Weights in host memory that borrow the policy's place: no more device memory than the policy itself."""
+    """Weights in host memory that borrow the policy's place: no more device memory than the policy
+    itself.
+    """
 
     policy: Model
     weights: HostWeights
@@ -46,13 +52,16 @@ class SwappedIn:
 
 
 def build_reference(context: BuildContext, policy: Model) -> Frozen:
-    """The model that KL is measured against: `reference.path`, or the policy's weights as they are. Call before training."""
+    """The model that KL is measured against: `reference.path`, or the policy's weights as they are.
+    Call before training.
+    """
     given = context.config.reference
     return _build(context, policy, given.path, "reference.path", offload=given.offload)
 
 
 def build_teacher(context: BuildContext, policy: Model) -> Frozen:
-    """The model that the policy learns from, of any size but with its vocabulary and layout. Call before training starts.
+    """The model that the policy learns from, of any size but with its vocabulary and layout. Call
+    before training starts.
 
     Raises:
         ConfigError: `teacher.path` is not given.
@@ -64,7 +73,9 @@ def build_teacher(context: BuildContext, policy: Model) -> Frozen:
     return _build(context, policy, given.path, "teacher.path", offload=given.offload)
 
 
-def _build(context: BuildContext, policy: Model, path: str | None, key: str, *, offload: bool) -> Frozen:
+def _build(
+    context: BuildContext, policy: Model, path: str | None, key: str, *, offload: bool
+) -> Frozen:
     arch = context.other_architecture(path, key)
     if offload and _differ_by_weights_alone(arch, context.arch):
         return SwappedIn(policy, _host_weights(context, policy, arch, path))
@@ -73,15 +84,18 @@ def _build(context: BuildContext, policy: Model, path: str | None, key: str, *, 
         copy_weights(policy.chunks, model.chunks)
     else:
         load_hf(model.chunks, arch, Path(path), context.parallel)
-    # Passes run without gradients, but the weights keep `requires_grad`: by it torch.matmul folds [T, 1, H] to a matrix, where
-    # it might else expand the weight to [T, H, H']; and so the reference computes what the policy does, bit for bit.
+    # Passes run without gradients, but the weights keep `requires_grad`: by it torch.matmul folds
+    # [T, 1, H] to a matrix, where it might else expand the weight to [T, H, H']; and so the
+    # reference computes what the policy does, bit for bit.
     for module in model.modules:
         module.eval()
     model.make_parkable(context.device, offload=offload)
     return OwnModel(model)
 
 
-def _host_weights(context: BuildContext, policy: Model, arch: Architecture, path: str | None) -> HostWeights:
+def _host_weights(
+    context: BuildContext, policy: Model, arch: Architecture, path: str | None
+) -> HostWeights:
     """The weights of `path` in host memory, read through the policy, which gets its own back."""
     initial = HostWeights(policy.chunks)
     if path is None:
@@ -93,6 +107,15 @@ def _host_weights(context: BuildContext, policy: Model, arch: Architecture, path
 
 
 def _differ_by_weights_alone(arch: Architecture, policy: Architecture) -> bool:
-    """Whether the policy would compute what the other model does if it had its weights, and so can lend it its place."""
-    computed = ("family", "transformer", "activation", "tie_word_embeddings", "rope_theta", "rope_scaling")
+    """Whether the policy would compute what the other model does if it had its weights, and so can
+    lend it its place.
+    """
+    computed = (
+        "family",
+        "transformer",
+        "activation",
+        "tie_word_embeddings",
+        "rope_theta",
+        "rope_scaling",
+    )
     return all(getattr(arch, name) == getattr(policy, name) for name in computed)

@@ -1,4 +1,6 @@
-"""What the policy's section asks of a model that it or this machine cannot give, said before any rank is started."""
+"""What the policy's section asks of a model that it or this machine cannot give, said before any
+rank is started.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,14 @@ from rlcore.config import Config
 
 
 def check_policy(config: Config, arch: Architecture, device: str | None) -> None:
-    """Refuse routing replay without experts, FP8 without its layers, and fields of `policy.megatron`.
+    """Refuse routing replay without experts, FP8 without its layers, and fields of
+    `policy.megatron`.
 
     Megatron is imported only where the last are given: it takes seconds.
 
     Args:
-        device: "cpu" or "cuda"; None: the run will be on another machine, so what depends on that is left out.
+        device: "cpu" or "cuda"; None: the run will be on another machine, so what depends on that
+            is left out.
 
     Raises ConfigError naming the key, the reason and what to do.
     """
@@ -37,6 +41,6 @@ def check_policy(config: Config, arch: Architecture, device: str | None) -> None
         return
     with expected_warnings_off():
         fields = layer_fields(layers, experts=bool(arch.num_experts), fp8=policy.fp8)
-        transformer_config(arch, policy.parallel, config.model.dtype, torch.device(device), policy.megatron, fields)
-
-
+        transformer_config(
+            arch, policy.parallel, config.model.dtype, torch.device(device), policy.megatron, fields
+        )

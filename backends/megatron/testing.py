@@ -1,11 +1,12 @@
-"""For tests on a CPU, of plugins and of code around them: a stub of `megatron.core.mpu`, a configuration, a batch.
+"""For tests on a CPU, of plugins and of code around them: a stub of `megatron.core.mpu`, a
+configuration, a batch.
 
 Nothing here needs Megatron, a process group or a GPU:
 
     mpu = stub_mpu(tensor=2, pipeline=2, data=4, rank=9)
     config = stub_config("algorithm.estimator.name=ppo", "algorithm.kl.reward_coef=0.1")
-    batch = stub_batch([3, 0, 2], rewards=[1.0, 0.0, 0.5], logprobs=..., ref_logprobs=..., values=...)
-    compute_advantages_and_returns(batch, config, ParallelState.from_mpu(mpu))
+    batch = stub_batch([3, 0, 2], rewards=[1.0, 0.0, 0.5], logprobs=..., ref_logprobs=...,
+    values=...) compute_advantages_and_returns(batch, config, ParallelState.from_mpu(mpu))
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _INTEGERS = frozenset({"group_ids", "rollout_ids", "sequence_ids", "versions"})
 
 @dataclass(frozen=True)
 class StubMpu:
-    """Answers what `ParallelState.from_mpu` asks `megatron.core.mpu`, for one rank; made by `stub_mpu`."""
+    """Answers what `ParallelState.from_mpu` asks `megatron.core.mpu`, for one rank; made by
+    `stub_mpu`.
+    """
 
     rank: int
     tensor: int
@@ -45,7 +48,8 @@ class StubMpu:
     def world_size(self) -> int:
         return self.tensor * self.context * self.data * self.pipeline
 
-    # Megatron's default order of ranks is "tp-cp-ep-dp-pp": tensor parallelism runs fastest, the pipeline slowest.
+    # Megatron's default order of ranks is "tp-cp-ep-dp-pp": tensor parallelism runs fastest, the
+    # pipeline slowest.
 
     def get_tensor_model_parallel_world_size(self) -> int:
         return self.tensor
@@ -86,50 +90,74 @@ def stub_mpu(
     *, tensor: int = 1, pipeline: int = 1, data: int = 1, context: int = 1, expert: int = 1,
     virtual_pipeline: int | None = None, rank: int | None = None,
 ) -> StubMpu:  # fmt: skip
-    """A stub of `megatron.core.mpu` as rank `rank` of this layout would see it, in Megatron's default order of ranks.
+    """A stub of `megatron.core.mpu` as rank `rank` of this layout would see it, in Megatron's
+    default order of ranks.
 
     Args:
-        expert: as many ranks of `data` x `context` hold different experts, which are split over tensor parallelism too.
+        expert: as many ranks of `data` x `context` hold different experts, which are split over
+            tensor parallelism too.
         virtual_pipeline: model chunks of a rank; None without an interleaved schedule.
         rank: by default this process's rank in torch.distributed, else 0.
 
-    Raises ValueError for a size below 1, an `expert` that does not divide data x context, and a rank outside the world.
+    Raises ValueError for a size below 1, an `expert` that does not divide data x context, and a
+    rank outside the world.
     """
-    sizes = {"tensor": tensor, "pipeline": pipeline, "data": data, "context": context, "expert": expert}
+    sizes = {
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "data": data,
+        "context": context,
+        "expert": expert,
+    }
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"stub_mpu: {name}: got {size}, expected at least 1")
     if data * context % expert:
-        raise ValueError(f"stub_mpu: expert: {expert} does not divide data {data} x context {context}")
+        raise ValueError(
+            f"stub_mpu: expert: {expert} does not divide data {data} x context {context}"
+        )
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
     stub = StubMpu(rank=rank, virtual_pipeline=virtual_pipeline, **sizes)
     if not 0 <= rank < stub.world_size:
-        raise ValueError(f"stub_mpu: rank: got {rank}, expected 0 to {stub.world_size - 1}: the layout has {stub.world_size}")
+        raise ValueError(
+            f"stub_mpu: rank: got {rank}, expected 0 to {stub.world_size - 1}: the layout has"
+            f" {stub.world_size}"
+        )
     return stub
 
 
 @contextmanager
 def stub_megatron(mpu: Any, *, replace: bool = False) -> Iterator[Any]:
-    """Make `from megatron.core import mpu` give this stub (`parallel_state` too) while the context is open. Yields it.
+    """Make `from megatron.core import mpu` give this stub (`parallel_state` too) while the context
+    is open. Yields it.
 
-    A pytest fixture is a function that yields inside it. Any other import from Megatron fails, as with none installed.
+    A pytest fixture is a function that yields inside it. Any other import from Megatron fails, as
+    with none installed.
 
     Args:
-        replace: put an imported Megatron aside until the context is left. Modules that hold parts of it keep them.
+        replace: put an imported Megatron aside until the context is left. Modules that hold parts
+            of it keep them.
 
     Raises RuntimeError where Megatron is imported already and `replace` is not set.
     """
-    real = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"}
+    real = {
+        name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"
+    }
     if "megatron.core" in real and not replace:
         raise RuntimeError(
-            "stub_megatron: megatron.core is imported already, by this test or one before it in the process; "
-            "pass replace=True to put it aside"
+            "stub_megatron: megatron.core is imported already, by this test or one before it in the"
+            " process; pass replace=True to put it aside"
         )
-    megatron, core = ModuleType("megatron"), ModuleType("megatron.core")
-    megatron.core = core                            # type: ignore[attr-defined]
-    core.mpu = core.parallel_state = mpu            # type: ignore[attr-defined]
-    stubs: dict[str, Any] = {"megatron": megatron, "megatron.core": core, "megatron.core.parallel_state": mpu}
+    megatron = ModuleType("megatron")
+    core = ModuleType("megatron.core")
+    megatron.core = core  # type: ignore[attr-defined]
+    core.mpu = core.parallel_state = mpu  # type: ignore[attr-defined]
+    stubs: dict[str, Any] = {
+        "megatron": megatron,
+        "megatron.core": core,
+        "megatron.core.parallel_state": mpu,
+    }
     for name in real:
         del sys.modules[name]
     sys.modules.update(stubs)
@@ -142,7 +170,8 @@ def stub_megatron(mpu: Any, *, replace: bool = False) -> Iterator[Any]:
 
 
 def stub_config(*overrides: str) -> Config:
-    """A whole configuration from the keys that a test is about: `stub_config("algorithm.estimator.name=ppo")`.
+    """A whole configuration from the keys that a test is about:
+    `stub_config("algorithm.estimator.name=ppo")`.
 
     Written as on the command line, and checked as there. Raises ConfigError.
     """
@@ -154,12 +183,16 @@ def stub_batch(lengths: Sequence[int], **vectors: Tensor | Sequence[float]) -> R
 
     Args:
         lengths: B of them; 0 is a sequence without a trainable token.
-        vectors: by name as in `EstimatorInputs`, [B] or [M = sum(lengths)], tensors or numbers. Without `rewards` they are
-            0; without `group_ids` all sequences are one group.
+        vectors: by name as in `EstimatorInputs`, [B] or [M = sum(lengths)], tensors or numbers.
+            Without `rewards` they are 0; without `group_ids` all sequences are one group.
 
     Raises ValueError for a vector of another length.
     """
-    given: Mapping[str, Any] = {"rewards": [0.0] * len(lengths), "group_ids": [0] * len(lengths), **vectors}
+    given: Mapping[str, Any] = {
+        "rewards": [0.0] * len(lengths),
+        "group_ids": [0] * len(lengths),
+        **vectors,
+    }
     num_tokens = sum(lengths)
     return RolloutBatch(
         tokens=torch.zeros(num_tokens, dtype=torch.int32),

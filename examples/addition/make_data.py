@@ -1,8 +1,9 @@
 """Write the addition problems: `12+34=` to `46`.
 
-Three JSONL files: `train` and `heldout` split the 10,000 pairs of 0..99; `warmup` holds the training pairs with labels of
-which a share drops its carries (27+38 to 55). A model warmed up on those can add but mostly does not, which gives
-reinforcement learning something to bring out.
+Three JSONL files: `train` and `heldout` split the 10,000 pairs of 0..99; `warmup` holds the
+    training pairs with labels of
+which a share drops its carries (27+38 to 55). A model warmed up on those can add but mostly does
+not, which gives reinforcement learning something to bring out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def write(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make(folder: Path, *, seed: int = 0, heldout: float = 0.05, carryless: float = 0.6, copies: int = 4) -> None:
+def make(
+    folder: Path, *, seed: int = 0, heldout: float = 0.05, carryless: float = 0.6, copies: int = 4
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(100) for b in range(100)]
@@ -43,7 +46,9 @@ def make(folder: Path, *, seed: int = 0, heldout: float = 0.05, carryless: float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

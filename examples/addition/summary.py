@@ -1,4 +1,6 @@
-"""The end of the quickstart, below the run's own table: held-out accuracy, the reward curve, and what was left behind."""
+"""The end of the quickstart, below the run's own table: held-out accuracy, the reward curve, and
+what was left behind.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,18 @@ from rlcore.tracking.report import summarize
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--started", type=float, required=True, help="when the quickstart began, seconds since the epoch")
+    parser.add_argument(
+        "--started",
+        type=float,
+        required=True,
+        help="when the quickstart began, seconds since the epoch",
+    )
     arguments = parser.parse_args()
     run: Path = arguments.run
     summary = summarize(read_metrics(run / "metrics.jsonl"))
-    curve = plot_run(run / "metrics.jsonl", run / "curve.png", title="GRPO on addition, 2 tensor-parallel ranks")
+    curve = plot_run(
+        run / "metrics.jsonl", run / "curve.png", title="GRPO on addition, 2 tensor-parallel ranks"
+    )
     seconds = time.time() - arguments.started
     result = {
         "accuracy_before": summary.accuracy_before,
@@ -27,7 +36,10 @@ def main() -> None:
         "seconds": round(seconds, 1),
     }
     (run / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(f"held-out greedy accuracy  {summary.accuracy_before:.1%} before, {summary.accuracy_after:.1%} after")
+    print(
+        f"held-out greedy accuracy  {summary.accuracy_before:.1%} before,"
+        f" {summary.accuracy_after:.1%} after"
+    )
     print(f"everything together       {seconds:.0f} s")
     print(f"reward curve              {curve}")
     print(f"Hugging Face folder       {run / 'hf'}")

@@ -1,4 +1,5 @@
-"""The maths of reinforcement learning on ragged vectors: estimators, losses, and how to add your own.
+"""The maths of reinforcement learning on ragged vectors: estimators, losses, and how to add your
+own.
 
 Imports torch and the standard library. Nothing here knows of ranks, meshes or collectives.
 """
@@ -61,7 +62,13 @@ from rlcore.algorithms.registry import (
 )
 from rlcore.algorithms.staleness import mask_weights, stale_tokens
 from rlcore.algorithms.token_hash import token_uniform
-from rlcore.algorithms.types import Advantages, EstimatorInputs, PolicyLoss, PolicyLossInputs, check_cu_seqlens
+from rlcore.algorithms.types import (
+    Advantages,
+    EstimatorInputs,
+    PolicyLoss,
+    PolicyLossInputs,
+    check_cu_seqlens,
+)
 
 __all__ = [
     "Advantages",

@@ -1,7 +1,9 @@
-"""Correction of the policy loss for the gap between the engine that sampled the tokens and the trainer that scores them.
+"""Correction of the policy loss for the gap between the engine that sampled the tokens and the
+trainer that scores them.
 
-Both hold the same weights, but other kernels, precisions or (asynchronously) versions give other probabilities, so what
-looks like on-policy data is off-policy. Here is that importance weight, and the ways in use to bound it.
+Both hold the same weights, but other kernels, precisions or (asynchronously) versions give other
+probabilities, so what looks like on-policy data is off-policy. Here is that importance weight, and
+the ways in use to bound it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class CorrectionSpec:
-    """One way to bound the weight: its formula, default bounds and source, as `rlcore algorithms` lists them."""
+    """One way to bound the weight: its formula, default bounds and source, as `rlcore algorithms`
+    lists them.
+    """
 
     formula: str
     lower: float | None  # None: 1 / upper
@@ -72,27 +76,32 @@ class Correction:
         mis      weight = w where lower <= w <= upper; other tokens are not kept
         icepop   weight = w where lower <= w <= upper, else 0; all tokens are kept
 
-    The log-ratio is clamped to +-20 before exp. The weight multiplies the policy loss only. A token that is not kept loses
-    every term: policy, KL and entropy. Denominators never change: the loss weights were fixed from the whole optimizer
-    step, and a dropped token counts in them.
+    The log-ratio is clamped to +-20 before exp. The weight multiplies the policy loss only. A token
+    that is not kept loses every term: policy, KL and entropy. Denominators never change: the loss
+    weights were fixed from the whole optimizer step, and a dropped token counts in them.
 
-    `mis` and `icepop` differ in what happens outside the bounds, as in their implementations: masked importance sampling
-    rejects, that is the token leaves the loss mask (verl's `rollout_rs`, slime's `mask` mode); IcePop only zeroes the
-    coefficient of the policy gradient, and KL and entropy go on acting there (verl's `rollout_is_threshold: lower_upper`,
-    slime's `icepop_function`). Bounds are on w; those of verl's `rollout_rs` are on 1 / w.
+    `mis` and `icepop` differ in what happens outside the bounds, as in their implementations:
+        masked importance sampling
+    rejects, that is the token leaves the loss mask (verl's `rollout_rs`, slime's `mask` mode);
+    IcePop only zeroes the coefficient of the policy gradient, and KL and entropy go on acting there
+    (verl's `rollout_is_threshold: lower_upper`, slime's `icepop_function`). Bounds are on w; those
+    of verl's `rollout_rs` are on 1 / w.
 
     Args:
         name: "tis", "mis" or "icepop".
-        level: "token", "sequence" or "geometric". The first two were published per token or sequence for `tis` and `mis`,
-            per token for `icepop`; bounds of the geometric mean are useful close to 1 (0.999 and 1.001, say).
-        lower: 0 <= lower <= 1; by default 0 for `tis`, 1 / upper for `mis` (as verl and slime), 0.5 for `icepop`.
+        level: "token", "sequence" or "geometric". The first two were published per token or
+            sequence for `tis` and `mis`, per token for `icepop`; bounds of the geometric mean are
+            useful close to 1 (0.999 and 1.001, say).
+        lower: 0 <= lower <= 1; by default 0 for `tis`, 1 / upper for `mis` (as verl and slime), 0.5
+            for `icepop`.
         upper: >= 1; by default 2 for `tis` and `mis`, 5 for `icepop`.
-        veto: a sequence with any token whose own exp(d_t) is below this is not kept as a whole, at every level; off by
-            default, 1e-4 is usual (slime, verl).
+        veto: a sequence with any token whose own exp(d_t) is below this is not kept as a whole, at
+            every level; off by default, 1e-4 is usual (slime, verl).
 
-    A log-prob of the engine that is not finite means a corrupt reply: its whole sequence is not kept, with every
-    name and level, and counts in `correction/vetoed_fraction`. The trainer's own are not excused: NaN stays NaN, so that
-    the step is seen to be broken. An empty sequence contributes nothing.
+    A log-prob of the engine that is not finite means a corrupt reply: its whole sequence is not
+    kept, with every name and level, and counts in `correction/vetoed_fraction`. The trainer's own
+    are not excused: NaN stays NaN, so that the step is seen to be broken. An empty sequence
+    contributes nothing.
 
     Example:
         correction = Correction("mis", level="geometric", lower=0.999, upper=1.001, veto=1e-4)
@@ -114,14 +123,18 @@ class Correction:
         for field, known in (("name", tuple(CORRECTIONS)), ("level", get_args(CorrectionLevel))):
             value = getattr(self, field)
             if value not in known:
-                raise ValueError(f"correction.{field}: unknown {value!r}; {known_names(str(value), known)}")
+                raise ValueError(
+                    f"correction.{field}: unknown {value!r}; {known_names(str(value), known)}"
+                )
         # Where both sides agree w is 1, which must never be clipped or masked.
         if self.upper is not None and not 1.0 <= self.upper < math.inf:
             raise ValueError(f"correction.upper: expected a finite number >= 1, got {self.upper}")
         if self.lower is not None and not 0.0 <= self.lower <= 1.0:
             raise ValueError(f"correction.lower: expected a number in [0, 1], got {self.lower}")
         if self.veto is not None and not 0.0 < self.veto < 1.0:
-            raise ValueError(f"correction.veto: expected a number in (0, 1) or none, got {self.veto}")
+            raise ValueError(
+                f"correction.veto: expected a number in (0, 1) or none, got {self.veto}"
+            )
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -132,7 +145,9 @@ class Correction:
         return default if self.lower is None else self.lower, upper
 
     @torch.no_grad()
-    def __call__(self, old_logprobs: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor) -> CorrectionResult:
+    def __call__(
+        self, old_logprobs: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor
+    ) -> CorrectionResult:
         """Correct whole sequences, of a micro-batch or of more.
 
         Args:
@@ -154,15 +169,26 @@ class Correction:
         log_ratio = self._log_ratio(token_log_ratio, cu_seqlens)
         ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         lower, upper = self.bounds
-        outside = (log_ratio < (math.log(lower) if lower else -math.inf)) | (log_ratio > math.log(upper))
+        outside = (log_ratio < (math.log(lower) if lower else -math.inf)) | (
+            log_ratio > math.log(upper)
+        )
         if self.name == "tis":
-            used, weights, changed = keep, ratio.clamp(lower, upper), {"correction_clipped": outside & keep}
+            used = keep
+            weights = ratio.clamp(lower, upper)
+            changed = {"correction_clipped": outside & keep}
         else:
-            used, weights, changed = keep & ~outside, ratio, {}
+            used = keep & ~outside
+            weights = ratio
+            changed = {}
         if self.name == "mis":
             keep = used
         weights = torch.where(used, weights, 0.0).to(old_logprobs.dtype)
-        metrics = {"correction_weight": weights, **changed, "correction_masked": ~used, "correction_vetoed": rejected}
+        metrics = {
+            "correction_weight": weights,
+            **changed,
+            "correction_masked": ~used,
+            "correction_vetoed": rejected,
+        }
         return CorrectionResult(weights, keep, metrics)
 
     def _log_ratio(self, per_token: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -174,11 +200,13 @@ class Correction:
 
 
 def _check(old_logprobs: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor) -> None:
-    on_host = cu_seqlens.device.type == "cpu"  # elsewhere the host would wait for the device once a micro-batch
+    # elsewhere the host would wait for the device once a micro-batch
+    on_host = cu_seqlens.device.type == "cpu"
     check_cu_seqlens(cu_seqlens, contents=on_host)
     size = int(cu_seqlens[-1]) if on_host else old_logprobs.numel()
     for name, value in (("old_logprobs", old_logprobs), ("rollout_logprobs", rollout_logprobs)):
         if tuple(value.shape) != (size,) or not value.is_floating_point():
             raise InputError(
-                f"correction: {name}: expected floating numbers [M] = [{size}], got {value.dtype} {list(value.shape)}"
+                f"correction: {name}: expected floating numbers [M] = [{size}], got {value.dtype}"
+                f" {list(value.shape)}"
             )

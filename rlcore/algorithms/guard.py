@@ -1,8 +1,9 @@
 """What stands between the framework and an algorithm, ours or a plugin's, and keeps the guarantees.
 
-An algorithm works on copies of the fields it declared, and on nothing else, so no write of any kind (`x.mul_`,
-`x.data.mul_`, `x.numpy()[:] = `) can reach the batch: a logged KL is always the raw KL. Version counters, and for
-estimators a comparison of the bits as well, then turn such a write into an error that names the field.
+An algorithm works on copies of the fields it declared, and on nothing else, so no write of any kind
+(`x.mul_`, `x.data.mul_`, `x.numpy()[:] = `) can reach the batch: a logged KL is always the raw KL.
+Version counters, and for estimators a comparison of the bits as well, then turn such a write into
+an error that names the field.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from rlcore.algorithms.errors import EstimatorMutationError, MissingInputError, 
 from rlcore.algorithms.types import Advantages, EstimatorInputs, PolicyLoss, PolicyLossInputs
 
 ESTIMATOR_ALWAYS = ("cu_seqlens", "rewards", "group_ids")
-ESTIMATOR_OPTIONAL = tuple(f.name for f in fields(EstimatorInputs) if f.name not in ESTIMATOR_ALWAYS)
+ESTIMATOR_OPTIONAL = tuple(
+    f.name for f in fields(EstimatorInputs) if f.name not in ESTIMATOR_ALWAYS
+)
 POLICY_LOSS_ALWAYS = ("cu_seqlens", "logprobs", "old_logprobs", "advantages")
 POLICY_LOSS_OPTIONAL = tuple(
     f.name for f in fields(PolicyLossInputs) if f.name not in (*POLICY_LOSS_ALWAYS, "batch_stats")
 )
 
-_REFERENCE = "set algorithm.kl.reward_coef (or algorithm.kl.monitor: true), which loads the reference"
+_REFERENCE = (
+    "set algorithm.kl.reward_coef (or algorithm.kl.monitor: true), which loads the reference"
+)
 SOURCES: Mapping[str, str] = {
     "token_rewards": "rollout.workflow must set Sample.token_rewards",
     "logprobs": "set algorithm.old_logprobs: recompute",
@@ -45,7 +50,9 @@ SOURCES: Mapping[str, str] = {
 
 
 class GuardedEstimator:
-    """An estimator as `build_estimator` returns it: `EstimatorInputs` to checked `Advantages`, without gradients."""
+    """An estimator as `build_estimator` returns it: `EstimatorInputs` to checked `Advantages`,
+    without gradients.
+    """
 
     def __init__(
         self, name: str, estimator: Callable[[EstimatorInputs], Advantages], needs: Collection[str],
@@ -61,14 +68,18 @@ class GuardedEstimator:
         return f"GuardedEstimator({self.name!r}, needs={sorted(self.needs)})"
 
     def check_available(self, available: Collection[str]) -> None:
-        """Raise `MissingInputError` unless every needed field is among `available`: to be asked before any rollout."""
+        """Raise `MissingInputError` unless every needed field is among `available`: to be asked
+        before any rollout.
+        """
         _check_available("estimator", self.name, self.needs, {*available, *ESTIMATOR_ALWAYS})
 
     @torch.no_grad()
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         present = [name for name, value in vars(inputs).items() if value is not None]
         self.check_available(present)
-        given: dict[str, Tensor] = {name: getattr(inputs, name) for name in present if name in self._handed}
+        given: dict[str, Tensor] = {
+            name: getattr(inputs, name) for name in present if name in self._handed
+        }
         copies = _copies(given)
         versions = {name: value._version for name, value in copies.items()}
 
@@ -78,13 +89,15 @@ class GuardedEstimator:
             if copies[name]._version != version or not _same_bits(copies[name], given[name]):
                 raise EstimatorMutationError(
                     f"estimator {self.name!r} wrote into its input {name!r}; inputs are read-only: "
-                    f"use x * y instead of x.mul_(y), or write into x.clone()"
+                    "use x * y instead of x.mul_(y), or write into x.clone()"
                 )
         return self._checked(result, inputs)
 
     def _checked(self, result: Advantages, inputs: EstimatorInputs) -> Advantages:
         if not isinstance(result, Advantages):
-            raise OutputError(f"estimator {self.name!r}: expected Advantages, got {type(result).__name__}")
+            raise OutputError(
+                f"estimator {self.name!r}: expected Advantages, got {type(result).__name__}"
+            )
         for name in ("advantages", "returns"):
             value = getattr(result, name)
             if value is None:
@@ -92,7 +105,9 @@ class GuardedEstimator:
             at = f"estimator {self.name!r}: {name}"
             _check_per_token(at, value, inputs.num_tokens)
             if value.requires_grad:
-                raise OutputError(f"{at}: expected no gradient, got a tensor that requires one; detach it")
+                raise OutputError(
+                    f"{at}: expected no gradient, got a tensor that requires one; detach it"
+                )
             if math.isfinite(float(value.sum())):  # one pass; a sum that overflows is looked into
                 continue
             bad = (~torch.isfinite(value)).nonzero()
@@ -100,17 +115,20 @@ class GuardedEstimator:
                 token = int(bad[0])
                 sequence = int(torch.searchsorted(inputs.cu_seqlens, token, right=True)) - 1
                 raise OutputError(
-                    f"{at}: expected finite numbers, got {float(value[token])} first in sequence {sequence} at its "
-                    f"token {token - int(inputs.cu_seqlens[sequence])} ({bad.numel()} of {value.numel()} tokens)"
+                    f"{at}: expected finite numbers, got {float(value[token])} first in sequence"
+                    f" {sequence} at its token {token - int(inputs.cu_seqlens[sequence])}"
+                    f" ({bad.numel()} of {value.numel()} tokens)"
                 )
         return result
 
 
 class GuardedPolicyLoss:
-    """A policy loss as `build_policy_loss` returns it: `PolicyLossInputs` to a checked `PolicyLoss`, with gradients.
+    """A policy loss as `build_policy_loss` returns it: `PolicyLossInputs` to a checked
+    `PolicyLoss`, with gradients.
 
-    It hands over every field, declared or not, and does not look for NaN, since that would make the host wait for the
-    device once a micro-batch. Where the inputs carry an entropy, `metrics["entropy"]` reports it for every loss.
+    It hands over every field, declared or not, and does not look for NaN, since that would make the
+    host wait for the device once a micro-batch. Where the inputs carry an entropy,
+    `metrics["entropy"]` reports it for every loss.
     """
 
     def __init__(
@@ -136,7 +154,9 @@ class GuardedPolicyLoss:
 
     @torch.no_grad()
     def batch_stats(self, inputs: PolicyLossInputs) -> dict[str, Tensor]:
-        """Compute from the whole optimizer step what the loss needs in `inputs.batch_stats`; {} if it needs nothing."""
+        """Compute from the whole optimizer step what the loss needs in `inputs.batch_stats`; {} if
+        it needs nothing.
+        """
         if not self.has_batch_stats:
             return {}
         self._check_inputs(inputs)
@@ -144,7 +164,8 @@ class GuardedPolicyLoss:
         for name, value in stats.items():
             if not isinstance(value, Tensor):
                 raise OutputError(
-                    f"policy loss {self.name!r}: batch_stats[{name!r}]: expected a tensor, got {type(value).__name__}"
+                    f"policy loss {self.name!r}: batch_stats[{name!r}]: expected a tensor, got"
+                    f" {type(value).__name__}"
                 )
         return {name: value.detach() for name, value in stats.items()}
 
@@ -152,11 +173,13 @@ class GuardedPolicyLoss:
         self._check_inputs(inputs)
         if self.has_batch_stats and inputs.batch_stats is None:
             raise MissingInputError(
-                f"policy loss {self.name!r} needs 'batch_stats': call its batch_stats(inputs) on the whole optimizer "
-                f"step and pass the result in every micro-batch"
+                f"policy loss {self.name!r} needs 'batch_stats': call its batch_stats(inputs) on"
+                " the whole optimizer step and pass the result in every micro-batch"
             )
         tensors = [(f.name, getattr(inputs, f.name)) for f in fields(inputs)]
-        versions = {n: t._version for n, t in tensors if isinstance(t, Tensor) and not t.is_inference()}
+        versions = {
+            n: t._version for n, t in tensors if isinstance(t, Tensor) and not t.is_inference()
+        }
         result = self.loss(inputs)
         for name, version in versions.items():
             if getattr(inputs, name)._version != version:
@@ -166,19 +189,26 @@ class GuardedPolicyLoss:
         return self._checked(result, inputs)
 
     def _check_inputs(self, inputs: PolicyLossInputs) -> None:
-        self.check_available([f.name for f in fields(inputs) if getattr(inputs, f.name) is not None])
+        self.check_available(
+            [f.name for f in fields(inputs) if getattr(inputs, f.name) is not None]
+        )
 
     def _checked(self, result: PolicyLoss, inputs: PolicyLossInputs) -> PolicyLoss:
         if not isinstance(result, PolicyLoss):
-            raise OutputError(f"policy loss {self.name!r}: expected PolicyLoss, got {type(result).__name__}")
-        _check_per_token(f"policy loss {self.name!r}: per_token", result.per_token, inputs.num_tokens)
+            raise OutputError(
+                f"policy loss {self.name!r}: expected PolicyLoss, got {type(result).__name__}"
+            )
+        _check_per_token(
+            f"policy loss {self.name!r}: per_token", result.per_token, inputs.num_tokens
+        )
         sizes = ((inputs.num_tokens,), (inputs.num_sequences,))
         for name, value in result.metrics.items():
             if not isinstance(value, Tensor) or tuple(value.shape) not in sizes:
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise OutputError(
-                    f"policy loss {self.name!r}: metrics[{name!r}]: expected [M] = [{inputs.num_tokens}] or "
-                    f"[B] = [{inputs.num_sequences}], not reduced, got {got}"
+                    f"policy loss {self.name!r}: metrics[{name!r}]: expected [M] ="
+                    f" [{inputs.num_tokens}] or [B] = [{inputs.num_sequences}], not reduced, got"
+                    f" {got}"
                 )
         metrics = {name: value.detach() for name, value in result.metrics.items()}
         if inputs.entropy is not None:
@@ -186,11 +216,15 @@ class GuardedPolicyLoss:
         return replace(result, metrics=metrics)
 
 
-def _check_available(kind: str, name: str, needs: Collection[str], available: Collection[str]) -> None:
+def _check_available(
+    kind: str, name: str, needs: Collection[str], available: Collection[str]
+) -> None:
     missing = sorted(set(needs) - set(available))
     if missing:
         wanted = "; ".join(f"{field!r} is missing: {SOURCES[field]}" for field in missing)
-        raise MissingInputError(f"{kind} {name!r} needs {', '.join(map(repr, sorted(needs)))}; {wanted}")
+        raise MissingInputError(
+            f"{kind} {name!r} needs {', '.join(map(repr, sorted(needs)))}; {wanted}"
+        )
 
 
 def _check_per_token(at: str, value: Tensor, num_tokens: int) -> None:
@@ -203,7 +237,10 @@ def _check_per_token(at: str, value: Tensor, num_tokens: int) -> None:
 def _copies(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy out of the graph, and out of inference mode, whose tensors have no version counter."""
     with torch.inference_mode(False):
-        return {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in given.items()}
+        return {
+            name: value.detach().clone(memory_format=torch.contiguous_format)
+            for name, value in given.items()
+        }
 
 
 def _with_fields(inputs: EstimatorInputs, tensors: Mapping[str, Tensor]) -> EstimatorInputs:

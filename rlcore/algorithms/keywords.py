@@ -1,4 +1,6 @@
-"""The keyword arguments of an algorithm's constructor, which are its config keys: what they are, and checking them."""
+"""The keyword arguments of an algorithm's constructor, which are its config keys: what they are,
+and checking them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ REQUIRED = inspect.Parameter.empty  # the default of a keyword that has none
 
 @dataclass(frozen=True)
 class Keyword:
-    """One keyword of a constructor: its name, annotation and default (`REQUIRED` where it has none)."""
+    """One keyword of a constructor: its name, annotation and default (`REQUIRED` where it has
+    none).
+    """
 
     name: str
     annotation: Any
@@ -24,7 +28,9 @@ class Keyword:
 
     def __str__(self) -> str:
         annotation = "" if self.annotation is REQUIRED else f": {_annotation_name(self.annotation)}"
-        return f"{self.name}{annotation}" + ("" if self.default is REQUIRED else f" = {self.default!r}")
+        return f"{self.name}{annotation}" + (
+            "" if self.default is REQUIRED else f" = {self.default!r}"
+        )
 
 
 def constructor_keywords(factory: Callable[..., Any], owner: str) -> dict[str, Keyword]:
@@ -32,10 +38,14 @@ def constructor_keywords(factory: Callable[..., Any], owner: str) -> dict[str, K
     hints = _type_hints(factory)
     keywords: dict[str, Keyword] = {}
     for parameter in inspect.signature(factory).parameters.values():
-        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+        if parameter.kind in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+            parameter.POSITIONAL_ONLY,
+        ):
             raise KeywordError(
-                f"{owner}: its constructor takes {parameter}; name every keyword instead, or a misspelt config key "
-                f"would be swallowed"
+                f"{owner}: its constructor takes {parameter}; name every keyword instead, or a"
+                " misspelt config key would be swallowed"
             )
         annotation = hints.get(parameter.name, REQUIRED)
         keywords[parameter.name] = Keyword(parameter.name, annotation, parameter.default)
@@ -43,24 +53,34 @@ def constructor_keywords(factory: Callable[..., Any], owner: str) -> dict[str, K
 
 
 def check_keywords(owner: str, keywords: Mapping[str, Keyword], given: Mapping[str, Any]) -> None:
-    """Raise `KeywordError` unless `given` fits: known names, right types, nothing required left out."""
+    """Raise `KeywordError` unless `given` fits: known names, right types, nothing required left
+    out.
+    """
     accepted = f"accepted: {', '.join(map(str, keywords.values())) or 'no keyword at all'}"
     for name, value in given.items():
         if name not in keywords:
-            raise KeywordError(f"{owner}: unknown keyword {name!r}; {known_names(name, keywords)}; {accepted}")
+            raise KeywordError(
+                f"{owner}: unknown keyword {name!r}; {known_names(name, keywords)}; {accepted}"
+            )
         annotation = keywords[name].annotation
         if not _fits(value, annotation):
             raise KeywordError(
                 f"{owner}: keyword {name!r} expected {_annotation_name(annotation)}, "
                 f"got {value!r} ({type(value).__name__}); {accepted}"
             )
-    missing = [name for name, keyword in keywords.items() if keyword.default is REQUIRED and name not in given]
+    missing = [
+        name
+        for name, keyword in keywords.items()
+        if keyword.default is REQUIRED and name not in given
+    ]
     if missing:
         raise KeywordError(f"{owner}: missing keyword {', '.join(map(repr, missing))}; {accepted}")
 
 
 def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return the resolved annotations; those of a plugin that cannot be resolved here are not checked."""
+    """Return the resolved annotations; those of a plugin that cannot be resolved here are not
+    checked.
+    """
     target = factory
     if isinstance(factory, type):
         target = factory.__init__ if factory.__init__ is not object.__init__ else factory.__new__  # type: ignore[misc]
@@ -71,14 +91,18 @@ def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _fits(value: object, annotation: Any) -> bool:
-    """Tell whether `value` fits `annotation`; a float takes an int, a bool is neither, containers are not entered."""
+    """Tell whether `value` fits `annotation`; a float takes an int, a bool is neither, containers
+    are not entered.
+    """
     if annotation is REQUIRED or annotation is Any:
         return True
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         return any(_fits(value, option) for option in get_args(annotation))
     if origin is Literal:
-        return any(type(value) is type(option) and value == option for option in get_args(annotation))
+        return any(
+            type(value) is type(option) and value == option for option in get_args(annotation)
+        )
     if annotation is None or annotation is type(None):
         return value is None
     if annotation in (int, float):
@@ -91,4 +115,8 @@ def _fits(value: object, annotation: Any) -> bool:
 
 
 def _annotation_name(annotation: Any) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+    return (
+        annotation.__name__
+        if isinstance(annotation, type)
+        else str(annotation).replace("typing.", "")
+    )

@@ -36,11 +36,13 @@ def approx_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3") -> Te
         k2: d^2 / 2              biased, with an unbiased gradient of the KL
         k3: exp(-d) - 1 + d      unbiased, never negative
 
-    J. Schulman, "Approximating KL divergence", 2020. The output itself is not clamped; `kl_clamped` tells where the
-    limit was met.
+    J. Schulman, "Approximating KL divergence", 2020. The output itself is not clamped; `kl_clamped`
+    tells where the limit was met.
     """
     if kind not in get_args(KLKind):
-        raise ValueError(f"kind: unknown KL estimate {kind!r}; {known_names(str(kind), get_args(KLKind))}")
+        raise ValueError(
+            f"kind: unknown KL estimate {kind!r}; {known_names(str(kind), get_args(KLKind))}"
+        )
     d = clamped_log_ratio(logprobs, ref_logprobs)
     if kind == "k1":
         return d
@@ -50,25 +52,34 @@ def approx_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3") -> Te
 
 
 def loss_kl(
-    logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", *, old_logprobs: Tensor | None = None
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    kind: KLKind = "k3",
+    *,
+    old_logprobs: Tensor | None = None,
 ) -> Tensor:
-    """Return the KL term of a loss at each token, `[M]`, with grad: plain, or with an unbiased gradient.
+    """Return the KL term of a loss at each token, `[M]`, with grad: plain, or with an unbiased
+    gradient.
 
-    Without `old_logprobs` this is `approx_kl(logprobs, ref_logprobs, kind)` and what autograd makes of it, as in GRPO.
-    On tokens sampled from the policy itself its expected gradient is then, whatever the value estimates,
+    Without `old_logprobs` this is `approx_kl(logprobs, ref_logprobs, kind)` and what autograd makes
+    of it, as in GRPO. On tokens sampled from the policy itself its expected gradient is then,
+    whatever the value estimates,
 
         k1: 0      k2: grad KL(policy || ref)      k3: grad KL(ref || policy)
 
-    With `old_logprobs`, of the policy that sampled the tokens, and `r = exp(logprobs - old_logprobs)` clamped:
+    With `old_logprobs`, of the policy that sampled the tokens, and `r = exp(logprobs -
+    old_logprobs)` clamped:
 
         k1, k3: r * k, with the gradient through both
         k2:     sg(r) * k2
 
-    Then the gradient of the expectation over a token drawn from the old policy, given what came before it, is exactly
+    Then the gradient of the expectation over a token drawn from the old policy, given what came
+    before it, is exactly
     that of KL(policy || ref), for r = 1 and any other r. The value of k1 and k3 is that KL in expectation too; k2's is
     not, as ever. For k2 the gradient must not pass through r: `d` times the score is all of it.
 
-    Unbiased k3: DeepSeek-V3.2, arXiv:2512.02556; k2 and the table: Y. Tang and R. Munos, arXiv:2506.09477.
+    Unbiased k3: DeepSeek-V3.2, arXiv:2512.02556; k2 and the table: Y. Tang and R. Munos,
+        arXiv:2506.09477.
     """
     kl = approx_kl(logprobs, ref_logprobs, kind)
     if old_logprobs is None:

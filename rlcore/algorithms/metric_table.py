@@ -1,11 +1,13 @@
 """Every metric that a run writes, by name. `rlcore metrics` prints this.
 
-What follows from the tensors of a step is defined where it is computed, in `metrics` and `reductions`; what the loop, the
-optimizer and the rollouts count is defined here, since no algorithm knows of them.
+What follows from the tensors of a step is defined where it is computed, in `metrics` and
+`reductions`; what the loop, the optimizer and the rollouts count is defined here, since no
+algorithm knows of them.
 
-A "token" is a trainable token: prompts, tool output, observations and padding are in no metric. A "sequence" is one
-with at least one trainable token, unless a line says "all sequences". A metric whose inputs were not computed is
-absent from the log, never 0. A name with `<...>` in it stands for a family.
+A "token" is a trainable token: prompts, tool output, observations and padding are in no metric. A
+"sequence" is one with at least one trainable token, unless a line says "all sequences". A metric
+whose inputs were not computed is absent from the log, never 0. A name with `<...>` in it stands for
+a family.
 """
 
 from __future__ import annotations
@@ -86,7 +88,19 @@ _ROWS = (
      "(rollout.max_staleness above 0)", "share"),
 )  # fmt: skip
 
-_SECTIONS = ("", "objective", "loss", "policy", "train", "val", "rollout", "correction", "eval", "time", "perf")
+_SECTIONS = (
+    "",
+    "objective",
+    "loss",
+    "policy",
+    "train",
+    "val",
+    "rollout",
+    "correction",
+    "eval",
+    "time",
+    "perf",
+)
 
 
 def _section(spec: MetricSpec) -> int:
@@ -95,7 +109,9 @@ def _section(spec: MetricSpec) -> int:
 
 METRICS: Mapping[str, MetricSpec] = {
     spec.name: spec
-    for spec in sorted((*BATCH_METRICS, *STREAMED_METRICS, *(MetricSpec(*row) for row in _ROWS)), key=_section)
+    for spec in sorted(
+        (*BATCH_METRICS, *STREAMED_METRICS, *(MetricSpec(*row) for row in _ROWS)), key=_section
+    )
 }
 _FAMILIES = tuple(
     (re.compile(re.sub("<.*>", ".+", name)), spec) for name, spec in METRICS.items() if "<" in name

@@ -1,4 +1,5 @@
-"""The metrics of a step that follow from the whole batch, computed once from ragged vectors. See `METRICS`.
+"""The metrics of a step that follow from the whole batch, computed once from ragged vectors. See
+`METRICS`.
 
 What a metric needs and the batch lacks makes the metric absent, never 0.
 """
@@ -15,7 +16,13 @@ from rlcore.algorithms.errors import InputError
 from rlcore.algorithms.kl import kl_clamped
 from rlcore.algorithms.mismatch import mismatch_vectors
 from rlcore.algorithms.moments import Moments
-from rlcore.algorithms.ragged import group_count, group_index, group_mean_std, segment_lengths, segment_sum
+from rlcore.algorithms.ragged import (
+    group_count,
+    group_index,
+    group_mean_std,
+    segment_lengths,
+    segment_sum,
+)
 from rlcore.algorithms.staleness import stale_tokens
 from rlcore.algorithms.types import EstimatorInputs
 from rlcore.algorithms.wide import mean_and_variance, pieces
@@ -39,7 +46,8 @@ def rollout_metrics(
         inputs: the whole batch with every field that was computed, whatever the estimator takes.
         finish_reasons: `B` of "stop", "length" or "abort".
         entropy: float `[M]`, of the policy at each token.
-        correct: bool or float `[B]`, whether a verifier accepted the answer; NaN where none was asked.
+        correct: bool or float `[B]`, whether a verifier accepted the answer; NaN where none was
+            asked.
         returns: float `[M]`, the targets of the critic.
         reward_coef: `algorithm.kl.reward_coef`.
         version: the policy version that is about to be trained.
@@ -64,11 +72,17 @@ _EXPLAINED_VARIANCE = MetricSpec(
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float | None:
-    """Return `1 - var(returns - values) / var(returns)` over tokens; None where the returns do not vary."""
+    """Return `1 - var(returns - values) / var(returns)` over tokens; None where the returns do not
+    vary.
+    """
     if returns.numel() < 2:
         return None
     variance = float(mean_and_variance(returns)[1])
-    return 1.0 - float(mean_and_variance(returns, minus=values)[1]) / variance if variance > 0 else None
+    return (
+        1.0 - float(mean_and_variance(returns, minus=values)[1]) / variance
+        if variance > 0
+        else None
+    )
 
 
 _SCORES = (
@@ -85,7 +99,10 @@ _SCORES = (
 
 
 def _scores(
-    inputs: EstimatorInputs, entropy: Tensor | None, correct: Tensor | None, reward_coef: float | None
+    inputs: EstimatorInputs,
+    entropy: Tensor | None,
+    correct: Tensor | None,
+    reward_coef: float | None,
 ) -> dict[str, float]:
     """Metrics whose unit is the sequence; sequences without a trainable token are not counted."""
     counted = segment_lengths(inputs.cu_seqlens) > 0
@@ -100,7 +117,11 @@ def _scores(
         put("objective/kl", segment_sum(inputs.kl.double(), inputs.cu_seqlens)[counted])
     if entropy is not None:
         put("objective/entropy", segment_sum(entropy.double(), inputs.cu_seqlens)[counted])
-    if reward_coef is not None and (reward_coef == 0 or "objective/kl" in metrics) and "objective/scores" in metrics:
+    if (
+        reward_coef is not None
+        and (reward_coef == 0 or "objective/kl" in metrics)
+        and "objective/scores" in metrics
+    ):
         penalty = -reward_coef * metrics["objective/kl"] if reward_coef else 0.0
         metrics["objective/non_score_reward"] = penalty
         metrics["objective/rlhf_reward"] = metrics["objective/scores"] + penalty
@@ -112,10 +133,21 @@ def _scores(
 
 _RESPONSES = (
     MetricSpec("val/sequence_lengths", "trainable tokens", "all sequences", "tokens"),
-    MetricSpec("val/sequence_lengths_min", "trainable tokens of the shortest sequence", "-", "tokens"),
-    MetricSpec("val/sequence_lengths_max", "trainable tokens of the longest sequence", "-", "tokens"),
-    MetricSpec("val/num_stop_token_ids", "sequences that ended with a stop token, of all", "-", "sequences"),
-    MetricSpec("val/stop_token_rate", "1 where the sequence ended with a stop token", "all sequences", "share"),
+    MetricSpec(
+        "val/sequence_lengths_min", "trainable tokens of the shortest sequence", "-", "tokens"
+    ),
+    MetricSpec(
+        "val/sequence_lengths_max", "trainable tokens of the longest sequence", "-", "tokens"
+    ),
+    MetricSpec(
+        "val/num_stop_token_ids", "sequences that ended with a stop token, of all", "-", "sequences"
+    ),
+    MetricSpec(
+        "val/stop_token_rate",
+        "1 where the sequence ended with a stop token",
+        "all sequences",
+        "share",
+    ),
 )
 
 
@@ -158,7 +190,8 @@ def _groups(inputs: EstimatorInputs) -> dict[str, float]:
     if rewards.numel() > 1:
         metrics["rollout/reward_std"] = float(rewards.std())
     counted = segment_lengths(inputs.cu_seqlens) > 0
-    rewards, groups = rewards[counted], inputs.group_ids[counted]
+    rewards = rewards[counted]
+    groups = inputs.group_ids[counted]
     if rewards.numel():
         alone = group_count(groups) == 1
         flat = (group_mean_std(rewards, groups)[1] == 0) & ~alone
@@ -191,11 +224,16 @@ _STALENESS = (
 )  # fmt: skip
 
 
-def _staleness(inputs: EstimatorInputs, version: int | None, max_staleness: int | None) -> dict[str, float]:
+def _staleness(
+    inputs: EstimatorInputs, version: int | None, max_staleness: int | None
+) -> dict[str, float]:
     if inputs.versions is None or version is None or inputs.num_tokens == 0:
         return {}
     mean = version - int(inputs.versions.sum()) / inputs.num_tokens
-    metrics = {"rollout/staleness_mean": mean, "rollout/staleness_max": float(version - inputs.versions.min())}
+    metrics = {
+        "rollout/staleness_mean": mean,
+        "rollout/staleness_max": float(version - inputs.versions.min()),
+    }
     if max_staleness is not None:
         stale = stale_tokens(inputs.versions, version, max_staleness)
         metrics["correction/stale_fraction"] = float(stale.double().mean())
@@ -212,8 +250,16 @@ def _check(
     per_token: dict[str, Tensor | None],
 ) -> None:
     if finish_reasons is not None and len(finish_reasons) != inputs.num_sequences:
-        raise InputError(f"finish_reasons: expected B = {inputs.num_sequences} of them, got {len(finish_reasons)}")
-    for vectors, size, symbol in ((per_sequence, inputs.num_sequences, "[B]"), (per_token, inputs.num_tokens, "[M]")):
+        raise InputError(
+            f"finish_reasons: expected B = {inputs.num_sequences} of them, got"
+            f" {len(finish_reasons)}"
+        )
+    for vectors, size, symbol in (
+        (per_sequence, inputs.num_sequences, "[B]"),
+        (per_token, inputs.num_tokens, "[M]"),
+    ):
         for name, value in vectors.items():
             if value is not None and tuple(value.shape) != (size,):
-                raise InputError(f"{name}: expected shape {symbol} = [{size}], got {list(value.shape)}")
+                raise InputError(
+                    f"{name}: expected shape {symbol} = [{size}], got {list(value.shape)}"
+                )

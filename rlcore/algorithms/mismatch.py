@@ -10,7 +10,8 @@ from rlcore.algorithms.kl import approx_kl, clamped_log_ratio
 
 @torch.no_grad()
 def mismatch_vectors(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """Return what the metrics `rollout/train_rollout_logprob_diff*` and `rollout/ess` are reduced from, float64 `[M]`.
+    """Return what the metrics `rollout/train_rollout_logprob_diff*` and `rollout/ess` are reduced
+    from, float64 `[M]`.
 
         engine_gap    |logprobs - rollout_logprobs|
         engine_kl     w - 1 - log w, the k3 estimate of KL(engine || trainer), whose samples these are
@@ -18,9 +19,11 @@ def mismatch_vectors(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Te
 
     Args:
         logprobs: float `[M]`, the trainer's, of the policy before the step.
-        rollout_logprobs: float `[M]`, the engine's. Where they are not finite the metrics are not, and should not be.
+        rollout_logprobs: float `[M]`, the engine's. Where they are not finite the metrics are not,
+            and should not be.
     """
-    trainer, engine = logprobs.double(), rollout_logprobs.double()
+    trainer = logprobs.double()
+    engine = rollout_logprobs.double()
     return {
         "engine_gap": (trainer - engine).abs(),
         "engine_kl": approx_kl(engine, trainer, "k3"),

@@ -1,7 +1,8 @@
-"""Streaming statistics of per-token and per-sequence vectors, whose merge is plain addition (and one maximum).
+"""Streaming statistics of per-token and per-sequence vectors, whose merge is plain addition (and
+one maximum).
 
-A micro-batch, a data-parallel rank and a whole step differ in nothing but how often `merge` was called, so no metric
-depends on the split and none is an average of averages.
+A micro-batch, a data-parallel rank and a whole step differ in nothing but how often `merge` was
+called, so no metric depends on the split and none is an average of averages.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from rlcore.algorithms.types import PolicyLoss
 
 
 class Moments:
-    """For each name: count, sum, sum of squares and maximum, in float64 on the device of the vectors.
+    """For each name: count, sum, sum of squares and maximum, in float64 on the device of the
+    vectors.
 
     Nothing here waits for the device before `reduce`.
 
@@ -35,7 +37,9 @@ class Moments:
 
     @property
     def names(self) -> list[str]:
-        """The names seen so far, sorted; a vector of size 0 counts, so that ranks without tokens know them too."""
+        """The names seen so far, sorted; a vector of size 0 counts, so that ranks without tokens
+        know them too.
+        """
         return sorted(self._sums)
 
     def add(self, name: str, values: Tensor) -> None:
@@ -56,8 +60,12 @@ class Moments:
         self.update(loss.metrics)
         self.add("objective_loss", weights * loss.per_token.detach())
 
-    def add_value_loss(self, per_token: Tensor, weights: Tensor, clipped: Tensor | None = None) -> None:
-        """Take in the weighted terms of the critic's loss, and where its clip acted (see `value_clipped`)."""
+    def add_value_loss(
+        self, per_token: Tensor, weights: Tensor, clipped: Tensor | None = None
+    ) -> None:
+        """Take in the weighted terms of the critic's loss, and where its clip acted (see
+        `value_clipped`).
+        """
         self.add("value_loss", weights * per_token.detach())
         if clipped is not None:
             self.add("value_clipfrac", clipped)
@@ -68,7 +76,8 @@ class Moments:
             self._take(name, other._sums[name], other._maxima[name])
 
     def pack(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Lay out `names` for an all-reduce: `[N, 3]` to be summed and `[N]` to be maximised, float64.
+        """Lay out `names` for an all-reduce: `[N, 3]` to be summed and `[N]` to be maximised,
+        float64.
 
         A name that was never seen is neutral. All ranks must pass the same names in the same order.
         """
@@ -89,10 +98,11 @@ class Moments:
         return moments
 
     def reduce(self, *, optimizer_steps: int = 1) -> dict[str, float]:
-        """Return the metrics by their published names; what was never fed, or fed no token, is absent.
+        """Return the metrics by their published names; what was never fed, or fed no token, is
+        absent.
 
-        `REDUCTIONS` says what is published of which name. One that is not there becomes its mean, as `policy/<name>_avg`,
-        or under its own name if that contains a slash.
+        `REDUCTIONS` says what is published of which name. One that is not there becomes its mean,
+        as `policy/<name>_avg`, or under its own name if that contains a slash.
         """
         if optimizer_steps < 1:
             raise ValueError(f"optimizer_steps: expected a number >= 1, got {optimizer_steps}")
@@ -113,7 +123,8 @@ class Moments:
 
     def _take(self, name: str, sums: Tensor, maximum: Tensor) -> None:
         if name not in self._sums:
-            self._sums[name], self._maxima[name] = sums, maximum
+            self._sums[name] = sums
+            self._maxima[name] = maximum
             return
         self._sums[name] = self._sums[name] + sums
         self._maxima[name] = torch.maximum(self._maxima[name], maximum)

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from rlcore.algorithms.errors import known_names
-from rlcore.algorithms.ragged import expand_to_tokens, group_index, segment_lengths, segment_sum, whiten
+from rlcore.algorithms.ragged import (
+    expand_to_tokens,
+    group_index,
+    segment_lengths,
+    segment_sum,
+    whiten,
+)
 
 NormalizationMode = Literal["batch", "group", "none"]
 
@@ -43,12 +49,16 @@ def normalize_advantages(
         return whiten(advantages)
     lengths = segment_lengths(cu_seqlens)
     if tuple(group_ids.shape) != tuple(lengths.shape):
-        raise ValueError(f"group_ids: expected shape [B] = {list(lengths.shape)}, got {list(group_ids.shape)}")
+        raise ValueError(
+            f"group_ids: expected shape [B] = {list(lengths.shape)}, got {list(group_ids.shape)}"
+        )
     return _whiten_groups(advantages.double(), cu_seqlens, group_ids).to(advantages.dtype)
 
 
 def _whiten_groups(x: Tensor, cu_seqlens: Tensor, group_ids: Tensor) -> Tensor:
-    """`whiten` of the tokens of each group, float64 `[M]`: sums over sequences first, then over groups."""
+    """`whiten` of the tokens of each group, float64 `[M]`: sums over sequences first, then over
+    groups.
+    """
     index, num_groups = group_index(group_ids)
 
     def group_total(per_sequence: Tensor) -> Tensor:

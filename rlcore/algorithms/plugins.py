@@ -10,7 +10,12 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple, TypeVar
 
-from rlcore.algorithms.errors import AlgorithmError, DuplicateNameError, UnknownNameError, known_names
+from rlcore.algorithms.errors import (
+    AlgorithmError,
+    DuplicateNameError,
+    UnknownNameError,
+    known_names,
+)
 from rlcore.algorithms.keywords import check_keywords, constructor_keywords
 
 Needs = Collection[str] | Callable[[Any], Collection[str]]
@@ -21,9 +26,10 @@ Factory = TypeVar("Factory", bound=Callable[..., Any])
 class Plugin:
     """One algorithm: how to build it, and which fields of the batch it takes.
 
-    `needs` and `optional` are field names or a function of the built instance that returns them. A batch without a
-    needed field is an error; an optional field is handed over where the batch has it.
-    `formula` is the algorithm in one line, `source` the paper or implementation it comes from; both may be empty.
+    `needs` and `optional` are field names or a function of the built instance that returns them. A
+    batch without a needed field is an error; an optional field is handed over where the batch has
+    it. `formula` is the algorithm in one line, `source` the paper or implementation it comes from;
+    both may be empty.
     """
 
     name: str
@@ -59,9 +65,16 @@ class Registry:
         self._plugins: dict[str, Plugin] = {}
 
     def register(
-        self, name: str, needs: Needs | None, optional: Needs | None, formula: str = "", source: str = ""
+        self,
+        name: str,
+        needs: Needs | None,
+        optional: Needs | None,
+        formula: str = "",
+        source: str = "",
     ) -> Callable[[Factory], Factory]:
-        """Return a decorator that enters a class (or a function that builds the algorithm) under `name`."""
+        """Return a decorator that enters a class (or a function that builds the algorithm) under
+        `name`.
+        """
 
         def decorate(factory: Factory) -> Factory:
             self._enter(name, factory, needs, optional, formula, source)
@@ -70,11 +83,15 @@ class Registry:
         return decorate
 
     def names(self) -> list[str]:
-        """Return all names, registered or announced by installed packages (which this does not import), sorted."""
+        """Return all names, registered or announced by installed packages (which this does not
+        import), sorted.
+        """
         return sorted({*self._plugins, *(point.name for point in self._points())})
 
     def resolve(self, name: str | Callable[..., Any]) -> Plugin:
-        """Return the algorithm that a name, `package.module:Name`, or the class or function itself stands for."""
+        """Return the algorithm that a name, `package.module:Name`, or the class or function itself
+        stands for.
+        """
         if not isinstance(name, str):
             return self._of(name, getattr(name, "__qualname__", repr(name)))
         if ":" in name:
@@ -87,27 +104,34 @@ class Registry:
         if plugin is None:
             raise UnknownNameError(
                 f"unknown {self.kind} {name!r}; {known_names(name, self.names())}; "
-                f"one of your own is named by its import path, 'package.module:Name'"
+                "one of your own is named by its import path, 'package.module:Name'"
             )
         for point, found in zip(points, objects):
             if found is not plugin.factory:
                 raise DuplicateNameError(
-                    f"{self.kind} {name!r} is claimed by {_path(plugin.factory)} and by the entry point {point.value}"
+                    f"{self.kind} {name!r} is claimed by {_path(plugin.factory)} and by the entry"
+                    f" point {point.value}"
                 )
         return plugin
 
     def build(self, name: str | Callable[..., Any], kwargs: dict[str, Any]) -> Built:
-        """Check the keywords, build the instance and return it with its resolved `needs` and `optional`."""
+        """Check the keywords, build the instance and return it with its resolved `needs` and
+        `optional`.
+        """
         plugin = self.resolve(name)
         owner = f"{self.kind} {plugin.name!r}"
         check_keywords(owner, constructor_keywords(plugin.factory, owner), kwargs)
         instance = plugin.factory(**kwargs)
         if not callable(instance):
-            raise AlgorithmError(f"{owner}: expected something that can be called on its inputs, got {instance!r}")
+            raise AlgorithmError(
+                f"{owner}: expected something that can be called on its inputs, got {instance!r}"
+            )
         return self._built(plugin, instance)
 
     def describe(self, instance: Callable[..., Any]) -> Built:
-        """Take an algorithm that somebody built, or a bare function, with the fields that its class or it declares."""
+        """Take an algorithm that somebody built, or a bare function, with the fields that its class
+        or it declares.
+        """
         plain = inspect.isroutine(instance)
         return self._built(self.resolve(instance if plain else type(instance)), instance)
 
@@ -122,7 +146,9 @@ class Registry:
         formula: str = "", source: str = "",
     ) -> Plugin:  # fmt: skip
         if not name or ":" in name:
-            raise AlgorithmError(f"{self.kind} name: expected a non-empty name without ':', got {name!r}")
+            raise AlgorithmError(
+                f"{self.kind} name: expected a non-empty name without ':', got {name!r}"
+            )
         taken = self._plugins.get(name)
         if taken is not None:
             raise DuplicateNameError(
@@ -139,9 +165,13 @@ class Registry:
         return plugin
 
     def _of(self, factory: Callable[..., Any], name: str) -> Plugin:
-        """Describe `factory`: by its decorator, else by its own `needs` and `optional`, else by a decorated base."""
+        """Describe `factory`: by its decorator, else by its own `needs` and `optional`, else by a
+        decorated base.
+        """
         if not callable(factory):
-            raise AlgorithmError(f"{self.kind} {name!r}: expected a class or a function, got {factory!r}")
+            raise AlgorithmError(
+                f"{self.kind} {name!r}: expected a class or a function, got {factory!r}"
+            )
         described = {key: str(getattr(factory, key, "")) for key in ("formula", "source")}
         registered = {id(plugin.factory): plugin for plugin in self._plugins.values()}
         for base in getattr(factory, "__mro__", (factory,)):
@@ -156,13 +186,19 @@ class Registry:
     def _points(self) -> list[importlib.metadata.EntryPoint]:
         return list(importlib.metadata.entry_points(group=self.entry_points))
 
-    def _resolve_fields(self, owner: str, what: str, declared: Needs, instance: Any) -> frozenset[str]:
+    def _resolve_fields(
+        self, owner: str, what: str, declared: Needs, instance: Any
+    ) -> frozenset[str]:
         names = declared(instance) if callable(declared) else declared
         if isinstance(names, str):
-            raise AlgorithmError(f"{owner}: {what}: expected a set of field names, got the string {names!r}")
+            raise AlgorithmError(
+                f"{owner}: {what}: expected a set of field names, got the string {names!r}"
+            )
         for field in names:
             if field not in self.fields:
-                raise AlgorithmError(f"{owner}: {what}: no field {field!r}; {known_names(str(field), self.fields)}")
+                raise AlgorithmError(
+                    f"{owner}: {what}: no field {field!r}; {known_names(str(field), self.fields)}"
+                )
         return frozenset(names)
 
 
@@ -176,16 +212,22 @@ def import_object(path: str, kind: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there; what it imports is not
-        raise UnknownNameError(f"{kind} {path!r}: no module {error.name!r} (is it on PYTHONPATH?)") from error
+        raise UnknownNameError(
+            f"{kind} {path!r}: no module {error.name!r} (is it on PYTHONPATH?)"
+        ) from error
     try:
         return reduce(getattr, qualname.split("."), module)
     except AttributeError as error:
         public = [name for name in vars(module) if not name.startswith("_")]
-        raise UnknownNameError(f"{kind} {path!r}: {error}; {known_names(qualname, public)}") from error
+        raise UnknownNameError(
+            f"{kind} {path!r}: {error}; {known_names(qualname, public)}"
+        ) from error
 
 
 def _attribute(name: str) -> Callable[[Any], Collection[str]]:
-    """Read a set of fields from an instance: an attribute, a property or a method without arguments."""
+    """Read a set of fields from an instance: an attribute, a property or a method without
+    arguments.
+    """
 
     def read(instance: Any) -> Collection[str]:
         value = getattr(instance, name, ())
@@ -195,4 +237,6 @@ def _attribute(name: str) -> Callable[[Any], Collection[str]]:
 
 
 def _path(factory: Callable[..., Any]) -> str:
-    return f"{getattr(factory, '__module__', '?')}:{getattr(factory, '__qualname__', repr(factory))}"
+    return (
+        f"{getattr(factory, '__module__', '?')}:{getattr(factory, '__qualname__', repr(factory))}"
+    )

@@ -1,7 +1,9 @@
 """Operations on ragged vectors: a flat `[M]` tensor cut into B sequences by `cu_seqlens` (`[B+1]`).
 
-Sequence b owns the tokens `cu_seqlens[b] : cu_seqlens[b + 1]`; it may own none. There are no pads and no masks, so
-nothing can leak out of a sequence. Everything here is pure, works on any device and is differentiable in its values.
+Sequence b owns the tokens `cu_seqlens[b] : cu_seqlens[b + 1]`; it may own none. There are no pads
+    and no masks, so
+nothing can leak out of a sequence. Everything here is pure, works on any device and is
+differentiable in its values.
 """
 
 from __future__ import annotations
@@ -19,28 +21,38 @@ def segment_lengths(cu_seqlens: Tensor) -> Tensor:
 
 
 def segment_index(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
-    """Return the sequence that each token belongs to, int64 `[M]`; M, if given, saves a wait for the device."""
+    """Return the sequence that each token belongs to, int64 `[M]`; M, if given, saves a wait for
+    the device.
+    """
     num_tokens = int(cu_seqlens[-1]) if num_tokens is None else num_tokens
     return torch.repeat_interleave(segment_lengths(cu_seqlens), output_size=num_tokens)
 
 
 def last_token_index(cu_seqlens: Tensor) -> Tensor:
-    """Return the position of the last token of each sequence that has one, int64 `[number of non-empty sequences]`."""
+    """Return the position of the last token of each sequence that has one, int64 `[number of
+    non-empty sequences]`.
+    """
     return cu_seqlens[1:][segment_lengths(cu_seqlens) > 0].long() - 1
 
 
-def expand_to_tokens(per_sequence: Tensor, cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
+def expand_to_tokens(
+    per_sequence: Tensor, cu_seqlens: Tensor, num_tokens: int | None = None
+) -> Tensor:
     """Repeat a value of each sequence on each of its tokens: `[B]` to `[M]`."""
     return per_sequence[segment_index(cu_seqlens, num_tokens)]
 
 
 def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sum `x` (`[M]`) over each sequence: `[B]`, accumulated in float64; an empty sequence sums to 0."""
+    """Sum `x` (`[M]`) over each sequence: `[B]`, accumulated in float64; an empty sequence sums to
+    0.
+    """
     lengths = segment_lengths(cu_seqlens)
     if lengths.numel() == 0 or x.numel() == 0:
         return x.new_zeros(lengths.numel()) + x.sum()  # the sum keeps the result in the graph
     # unsafe leaves out a check of lengths that would make the host wait for the device
-    return torch.segment_reduce(x.double(), "sum", lengths=lengths, initial=0.0, unsafe=x.is_cuda).to(x.dtype)
+    return torch.segment_reduce(
+        x.double(), "sum", lengths=lengths, initial=0.0, unsafe=x.is_cuda
+    ).to(x.dtype)
 
 
 def segment_mean(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -49,15 +61,18 @@ def segment_mean(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def discounted_suffix_sum(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
-    """Compute `y_t = x_t + decay * y_{t+1}` inside each sequence, with `y = 0` behind its last token.
+    """Compute `y_t = x_t + decay * y_{t+1}` inside each sequence, with `y = 0` behind its last
+    token.
 
     Args:
         x: float `[M]`.
         cu_seqlens: integer `[B+1]`.
-        decay: between 0 and 1; a number, or a float tensor `[B]` with one decay a sequence (a constant to autograd).
+        decay: between 0 and 1; a number, or a float tensor `[B]` with one decay a sequence (a
+            constant to autograd).
 
     Returns:
-        `[M]`, dtype of `x`, a new tensor. The work is done in float64: no sum over a sequence is rounded before its end.
+        `[M]`, dtype of `x`, a new tensor. The work is done in float64: no sum over a sequence is
+            rounded before its end.
 
     See `rlcore.algorithms.scan` for how.
     """
@@ -67,11 +82,13 @@ def discounted_suffix_sum(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) 
 
 
 def discounted_suffix_sum_(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
-    """`discounted_suffix_sum` in place and returned: a contiguous float64 `[M]` of the caller's own, without gradient."""
+    """`discounted_suffix_sum` in place and returned: a contiguous float64 `[M]` of the caller's
+    own, without gradient.
+    """
     if x.dtype != torch.float64 or not x.is_contiguous() or x.requires_grad:
         raise ValueError(
-            f"x: expected a contiguous float64 tensor without gradient, got {x.dtype}, strides {x.stride()}, "
-            f"requires_grad {x.requires_grad}; call discounted_suffix_sum"
+            f"x: expected a contiguous float64 tensor without gradient, got {x.dtype}, strides"
+            f" {x.stride()}, requires_grad {x.requires_grad}; call discounted_suffix_sum"
         )
     return suffix_scan_(x, cu_seqlens.long(), _checked_decay(decay, cu_seqlens))
 
@@ -85,20 +102,25 @@ def _checked_decay(decay: float | Tensor, cu_seqlens: Tensor) -> float | Tensor:
     sequences = cu_seqlens.numel() - 1
     if tuple(decay.shape) != (sequences,) or not decay.is_floating_point():
         raise ValueError(
-            f"decay: expected a float tensor [B] = [{sequences}], one decay a sequence, got {decay.dtype} {list(decay.shape)}"
+            f"decay: expected a float tensor [B] = [{sequences}], one decay a sequence, got"
+            f" {decay.dtype} {list(decay.shape)}"
         )
     outside = (~((decay >= 0) & (decay <= 1))).nonzero()
     if outside.numel():
         first = int(outside[0])
-        raise ValueError(f"decay: expected numbers in [0, 1], got {float(decay[first])} for sequence {first}")
+        raise ValueError(
+            f"decay: expected numbers in [0, 1], got {float(decay[first])} for sequence {first}"
+        )
     return decay.detach().double().to(cu_seqlens.device)
 
 
 def whiten(x: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
-    """Scale `x` to unit variance: `(x - mean) * rsqrt(var + eps)`, plus the mean again where `shift_mean` is False.
+    """Scale `x` to unit variance: `(x - mean) * rsqrt(var + eps)`, plus the mean again where
+    `shift_mean` is False.
 
-    The variance is unbiased and two-pass, in float64: `E[x^2] - mean^2` in fp32 is noise for mean 50 and std 1e-3.
-    An empty tensor stays empty; a single value, whose variance is taken as 0, becomes 0 (or stays as it is).
+    The variance is unbiased and two-pass, in float64: `E[x^2] - mean^2` in fp32 is noise for mean
+    50 and std 1e-3. An empty tensor stays empty; a single value, whose variance is taken as 0,
+    becomes 0 (or stays as it is).
     """
     if not x.is_floating_point():
         raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
@@ -115,7 +137,9 @@ def whiten(x: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
 
 
 def group_index(group_ids: Tensor) -> tuple[Tensor, int]:
-    """Number the groups of `group_ids` (any integers, any order) from 0: int64 `[B]` and how many there are."""
+    """Number the groups of `group_ids` (any integers, any order) from 0: int64 `[B]` and how many
+    there are.
+    """
     unique, inverse = torch.unique_consecutive(group_ids, return_inverse=True)
     if not bool((unique[1:] > unique[:-1]).all()):  # batches mostly come in order: no sort then
         unique, inverse = torch.unique(group_ids, return_inverse=True)
@@ -131,13 +155,16 @@ def group_count(group_ids: Tensor) -> Tensor:
 def group_mean_std(x: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and unbiased standard deviation of the group of each member, both `[B]` float64.
 
-    A group of one has std 0. Values are first shifted by the minimum of their group and the variance is two-pass, so a
-    group of equal values has exactly that mean and exactly std 0, whatever the value.
+    A group of one has std 0. Values are first shifted by the minimum of their group and the
+    variance is two-pass, so a group of equal values has exactly that mean and exactly std 0,
+    whatever the value.
     """
     inverse, num_groups = group_index(group_ids)
     wide = x.double()
     count = torch.bincount(inverse, minlength=num_groups)
-    origin = wide.new_full((num_groups,), float("inf")).scatter_reduce(0, inverse, wide.detach(), "amin")
+    origin = wide.new_full((num_groups,), float("inf")).scatter_reduce(
+        0, inverse, wide.detach(), "amin"
+    )
     shifted = wide - origin[inverse]
     mean = wide.new_zeros(num_groups).index_add(0, inverse, shifted) / count
     squares = wide.new_zeros(num_groups).index_add(0, inverse, (shifted - mean[inverse]).square())

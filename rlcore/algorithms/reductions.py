@@ -1,7 +1,7 @@
 """From the totals of a vector to the metrics that are published of it, each with its definition.
 
-A statistic sees totals alone, which add up over micro-batches and ranks; so every metric here is the same however the
-step was split.
+A statistic sees totals alone, which add up over micro-batches and ranks; so every metric here is
+the same however the step was split.
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ def maximum(x: Totals) -> float:
 
 def variance(x: Totals) -> float | None:
     """Unbiased; None for a single value."""
-    return max(x.squares - x.total * x.total / x.count, 0.0) / (x.count - 1) if x.count > 1 else None
+    return (
+        max(x.squares - x.total * x.total / x.count, 0.0) / (x.count - 1) if x.count > 1 else None
+    )
 
 
 def effective_share(x: Totals) -> float:
-    """Effective sample size of weights over their number, (sum w)^2 / (count * sum w^2); 0 where all are 0."""
+    """Effective sample size of weights over their number, (sum w)^2 / (count * sum w^2); 0 where
+    all are 0.
+    """
     return x.total * x.total / (x.count * x.squares) if x.squares != 0 else 0.0
 
 
@@ -97,12 +101,18 @@ _ROWS: tuple[tuple[str, Statistic, str, str, str, str], ...] = (
 )  # fmt: skip
 
 REDUCTIONS: Mapping[str, tuple[tuple[Statistic, MetricSpec], ...]] = {
-    vector: tuple((statistic, MetricSpec(*spec)) for owner, statistic, *spec in _ROWS if owner == vector)
+    vector: tuple(
+        (statistic, MetricSpec(*spec)) for owner, statistic, *spec in _ROWS if owner == vector
+    )
     for vector in dict.fromkeys(row[0] for row in _ROWS)
 }
 
 STREAMED_METRICS = (
     *(spec for rows in REDUCTIONS.values() for _, spec in rows),
-    MetricSpec("policy/<name>_avg", "what the policy loss reports as <name>: see its docstring", "tokens or sequences",
-               "the loss's"),
+    MetricSpec(
+        "policy/<name>_avg",
+        "what the policy loss reports as <name>: see its docstring",
+        "tokens or sequences",
+        "the loss's",
+    ),
 )

@@ -1,7 +1,8 @@
 """The algorithms by name: register one, build one, list them.
 
-An estimator or policy loss comes from a decorator here, from an entry point of an installed package (groups
-`rlcore.estimators` and `rlcore.policy_losses`) or from an import path `package.module:Name` in the config.
+An estimator or policy loss comes from a decorator here, from an entry point of an installed package
+(groups `rlcore.estimators` and `rlcore.policy_losses`) or from an import path `package.module:Name`
+in the config.
 """
 
 from __future__ import annotations
@@ -21,38 +22,54 @@ from rlcore.algorithms.keywords import Keyword, constructor_keywords
 from rlcore.algorithms.plugins import Factory, Needs, Plugin, Registry
 
 _ESTIMATORS = Registry("estimator", "rlcore.estimators", (*ESTIMATOR_ALWAYS, *ESTIMATOR_OPTIONAL))
-_POLICY_LOSSES = Registry("policy loss", "rlcore.policy_losses", (*POLICY_LOSS_ALWAYS, *POLICY_LOSS_OPTIONAL))
+_POLICY_LOSSES = Registry(
+    "policy loss", "rlcore.policy_losses", (*POLICY_LOSS_ALWAYS, *POLICY_LOSS_OPTIONAL)
+)
 
 
 def register_estimator(
-    name: str, needs: Needs | None = None, *, optional: Needs | None = None, formula: str = "", source: str = ""
+    name: str,
+    needs: Needs | None = None,
+    *,
+    optional: Needs | None = None,
+    formula: str = "",
+    source: str = "",
 ) -> Callable[[Factory], Factory]:
     """Enter a class as estimator `name`; its constructor's keywords become its config keys.
 
     Args:
         name: unique; a name that is taken is refused.
-        needs: the optional fields of `EstimatorInputs` that it must have, or a function of the built instance that
-            returns them. Without it, a `needs` attribute of the class counts. All other fields are None for it.
+        needs: the optional fields of `EstimatorInputs` that it must have, or a function of the
+            built instance that returns them. Without it, a `needs` attribute of the class counts.
+            All other fields are None for it.
         optional: fields that it takes where the batch has them, in the same form.
-        formula: the algorithm in one line, for `rlcore algorithms`. Without it, a `formula` attribute counts.
+        formula: the algorithm in one line, for `rlcore algorithms`. Without it, a `formula`
+            attribute counts.
         source: the paper or implementation it comes from, in the same way.
     """
     return _ESTIMATORS.register(name, needs, optional, formula, source)
 
 
 def register_policy_loss(
-    name: str, needs: Needs | None = None, *, optional: Needs | None = None, formula: str = "", source: str = ""
+    name: str,
+    needs: Needs | None = None,
+    *,
+    optional: Needs | None = None,
+    formula: str = "",
+    source: str = "",
 ) -> Callable[[Factory], Factory]:
     """Enter a class as policy loss `name`, like `register_estimator`.
 
-    The class may define `batch_stats(inputs) -> dict[str, Tensor]`, which is called on the whole optimizer step before
-    it is split and comes back in `inputs.batch_stats`.
+    The class may define `batch_stats(inputs) -> dict[str, Tensor]`, which is called on the whole
+    optimizer step before it is split and comes back in `inputs.batch_stats`.
     """
     return _POLICY_LOSSES.register(name, needs, optional, formula, source)
 
 
 def build_estimator(name: str | Callable[..., Any], **kwargs: Any) -> GuardedEstimator:
-    """Build the estimator `name` (or `package.module:Name`, or a class) with checked keywords, behind its guard."""
+    """Build the estimator `name` (or `package.module:Name`, or a class) with checked keywords,
+    behind its guard.
+    """
     return GuardedEstimator(*_ESTIMATORS.build(name, kwargs))
 
 
@@ -62,7 +79,9 @@ def guard_estimator(instance: Callable[..., Any]) -> GuardedEstimator:
 
 
 def build_policy_loss(name: str | Callable[..., Any], **kwargs: Any) -> GuardedPolicyLoss:
-    """Build the policy loss `name` (or `package.module:Name`, or a class) with checked keywords, behind its guard."""
+    """Build the policy loss `name` (or `package.module:Name`, or a class) with checked keywords,
+    behind its guard.
+    """
     return GuardedPolicyLoss(*_POLICY_LOSSES.build(name, kwargs))
 
 

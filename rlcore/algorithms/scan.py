@@ -1,14 +1,16 @@
 """The discounted suffix sum of ragged vectors, without a step in Python per token or per sequence.
 
-The flat vector is read as rows of 32 tokens, whatever the sequences in it. A piece is what one sequence owns of one row.
+The flat vector is read as rows of 32 tokens, whatever the sequences in it. A piece is what one
+sequence owns of one row.
 
-1. Inside a row: first within every 4 tokens, one by one; then neighbours of 4, 8, … tokens are joined, the right one's
-   first entry times powers of the decay added to the left one. Nothing ever moves to the right, so what a row ends with
-   is right, whatever precedes it.
-2. The pieces at which sequences end are at most one a sequence. They are cut out first, scanned apart as rows that end with
-   their sequence, and put back over what came out wrong.
-3. The first entries of the rows are a ragged vector 32 times shorter, scanned with `decay ** 32` by doubling: windows of
-   1, 2, 4, … entries add up. Its result is what each row receives from the row behind it.
+1. Inside a row: first within every 4 tokens, one by one; then neighbours of 4, 8, … tokens are
+   joined, the right one's first entry times powers of the decay added to the left one. Nothing ever
+   moves to the right, so what a row ends with is right, whatever precedes it.
+2. The pieces at which sequences end are at most one a sequence. They are cut out first, scanned
+   apart as rows that end with their sequence, and put back over what came out wrong.
+3. The first entries of the rows are a ragged vector 32 times shorter, scanned with `decay ** 32` by
+   doubling: windows of 1, 2, 4, … entries add up. Its result is what each row receives from the row
+   behind it.
 
 All of it is float64 and touches M numbers a few times, in place.
 """
@@ -24,7 +26,9 @@ _ROW = 32  # tokens; longer rows save little, and cost more where sequences end
 
 
 def suffix_scan(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
-    """`discounted_suffix_sum` of checked arguments: int64 `cu_seqlens`; `decay` a float, or float64 `[B]`."""
+    """`discounted_suffix_sum` of checked arguments: int64 `cu_seqlens`; `decay` a float, or float64
+    `[B]`.
+    """
     if x.requires_grad and torch.is_grad_enabled():
         result: Tensor = _SuffixScan.apply(x, cu_seqlens, decay)
         return result
@@ -36,7 +40,8 @@ class _SuffixScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
-        ctx.cu_seqlens, ctx.decay = cu_seqlens, decay
+        ctx.cu_seqlens = cu_seqlens
+        ctx.decay = decay
         return suffix_scan(x, cu_seqlens, decay)
 
     @staticmethod
@@ -47,7 +52,9 @@ class _SuffixScan(torch.autograd.Function):
 
 
 def suffix_scan_(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
-    """`suffix_scan` in place and returned, of a contiguous float64 tensor that takes no part in a graph."""
+    """`suffix_scan` in place and returned, of a contiguous float64 tensor that takes no part in a
+    graph.
+    """
     lengths = cu_seqlens.diff()
     longest = int(lengths.max()) if lengths.numel() else 0
     if longest <= 1 or (isinstance(decay, float) and decay == 0.0):
@@ -60,12 +67,15 @@ def suffix_scan_(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor
 
 
 def _scan_by_rows(y: Tensor, borders: Tensor, decay: float | Tensor, longest: int) -> Tensor:
-    """The scan of sequences none of which is empty. A last row that is not full is made of ending pieces alone."""
+    """The scan of sequences none of which is empty. A last row that is not full is made of ending
+    pieces alone.
+    """
     num_rows = y.numel() // _ROW
     rows = y[: num_rows * _ROW].view(num_rows, _ROW)
     ends = borders[1:]
     piece_lengths = torch.minimum(borders.diff(), (ends - 1) % _ROW + 1)
-    # [sequences, 32]: the piece with which each sequence ends, aligned to the right; to the left of it its first token
+    # [sequences, 32]: the piece with which each sequence ends, aligned to the right; to the left of
+    # it its first token
     column = torch.maximum(torch.arange(_ROW, device=y.device), (_ROW - piece_lengths)[:, None])
     token = column + (ends - _ROW)[:, None]
     ending = y[token]
@@ -79,22 +89,29 @@ def _scan_by_rows(y: Tensor, borders: Tensor, decay: float | Tensor, longest: in
     ending = ending.gather(1, column)
     y[token] = ending
 
-    firsts = _scan_by_doubling(y[::_ROW].clone(), (borders + _ROW - 1) // _ROW, decay**_ROW, -(-longest // _ROW) + 1)
+    firsts = _scan_by_doubling(
+        y[::_ROW].clone(), (borders + _ROW - 1) // _ROW, decay**_ROW, -(-longest // _ROW) + 1
+    )
     carried = firsts[1:, None]
-    rows[: len(carried)].addcmul_(carried, row_powers if isinstance(decay, float) else row_powers[: len(carried)])
+    rows[: len(carried)].addcmul_(
+        carried, row_powers if isinstance(decay, float) else row_powers[: len(carried)]
+    )
     y[token] = ending  # nothing follows where a sequence ends
     return y
 
 
 def _powers(decay: float | Tensor, device: torch.device) -> Tensor:
-    """`decay ** 32, …, decay ** 1`, float64 `[1 or B, 32]`: what reaches each token of a row from behind it."""
+    """`decay ** 32, …, decay ** 1`, float64 `[1 or B, 32]`: what reaches each token of a row from
+    behind it.
+    """
     ahead = torch.arange(_ROW, 0, -1, dtype=torch.float64, device=device)
     return (decay[:, None] if isinstance(decay, Tensor) else decay) ** ahead.expand(1, _ROW)
 
 
 def _scan_inside(rows: Tensor, powers: Tensor) -> None:
     """Suffix sums of each row `[n, 32]`, in place."""
-    of_four, decay = rows.view(rows.shape[0], -1, 4).unbind(2), powers[:, -1:]
+    of_four = rows.view(rows.shape[0], -1, 4).unbind(2)
+    decay = powers[:, -1:]
     for t in (2, 1, 0):  # one by one: loops over 1 or 2 numbers are slow
         of_four[t].addcmul_(of_four[t + 1], decay)
     for width in (4, 8, 16):
@@ -103,11 +120,14 @@ def _scan_inside(rows: Tensor, powers: Tensor) -> None:
 
 
 def _scan_by_doubling(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor, longest: int) -> Tensor:
-    """Suffix sums in place and returned; `longest` is at least the number of entries of the longest sequence."""
+    """Suffix sums in place and returned; `longest` is at least the number of entries of the longest
+    sequence.
+    """
     lengths = cu_seqlens.diff()
     entry = torch.arange(y.numel(), device=y.device)
     behind = torch.repeat_interleave(cu_seqlens[1:] - 1, lengths, output_size=y.numel()) - entry
-    zero, rate = y.new_zeros(()), decay
+    zero = y.new_zeros(())
+    rate = decay
     if isinstance(decay, Tensor):
         rate = torch.repeat_interleave(decay, lengths, output_size=y.numel())
     width = 1

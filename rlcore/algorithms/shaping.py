@@ -1,4 +1,5 @@
-"""Per-token rewards: process rewards, the KL penalty and distillation on every token, the outcome on the last one.
+"""Per-token rewards: process rewards, the KL penalty and distillation on every token, the outcome
+on the last one.
 
 All sums are float64: an outcome of 1e4 beside a KL of 1e-3 would lose the KL in float32.
 """
@@ -13,13 +14,17 @@ from rlcore.algorithms.types import EstimatorInputs
 from rlcore.algorithms.wide import add_
 
 
-def token_terms(inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: float = 0.0) -> Tensor | None:
-    """Return what every token earns beside the outcome, a new float64 tensor `[M]`, or None where nothing does.
+def token_terms(
+    inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: float = 0.0
+) -> Tensor | None:
+    """Return what every token earns beside the outcome, a new float64 tensor `[M]`, or None where
+    nothing does.
 
         token_rewards_t - kl_coef * kl_t + distill_coef * (teacher_logprobs_t - logprobs_t)
 
-    `token_rewards` count where the inputs have them; a field whose coefficient is 0 is not read. The last term is
-    on-policy distillation: its mean over the policy's own samples is minus the KL to the teacher.
+    `token_rewards` count where the inputs have them; a field whose coefficient is 0 is not read.
+    The last term is on-policy distillation: its mean over the policy's own samples is minus the KL
+    to the teacher.
     """
     if inputs.token_rewards is None and kl_coef == 0.0 and distill_coef == 0.0:
         return None
@@ -35,8 +40,11 @@ def token_terms(inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: flo
     return terms
 
 
-def shaped_rewards(inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: float = 0.0) -> Tensor:
-    """Return `token_terms`, plus the outcome reward where t is the last token of its sequence: new float64 `[M]`.
+def shaped_rewards(
+    inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: float = 0.0
+) -> Tensor:
+    """Return `token_terms`, plus the outcome reward where t is the last token of its sequence: new
+    float64 `[M]`.
 
     The reward of an empty sequence is on no token and is not read.
     """
@@ -48,8 +56,12 @@ def shaped_rewards(inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: 
     return shaped.index_add_(0, last, inputs.rewards[nonempty].double())
 
 
-def shaped_returns(inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: float = 0.0) -> Tensor:
-    """Return the sum of `shaped_rewards` over each sequence, float64 `[B]`; an empty one has its outcome reward."""
+def shaped_returns(
+    inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: float = 0.0
+) -> Tensor:
+    """Return the sum of `shaped_rewards` over each sequence, float64 `[B]`; an empty one has its
+    outcome reward.
+    """
     terms = token_terms(inputs, kl_coef, distill_coef)
     outcomes = inputs.rewards.double()
     return outcomes if terms is None else outcomes + segment_sum(terms, inputs.cu_seqlens)
@@ -62,7 +74,9 @@ def shaping_needs(kl_coef: float, distill_coef: float) -> set[str]:
 
 
 def require(value: Tensor | None, name: str) -> Tensor:
-    """Return a field that `needs` promised; None means that the estimator declared less than it reads."""
+    """Return a field that `needs` promised; None means that the estimator declared less than it
+    reads.
+    """
     assert value is not None, f"{name} is read but not declared in needs"
     return value
 

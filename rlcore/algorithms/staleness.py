@@ -12,12 +12,14 @@ def stale_tokens(versions: Tensor, current_version: int, max_staleness: int) -> 
     """Return where `current_version - versions > max_staleness`, bool `[M]`.
 
     Args:
-        versions: integer `[M]`, the policy version that made each token; tokens of one sequence may differ.
+        versions: integer `[M]`, the policy version that made each token; tokens of one sequence may
+            differ.
         current_version: the version that is about to be trained, from which they are counted.
         max_staleness: a token may be this many versions old, >= 0.
 
     Raises:
-        InputError: a token is newer than the policy: versions only ever grow, so one of the two is wrong.
+        InputError: a token is newer than the policy: versions only ever grow, so one of the two is
+            wrong.
         ValueError: `max_staleness` is negative.
     """
     if max_staleness < 0:
@@ -26,16 +28,24 @@ def stale_tokens(versions: Tensor, current_version: int, max_staleness: int) -> 
         raise InputError(f"versions: expected an integer dtype, got {versions.dtype}")
     age = current_version - versions
     if age.numel() and int(age.min()) < 0:
-        raise InputError(f"versions: expected none above the current version {current_version}, got {int(versions.max())}")
+        raise InputError(
+            f"versions: expected none above the current version {current_version}, got"
+            f" {int(versions.max())}"
+        )
     return age > max_staleness
 
 
 def mask_weights(weights: Tensor, dropped: Tensor) -> Tensor:
-    """Return `weights` (`[M]`) with 0 where `dropped` (bool `[M]`): those tokens lose every term of the loss.
+    """Return `weights` (`[M]`) with 0 where `dropped` (bool `[M]`): those tokens lose every term of
+    the loss.
 
-    Call it after `loss_weights`: the other tokens keep their weight, since a denominator that shrank with the dropped
+    Call it after `loss_weights`: the other tokens keep their weight, since a denominator that
+        shrank with the dropped
     tokens would make each that is left count for more the more are dropped.
     """
     if weights.shape != dropped.shape or dropped.dtype != torch.bool:
-        raise InputError(f"dropped: expected bool of shape {list(weights.shape)}, got {dropped.dtype} {list(dropped.shape)}")
+        raise InputError(
+            f"dropped: expected bool of shape {list(weights.shape)}, got {dropped.dtype}"
+            f" {list(dropped.shape)}"
+        )
     return weights.masked_fill(dropped, 0.0)

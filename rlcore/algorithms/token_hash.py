@@ -1,4 +1,6 @@
-"""Random numbers that belong to a token, not to a generator: the same in every layout, order and micro-batch."""
+"""Random numbers that belong to a token, not to a generator: the same in every layout, order and
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +9,30 @@ from torch import Tensor
 
 from rlcore.algorithms.ragged import expand_to_tokens
 
-# Constants of splitmix64 (G. Steele, D. Lea and C. Flood, "Fast splittable pseudorandom number generators", 2014),
-# written as the signed integers that have these 64 bits.
+# Constants of splitmix64 (G. Steele, D. Lea and C. Flood, "Fast splittable pseudorandom number
+# generators", 2014), written as the signed integers that have these 64 bits.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-def token_uniform(sequence_ids: Tensor, cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
-    """Return a number in [0, 1) for each token, float64 `[M]`, made of its sequence's identity and its position alone.
+def token_uniform(
+    sequence_ids: Tensor, cu_seqlens: Tensor, num_tokens: int | None = None
+) -> Tensor:
+    """Return a number in [0, 1) for each token, float64 `[M]`, made of its sequence's identity and
+    its position alone.
 
-        u = splitmix64(seed = mix64(sequence_ids[b]), draw = position in the sequence) / 2^64, to 53 bits
+        u = splitmix64(seed = mix64(sequence_ids[b]), draw = position in the sequence) / 2^64, to 53
+        bits
 
     Args:
-        sequence_ids: int64 `[B]`, one identity a sequence. Two sequences of one identity get the same numbers.
+        sequence_ids: int64 `[B]`, one identity a sequence. Two sequences of one identity get the
+            same numbers.
         cu_seqlens: integer `[B+1]`.
         num_tokens: M, where the caller knows it, which saves a wait for the device.
 
-    Counter-based: nothing is consumed, so the number of a token depends on no other token. 64-bit integers wrap in the
-    same way on every device, and so does the result.
+    Counter-based: nothing is consumed, so the number of a token depends on no other token. 64-bit
+    integers wrap in the same way on every device, and so does the result.
     """
     cu_seqlens = cu_seqlens.long()
     seeds = expand_to_tokens(mix64(sequence_ids.long()), cu_seqlens, num_tokens)

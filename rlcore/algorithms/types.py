@@ -1,6 +1,7 @@
 """The records that estimators and policy losses take and return.
 
-Shapes: `[M]` trainable tokens of the whole batch, `[B]` sequences, `[B+1]` borders. All records are frozen and check
+Shapes: `[M]` trainable tokens of the whole batch, `[B]` sequences, `[B+1]` borders. All records are
+    frozen and check
 themselves when built; the tensors in them are to be read, not written.
 """
 
@@ -34,7 +35,8 @@ class EstimatorInputs:
     rollout_logprobs: Tensor | None = None  # float [M], as the engine reported them
     kl: Tensor | None = None  # float [M], approximate KL(policy || reference), raw
     values: Tensor | None = None  # float [M], critic value of the state before each token
-    baseline_rewards: Tensor | None = None  # float [B], e.g. the reward of the greedy sample (ReMax)
+    # float [B], e.g. the reward of the greedy sample (ReMax)
+    baseline_rewards: Tensor | None = None
     teacher_logprobs: Tensor | None = None  # float [M], on-policy distillation
     versions: Tensor | None = None  # int64 [M], policy version that made each token
     rollout_ids: Tensor | None = None  # int64 [B], equal for samples that came from one rollout
@@ -57,7 +59,9 @@ class EstimatorInputs:
 
 @dataclass(frozen=True)
 class Advantages:
-    """What an estimator returns: one advantage per token, and the targets of the critic where there is one."""
+    """What an estimator returns: one advantage per token, and the targets of the critic where there
+    is one.
+    """
 
     advantages: Tensor  # float [M]
     returns: Tensor | None = None  # float [M]
@@ -66,14 +70,17 @@ class Advantages:
         for name in ("advantages", "returns"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, Tensor):
-                raise InputError(f"Advantages.{name}: expected a tensor [M], got {type(value).__name__}")
+                raise InputError(
+                    f"Advantages.{name}: expected a tensor [M], got {type(value).__name__}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossInputs:
     """What a policy loss may see: whole sequences, of a micro-batch or of the whole optimizer step.
 
-    On an accelerator the contents of `cu_seqlens` are not checked: the host would wait for the device once a
+    On an accelerator the contents of `cu_seqlens` are not checked: the host would wait for the
+        device once a
     micro-batch.
     """
 
@@ -85,9 +92,12 @@ class PolicyLossInputs:
     ref_logprobs: Tensor | None = None  # float [M]
     rollout_logprobs: Tensor | None = None  # float [M]
     versions: Tensor | None = None  # int64 [M]
-    weights: Tensor | None = None  # float [M], the loss weights of these tokens (see `loss_weights`)
-    sequence_ids: Tensor | None = None  # int64 [B], who each sequence is, wherever it stands: to choose tokens by a hash
-    batch_stats: Mapping[str, Tensor] | None = None  # what the loss itself computed from the whole optimizer step
+    # float [M], the loss weights of these tokens (see `loss_weights`)
+    weights: Tensor | None = None
+    # int64 [B], who each sequence is, wherever it stands: to choose tokens by a hash
+    sequence_ids: Tensor | None = None
+    # what the loss itself computed from the whole optimizer step
+    batch_stats: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         waits = isinstance(self.cu_seqlens, Tensor) and self.cu_seqlens.device.type != "cpu"
@@ -116,13 +126,20 @@ class PolicyLoss:
 
     def __post_init__(self) -> None:
         if not isinstance(self.per_token, Tensor):
-            raise InputError(f"PolicyLoss.per_token: expected a tensor [M], got {type(self.per_token).__name__}")
+            raise InputError(
+                f"PolicyLoss.per_token: expected a tensor [M], got {type(self.per_token).__name__}"
+            )
 
 
 def _check_record(
-    record: Any, *, per_token: Iterable[str] = (), per_sequence: Iterable[str] = (), num_tokens: int | None = None
+    record: Any,
+    *,
+    per_token: Iterable[str] = (),
+    per_sequence: Iterable[str] = (),
+    num_tokens: int | None = None,
 ) -> None:
-    """Raise `InputError` unless every field has its shape, kind of dtype and the device of `cu_seqlens`.
+    """Raise `InputError` unless every field has its shape, kind of dtype and the device of
+    `cu_seqlens`.
 
     M is `cu_seqlens[-1]`, unless `num_tokens` gives it without asking the device.
     """
@@ -133,7 +150,9 @@ def _check_record(
     num_sequences = cu_seqlens.numel() - 1
     sizes = [(name, num_tokens, "[M]") for name in per_token]
     sizes += [(name, num_sequences, "[B]") for name in per_sequence]
-    required = {name for name, f in type(record).__dataclass_fields__.items() if f.default is not None}
+    required = {
+        name for name, f in type(record).__dataclass_fields__.items() if f.default is not None
+    }
     for name, size, symbol in sizes:
         value = getattr(record, name)
         if value is None and name not in required:
@@ -142,13 +161,20 @@ def _check_record(
         if not isinstance(value, Tensor):
             raise InputError(f"{at}: expected a tensor {symbol}, got {type(value).__name__}")
         if tuple(value.shape) != (size,):
-            raise InputError(f"{at}: expected shape {symbol} = [{size}] as in cu_seqlens, got {list(value.shape)}")
-        if name in _INTEGER_FIELDS and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
+            raise InputError(
+                f"{at}: expected shape {symbol} = [{size}] as in cu_seqlens, got"
+                f" {list(value.shape)}"
+            )
+        if name in _INTEGER_FIELDS and (
+            value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+        ):
             raise InputError(f"{at}: expected an integer dtype, got {value.dtype}")
         if name not in _INTEGER_FIELDS and not value.is_floating_point():
             raise InputError(f"{at}: expected a floating dtype, got {value.dtype}")
         if value.device != cu_seqlens.device:
-            raise InputError(f"{at}: expected device {cu_seqlens.device} as cu_seqlens, got {value.device}")
+            raise InputError(
+                f"{at}: expected device {cu_seqlens.device} as cu_seqlens, got {value.device}"
+            )
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, at: str = "cu_seqlens", *, contents: bool = True) -> None:
@@ -171,5 +197,6 @@ def check_cu_seqlens(cu_seqlens: Tensor, at: str = "cu_seqlens", *, contents: bo
     if falls.numel():
         b = int(falls[0])
         raise InputError(
-            f"{at}: expected never to fall, got {int(borders[b])} -> {int(borders[b + 1])} at sequence {b}"
+            f"{at}: expected never to fall, got {int(borders[b])} -> {int(borders[b + 1])} at"
+            f" sequence {b}"
         )

@@ -1,7 +1,8 @@
 """Float64 arithmetic over long float32 vectors, a piece at a time.
 
-A float64 copy of a batch is twice its memory, and memory that was never touched costs the kernel more than the sum costs
-the processor. A piece stays in the cache, and its memory is used again for the next one.
+A float64 copy of a batch is twice its memory, and memory that was never touched costs the kernel
+more than the sum costs the processor. A piece stays in the cache, and its memory is used again for
+the next one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def add_(wide: Tensor, x: Tensor, alpha: float = 1.0) -> Tensor:
 def mean_and_variance(x: Tensor, minus: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return mean and unbiased variance of `x`, or of `x - minus`, as float64 scalars; M > 0.
 
-    Two passes: `E[x^2] - mean^2` is noise where the mean is far above the deviation. The variance of one number is 0.
+    Two passes: `E[x^2] - mean^2` is noise where the mean is far above the deviation. The variance
+        of one number is 0.
     """
     vectors = (x,) if minus is None else (x, minus)
     zero = torch.zeros((), dtype=torch.float64, device=x.device)

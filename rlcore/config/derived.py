@@ -11,21 +11,30 @@ from rlcore.config.sections.algorithm import Normalization
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
 
-# Built-in estimators, for checks on a machine without torch; what a plugin takes is asked of the plugin.
+# Built-in estimators, for checks on a machine without torch; what a plugin takes is asked of the
+# plugin.
 SHAPED_REWARDS = frozenset({"ppo", "vapo", "reinforce++", "reinforce++_baseline", "remax", "rloo"})
-GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "opo", "gpg", "max_rl", "reinforce++_baseline"})
+GROUP_ESTIMATORS = frozenset(
+    {"grpo", "dr_grpo", "rloo", "opo", "gpg", "max_rl", "reinforce++_baseline"}
+)
 NORMALIZED = frozenset({"ppo", "vapo", "reinforce++", "reinforce++_baseline"})
 
-# Keywords of estimators that the configuration keeps elsewhere: set once, read by all who need them.
-COEFFICIENTS = {"kl_coef": "algorithm.kl.reward_coef", "distill_coef": "algorithm.distillation.coef"}
+# Keywords of estimators that the configuration keeps elsewhere: set once, read by all who need
+# them.
+COEFFICIENTS = {
+    "kl_coef": "algorithm.kl.reward_coef",
+    "distill_coef": "algorithm.distillation.coef",
+}
 
-FP8_MULTIPLE = 16       # an FP8 matmul takes tokens by the sixteen
+FP8_MULTIPLE = 16  # an FP8 matmul takes tokens by the sixteen
 
 REFERENCE_FIELDS = frozenset({"kl", "ref_logprobs"})
 
 
 def generates(config: Config) -> bool:
-    """Whether an engine makes what is trained on: not people (supervised fine-tuning), nor a recording."""
+    """Whether an engine makes what is trained on: not people (supervised fine-tuning), nor a
+    recording.
+    """
     return not config.is_sft and config.training.replay is None
 
 
@@ -36,7 +45,9 @@ def truncates(config: Config) -> bool:
 
 
 def recorded_fields(config: Config) -> dict[str, str]:
-    """What the engine must record with every sample that is trained on: field of `Sample` -> the key that asks for it."""
+    """What the engine must record with every sample that is trained on: field of `Sample` -> the
+    key that asks for it.
+    """
     asked = {
         "keep_sets": ("policy.logprobs.keep_sets", config.policy.logprobs.keep_sets),
         "routed_experts": ("policy.routing_replay", config.policy.routing_replay == "engine"),
@@ -68,7 +79,9 @@ def needs_teacher(config: Config, estimator_needs: Collection[str] = ()) -> bool
     Args:
         estimator_needs: the fields that the built estimator declares.
     """
-    return not config.is_sft and bool(config.algorithm.distillation.coef or "teacher_logprobs" in estimator_needs)
+    return not config.is_sft and bool(
+        config.algorithm.distillation.coef or "teacher_logprobs" in estimator_needs
+    )
 
 
 def needs_critic(estimator_needs: Collection[str]) -> bool:
@@ -95,7 +108,9 @@ def coefficients(config: Config) -> dict[str, float]:
 
 
 def takes_coefficients(config: Config) -> bool | None:
-    """Whether a built-in estimator has rewards a token, to which COEFFICIENTS apply; None for a plugin."""
+    """Whether a built-in estimator has rewards a token, to which COEFFICIENTS apply; None for a
+    plugin.
+    """
     name = config.algorithm.estimator.name
     if name in SHAPED_REWARDS:
         return True
@@ -136,7 +151,9 @@ def total_steps(config: Config, num_prompts: int) -> int:
     if training.episodes is not None:
         return math.ceil(training.episodes / samples_per_step(config))
     if training.epochs is None:
-        raise ValueError("one of training.steps, training.episodes and training.epochs must be given")
+        raise ValueError(
+            "one of training.steps, training.episodes and training.epochs must be given"
+        )
     if num_prompts < 1:
         raise ValueError(f"training.epochs needs the number of prompts, got {num_prompts}")
     return max(1, math.ceil(training.epochs * num_prompts / prompts_per_step(config)))
@@ -154,15 +171,25 @@ def optimizer_steps(config: Config, num_prompts: int) -> int:
 
 def other_folders(config: Config) -> dict[str, str]:
     """The key of each model that has a folder of its own -> that folder."""
-    paths = {"reference.path": config.reference.path, "teacher.path": config.teacher.path, "critic.path": config.critic.path}
+    paths = {
+        "reference.path": config.reference.path,
+        "teacher.path": config.teacher.path,
+        "critic.path": config.critic.path,
+    }
     return {key: path for key, path in paths.items() if path}
 
 
 def world_size(config: Config) -> int:
-    """Ranks of the run, where the configuration says how many; else the fewest that the layout fits."""
+    """Ranks of the run, where the configuration says how many; else the fewest that the layout
+    fits.
+    """
     cluster = config.cluster
     processes = cluster.nodes * cluster.processes_per_node
-    return processes if cluster.launcher != "torchrun" or processes > 1 else model_parallel_size(config)
+    return (
+        processes
+        if cluster.launcher != "torchrun" or processes > 1
+        else model_parallel_size(config)
+    )
 
 
 def engine_place_s(config: Config) -> float:
@@ -176,8 +203,11 @@ def comeback_s(engine: EngineConfig, place_s: float) -> float:
 
 
 def gpus_of_a_node(config: Config) -> float:
-    """What the ranks of a node ask Ray for: each a share of one GPU, which is never cut over two, or whole ones."""
-    share, ranks = config.cluster.ray.rank_gpus, config.cluster.processes_per_node
+    """What the ranks of a node ask Ray for: each a share of one GPU, which is never cut over two,
+    or whole ones.
+    """
+    share = config.cluster.ray.rank_gpus
+    ranks = config.cluster.processes_per_node
     if not 0 < share < 1:
         return share * ranks
     full, others = divmod(ranks, math.floor(1 / share))
@@ -185,9 +215,11 @@ def gpus_of_a_node(config: Config) -> float:
 
 
 def pack_multiple(config: Config) -> int:
-    """What the tokens of a micro-batch are padded to a multiple of, so that its ranks hold equal shares.
+    """What the tokens of a micro-batch are padded to a multiple of, so that its ranks hold equal
+    shares.
 
-    Context parallelism cuts a sequence into 2 x CP chunks, sequence parallelism a pack into slices; FP8 has its own unit.
+    Context parallelism cuts a sequence into 2 x CP chunks, sequence parallelism a pack into slices;
+    FP8 has its own unit.
     """
     parallel = config.policy.parallel
     chunks = 1 if parallel.context == 1 else 2 * parallel.context
@@ -196,8 +228,11 @@ def pack_multiple(config: Config) -> int:
 
 
 def model_parallel_size(config: Config) -> int:
-    """Ranks of the smallest world that the layout fits: a whole number of copies of the dense weights, and of the experts."""
+    """Ranks of the smallest world that the layout fits: a whole number of copies of the dense
+    weights, and of the experts.
+    """
     parallel = config.policy.parallel
     expert_tensor = parallel.tensor if parallel.expert_tensor is None else parallel.expert_tensor
-    dense, experts = parallel.tensor * parallel.context, expert_tensor * parallel.expert
+    dense = parallel.tensor * parallel.context
+    experts = expert_tensor * parallel.expert
     return math.lcm(dense, experts if parallel.expert > 1 else 1) * parallel.pipeline

@@ -28,11 +28,15 @@ class Loaded:
     """A configuration that passed every check that needs no torch."""
 
     config: Config
-    origins: Mapping[str, str]          # dotted key of every value -> "file:line" | "override" | "default"
-    notes: tuple[str, ...] = ()         # what was given but has no effect, one line each: to be logged
+    # dotted key of every value -> "file:line" | "override" | "default"
+    origins: Mapping[str, str]
+    # what was given but has no effect, one line each: to be logged
+    notes: tuple[str, ...] = ()
 
     def origin(self, path: str) -> str:
-        """Where the value at `path` came from; for a section or a list item, its first value or its list."""
+        """Where the value at `path` came from; for a section or a list item, its first value or its
+        list.
+        """
         if path in self.origins:
             return self.origins[path]
         below = (place for key, place in self.origins.items() if key.startswith(path + "."))
@@ -54,15 +58,18 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
         elif argument.endswith(_SUFFIXES):
             files.append(Path(argument))
         else:
-            raise ConfigError(f"argument {argument!r}: expected a file *.yaml or an override a.b.c=value")
+            raise ConfigError(
+                f"argument {argument!r}: expected a file *.yaml or an override a.b.c=value"
+            )
     return files, overrides
 
 
 def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
-    """Merge `files` left to right (maps merge, everything else replaces), then the overrides, and check the result.
+    """Merge `files` left to right (maps merge, everything else replaces), then the overrides, and
+    check the result.
 
-    A plugin section (`algorithm.estimator`, ...) whose `name` a later layer changes starts afresh: the keywords of the
-    plugin that was named before fall away.
+    A plugin section (`algorithm.estimator`, ...) whose `name` a later layer changes starts afresh:
+    the keywords of the plugin that was named before fall away.
 
     Raises:
         ConfigError: one line a problem, naming key, origin, what was got and what was expected.
@@ -98,7 +105,11 @@ def _numbers_as_text(values: dict[str, Any], tree: Tree) -> dict[str, Any]:
         for details in error.errors(include_url=False):
             path = tuple(str(key) for key in details["loc"])
             setting = find(tree, path)
-            if details["type"] != "string_type" or not isinstance(setting, Setting) or setting.text is None:
+            if (
+                details["type"] != "string_type"
+                or not isinstance(setting, Setting)
+                or setting.text is None
+            ):
                 continue
             if isinstance(setting.value, int | float) and not isinstance(setting.value, bool):
                 holder = values
@@ -109,7 +120,9 @@ def _numbers_as_text(values: dict[str, Any], tree: Tree) -> dict[str, Any]:
 
 
 def _with_required_sections(values: dict[str, Any], section: type[Section]) -> dict[str, Any]:
-    """With an empty section for each that must be there, so that the error names the key that is missing in it."""
+    """With an empty section for each that must be there, so that the error names the key that is
+    missing in it.
+    """
     required: dict[str, Any] = {
         name: {}
         for name, field in section.model_fields.items()
@@ -124,12 +137,16 @@ def _without_empty_sections(layer: Tree, path: KeyPath = ()) -> Tree:
     for key, node in layer.items():
         if isinstance(node, dict):
             kept[key] = _without_empty_sections(node, (*path, key))
-        elif node.value is not None or section_at((*path, key)) is None or may_be_null((*path, key)):
+        elif (
+            node.value is not None or section_at((*path, key)) is None or may_be_null((*path, key))
+        ):
             kept[key] = node
     return kept
 
 
-def _without_old_keywords(tree: Tree, layer: Tree, notes: list[Problem], path: KeyPath = ()) -> Tree:
+def _without_old_keywords(
+    tree: Tree, layer: Tree, notes: list[Problem], path: KeyPath = ()
+) -> Tree:
     """`tree` less the keywords of plugins that `layer` names anew."""
     kept = dict(tree)
     for key, new in layer.items():
@@ -138,7 +155,9 @@ def _without_old_keywords(tree: Tree, layer: Tree, notes: list[Problem], path: K
             continue
         section = section_at((*path, key))
         if section is not None and issubclass(section, Plugin) and _renamed(old, new):
-            dropped = [name for name in old if name not in section.model_fields or name in section.keywords]
+            dropped = [
+                name for name in old if name not in section.model_fields or name in section.keywords
+            ]
             old = {name: node for name, node in old.items() if name not in dropped}
             if dropped:
                 message = f"another name was given; dropped the earlier one's {', '.join(dropped)}"
@@ -148,8 +167,11 @@ def _without_old_keywords(tree: Tree, layer: Tree, notes: list[Problem], path: K
 
 
 def _renamed(old: Tree, new: Tree) -> bool:
-    before, after = old.get("name"), new.get("name")
-    return isinstance(before, Setting) and isinstance(after, Setting) and before.value != after.value
+    before = old.get("name")
+    after = new.get("name")
+    return (
+        isinstance(before, Setting) and isinstance(after, Setting) and before.value != after.value
+    )
 
 
 def _origins(config: Config, tree: Tree) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""What is wrong with a configuration, in one line a problem: path, origin, what was got, what was expected."""
+"""What is wrong with a configuration, in one line a problem: path, origin, what was got, what was
+expected.
+"""
 
 from __future__ import annotations
 

@@ -16,12 +16,14 @@ from rlcore.config.derived import (
 )
 from rlcore.config.sections.root import Config
 
-# Built-in algorithms, for plans on a machine without torch; what a plugin needs is asked of the plugin.
+# Built-in algorithms, for plans on a machine without torch; what a plugin needs is asked of the
+# plugin.
 VALUE_ESTIMATORS = frozenset({"ppo", "vapo"})
 LOSSES = frozenset({
     "cispo", "clip_cov", "decoupled_ppo", "geo_mean", "gspo", "gspo_token", "kl_cov", "ppo_clip", "reinforce", "sapo", "sft",
 })  # fmt: skip
-WHOLE_STEP_LOSSES = frozenset({"clip_cov", "kl_cov"})       # need all of an optimizer step before it is split
+# need all of an optimizer step before it is split
+WHOLE_STEP_LOSSES = frozenset({"clip_cov", "kl_cov"})
 
 
 @dataclass(frozen=True)
@@ -39,25 +41,32 @@ class Passes:
 
 
 def passes(
-    config: Config, *, estimator_needs: Collection[str], loss_needs: Collection[str], whole_step_loss: bool
+    config: Config,
+    *,
+    estimator_needs: Collection[str],
+    loss_needs: Collection[str],
+    whole_step_loss: bool,
 ) -> Passes:
     """Of the configured algorithm.
 
     Args:
         estimator_needs, loss_needs: the fields that the built estimator and policy loss declare.
-        whole_step_loss: the loss needs the log-probs of all of an optimizer step before it is split.
+        whole_step_loss: the loss needs the log-probs of all of an optimizer step before it is
+            split.
     """
     reference = needs_reference(config, {*estimator_needs, *loss_needs})
     critic = needs_critic(estimator_needs)
     policy = not config.is_sft and (
-        whole_step_loss or _scored_before_update(config, estimator_needs, reference=reference, critic=critic)
+        whole_step_loss
+        or _scored_before_update(config, estimator_needs, reference=reference, critic=critic)
     )
     return Passes(policy, reference, needs_teacher(config, estimator_needs), critic)
 
 
 def built_in_passes(config: Config) -> Passes | None:
     """`passes` where estimator and loss are built in; None where a plugin has to be asked."""
-    estimator, loss = config.algorithm.estimator.name, config.algorithm.loss.name
+    estimator = config.algorithm.estimator.name
+    loss = config.algorithm.loss.name
     if estimator not in SHAPED_REWARDS | GROUP_ESTIMATORS or loss not in LOSSES:
         return None
     needs = {"values"} if estimator in VALUE_ESTIMATORS else set()
@@ -65,13 +74,24 @@ def built_in_passes(config: Config) -> Passes | None:
         given = coefficients(config)
         needs |= {"kl"} if given["kl_coef"] else set()
         needs |= {"logprobs", "teacher_logprobs"} if given["distill_coef"] else set()
-    return passes(config, estimator_needs=needs, loss_needs=(), whole_step_loss=loss in WHOLE_STEP_LOSSES)
+    return passes(
+        config, estimator_needs=needs, loss_needs=(), whole_step_loss=loss in WHOLE_STEP_LOSSES
+    )
 
 
-def _scored_before_update(config: Config, needs: Collection[str], *, reference: bool, critic: bool) -> bool:
-    """Whether the policy needs a pass of its own, since no update sees the whole batch with the weights that it had."""
-    algorithm, training = config.algorithm, config.training
-    if algorithm.old_logprobs == "recompute" or training.early_stopping or config.policy.routing_replay == "logprobs":
+def _scored_before_update(
+    config: Config, needs: Collection[str], *, reference: bool, critic: bool
+) -> bool:
+    """Whether the policy needs a pass of its own, since no update sees the whole batch with the
+    weights that it had.
+    """
+    algorithm = config.algorithm
+    training = config.training
+    if (
+        algorithm.old_logprobs == "recompute"
+        or training.early_stopping
+        or config.policy.routing_replay == "logprobs"
+    ):
         return True
     if algorithm.kl.reward_coef or not {"kl", "logprobs"}.isdisjoint(needs):
         return True

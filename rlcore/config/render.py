@@ -1,4 +1,6 @@
-"""A configuration as YAML that says behind each value where it came from, and that loads to the same configuration."""
+"""A configuration as YAML that says behind each value where it came from, and that loads to the
+same configuration.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def render_config(values: Mapping[str, Any], origins: Mapping[str, object]) -> s
     return "".join(f"{line}\n" for line in _lines(values, origins, "", ""))
 
 
-def _lines(values: Mapping[str, Any], origins: Mapping[str, object], path: str, indent: str) -> Iterator[str]:
+def _lines(
+    values: Mapping[str, Any], origins: Mapping[str, object], path: str, indent: str
+) -> Iterator[str]:
     for key, value in values.items():
         head = f"{indent}{_flow(key)}:"
         if isinstance(value, Mapping) and value:
@@ -38,5 +42,7 @@ def _lines(values: Mapping[str, Any], origins: Mapping[str, object], path: str, 
 
 def _flow(value: Any) -> str:
     """One line of YAML."""
-    text = yaml.dump(value, Dumper=ConfigDumper, default_flow_style=True, width=_ENDLESS, allow_unicode=True)
+    text = yaml.dump(
+        value, Dumper=ConfigDumper, default_flow_style=True, width=_ENDLESS, allow_unicode=True
+    )
     return text.removesuffix("\n").removesuffix("\n...")

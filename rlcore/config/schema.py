@@ -12,7 +12,7 @@ from rlcore.config.sections.base import Section
 from rlcore.config.sections.root import Config
 from rlcore.config.tree import KeyPath
 
-ANY = "NAME"    # stands for the free key of a map of sections, as in reward.parts.NAME.weight
+ANY = "NAME"  # stands for the free key of a map of sections, as in reward.parts.NAME.weight
 
 # Names from other trainers, and where the thing is here.
 ALIASES = {
@@ -47,7 +47,8 @@ def field_section(annotation: Any) -> tuple[type[Section] | None, bool]:
     """(the section that a field holds, or None; whether it holds a map of named ones)."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation, False
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin in (Union, UnionType):
         found = [field_section(argument) for argument in arguments if argument is not type(None)]
         return next((item for item in found if item[0] is not None), (None, False))
@@ -93,7 +94,9 @@ def section_at(path: KeyPath) -> type[Section] | None:
 
 
 def may_be_null(path: KeyPath) -> bool:
-    """Whether null at `path` says something: a section that may be absent, or one of a map of named sections."""
+    """Whether null at `path` says something: a section that may be absent, or one of a map of named
+    sections.
+    """
     parent = section_at(path[:-1])
     if parent is None:
         return True
@@ -102,8 +105,11 @@ def may_be_null(path: KeyPath) -> bool:
 
 
 def suggest(path: KeyPath) -> str | None:
-    """The known key nearest to an unknown one: beside it, by another name, or of the same name elsewhere."""
-    parent, leaf = path[:-1], path[-1]
+    """The known key nearest to an unknown one: beside it, by another name, or of the same name
+    elsewhere.
+    """
+    parent = path[:-1]
+    leaf = path[-1]
     section = section_at(parent)
     beside = list(section.model_fields) if section is not None else []
     if near := difflib.get_close_matches(leaf, beside, n=1, cutoff=0.75):

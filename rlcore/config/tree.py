@@ -14,7 +14,9 @@ KeyPath = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """One value (a scalar or a whole list), its origin (`file:line` or "override") and, for a scalar, its text."""
+    """One value (a scalar or a whole list), its origin (`file:line` or "override") and, for a
+    scalar, its text.
+    """
 
     value: Any
     origin: str
@@ -35,7 +37,9 @@ def merge(base: Tree, over: Tree) -> Tree:
 
 def plain(tree: Tree) -> dict[str, Any]:
     """The values alone."""
-    return {key: plain(node) if isinstance(node, dict) else node.value for key, node in tree.items()}
+    return {
+        key: plain(node) if isinstance(node, dict) else node.value for key, node in tree.items()
+    }
 
 
 def settings(tree: Tree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Setting]]:
@@ -60,7 +64,9 @@ def find(tree: Tree, path: KeyPath) -> Setting | Tree | None:
 
 
 def origin(tree: Tree, path: KeyPath) -> str:
-    """Where `path` was written. A map came from where its first setting did; what is not written is "default"."""
+    """Where `path` was written. A map came from where its first setting did; what is not written is
+    "default".
+    """
     node = find(tree, path)
     if isinstance(node, dict):
         node = next((setting for _, setting in settings(node)), None)

@@ -1,6 +1,7 @@
 """YAML with line numbers, without YAML's traps.
 
-`1e-6` is a number, `2026-01-31` and `12:30` are text, `010` is not octal, and a key that is written twice is an error.
+`1e-6` is a number, `2026-01-31` and `12:30` are text, `010` is not octal, and a key that is written
+twice is an error.
 """
 
 from __future__ import annotations
@@ -84,8 +85,12 @@ def read_override(argument: str) -> Tree:
     if not all(keys):
         raise ConfigError(f"override {argument!r}: expected a.b.c=value")
     if not text.strip():
-        raise ConfigError(f"override {argument!r}: no value after '='; `{dotted}=null` unsets a key")
-    node: Setting | Tree = _parse(text, f"override {argument!r}", lambda _: OVERRIDE) or Setting(None, OVERRIDE)
+        raise ConfigError(
+            f"override {argument!r}: no value after '='; `{dotted}=null` unsets a key"
+        )
+    node: Setting | Tree = _parse(text, f"override {argument!r}", lambda _: OVERRIDE) or Setting(
+        None, OVERRIDE
+    )
     for key in reversed(keys):
         node = {key: node}
     assert isinstance(node, dict)
@@ -103,18 +108,24 @@ def _parse(text: str, source: str, where: Where) -> Setting | Tree | None:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _convert(loader: ConfigLoader, node: yaml.Node, where: Where, above: frozenset[int]) -> Setting | Tree:
+def _convert(
+    loader: ConfigLoader, node: yaml.Node, where: Where, above: frozenset[int]
+) -> Setting | Tree:
     if not isinstance(node, yaml.MappingNode):
         _check_keys(node, where, above)
         text = node.value if isinstance(node, yaml.ScalarNode) else None
         return Setting(loader.construct_object(node, deep=True), where(node), text)
     _check_keys(node, where, above)
     loader.flatten_mapping(node)
-    return {key.value: _convert(loader, value, where, above | {id(node)}) for key, value in node.value}
+    return {
+        key.value: _convert(loader, value, where, above | {id(node)}) for key, value in node.value
+    }
 
 
 def _check_keys(node: yaml.Node, where: Where, above: frozenset[int]) -> None:
-    """Refuse keys that are written twice or are no plain word, tags, and a map that contains itself."""
+    """Refuse keys that are written twice or are no plain word, tags, and a map that contains
+    itself.
+    """
     if id(node) in above:
         raise ConfigError(f"{where(node)}: this part contains itself")
     if isinstance(node, yaml.SequenceNode):
@@ -129,13 +140,20 @@ def _check_keys(node: yaml.Node, where: Where, above: frozenset[int]) -> None:
         if not isinstance(key, yaml.ScalarNode):
             raise ConfigError(f"{where(key)}: a key is a plain word, got a list or map")
         if key.value in first and key.tag != _TAG + "merge":
-            raise ConfigError(f"{where(key)}: key {key.value!r} is given twice, first at {where(first[key.value])}")
+            raise ConfigError(
+                f"{where(key)}: key {key.value!r} is given twice, first at"
+                f" {where(first[key.value])}"
+            )
         first[key.value] = key
         _check_keys(value, where, above | {id(node)})
 
 
 def _one_line(error: yaml.MarkedYAMLError, source: str) -> str:
     mark = error.problem_mark or error.context_mark
-    at = f":{mark.line + 1}:{mark.column + 1}" if mark is not None and not source.startswith("override") else ""
+    at = (
+        f":{mark.line + 1}:{mark.column + 1}"
+        if mark is not None and not source.startswith("override")
+        else ""
+    )
     what = ", ".join(part for part in (error.context, error.problem) if part)
     return f"{source}{at}: not valid YAML: {what}"

@@ -14,12 +14,17 @@ from rlcore.data.routed_experts import pad_experts
 from rlcore.data.sample import Sample
 from rlcore.data.sampling_masks import SamplingMasks
 
-PER_SEQUENCE = frozenset({"rewards", "group_ids", "rollout_ids", "sequence_ids", "baseline_rewards"})
+PER_SEQUENCE = frozenset(
+    {"rewards", "group_ids", "rollout_ids", "sequence_ids", "baseline_rewards"}
+)
 
 
 def ragged_index(cu: Tensor, sequences: Tensor) -> Tensor:
-    """int64 [m]: flat positions of the chosen `sequences` [b] of a ragged vector with offsets `cu` [B+1], in order."""
-    starts, lengths = cu[sequences], cu[sequences + 1] - cu[sequences]
+    """int64 [m]: flat positions of the chosen `sequences` [b] of a ragged vector with offsets `cu`
+    [B+1], in order.
+    """
+    starts = cu[sequences]
+    lengths = cu[sequences + 1] - cu[sequences]
     ends = lengths.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
     shift = torch.repeat_interleave(starts - (ends - lengths), lengths, output_size=total)
@@ -28,11 +33,13 @@ def ragged_index(cu: Tensor, sequences: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BatchSamplingMasks:
-    """The tokens among which each of M tokens was drawn, one set behind the other; an empty set stands for the whole
-    vocabulary. A token is in its own set."""
+    """The tokens among which each of M tokens was drawn, one set behind the other; an empty set
+    stands for the whole vocabulary. A token is in its own set.
+    """
 
-    tokens: Tensor              # int32 or int64 [K], on any device
-    offsets: Tensor             # int64 [M+1], on the CPU: set i is tokens[offsets[i] : offsets[i + 1]]
+    tokens: Tensor  # int32 or int64 [K], on any device
+    # int64 [M+1], on the CPU: set i is tokens[offsets[i] : offsets[i + 1]]
+    offsets: Tensor
 
     @classmethod
     def of(cls, sets: SamplingMasks) -> BatchSamplingMasks:
@@ -55,27 +62,36 @@ class BatchSamplingMasks:
 class RolloutBatch:
     """B sequences of T tokens, of which M are trainable. Everything is on the CPU.
 
-    `vectors` holds what is known of each trainable token ([M]: rollout_logprobs, versions, advantages, ...) or of each
-    sequence ([B]: the names in PER_SEQUENCE).
+    `vectors` holds what is known of each trainable token ([M]: rollout_logprobs, versions,
+    advantages, ...) or of each sequence ([B]: the names in PER_SEQUENCE).
     """
 
-    tokens: Tensor              # int32 [T]
-    cu_tokens: Tensor           # int64 [B+1]
-    loss_mask: Tensor           # bool [T]
+    tokens: Tensor  # int32 [T]
+    cu_tokens: Tensor  # int64 [B+1]
+    loss_mask: Tensor  # bool [T]
     vectors: dict[str, Tensor] = field(default_factory=dict)
-    version: int | None = None  # of the policy that is about to be trained on it, counted as `vectors["versions"]` are
-    sampling_mask: BatchSamplingMasks | None = None       # of the M trainable tokens; None: all were drawn from the whole vocabulary
-    routed_experts: Tensor | None = None    # int16 [T, layers with experts, k], -1 where the engine recorded none
+    # of the policy that is about to be trained on it, counted as `vectors["versions"]` are
+    version: int | None = None
+    # of the M trainable tokens; None: all were drawn from the whole vocabulary
+    sampling_mask: BatchSamplingMasks | None = None
+    # int16 [T, layers with experts, k], -1 where the engine recorded none
+    routed_experts: Tensor | None = None
 
     def __post_init__(self) -> None:
         counts = torch.zeros(len(self.loss_mask) + 1, dtype=torch.int64)
         torch.cumsum(self.loss_mask, 0, out=counts[1:])
-        self.cu_seqlens = counts[self.cu_tokens]        # int64 [B+1], over trainable tokens
+        self.cu_seqlens = counts[self.cu_tokens]  # int64 [B+1], over trainable tokens
         for name, value in self.vectors.items():
             self._check(name, value)
-        if self.sampling_mask is not None and len(self.sampling_mask.offsets) != self.num_trainable + 1:
+        if (
+            self.sampling_mask is not None
+            and len(self.sampling_mask.offsets) != self.num_trainable + 1
+        ):
             sets = len(self.sampling_mask.offsets) - 1
-            raise ValueError(f"batch.sampling_mask holds {sets} sets, expected one for each of {self.num_trainable} tokens")
+            raise ValueError(
+                f"batch.sampling_mask holds {sets} sets, expected one for each of"
+                f" {self.num_trainable} tokens"
+            )
 
     def _check(self, name: str, value: Tensor) -> None:
         expected = self.num_sequences if name in PER_SEQUENCE else self.num_trainable
@@ -107,31 +123,48 @@ class RolloutBatch:
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> RolloutBatch:
-        """One batch, in order: with `baseline_rewards` if every sample has one, with `token_rewards` if any does (else 0).
+        """One batch, in order: with `baseline_rewards` if every sample has one, with
+        `token_rewards` if any does (else 0).
 
-        With `keep_sets` if any has them; the tokens of the others were drawn from the whole vocabulary. With
-        `routed_experts` if any has them; the others have no record.
+        With `keep_sets` if any has them; the tokens of the others were drawn from the whole
+        vocabulary. With `routed_experts` if any has them; the others have no record.
         """
 
         def flat(arrays: list[Any], dtype: Any) -> Tensor:
-            return torch.from_numpy(np.concatenate(arrays).astype(dtype)) if arrays else torch.zeros(0)
+            return (
+                torch.from_numpy(np.concatenate(arrays).astype(dtype)) if arrays else torch.zeros(0)
+            )
 
         lengths = np.array([0] + [len(s.tokens) for s in samples], dtype=np.int64)
         optional: dict[str, Tensor] = {}
         if samples and all(s.baseline_reward is not None for s in samples):
-            optional["baseline_rewards"] = torch.tensor([s.baseline_reward for s in samples], dtype=torch.float32)
+            optional["baseline_rewards"] = torch.tensor(
+                [s.baseline_reward for s in samples], dtype=torch.float32
+            )
         if any(s.token_rewards is not None for s in samples):
-            given = [np.zeros(s.num_trainable) if s.token_rewards is None else s.token_rewards for s in samples]
+            given = [
+                np.zeros(s.num_trainable) if s.token_rewards is None else s.token_rewards
+                for s in samples
+            ]
             optional["token_rewards"] = flat(given, np.float32)
         sampling_mask = None
         if any(s.sampling_mask is not None for s in samples):
-            sets = [SamplingMasks.whole(s.num_trainable) if s.sampling_mask is None else s.sampling_mask for s in samples]
+            sets = [
+                SamplingMasks.whole(s.num_trainable) if s.sampling_mask is None else s.sampling_mask
+                for s in samples
+            ]
             sampling_mask = BatchSamplingMasks.of(SamplingMasks.joined(sets))
-        records = [s.routed_experts for s in samples if s.routed_experts is not None and len(s.routed_experts)]
+        records = [
+            s.routed_experts
+            for s in samples
+            if s.routed_experts is not None and len(s.routed_experts)
+        ]
         routed = None
         if records:
             shape = records[0].shape[1:]
-            routed = flat([pad_experts(s.routed_experts, len(s.tokens), shape) for s in samples], np.int16)
+            routed = flat(
+                [pad_experts(s.routed_experts, len(s.tokens), shape) for s in samples], np.int16
+            )
         return cls(
             tokens=flat([s.tokens for s in samples], np.int32),
             cu_tokens=torch.from_numpy(lengths.cumsum()),
@@ -152,10 +185,19 @@ class RolloutBatch:
     def select(self, sequences: Tensor | Sequence[int]) -> RolloutBatch:
         """The chosen sequences (int64 [b]), in the order given."""
         rows = torch.as_tensor(sequences, dtype=torch.int64)
-        model, trainable = ragged_index(self.cu_tokens, rows), ragged_index(self.cu_seqlens, rows)
+        model = ragged_index(self.cu_tokens, rows)
+        trainable = ragged_index(self.cu_seqlens, rows)
         cu = torch.zeros(len(rows) + 1, dtype=torch.int64)
         torch.cumsum(self.lengths[rows], 0, out=cu[1:])
         picked = {k: v[rows if k in PER_SEQUENCE else trainable] for k, v in self.vectors.items()}
         sampling_mask = None if self.sampling_mask is None else self.sampling_mask.select(trainable)
         routed = None if self.routed_experts is None else self.routed_experts[model]
-        return RolloutBatch(self.tokens[model], cu, self.loss_mask[model], picked, self.version, sampling_mask, routed)
+        return RolloutBatch(
+            self.tokens[model],
+            cu,
+            self.loss_mask[model],
+            picked,
+            self.version,
+            sampling_mask,
+            routed,
+        )

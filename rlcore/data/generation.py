@@ -16,12 +16,13 @@ from rlcore.data.sampling_masks import SamplingMasks
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is drawn. Log-probs are those of `logits / temperature` over the full vocabulary; `temperature` 0
-    is greedy, with log-probs at temperature 1.
+    """How one response is drawn. Log-probs are those of `logits / temperature` over the full
+    vocabulary; `temperature` 0 is greedy, with log-probs at temperature 1.
 
-    With `keep_sets` they are those of the distribution that was drawn from, over the tokens that top-k and top-p left, and
-    the completion says which these are; greedy responses stay as they are. With `routed_experts` it says what experts the
-    routers chose for every token that the engine was fed: the prompt, and the response but its last token.
+    With `keep_sets` they are those of the distribution that was drawn from, over the tokens that
+    top-k and top-p left, and the completion says which these are; greedy responses stay as they
+    are. With `routed_experts` it says what experts the routers chose for every token that the
+    engine was fed: the prompt, and the response but its last token.
     """
 
     max_new_tokens: int
@@ -39,25 +40,27 @@ class Prefix:
     """What there is of a response that was cut."""
 
     sample: int
-    tokens: NDArray[np.int32]               # [p]; empty where it was cut before its first token
+    tokens: NDArray[np.int32]  # [p]; empty where it was cut before its first token
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One prompt, `n` samples. The address (seed, draw, sample, turn, token position) fixes every random number.
+    """One prompt, `n` samples. The address (seed, draw, sample, turn, token position) fixes every
+    random number.
 
-    With `prefixes` the samples are those of the prefixes, and go on behind them: a completion holds what is new. Positions
+    With `prefixes` the samples are those of the prefixes, and go on behind them: a completion holds
+        what is new. Positions
     and `max_new_tokens` count from the beginning of the response, as if it had never been cut.
     """
 
-    prompt: NDArray[np.int32]               # [P]
+    prompt: NDArray[np.int32]  # [P]
     sampling: SamplingParams
     draw: int
     n: int = 1
-    first_sample: int = 0                   # index of the first of the n samples
+    first_sample: int = 0  # index of the first of the n samples
     turn: int = 0
     seed: int = 0
-    prefixes: tuple[Prefix, ...] = ()       # n of them, or none; each shorter than max_new_tokens
+    prefixes: tuple[Prefix, ...] = ()  # n of them, or none; each shorter than max_new_tokens
 
     @property
     def rid(self) -> str:
@@ -76,27 +79,32 @@ class GenerateRequest:
 
     def going_on(self, prefixes: Sequence[Prefix]) -> GenerateRequest:
         """The request for the rest of some of its responses."""
-        return replace(self, n=len(prefixes), first_sample=prefixes[0].sample, prefixes=tuple(prefixes))
+        return replace(
+            self, n=len(prefixes), first_sample=prefixes[0].sample, prefixes=tuple(prefixes)
+        )
 
     def alone(self, place: int) -> GenerateRequest:
         """The request for the response number `place` of the n."""
-        return replace(self, n=1, first_sample=self.samples[place], prefixes=self.prefixes[place : place + 1])
+        return replace(
+            self, n=1, first_sample=self.samples[place], prefixes=self.prefixes[place : place + 1]
+        )
 
 
 @dataclass(frozen=True)
 class Completion:
-    tokens: NDArray[np.int32]               # [m], the stop token included
-    logprobs: NDArray[np.float32]           # [m]
+    tokens: NDArray[np.int32]  # [m], the stop token included
+    logprobs: NDArray[np.float32]  # [m]
     finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...]       # cover [0, m)
-    sampling_mask: SamplingMasks | None = None      # m sets, where `SamplingParams.sampling_mask` asked for them
-    routed_experts: Experts | None = None   # [at most P + m - 1, layers with experts, k], likewise
+    versions: tuple[VersionSpan, ...]  # cover [0, m)
+    # m sets, where `SamplingParams.sampling_mask` asked for them
+    sampling_mask: SamplingMasks | None = None
+    routed_experts: Experts | None = None  # [at most P + m - 1, layers with experts, k], likewise
 
 
 PauseMode = Literal["drain", "retract", "in_place", "abort"]
 
 
-MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]        # what an engine keeps on its device
+MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]  # what an engine keeps on its device
 
 
 Generate = Callable[[GenerateRequest], Awaitable[list[Completion]]]

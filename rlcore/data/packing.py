@@ -1,4 +1,6 @@
-"""Which sequence goes to which optimizer step, data-parallel rank and micro-batch. Pure functions of the lengths."""
+"""Which sequence goes to which optimizer step, data-parallel rank and micro-batch. Pure functions
+of the lengths.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from rlcore.planning.shape import CostModel
 
 @dataclass(frozen=True)
 class MinibatchPlan:
-    """`microbatches[d][k]`: the sequences of micro-batch k on data-parallel rank d. Every rank has the same number."""
+    """`microbatches[d][k]`: the sequences of micro-batch k on data-parallel rank d. Every rank has
+    the same number.
+    """
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -27,7 +31,9 @@ def padded_length(num_tokens: int, multiple: int) -> int:
 
 
 def balance(costs: Sequence[float], bins: int) -> list[list[int]]:
-    """Longest processing time first onto the lightest bin (Graham 1969); every item is placed, bins may stay empty."""
+    """Longest processing time first onto the lightest bin (Graham 1969); every item is placed, bins
+    may stay empty.
+    """
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
     placed = [[item] for item in order[:bins]] + [[] for _ in range(bins - len(costs))]
     heap = [(costs[item], b) for b, item in enumerate(order[:bins])]
@@ -40,7 +46,9 @@ def balance(costs: Sequence[float], bins: int) -> list[list[int]]:
 
 
 def fill(lengths: Sequence[int], items: Sequence[int], limit: int, bins: int) -> list[list[int]]:
-    """Micro-batches of at most `limit` tokens, at least `bins` of them: first fit on lengths in decreasing order."""
+    """Micro-batches of at most `limit` tokens, at least `bins` of them: first fit on lengths in
+    decreasing order.
+    """
     loads: list[int] = [0] * bins
     out: list[list[int]] = [[] for _ in range(bins)]
     for i in sorted(items, key=lambda i: (-lengths[i], i)):
@@ -55,8 +63,12 @@ def fill(lengths: Sequence[int], items: Sequence[int], limit: int, bins: int) ->
     return out
 
 
-def split_minibatches(num_sequences: int, minibatches: int, group_ids: torch.Tensor, *, seed: int) -> list[list[int]]:
-    """Sequences of each optimizer step: whole groups, shuffled by `seed`, as even in number as groups allow."""
+def split_minibatches(
+    num_sequences: int, minibatches: int, group_ids: torch.Tensor, *, seed: int
+) -> list[list[int]]:
+    """Sequences of each optimizer step: whole groups, shuffled by `seed`, as even in number as
+    groups allow.
+    """
     if minibatches == 1:
         return [list(range(num_sequences))]
     groups: dict[int, list[int]] = {}
@@ -78,15 +90,21 @@ def plan_minibatch(
     cost: CostModel,
     multiple: int = 1,
 ) -> MinibatchPlan:
-    """Balance one optimizer step over data-parallel ranks and cut each rank's share into micro-batches.
+    """Balance one optimizer step over data-parallel ranks and cut each rank's share into
+    micro-batches.
 
     Args:
         sequences: indices into `lengths`.
-        lengths: tokens of every sequence as it will stand in a pack (padding inside the pack included).
+        lengths: tokens of every sequence as it will stand in a pack (padding inside the pack
+            included).
         max_tokens: budget of a micro-batch; a single longer sequence gets one of its own.
-        multiple: the number of micro-batches is rounded up to a multiple of this (the interleaved schedule wants PP).
+        multiple: the number of micro-batches is rounded up to a multiple of this (the interleaved
+            schedule wants PP).
     """
-    shares = [[sequences[i] for i in part] for part in balance([cost(lengths[i]) for i in sequences], ranks)]
+    shares = [
+        [sequences[i] for i in part]
+        for part in balance([cost(lengths[i]) for i in sequences], ranks)
+    ]
     bins = 1
     while True:
         packed = [fill(lengths, share, max_tokens, bins) for share in shares]

@@ -27,13 +27,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PromptSet:
-    """All prompts of a run, in file order. Tokens lie in one array, so that a million prompts are a few objects."""
+    """All prompts of a run, in file order. Tokens lie in one array, so that a million prompts are a
+    few objects.
+    """
 
     examples: Sequence[Example]
     texts: Sequence[str]
-    tokens: NDArray[np.int32]                   # [sum of lengths]
-    offsets: NDArray[np.int64]                  # [N+1]
-    excluded: Sequence[str] = ()                # "file:line" of the prompts that were too long
+    tokens: NDArray[np.int32]  # [sum of lengths]
+    offsets: NDArray[np.int64]  # [N+1]
+    excluded: Sequence[str] = ()  # "file:line" of the prompts that were too long
 
     @classmethod
     def load(
@@ -46,13 +48,16 @@ class PromptSet:
         max_prompt_tokens: int | None = None,
         max_prompts: int | None = None,
     ) -> PromptSet:
-        """Read and tokenise `paths`; prompts of more than `max_prompt_tokens` are left out, counted and logged.
+        """Read and tokenise `paths`; prompts of more than `max_prompt_tokens` are left out, counted
+        and logged.
 
         Raises:
             DataError: a bad row (with file and line), or no prompt is left.
         """
         rows = read_examples(paths, prompt_key=prompt_key, label_key=label_key)
-        return cls.from_examples(islice(rows, max_prompts), tokenizer, paths=paths, max_prompt_tokens=max_prompt_tokens)
+        return cls.from_examples(
+            islice(rows, max_prompts), tokenizer, paths=paths, max_prompt_tokens=max_prompt_tokens
+        )
 
     @classmethod
     def from_examples(
@@ -69,19 +74,29 @@ class PromptSet:
         texts, tokens = tokenize_prompts(examples, tokenizer)
         for example, ids in zip(examples, tokens):
             if not len(ids):
-                raise DataError(f"{example.where}: the prompt has no tokens; nothing would predict its first answer token")
-        limit = max_prompt_tokens if max_prompt_tokens is not None else max(len(ids) for ids in tokens)
+                raise DataError(
+                    f"{example.where}: the prompt has no tokens; nothing would predict its first"
+                    " answer token"
+                )
+        limit = (
+            max_prompt_tokens if max_prompt_tokens is not None else max(len(ids) for ids in tokens)
+        )
         kept = [i for i, ids in enumerate(tokens) if len(ids) <= limit]
         excluded = [example.where for example, ids in zip(examples, tokens) if len(ids) > limit]
         if not kept:
             raise DataError(
-                f"{', '.join(paths)}: all {len(examples)} prompts have more than data.max_prompt_tokens = {limit} tokens "
-                f"(the shortest has {min(len(ids) for ids in tokens)})"
+                f"{', '.join(paths)}: all {len(examples)} prompts have more than"
+                f" data.max_prompt_tokens = {limit} tokens (the shortest has"
+                f" {min(len(ids) for ids in tokens)})"
             )
         if excluded:
             logger.warning(
-                "%d of %d prompts have more than data.max_prompt_tokens = %d tokens and are left out (the first: %s)",
-                len(excluded), len(examples), limit, excluded[0],
+                "%d of %d prompts have more than data.max_prompt_tokens = %d tokens and are left"
+                " out (the first: %s)",
+                len(excluded),
+                len(examples),
+                limit,
+                excluded[0],
             )
         return cls(
             examples=[examples[i] for i in kept],
@@ -105,7 +120,9 @@ class PromptSet:
         return np.diff(self.offsets)
 
     def fingerprint(self) -> str:
-        """A digest of every prompt's tokens: a resumed run must find the same prompts in the same order."""
+        """A digest of every prompt's tokens: a resumed run must find the same prompts in the same
+        order.
+        """
         digest = hashlib.blake2b(self.tokens.tobytes(), digest_size=8)
         digest.update(self.offsets.tobytes())
         return digest.hexdigest()
@@ -116,14 +133,16 @@ def tokenize_prompts(
 ) -> tuple[list[str], list[NDArray[np.int32]]]:
     """Text and tokens of each prompt; chats are rendered up to where the assistant starts to speak."""
     texts = [
-        example.prompt
-        if isinstance(example.prompt, str)
-        else render_chat(tokenizer, example.prompt, example.where, add_generation_prompt=True)
+        (
+            example.prompt
+            if isinstance(example.prompt, str)
+            else render_chat(tokenizer, example.prompt, example.where, add_generation_prompt=True)
+        )
         for example in examples
     ]
     tokens = encode(tokenizer, texts, [example.where for example in examples])
     bos = leading_bos(tokenizer)
-    if bos:     # a chat template writes its own
+    if bos:  # a chat template writes its own
         tokens = [
             np.array([*bos, *ids], dtype=np.int32) if isinstance(example.prompt, str) else ids
             for example, ids in zip(examples, tokens)
@@ -135,24 +154,33 @@ def tokenize_prompts(
 def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """int64 [size]: the order of pass `epoch`, a pure function of its arguments.
 
-    Philox words are sorted instead of calling numpy's `permutation`, whose algorithm may change between versions.
+    Philox words are sorted instead of calling numpy's `permutation`, whose algorithm may change
+    between versions.
     """
-    words = np.random.Philox(key=np.array([seed & (2**64 - 1), epoch], dtype=np.uint64)).random_raw(size)
+    words = np.random.Philox(key=np.array([seed & (2**64 - 1), epoch], dtype=np.uint64)).random_raw(
+        size
+    )
     return np.argsort(words, kind="stable")
 
 
 class PromptStream:
     """Endless draws from `size` rows: draw d is row `d mod size` of the order of pass `d // size`.
 
-    The order is addressed, not consumed, so the whole state is the next draw and the draws that came back.
+    The order is addressed, not consumed, so the whole state is the next draw and the draws that
+    came back.
     """
 
-    def __init__(self, size: int, *, seed: int, shuffle: bool = True, fingerprint: str = "") -> None:
+    def __init__(
+        self, size: int, *, seed: int, shuffle: bool = True, fingerprint: str = ""
+    ) -> None:
         if size < 1:
             raise DataError("a prompt stream needs at least one prompt")
-        self.size, self.seed, self.shuffle, self.fingerprint = size, seed, shuffle, fingerprint
-        self.cursor = 0                         # the next draw that was never made
-        self._requeued: list[int] = []          # sorted; drawn again before new ones
+        self.size = size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.fingerprint = fingerprint
+        self.cursor = 0  # the next draw that was never made
+        self._requeued: list[int] = []  # sorted; drawn again before new ones
 
     def row(self, draw: int) -> int:
         """Which row draw `draw` is."""
@@ -161,15 +189,21 @@ class PromptStream:
 
     def take(self, count: int) -> list[int]:
         """The next `count` draws, in increasing order."""
-        again, self._requeued = self._requeued[:count], self._requeued[count:]
+        again = self._requeued[:count]
+        self._requeued = self._requeued[count:]
         new = range(self.cursor, self.cursor + count - len(again))
         self.cursor = new.stop
         return again + list(new)
 
     def requeue(self, draw: int) -> None:
-        """Give `draw` back: it is the next to be taken, under the same number and so with the same randomness."""
+        """Give `draw` back: it is the next to be taken, under the same number and so with the same
+        randomness.
+        """
         if not 0 <= draw < self.cursor or draw in self._requeued:
-            raise ValueError(f"draw {draw} was not taken: the stream has made {self.cursor} draws, {self._requeued} came back")
+            raise ValueError(
+                f"draw {draw} was not taken: the stream has made {self.cursor} draws,"
+                f" {self._requeued} came back"
+            )
         insort(self._requeued, draw)
 
     @property
@@ -178,7 +212,12 @@ class PromptStream:
         return (self.cursor - len(self._requeued)) / self.size
 
     def snapshot(self) -> dict[str, Any]:
-        return {"cursor": self.cursor, "requeued": list(self._requeued), "size": self.size, "fingerprint": self.fingerprint}
+        return {
+            "cursor": self.cursor,
+            "requeued": list(self._requeued),
+            "size": self.size,
+            "fingerprint": self.fingerprint,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue where `snapshot` was taken.
@@ -188,10 +227,12 @@ class PromptStream:
         """
         if (state["size"], state["fingerprint"]) != (self.size, self.fingerprint):
             raise DataError(
-                f"the run was saved with {state['size']} prompts (fingerprint {state['fingerprint']}), data.paths now gives "
-                f"{self.size} ({self.fingerprint}); resume with the same data, or start a new run from its weights"
+                f"the run was saved with {state['size']} prompts (fingerprint"
+                f" {state['fingerprint']}), data.paths now gives {self.size} ({self.fingerprint});"
+                " resume with the same data, or start a new run from its weights"
             )
-        self.cursor, self._requeued = int(state["cursor"]), sorted(state["requeued"])
+        self.cursor = int(state["cursor"])
+        self._requeued = sorted(state["requeued"])
 
 
 @dataclass(frozen=True)

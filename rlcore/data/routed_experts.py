@@ -1,6 +1,8 @@
-"""The experts that an engine sent tokens to, as one array: int16 [t, layers with experts, experts a token], -1: not recorded.
+"""The experts that an engine sent tokens to, as one array: int16 [t, layers with experts, experts a
+token], -1: not recorded.
 
-Row i belongs to token i of a sequence, prompt included. A record may end before the sequence does: the last token of a
+Row i belongs to token i of a sequence, prompt included. A record may end before the sequence does:
+    the last token of a
 response is never fed to the engine.
 """
 
@@ -17,9 +19,11 @@ Experts = NDArray[np.int16]
 
 
 def join_experts(records: Sequence[Experts]) -> Experts:
-    """Of a sample with several turns, from the records of its completions: a token's first, with which it was made.
+    """Of a sample with several turns, from the records of its completions: a token's first, with
+    which it was made.
 
-    A completion that was aborted before its first token has an empty record, which knows neither layers nor experts.
+    A completion that was aborted before its first token has an empty record, which knows neither
+    layers nor experts.
     """
     joined = records[0]
     for record in records[1:]:
@@ -38,7 +42,10 @@ def pad_experts(record: Experts | None, num_tokens: int, shape: tuple[int, ...])
 
 def encode_experts(record: Experts) -> dict[str, Any]:
     """As JSON-able values: base64 of little-endian bytes."""
-    return {"shape": list(record.shape), "data": base64.b64encode(record.astype("<i2").tobytes()).decode()}
+    return {
+        "shape": list(record.shape),
+        "data": base64.b64encode(record.astype("<i2").tobytes()).decode(),
+    }
 
 
 def decode_experts(value: dict[str, Any]) -> Experts:

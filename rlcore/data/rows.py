@@ -1,4 +1,6 @@
-"""Rows of JSONL and parquet files, checked one by one: a bad row is an error that names its file and line."""
+"""Rows of JSONL and parquet files, checked one by one: a bad row is an error that names its file
+and line.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,20 @@ JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 class Example:
     """One row: its prompt as text or chat messages, its label, and its other columns."""
 
-    where: str                                  # "file:line"; in parquet "file:row", counted from 1
+    where: str  # "file:line"; in parquet "file:row", counted from 1
     prompt: str | list[Message]
     label: Any
     extra: dict[str, Any]
 
 
-def read_examples(paths: Sequence[str], *, prompt_key: str, label_key: str | None) -> Iterator[Example]:
+def read_examples(
+    paths: Sequence[str], *, prompt_key: str, label_key: str | None
+) -> Iterator[Example]:
     """Every row of `paths`, in order.
 
     Raises:
-        DataError: a file cannot be read, or a row is not an object, lacks a key or holds the wrong type.
+        DataError: a file cannot be read, or a row is not an object, lacks a key or holds the wrong
+            type.
     """
     for path in paths:
         for where, row in read_rows(Path(path)):
@@ -48,7 +53,10 @@ def check_file(path: Path) -> None:
     if not path.is_file():
         raise DataError(f"data: {path} is not a file; expected JSONL or parquet, one row a prompt")
     if path.suffix not in (".parquet", *JSONL_SUFFIXES):
-        raise DataError(f"data: {path} has the suffix {path.suffix!r}; known are .parquet, {', '.join(JSONL_SUFFIXES)}")
+        raise DataError(
+            f"data: {path} has the suffix {path.suffix!r}; known are .parquet,"
+            f" {', '.join(JSONL_SUFFIXES)}"
+        )
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -60,12 +68,17 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            # orjson counts lines and columns inside the row; only the column means something to the reader.
+            # orjson counts lines and columns inside the row; only the column means something to the
+            # reader.
             reason = re.sub(r": line \d+ column (\d+) \(char \d+\)", r" at column \1", str(error))
             text = _shorten(line.decode(errors="replace"))
-            raise DataError(f"{where}: not JSON ({reason}), expected one object a line: {text!r}") from error
+            raise DataError(
+                f"{where}: not JSON ({reason}), expected one object a line: {text!r}"
+            ) from error
         if not isinstance(row, dict):
-            raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}: {_shorten(row)}")
+            raise DataError(
+                f"{where}: expected a JSON object, got {type(row).__name__}: {_shorten(row)}"
+            )
         yield where, row
 
 
@@ -81,15 +94,20 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     number += 1
                     yield f"{path}:{number}", row
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable parquet file after row {number}: {error}") from error
+        raise DataError(
+            f"{path}: not a readable parquet file after row {number}: {error}"
+        ) from error
 
 
 def _example(where: str, row: dict[str, Any], prompt_key: str, label_key: str | None) -> Example:
     if prompt_key not in row:
-        raise DataError(f"{where}: no key {prompt_key!r} (data.prompt_key); the row has {_keys(row)}")
+        raise DataError(
+            f"{where}: no key {prompt_key!r} (data.prompt_key); the row has {_keys(row)}"
+        )
     if label_key is not None and label_key not in row:
         raise DataError(
-            f"{where}: no key {label_key!r} (data.label_key; null for prompts without labels); the row has {_keys(row)}"
+            f"{where}: no key {label_key!r} (data.label_key; null for prompts without labels); the"
+            f" row has {_keys(row)}"
         )
     prompt = row[prompt_key]
     if isinstance(prompt, list):
@@ -108,7 +126,8 @@ def _message(where: str, prompt_key: str, message: Any) -> Message:
     kept = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
     if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content"), str):
         raise DataError(
-            f"{where}: each message of {prompt_key!r} must be {{role: text, content: text}}; got {_shorten(message)}"
+            f"{where}: each message of {prompt_key!r} must be {{role: text, content: text}}; got"
+            f" {_shorten(message)}"
         )
     return kept
 

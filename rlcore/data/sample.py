@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 from rlcore.data.routed_experts import Experts, decode_experts, encode_experts
 from rlcore.data.sampling_masks import SamplingMasks
 
-ARRAYS = ("tokens", "loss_mask", "rollout_logprobs", "token_rewards")       # of a sample
+ARRAYS = ("tokens", "loss_mask", "rollout_logprobs", "token_rewards")  # of a sample
 FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Trainable tokens `[start, end)` of a sample (counted over trainable tokens) were made by policy `version`."""
+    """Trainable tokens `[start, end)` of a sample (counted over trainable tokens) were made by
+    policy `version`.
+    """
 
     version: int
     start: int
@@ -35,15 +37,16 @@ class Sample:
         rollout_logprobs            .. .. ..      one per trainable token
     """
 
-    draw: int                               # the draw of the prompt from the data stream: unique in a run, the ledger's key
-    index: int                              # which sample of that draw
-    prompt_id: str                          # the row: "file:line"
-    group_id: int                           # equal for samples of one draw
-    rollout_id: int                         # equal for samples that came from one rollout
-    tokens: NDArray[np.int32]               # [T]
-    loss_mask: NDArray[np.uint8]            # [T], 1 where the policy chose the token
-    rollout_logprobs: NDArray[np.float32]   # [m], m = loss_mask.sum()
-    versions: tuple[VersionSpan, ...]       # cover [0, m) in order
+    # the draw of the prompt from the data stream: unique in a run, the ledger's key
+    draw: int
+    index: int  # which sample of that draw
+    prompt_id: str  # the row: "file:line"
+    group_id: int  # equal for samples of one draw
+    rollout_id: int  # equal for samples that came from one rollout
+    tokens: NDArray[np.int32]  # [T]
+    loss_mask: NDArray[np.uint8]  # [T], 1 where the policy chose the token
+    rollout_logprobs: NDArray[np.float32]  # [m], m = loss_mask.sum()
+    versions: tuple[VersionSpan, ...]  # cover [0, m) in order
     finish_reason: FinishReason
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
@@ -52,59 +55,95 @@ class Sample:
     response_text: str = ""
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    baseline_reward: float | None = None    # of the greedy response to the same prompt, where the estimator needs it
-    token_rewards: NDArray[np.float32] | None = None    # [m], process rewards, where the workflow gives them
-    sampling_mask: SamplingMasks | None = None      # m sets: what each trainable token was drawn from, where the engine recorded it
-    routed_experts: Experts | None = None   # [t <= T, layers, k]: where the engine's routers sent the tokens, if it says
+    # of the greedy response to the same prompt, where the estimator needs it
+    baseline_reward: float | None = None
+    # [m], process rewards, where the workflow gives them
+    token_rewards: NDArray[np.float32] | None = None
+    # m sets: what each trainable token was drawn from, where the engine recorded it
+    sampling_mask: SamplingMasks | None = None
+    # [t <= T, layers, k]: where the engine's routers sent the tokens, if it says
+    routed_experts: Experts | None = None
 
     def __post_init__(self) -> None:
         where = f"sample {self.index} of draw {self.draw}"
         if self.tokens.dtype != np.int32 or self.loss_mask.dtype != np.uint8:
             raise ValueError(
-                f"{where}: tokens and loss_mask must be int32 and uint8, got {self.tokens.dtype}, {self.loss_mask.dtype}"
+                f"{where}: tokens and loss_mask must be int32 and uint8, got {self.tokens.dtype},"
+                f" {self.loss_mask.dtype}"
             )
         if self.tokens.shape != self.loss_mask.shape or self.tokens.ndim != 1:
-            raise ValueError(f"{where}: tokens {self.tokens.shape} and loss_mask {self.loss_mask.shape} must be one [T]")
+            raise ValueError(
+                f"{where}: tokens {self.tokens.shape} and loss_mask {self.loss_mask.shape} must be"
+                " one [T]"
+            )
         if len(self.tokens) and self.loss_mask[0]:
             raise ValueError(f"{where}: the first token cannot be trainable, nothing predicts it")
         m = self.num_trainable
         if self.rollout_logprobs.shape != (m,):
-            raise ValueError(f"{where}: {m} trainable tokens but rollout_logprobs of shape {self.rollout_logprobs.shape}")
+            raise ValueError(
+                f"{where}: {m} trainable tokens but rollout_logprobs of shape"
+                f" {self.rollout_logprobs.shape}"
+            )
         covered = 0
         for span in self.versions:
             if span.start != covered or span.end < span.start:
-                raise ValueError(f"{where}: version spans {self.versions} do not cover [0, {m}) in order")
+                raise ValueError(
+                    f"{where}: version spans {self.versions} do not cover [0, {m}) in order"
+                )
             covered = span.end
         if covered != m:
             raise ValueError(f"{where}: version spans cover {covered} of {m} trainable tokens")
         self.check_token_rewards()
         self._check_sampling_mask(where)
         routed = self.routed_experts
-        if routed is not None and (routed.dtype != np.int16 or routed.ndim != 3 or len(routed) > len(self.tokens)):
+        if routed is not None and (
+            routed.dtype != np.int16 or routed.ndim != 3 or len(routed) > len(self.tokens)
+        ):
             got = f"{routed.dtype} {routed.shape}"
-            raise ValueError(f"{where}: routed_experts must be int16 [t, layers, k], t at most {len(self.tokens)}, got {got}")
+            raise ValueError(
+                f"{where}: routed_experts must be int16 [t, layers, k], t at most"
+                f" {len(self.tokens)}, got {got}"
+            )
 
     def _check_sampling_mask(self, where: str) -> None:
         if self.sampling_mask is None:
             return
         m = self.num_trainable
         if self.sampling_mask.counts.shape != (m,):
-            raise ValueError(f"{where}: {len(self.sampling_mask.counts)} keep-sets, expected one for each of {m} trainable tokens")
+            raise ValueError(
+                f"{where}: {len(self.sampling_mask.counts)} keep-sets, expected one for each of {m}"
+                " trainable tokens"
+            )
         missing = self.sampling_mask.missing(self.tokens[self.loss_mask == 1])
         if len(missing):
-            raise ValueError(f"{where}: the keep-set of trainable token {missing[0]} does not hold the token itself")
+            raise ValueError(
+                f"{where}: the keep-set of trainable token {missing[0]} does not hold the token"
+                " itself"
+            )
 
     def check_token_rewards(self) -> None:
-        """Raises ValueError unless they are finite and one a trainable token; a workflow sets them after construction."""
+        """Raises ValueError unless they are finite and one a trainable token; a workflow sets them
+        after construction.
+        """
         given = self.token_rewards
         if given is None:
             return
-        m, where = self.num_trainable, f"sample {self.index} of draw {self.draw}"
+        m = self.num_trainable
+        where = f"sample {self.index} of draw {self.draw}"
         if not isinstance(given, np.ndarray) or given.dtype != np.float32 or given.shape != (m,):
-            got = f"{given.dtype} {given.shape}" if isinstance(given, np.ndarray) else type(given).__name__
-            raise ValueError(f"{where}: token_rewards must be a float32 array ({m},), one a trainable token, got {got}")
+            got = (
+                f"{given.dtype} {given.shape}"
+                if isinstance(given, np.ndarray)
+                else type(given).__name__
+            )
+            raise ValueError(
+                f"{where}: token_rewards must be a float32 array ({m},), one a trainable token, got"
+                f" {got}"
+            )
         if not np.isfinite(given).all():
-            raise ValueError(f"{where}: token_rewards must be finite, got {given[~np.isfinite(given)][0]}")
+            raise ValueError(
+                f"{where}: token_rewards must be finite, got {given[~np.isfinite(given)][0]}"
+            )
 
     @property
     def num_trainable(self) -> int:
@@ -112,13 +151,17 @@ class Sample:
 
     @property
     def sequence_id(self) -> int:
-        """Who this sample is, wherever it stands in a batch: unique in a run for up to 2^20 samples a draw."""
+        """Who this sample is, wherever it stands in a batch: unique in a run for up to 2^20 samples
+        a draw.
+        """
         return (self.draw << 20) + self.index
 
     def token_versions(self) -> NDArray[np.int64]:
         """int64 [m]: the policy version that made each trainable token."""
         lengths = [span.end - span.start for span in self.versions]
-        return np.repeat(np.array([span.version for span in self.versions], dtype=np.int64), lengths)
+        return np.repeat(
+            np.array([span.version for span in self.versions], dtype=np.int64), lengths
+        )
 
     def to_record(self, *, arrays: bool = False) -> dict[str, Any]:
         """Everything as JSON-able values, for `rollouts/step_*.jsonl.zst` and the run checkpoint.
@@ -131,7 +174,9 @@ class Sample:
             record[name] = None if record[name] is None else record[name].tolist()
         record["versions"] = [[s.version, s.start, s.end] for s in self.versions]
         record["keep_sets"] = None if self.sampling_mask is None else self.sampling_mask.to_record()
-        record["routed_experts"] = None if self.routed_experts is None else encode_experts(self.routed_experts)
+        record["routed_experts"] = (
+            None if self.routed_experts is None else encode_experts(self.routed_experts)
+        )
         return record
 
     @classmethod

@@ -1,4 +1,6 @@
-"""Ragged sets of tokens, one for each token that was drawn: what top-k and top-p had left to draw from."""
+"""Ragged sets of tokens, one for each token that was drawn: what top-k and top-p had left to draw
+from.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,28 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class SamplingMasks:
-    """m sets, one behind the other; a count of 0 stands for the whole vocabulary, which is never written out.
+    """m sets, one behind the other; a count of 0 stands for the whole vocabulary, which is never
+    written out.
 
         counts   2      0     1
         tokens   a c    .     b       the first token was drawn from {a, c}, the second from all, the third was certain
     """
 
-    tokens: NDArray[np.int32]               # [counts.sum()], ascending inside a set
-    counts: NDArray[np.int32]               # [m]
+    tokens: NDArray[np.int32]  # [counts.sum()], ascending inside a set
+    counts: NDArray[np.int32]  # [m]
 
     def __post_init__(self) -> None:
         for name in ("tokens", "counts"):
             array = getattr(self, name)
             if array.dtype != np.int32 or array.ndim != 1:
-                raise ValueError(f"token sets: {name} must be one int32 vector, got {array.dtype} {array.shape}")
+                raise ValueError(
+                    f"token sets: {name} must be one int32 vector, got {array.dtype} {array.shape}"
+                )
         if (self.counts < 0).any() or int(self.counts.sum(dtype=np.int64)) != len(self.tokens):
-            raise ValueError(f"token sets: counts sum up to {self.counts.sum()}, but there are {len(self.tokens)} tokens")
+            raise ValueError(
+                f"token sets: counts sum up to {self.counts.sum()}, but there are"
+                f" {len(self.tokens)} tokens"
+            )
 
     @classmethod
     def whole(cls, size: int) -> SamplingMasks:
@@ -39,12 +47,19 @@ class SamplingMasks:
         """All sets in order: of a sample with several turns, say."""
         if not parts:
             return cls.whole(0)
-        return cls(np.concatenate([part.tokens for part in parts]), np.concatenate([part.counts for part in parts]))
+        return cls(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.counts for part in parts]),
+        )
 
     def missing(self, drawn: NDArray[np.int32]) -> NDArray[np.int64]:
         """Which of the `drawn` tokens [m] are not in their own set."""
         hits = self.tokens == np.repeat(drawn, self.counts)
-        found = np.bincount(np.repeat(np.arange(len(self.counts)), self.counts), weights=hits, minlength=len(self.counts))
+        found = np.bincount(
+            np.repeat(np.arange(len(self.counts)), self.counts),
+            weights=hits,
+            minlength=len(self.counts),
+        )
         return ((self.counts > 0) & (found == 0)).nonzero()[0]
 
     def to_record(self) -> dict[str, Any]:

@@ -14,18 +14,23 @@ from rlcore.data.sample import Sample
 class UpdateResult:
     """What one optimizer step reports; the same on every rank."""
 
-    metrics: dict[str, float]               # loss/policy_avg, policy/approxkl_avg, train/grad_norm, lr, ... by public name
-    moments: Moments                        # what the token means among them were made of
-    skipped: bool = False                   # no step was taken (non-finite gradients)
+    # loss/policy_avg, policy/approxkl_avg, train/grad_norm, lr, ... by public name
+    metrics: dict[str, float]
+    moments: Moments  # what the token means among them were made of
+    skipped: bool = False  # no step was taken (non-finite gradients)
 
 
 @dataclass(frozen=True)
 class StepRollouts:
     samples: list[Sample]
-    metrics: dict[str, float]               # rollout/*, time/generation: what only the source knows
-    epoch: float                            # passes over the prompts so far
-    snapshot: dict[str, Any]                # right after this step's hand-over, JSON-able: as the source's, without a buffer
-    engines: Mapping[int, str] = field(default_factory=dict)   # draw -> the engine that answered it, where that is known
-    policy_steps: Mapping[int, int] = field(default_factory=dict)   # version in `samples` -> updates behind those weights
-    recorded_step: int | None = None        # of a replay: the step that these samples were made for
-    recorded_version: int | None = None     # ... and the version of the weights that were trained on them
+    metrics: dict[str, float]  # rollout/*, time/generation: what only the source knows
+    epoch: float  # passes over the prompts so far
+    # right after this step's hand-over, JSON-able: as the source's, without a buffer
+    snapshot: dict[str, Any]
+    # draw -> the engine that answered it, where that is known
+    engines: Mapping[int, str] = field(default_factory=dict)
+    # version in `samples` -> updates behind those weights
+    policy_steps: Mapping[int, int] = field(default_factory=dict)
+    recorded_step: int | None = None  # of a replay: the step that these samples were made for
+    # ... and the version of the weights that were trained on them
+    recorded_version: int | None = None

@@ -15,9 +15,10 @@ from rlcore.errors import DataError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ENCODE_CHUNK = 4096                             # texts a call: bounds the Python lists that the tokenizer returns
+# texts a call: bounds the Python lists that the tokenizer returns
+ENCODE_CHUNK = 4096
 
-Message = dict[str, Any]                        # {"role": ..., "content": ...}
+Message = dict[str, Any]  # {"role": ..., "content": ...}
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -29,17 +30,25 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # slow to import: only who needs a tokenizer pays
 
     if not Path(folder).is_dir():
-        raise ModelError(f"tokenizer: {folder} is not a folder; set model.tokenizer or model.path to a Hugging Face folder")
+        raise ModelError(
+            f"tokenizer: {folder} is not a folder; set model.tokenizer or model.path to a Hugging"
+            " Face folder"
+        )
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"tokenizer: {folder} holds none that can be loaded ({type(error).__name__}: {reason})") from error
-    # Without the files transformers makes the model's kind of tokenizer, with nothing but its special tokens.
+        raise ModelError(
+            f"tokenizer: {folder} holds none that can be loaded ({type(error).__name__}: {reason})"
+        ) from error
+    # Without the files transformers makes the model's kind of tokenizer, with nothing but its
+    # special tokens.
     if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}:
         raise ModelError(
-            f"tokenizer: {folder} holds none: no tokenizer.json, tokenizer.model or vocab.json in it; "
-            "copy them there, or set model.tokenizer to a folder that has them"
+            f"tokenizer: {folder} holds none: no tokenizer.json, tokenizer.model or vocab.json in"
+            " it; copy them there, or set model.tokenizer to a folder that has them"
         )
     return tokenizer
 
@@ -52,7 +61,9 @@ def leading_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [bos] if tokenizer("")["input_ids"][:1] == [bos] else []
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], where: Sequence[str]) -> list[NDArray[np.int32]]:
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], where: Sequence[str]
+) -> list[NDArray[np.int32]]:
     """int32 [n] for each text. No special token is added: an EOS would end a prompt.
 
     Raises:
@@ -70,7 +81,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], where: Sequ
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
+    encoded = tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
+    )
     ids: list[list[int]] = encoded["input_ids"]
     return ids
 
@@ -83,7 +96,11 @@ def _encode_row(tokenizer: PreTrainedTokenizerBase, text: str, where: str) -> li
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str, *, add_generation_prompt: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    where: str,
+    *,
+    add_generation_prompt: bool,
 ) -> str:
     """The messages as the tokenizer's chat template writes them, special tokens included.
 
@@ -92,11 +109,14 @@ def render_chat(
     """
     if not tokenizer.chat_template:
         raise DataError(
-            f"{where}: the prompt is a list of chat messages, but the tokenizer {tokenizer.name_or_path!r} has no "
-            "chat template; give text prompts or a tokenizer with a template"
+            f"{where}: the prompt is a list of chat messages, but the tokenizer"
+            f" {tokenizer.name_or_path!r} has no chat template; give text prompts or a tokenizer"
+            " with a template"
         )
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{where}: the chat template refuses the messages: {error}") from error
     return str(text)
@@ -106,12 +126,16 @@ def decode(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[NDArray[np.in
     """The text of each sequence without special tokens, exactly as the tokens spell it."""
     return list(
         tokenizer.batch_decode(
-            [ids.tolist() for ids in sequences], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            [ids.tolist() for ids in sequences],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
         )
     )
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, extra: Sequence[int] = ()) -> tuple[int, ...]:
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, extra: Sequence[int] = ()
+) -> tuple[int, ...]:
     """The tokens that end a response: the tokenizer's EOS and `extra`, in increasing order.
 
     Raises:
@@ -121,5 +145,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, extra: Sequence[int] = ()
     if tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
     if not ids:
-        raise ModelError("the tokenizer has no eos token; set rollout.sampling.stop_token_ids, or no response ever stops")
+        raise ModelError(
+            "the tokenizer has no eos token; set rollout.sampling.stop_token_ids, or no response"
+            " ever stops"
+        )
     return tuple(sorted(ids))

@@ -1,4 +1,6 @@
-"""Starting runs: in this process, in several of this machine, as one of the ranks of torchrun, or on a Ray cluster."""
+"""Starting runs: in this process, in several of this machine, as one of the ranks of torchrun, or
+on a Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,15 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
     """Run `rlcore train`. The exit code: 0 for completed and early_stopped, 130 for interrupted.
 
     Args:
-        arguments: the command line after `rlcore`; the processes of a run with several are started with it.
+        arguments: the command line after `rlcore`; the processes of a run with several are started
+            with it.
     """
     config = loaded.config
-    if config.cluster.launcher == "local" and config.cluster.processes_per_node > 1 and not under_torchrun():
+    if (
+        config.cluster.launcher == "local"
+        and config.cluster.processes_per_node > 1
+        and not under_torchrun()
+    ):
         from rlcore.launch.compose import check_input
         from rlcore.launch.local import supervise
 
@@ -27,8 +34,9 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
         return supervise(config, arguments)
     if config.cluster.launcher == "torchrun" and not under_torchrun():
         raise ConfigError(
-            "cluster.launcher is torchrun, but this process has no RANK: start it with `torchrun ... -m rlcore train ...`, "
-            "or set cluster.launcher=local and cluster.processes_per_node"
+            "cluster.launcher is torchrun, but this process has no RANK: start it with `torchrun"
+            " ... -m rlcore train ...`, or set cluster.launcher=local and"
+            " cluster.processes_per_node"
         )
     if config.cluster.launcher == "ray":
         _need_ray()
@@ -36,10 +44,6 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
 
         return drive(loaded, resume=resume, overwrite=overwrite)
     return train_rank(loaded, resume=resume, overwrite=overwrite)
-
-
-
-
 
 
 def evaluate(loaded: Loaded, *, output: Path | None) -> int:
@@ -67,11 +71,16 @@ def stop(run: str, address: str | None, *, timeout_s: float) -> str:
 
 def _need_ray() -> None:
     if importlib.util.find_spec("ray") is None:
-        raise UserError("Ray is not installed here: `pip install 'rlcore[ray]'`, or use cluster.launcher local or torchrun")
+        raise UserError(
+            "Ray is not installed here: `pip install 'rlcore[ray]'`, or use cluster.launcher local"
+            " or torchrun"
+        )
 
 
 def engine(loaded: Loaded, *, urls_file: Path | None = None) -> int:
-    """Run `rlcore engine`: the SGLang engines of a configuration alone, for a trainer that is given their URLs."""
+    """Run `rlcore engine`: the SGLang engines of a configuration alone, for a trainer that is given
+    their URLs.
+    """
     from rlcore.launch.commands.engine import serve_engines
 
     return serve_engines(loaded.config, urls_file=urls_file)

@@ -1,10 +1,13 @@
-"""Which start of the ranks this is, where torchrun starts them again (`--max-restarts`), and whether the run goes on in it.
+"""Which start of the ranks this is, where torchrun starts them again (`--max-restarts`), and
+whether the run goes on in it.
 
-torchrun counts restarts a node, and a node that came back counts from 0. So ranks do not go by that: rank 0 announces an
-attempt in the launcher's store, which outlives the ranks, each other rank says there that it is here for the newest one, and
-rank 0 begins it when all are. Who enters an attempt has therefore met its rank 0 alive: one whose rank 0 is dead never begins,
-and who waits for it moves on to the next; one that has begun is closed to a rank that comes in the place of one that died.
-A rank that died when the run was over already, and is started again, has nobody to meet: it is told so there too.
+torchrun counts restarts a node, and a node that came back counts from 0. So ranks do not go by
+    that: rank 0 announces an
+attempt in the launcher's store, which outlives the ranks, each other rank says there that it is
+here for the newest one, and rank 0 begins it when all are. Who enters an attempt has therefore met
+its rank 0 alive: one whose rank 0 is dead never begins, and who waits for it moves on to the next;
+one that has begun is closed to a rank that comes in the place of one that died. A rank that died
+when the run was over already, and is started again, has nobody to meet: it is told so there too.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ _ENDED = "ended"
 
 @dataclass(frozen=True)
 class Attempt:
-    """A start of all ranks. `goes_on`: one before it had taken the run's folder, so that this one resumes it."""
+    """A start of all ranks. `goes_on`: one before it had taken the run's folder, so that this one
+    resumes it.
+    """
 
     number: int
     goes_on: bool
@@ -60,7 +65,8 @@ def has_ended(store: Store) -> bool:
 
 
 def join_attempt(store: dist.Store, rank: int, world_size: int, *, timeout_s: float) -> Attempt:
-    """Rank 0 announces a new attempt and waits for everybody; another rank waits until one begins that it is here for.
+    """Rank 0 announces a new attempt and waits for everybody; another rank waits until one begins
+    that it is here for.
 
     Raises:
         DeadlineExceeded: somebody did not come (cluster.start_timeout_s); names who.
@@ -72,16 +78,20 @@ def join_attempt(store: dist.Store, rank: int, world_size: int, *, timeout_s: fl
 def _announce(store: dist.Store, world_size: int, timeout_s: float) -> Attempt:
     _leave_what_has_ended(store)
     number = store.add(_COUNT, 1) - 1
-    goes_on = any(was_opened(dist.PrefixStore(store_prefix(before), store)) for before in range(number))
+    goes_on = any(
+        was_opened(dist.PrefixStore(store_prefix(before), store)) for before in range(number)
+    )
     store.set(_goes_on(number), str(int(goes_on)))
     store.set(_here(number, 0), "")
     store.set(_NEWEST, str(number))
-    deadline, missing = time.monotonic() + timeout_s, list(range(1, world_size))
+    deadline = time.monotonic() + timeout_s
+    missing = list(range(1, world_size))
     while missing := [rank for rank in missing if not store.check([_here(number, rank)])]:
         if time.monotonic() > deadline:
             ranks = ", ".join(map(str, missing))
             raise DeadlineExceeded(
-                f"rank 0 waited {timeout_s:g} s (cluster.start_timeout_s) for rank {ranks} to start: look at its node's output"
+                f"rank 0 waited {timeout_s:g} s (cluster.start_timeout_s) for rank {ranks} to"
+                " start: look at its node's output"
             )
         time.sleep(POLL_S)
     store.set(_begun(number), "")
@@ -103,7 +113,8 @@ def _follow(store: dist.Store, rank: int, timeout_s: float) -> Attempt:
                 here_for = number
         time.sleep(POLL_S)
     raise DeadlineExceeded(
-        f"rank {rank} waited {timeout_s:g} s (cluster.start_timeout_s) for rank 0 to start: look at the first node's output"
+        f"rank {rank} waited {timeout_s:g} s (cluster.start_timeout_s) for rank 0 to start: look at"
+        " the first node's output"
     )
 
 

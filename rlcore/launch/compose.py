@@ -1,6 +1,8 @@
-"""The composition root: which class stands behind each seam for a configuration. The same for every launcher.
+"""The composition root: which class stands behind each seam for a configuration. The same for every
+launcher.
 
-Only here, in the other files of this folder and in the command line may `rlcore` name a backend or an engine.
+Only here, in the other files of this folder and in the command line may `rlcore` name a backend or
+an engine.
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ from rlcore.launch.engines import build_engines
 from rlcore.launch.finish import finish
 from rlcore.launch.logs import folder_of
 from rlcore.launch.process import Process
-from rlcore.launch.run_folder import OpenRun, find_checkpoint, mark_opened, open_run, pin_initial_policy
+from rlcore.launch.run_folder import (
+    OpenRun,
+    find_checkpoint,
+    mark_opened,
+    open_run,
+    pin_initial_policy,
+)
 from rlcore.planning.devices import peak_flops
 from rlcore.runs.directory import check_run_name
 from rlcore.runs.versions import VersionJournal
@@ -66,15 +74,28 @@ class RolloutHandles:
 
 
 class OpenService(Protocol):
-    """How rank 0 comes to its rollout service: in its own process by default, or as a launcher knows."""
+    """How rank 0 comes to its rollout service: in its own process by default, or as a launcher
+    knows.
+    """
 
     def __call__(
-        self, config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, *, greedy_baseline: bool
+        self,
+        config: Config,
+        process: Process,
+        tokenizer: PreTrainedTokenizerBase,
+        stack: ExitStack,
+        *,
+        greedy_baseline: bool,
     ) -> RolloutHandles: ...
 
 
 def run_rank(
-    process: Process, loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenService | None = None
+    process: Process,
+    loaded: Loaded,
+    *,
+    resume: bool,
+    overwrite: bool,
+    service: OpenService | None = None,
 ) -> Outcome:
     """Everything that one rank does, from the configuration to the result.
 
@@ -83,40 +104,59 @@ def run_rank(
     """
     check_input(loaded.config, process.world_size, resume=resume, overwrite=overwrite)
     loaded = pin_initial_policy(loaded, resume=resume)
-    config, sync, patience = loaded.config, process.sync, loaded.config.cluster.start_timeout_s
+    config = loaded.config
+    sync = process.sync
+    patience = loaded.config.cluster.start_timeout_s
     objective, credit = build_algorithm(config)
     with ExitStack() as stack, process.blaming():
         # What the user may have got wrong is looked at before a run of the same name is touched.
         handles = sync.run_on_rank0(
             "reading the data",
-            lambda: open_handles(config, process, stack, greedy_baseline=credit.needs_baseline, service=service),
+            lambda: open_handles(
+                config, process, stack, greedy_baseline=credit.needs_baseline, service=service
+            ),
             timeout_s=patience,
         )
         if config.tracking.hub.repo:
-            sync.run_on_rank0("reaching the hub", lambda: reach_hub(config.tracking.hub), timeout_s=patience)
-        prompts = sync.broadcast("counting the prompts", lambda: str(present(handles).num_prompts), timeout_s=patience)
+            sync.run_on_rank0(
+                "reaching the hub", lambda: reach_hub(config.tracking.hub), timeout_s=patience
+            )
+        prompts = sync.broadcast(
+            "counting the prompts", lambda: str(present(handles).num_prompts), timeout_s=patience
+        )
         steps = total_steps(config, int(prompts))
-        backend = build_backend(config, process, objective, credit, optimizer_steps=steps * updates_per_step(config))
+        backend = build_backend(
+            config, process, objective, credit, optimizer_steps=steps * updates_per_step(config)
+        )
         stack.callback(backend.close)
         sharing = build_gpu_sharing(config, process, backend, handles)
         sync.barrier("building the models", timeout_s=patience)
         run = sync.run_on_rank0(
-            "opening the run", lambda: open_run(loaded, steps, stack, resume=resume, overwrite=overwrite), timeout_s=patience
+            "opening the run",
+            lambda: open_run(loaded, steps, stack, resume=resume, overwrite=overwrite),
+            timeout_s=patience,
         )
         process.log.open(folder_of(config.run))
         if run is not None:
             mark_opened(sync.store)
             process.last_words.append(lambda failure: run.leave(RunFailed(str(failure))))
-        starting = patience + comeback_s(config.rollout.engine, engine_place_s(config))     # a large model loads for long
-        sync.run_on_rank0("starting the engines", lambda: present(handles).source.start(), timeout_s=starting)
+        # a large model loads for long
+        starting = patience + comeback_s(config.rollout.engine, engine_place_s(config))
+        sync.run_on_rank0(
+            "starting the engines", lambda: present(handles).source.start(), timeout_s=starting
+        )
         rank0 = journal = None
         if run is not None:
             known = run.resume_from.state if run.resume_from else {}
             journal = VersionJournal(run.directory.versions_path, newest=known.get("version") or 0)
             utilization = build_utilization(config, process, credit)
-            rank0 = build_rank0(loaded, process, present(handles), run, journal, backend, steps, utilization)
+            rank0 = build_rank0(
+                loaded, process, present(handles), run, journal, backend, steps, utilization
+            )
         publisher = build_weight_publisher(config, process, backend, handles, journal)
-        return finish(Trainer(config, sync, backend, credit, steps, publisher, rank0, sharing), process)
+        return finish(
+            Trainer(config, sync, backend, credit, steps, publisher, rank0, sharing), process
+        )
 
 
 def present(handles: RolloutHandles | None) -> RolloutHandles:
@@ -124,7 +164,7 @@ def present(handles: RolloutHandles | None) -> RolloutHandles:
     return handles
 
 
-# --- the parts --------------------------------------------------------------------------------------------------------
+# --- the parts ------------------------------------------------------------------------------------
 
 
 def build_algorithm(config: Config) -> tuple[Objective, CreditAssignment]:
@@ -139,7 +179,8 @@ def check_input(config: Config, world_size: int, *, resume: bool, overwrite: boo
     """What can be said about the user's input at once, by every rank and by who starts them.
 
     Raises:
-        UserError: a model that cannot be converted or laid out so, a file or checkpoint that is not there, a run that is.
+        UserError: a model that cannot be converted or laid out so, a file or checkpoint that is not
+            there, a run that is.
     """
     check_model(config, world_size)
     if config.training.replay is None:
@@ -156,7 +197,8 @@ def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
     """The model folder can be converted, and the layout and what else `policy` asks for fit it.
 
     Args:
-        here: the run will be on this machine; else what depends on its device is left out where it has no GPU.
+        here: the run will be on this machine; else what depends on its device is left out where it
+            has no GPU.
     """
     from backends.megatron.checks.layout import check_layout, check_others
     from backends.megatron.convert.read import read_architecture
@@ -166,18 +208,26 @@ def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
     policy = read_architecture(Path(config.model.path), bridge=bridge)
     check_layout(policy, config.policy.parallel, world_size)
     check_policy(config, policy, "cuda" if torch.cuda.is_available() else "cpu" if here else None)
-    others = {key: read_architecture(Path(folder), bridge=bridge) for key, folder in other_folders(config).items()}
+    others = {
+        key: read_architecture(Path(folder), bridge=bridge)
+        for key, folder in other_folders(config).items()
+    }
     for key, other in others.items():
         if other.vocab_size != policy.vocab_size:
             raise ModelError(
-                f"{key}: {other.folder} has a vocabulary of {other.vocab_size}, the policy {config.model.path} has "
-                f"{policy.vocab_size}; they must share one tokenizer"
+                f"{key}: {other.folder} has a vocabulary of {other.vocab_size}, the policy"
+                f" {config.model.path} has {policy.vocab_size}; they must share one tokenizer"
             )
     check_others(others, config.policy.parallel, world_size)
 
 
 def build_backend(
-    config: Config, process: Process, objective: Objective, credit: CreditAssignment | None, *, optimizer_steps: int
+    config: Config,
+    process: Process,
+    objective: Objective,
+    credit: CreditAssignment | None,
+    *,
+    optimizer_steps: int,
 ) -> PolicyBackend:
     from backends.megatron.backend import MegatronBackend
 
@@ -193,7 +243,12 @@ def build_backend(
 
 
 def open_handles(
-    config: Config, process: Process, stack: ExitStack, *, greedy_baseline: bool = False, service: OpenService | None = None
+    config: Config,
+    process: Process,
+    stack: ExitStack,
+    *,
+    greedy_baseline: bool = False,
+    service: OpenService | None = None,
 ) -> RolloutHandles:
     """Read the prompts and make, without starting them, the engines and the service."""
     from rlcore.data.tokenizer import load_tokenizer
@@ -208,19 +263,30 @@ def open_handles(
         from rlcore.trainer.replay_source import ReplaySource
 
         replay = ReplaySource(
-            Path(config.training.replay), greedy_baseline=greedy_baseline, recorded=recorded_fields(config)
+            Path(config.training.replay),
+            greedy_baseline=greedy_baseline,
+            recorded=recorded_fields(config),
         )
         return RolloutHandles(replay, None, 1)
-    return (service or open_service)(config, process, tokenizer, stack, greedy_baseline=greedy_baseline)
+    return (service or open_service)(
+        config, process, tokenizer, stack, greedy_baseline=greedy_baseline
+    )
 
 
 def open_service(
-    config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, *, greedy_baseline: bool
+    config: Config,
+    process: Process,
+    tokenizer: PreTrainedTokenizerBase,
+    stack: ExitStack,
+    *,
+    greedy_baseline: bool,
 ) -> RolloutHandles:
     from rollout.fleet.engine_memory import FleetMemory
     from rollout.weight_sync.publication import WeightPublication
 
-    service = build_service(config, tokenizer, build_engines(config, process), greedy_baseline=greedy_baseline)
+    service = build_service(
+        config, tokenizer, build_engines(config, process), greedy_baseline=greedy_baseline
+    )
     stack.callback(service.close)
     sink = WeightPublication(config, service.fleet, service.loop, device=process.device)
     stack.callback(sink.close)
@@ -229,7 +295,11 @@ def open_service(
 
 
 def build_service(
-    config: Config, tokenizer: PreTrainedTokenizerBase, engines: Sequence[RolloutEngine], *, greedy_baseline: bool
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    engines: Sequence[RolloutEngine],
+    *,
+    greedy_baseline: bool,
 ) -> RolloutService:
     """Made, not started: in rank 0's process, or in one of its own."""
     from rollout.service import RolloutService
@@ -238,7 +308,11 @@ def build_service(
 
 
 def build_weight_publisher(
-    config: Config, process: Process, backend: PolicyBackend, handles: RolloutHandles | None, journal: VersionJournal | None
+    config: Config,
+    process: Process,
+    backend: PolicyBackend,
+    handles: RolloutHandles | None,
+    journal: VersionJournal | None,
 ) -> WeightPublisher | None:
     if not generates(config):
         return None
@@ -246,11 +320,22 @@ def build_weight_publisher(
     if handles is None:
         return WeightPublisher(backend, process.sync, sink=None, journal=None, timeout_s=patience)
     told = handles.source.published
-    return WeightPublisher(backend, process.sync, sink=handles.sink, journal=journal, timeout_s=patience, published=told)
+    return WeightPublisher(
+        backend,
+        process.sync,
+        sink=handles.sink,
+        journal=journal,
+        timeout_s=patience,
+        published=told,
+    )
 
 
-def build_gpu_sharing(config: Config, process: Process, backend: PolicyBackend, handles: RolloutHandles | None) -> GpuSharing | None:
-    """None where the engines have GPUs of their own. Else the trainer is offloaded: call it before they start."""
+def build_gpu_sharing(
+    config: Config, process: Process, backend: PolicyBackend, handles: RolloutHandles | None
+) -> GpuSharing | None:
+    """None where the engines have GPUs of their own. Else the trainer is offloaded: call it before
+    they start.
+    """
     if not (config.rollout.engine.colocated and generates(config)):
         return None
     memory = None if handles is None else handles.memory
@@ -258,16 +343,26 @@ def build_gpu_sharing(config: Config, process: Process, backend: PolicyBackend, 
 
 
 def patience_with_engines(config: Config) -> float:
-    """Seconds for a step that needs every engine: one may have to come back first, and requests in flight to end.
+    """Seconds for a step that needs every engine: one may have to come back first, and requests in
+    flight to end.
 
-    The end of a publication alone waits for six answers: to load (twice the limit), to close, to compare, to set, to resume.
+    The end of a publication alone waits for six answers: to load (twice the limit), to close, to
+        compare, to set, to resume.
     """
     engine = config.rollout.engine
-    return comeback_s(engine, engine_place_s(config)) + engine.request_timeout_s + engine.update_timeout_s * 6
+    return (
+        comeback_s(engine, engine_place_s(config))
+        + engine.request_timeout_s
+        + engine.update_timeout_s * 6
+    )
 
 
-def build_utilization(config: Config, process: Process, credit: CreditAssignment) -> Utilization | None:
-    """What measures `perf/mfu`; None where neither the configuration nor the table of GPUs knows the peak."""
+def build_utilization(
+    config: Config, process: Process, credit: CreditAssignment
+) -> Utilization | None:
+    """What measures `perf/mfu`; None where neither the configuration nor the table of GPUs knows
+    the peak.
+    """
     from backends.megatron.convert.read import read_architecture
 
     peak = None
@@ -285,8 +380,12 @@ def build_rank0(
     loaded: Loaded, process: Process, handles: RolloutHandles, run: OpenRun, journal: VersionJournal, backend: PolicyBackend,
     steps: int, utilization: Utilization | None,
 ) -> RankZero:  # fmt: skip
-    config, directory, found = loaded.config, run.directory, run.resume_from
-    tracker = build_trackers(config, directory, found.state["tracker"] if found else None, total_steps=steps)
+    config = loaded.config
+    directory = run.directory
+    found = run.resume_from
+    tracker = build_trackers(
+        config, directory, found.state["tracker"] if found else None, total_steps=steps
+    )
     tracker.start({"run": str(directory.path), **backend.describe()})
     if handles.prompt_lengths is not None:
         tracker.show_prompt_lengths(handles.prompt_lengths)

@@ -1,4 +1,6 @@
-"""Which engines a run has: embedded ones, SGLang servers that it starts, or servers that somebody else runs."""
+"""Which engines a run has: embedded ones, SGLang servers that it starts, or servers that somebody
+else runs.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,26 @@ if TYPE_CHECKING:
 
 
 def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
-    """Made, not started. One embedded engine is in this process where the run has no other, so that a debugger reaches it.
+    """Made, not started. One embedded engine is in this process where the run has no other, so that
+    a debugger reaches it.
 
     Raises:
-        ConfigError: no environment for SGLang, too few GPUs, or a server argument that is not the user's to set.
+        ConfigError: no environment for SGLang, too few GPUs, or a server argument that is not the
+            user's to set.
     """
-    engine, model, tokenizer = config.rollout.engine, config.model.path, config.model.tokenizer
+    engine = config.rollout.engine
+    model = config.model.path
+    tokenizer = config.model.tokenizer
     if engine.kind == "sglang":
         ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else 1
-        return [*external_engines(config)] if engine.urls else [*managed_engines(config, ranks=ranks)]
-    in_process = process.world_size == 1 and engine.count == 1 if engine.in_process is None else engine.in_process
+        return (
+            [*external_engines(config)] if engine.urls else [*managed_engines(config, ranks=ranks)]
+        )
+    in_process = (
+        process.world_size == 1 and engine.count == 1
+        if engine.in_process is None
+        else engine.in_process
+    )
     if in_process:
         from rollout.engines.embedded.engine import EmbeddedEngine
 
@@ -41,7 +53,11 @@ def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
 
     return [
         RemoteEngine(
-            model, config=engine, dtype=config.model.dtype, tokenizer=tokenizer, name=engine_name(index),
+            model,
+            config=engine,
+            dtype=config.model.dtype,
+            tokenizer=tokenizer,
+            name=engine_name(index),
             log=engine_log(folder_of(config.run), index),
         )
         for index in range(engine.count)
@@ -59,14 +75,21 @@ def managed_engines(config: Config, *, ranks: int) -> list[SGLangEngine]:
 
     keys = Keys.from_environment()
     servers = managed_servers(config, keys, ranks=ranks, logs=folder_of(config.run))
-    return [SGLangEngine(server, config=config.rollout.engine, keys=keys, model_path=config.model.path) for server in servers]
+    return [
+        SGLangEngine(server, config=config.rollout.engine, keys=keys, model_path=config.model.path)
+        for server in servers
+    ]
 
 
 def managed_servers(config: Config, keys: Keys, *, ranks: int, logs: Path) -> list[ManagedServer]:
-    """Made, not started. `ranks`: trainer processes on this machine, which have its first GPUs; 0 where there are none."""
+    """Made, not started. `ranks`: trainer processes on this machine, which have its first GPUs; 0
+    where there are none.
+    """
     gpus = assign_gpus(config.rollout.engine, visible=torch.cuda.device_count(), ranks=ranks)
     return [
-        managed_server(config, keys, index, logs=logs, gpus=names_of(chosen, os.environ), on_gpu=bool(chosen))
+        managed_server(
+            config, keys, index, logs=logs, gpus=names_of(chosen, os.environ), on_gpu=bool(chosen)
+        )
         for index, chosen in enumerate(gpus)
     ]
 
@@ -90,9 +113,12 @@ def external_engines(config: Config) -> list[SGLangEngine]:
     from rollout.engines.sglang.external import ExternalServer
     from rollout.engines.sglang.keys import Keys
 
-    engine, model, keys = config.rollout.engine, config.model.path, Keys.from_environment()
+    engine = config.rollout.engine
+    model = config.model.path
+    keys = Keys.from_environment()
     servers = [
-        ExternalServer(f"engine-{index}", url, model, config=engine, keys=keys) for index, url in enumerate(engine.urls)
+        ExternalServer(f"engine-{index}", url, model, config=engine, keys=keys)
+        for index, url in enumerate(engine.urls)
     ]
     return [SGLangEngine(server, config=engine, keys=keys, model_path=model) for server in servers]
 
@@ -101,7 +127,8 @@ def _arguments(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     """Those of SGLang without which it does not do what the rest of the configuration asks for."""
     needed = {
         "enable_return_routed_experts": config.policy.routing_replay == "engine",
-        "enable_memory_saver": config.rollout.engine.colocated and on_gpu,      # on a CPU there is nothing to release
+        # on a CPU there is nothing to release
+        "enable_memory_saver": config.rollout.engine.colocated and on_gpu,
     }
     return {name: True for name, is_needed in needed.items() if is_needed}
 

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 def finish(trainer: Trainer, process: Process) -> Outcome:
     """Train, export, and leave a result behind, whatever the end is."""
-    config, rank0 = trainer.config, trainer.rank0
+    config = trainer.config
+    rank0 = trainer.rank0
     folder = Path(config.run.dir) / config.run.name / "hf"
     try:
         with process.blaming():
@@ -33,15 +34,19 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
                 _conclude_failed(rank0, status, error)
             rank0.tracker.close(status)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise RunFailed(f"{error}; free space under {config.run.dir} and continue with --resume") from error
+            raise RunFailed(
+                f"{error}; free space under {config.run.dir} and continue with --resume"
+            ) from error
         raise
 
     def conclude() -> None:
         trainer.main.conclude(outcome.status)
-        mark_ended(process.sync.store, exit_code(outcome.status))    # who is started again from here on has nothing to do
+        # who is started again from here on has nothing to do
+        mark_ended(process.sync.store, exit_code(outcome.status))
 
     process.sync.run_on_rank0("the result of the run", conclude, timeout_s=trainer.patience)
-    if rank0 is not None:        # the other ranks may leave meanwhile: an upload can take longer than they would wait
+    # the other ranks may leave meanwhile: an upload can take longer than they would wait
+    if rank0 is not None:
         if process.heartbeat is not None:
             process.heartbeat.alone()
         if outcome.status in FINISHED and config.tracking.hub.repo:
@@ -53,5 +58,6 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
 def _conclude_failed(rank0: RankZero, status: Status, error: BaseException) -> None:
     try:
         rank0.conclude(status, reason=in_one_line(error))
-    except (OSError, DataError) as second:      # a full disk, damaged metrics: what failed first is what the user must hear
+    # a full disk, damaged metrics: what failed first is what the user must hear
+    except (OSError, DataError) as second:
         logger.error("result.json could not be written: %s", second)

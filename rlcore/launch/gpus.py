@@ -1,6 +1,8 @@
-"""Which GPUs of this machine the engines get: the trainer's own where they take turns, else those that it leaves free.
+"""Which GPUs of this machine the engines get: the trainer's own where they take turns, else those
+that it leaves free.
 
-GPUs are numbered as the trainer's processes see them, 0 to the last of `CUDA_VISIBLE_DEVICES`; rank k of a machine is on GPU k.
+GPUs are numbered as the trainer's processes see them, 0 to the last of `CUDA_VISIBLE_DEVICES`; rank
+k of a machine is on GPU k.
 """
 
 from __future__ import annotations
@@ -12,28 +14,38 @@ from rlcore.errors import ConfigError
 
 
 def assign_gpus(config: EngineConfig, *, visible: int, ranks: int) -> list[tuple[int, ...]]:
-    """The GPUs of each engine, one for each of its tensor-parallel ranks, in their order; () for engines on the CPU.
+    """The GPUs of each engine, one for each of its tensor-parallel ranks, in their order; () for
+    engines on the CPU.
 
     Args:
         visible: GPUs of this machine; 0 on a CPU.
         ranks: trainer processes on it.
 
     Raises:
-        ConfigError: there are too few, or `rollout.engine.gpus` names some that are not there or not to be had.
+        ConfigError: there are too few, or `rollout.engine.gpus` names some that are not there or
+            not to be had.
     """
     if not visible or config.device == "cpu":
         if config.gpus:
-            where = "engines are on the CPU (rollout.engine.device)" if config.device == "cpu" else "torch sees no GPU here"
+            where = (
+                "engines are on the CPU (rollout.engine.device)"
+                if config.device == "cpu"
+                else "torch sees no GPU here"
+            )
             raise ConfigError(f"rollout.engine.gpus: got {config.gpus}, but {where}: leave it out")
         return [()] * config.count
-    trainer, width = range(min(ranks, visible)), config.tensor_parallel
+    trainer = range(min(ranks, visible))
+    width = config.tensor_parallel
     offered = list(config.gpus or (trainer if config.colocated else range(len(trainer), visible)))
     if missing := [gpu for gpu in offered if gpu >= visible]:
-        raise ConfigError(f"rollout.engine.gpus: got {missing[0]}, but this machine has GPUs 0 to {visible - 1}")
+        raise ConfigError(
+            f"rollout.engine.gpus: got {missing[0]}, but this machine has GPUs 0 to {visible - 1}"
+        )
     if config.colocated and (alone := [gpu for gpu in offered if gpu not in trainer]):
         raise ConfigError(
-            f"rollout.engine.gpus: got {alone[0]}, which no trainer process is on ({_span(trainer)}): with "
-            "rollout.engine.colocated engines take turns with the trainer; leave gpus out"
+            f"rollout.engine.gpus: got {alone[0]}, which no trainer process is on"
+            f" ({_span(trainer)}): with rollout.engine.colocated engines take turns with the"
+            " trainer; leave gpus out"
         )
     if len(offered) < config.count * width:
         raise ConfigError(_too_few(config, offered, visible, len(trainer)))
@@ -42,24 +54,38 @@ def assign_gpus(config: EngineConfig, *, visible: int, ranks: int) -> list[tuple
 
 def _too_few(config: EngineConfig, offered: Sequence[int], visible: int, trainer: int) -> str:
     needed = config.count * config.tensor_parallel
-    wanted = f"{config.count} x rollout.engine.tensor_parallel {config.tensor_parallel} need {needed}"
+    wanted = (
+        f"{config.count} x rollout.engine.tensor_parallel {config.tensor_parallel} need {needed}"
+    )
     if config.gpus:
         return f"rollout.engine.gpus: got {len(offered)}, but rollout.engine.count {wanted}"
     message = f"rollout.engine.count: {wanted} GPUs, but "
     if config.colocated:
-        return message + f"the trainer, whose GPUs they share, has {trainer} on this machine: use fewer or smaller engines"
-    return message + (
-        f"of the {visible} of this machine the trainer has {trainer}: use fewer or smaller engines, or fewer trainer processes "
-        "(cluster.processes_per_node), share GPUs by rollout.engine.colocated, or name engines elsewhere in rollout.engine.urls"
+        return (
+            message
+            + f"the trainer, whose GPUs they share, has {trainer} on this machine: use fewer or"
+            " smaller engines"
+        )
+    return (
+        message
+        + f"of the {visible} of this machine the trainer has {trainer}: use fewer or smaller"
+        " engines, or fewer trainer processes (cluster.processes_per_node), share GPUs by"
+        " rollout.engine.colocated, or name engines elsewhere in rollout.engine.urls"
     )
 
 
 def _span(trainer: range) -> str:
-    return f"it is on {trainer[0]}" if len(trainer) == 1 else f"they are on {trainer[0]} to {trainer[-1]}"
+    return (
+        f"it is on {trainer[0]}"
+        if len(trainer) == 1
+        else f"they are on {trainer[0]} to {trainer[-1]}"
+    )
 
 
 def names_of(gpus: Sequence[int], environment: Mapping[str, str]) -> list[str]:
-    """What a child process is told in `CUDA_VISIBLE_DEVICES`, where this process may see a choice of GPUs itself."""
+    """What a child process is told in `CUDA_VISIBLE_DEVICES`, where this process may see a choice
+    of GPUs itself.
+    """
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if not chosen:
         return [str(gpu) for gpu in gpus]

@@ -1,5 +1,6 @@
-"""Signs of life. Every rank says that it runs; whoever watches takes silence for a hang; and when the run has failed, a rank
-that is stuck (in a collective, in a generation) and cannot leave by itself is ended.
+"""Signs of life. Every rank says that it runs; whoever watches takes silence for a hang; and when
+the run has failed, a rank that is stuck (in a collective, in a generation) and cannot leave by
+itself is ended.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from rlcore.launch.ranks import here_key
 from rlcore.trainer.rank_sync import Failure, RankSync, Store, post_failure, read_failure
 
 BEAT_S = 1.0
-NOTICE_S = 5.0          # from a failure of the run to the end of a rank that has not noticed it
-LEAVE_S = 45.0          # ... of one that has, but does not get done with closing what is open
-SIGNALLED_S = 5.0       # silence that counts once this process was asked to end: torchrun asks when another one died
-STALL_S = 10.0          # between two looks: it was the watcher that stood still
+NOTICE_S = 5.0  # from a failure of the run to the end of a rank that has not noticed it
+LEAVE_S = 45.0  # ... of one that has, but does not get done with closing what is open
+# silence that counts once this process was asked to end: torchrun asks when another one died
+SIGNALLED_S = 5.0
+STALL_S = 10.0  # between two looks: it was the watcher that stood still
 _LEFT = "left"
 _STUCK = "stuck"
 logger = logging.getLogger(__name__)
@@ -41,23 +43,34 @@ def came_late(rank: int) -> Failure:
 
 
 class HeartbeatMonitor:
-    """Which of `ranks` has been silent for too long. Only changes of a beat count, so no clocks are compared."""
+    """Which of `ranks` has been silent for too long. Only changes of a beat count, so no clocks are
+    compared.
+    """
 
-    def __init__(self, store: Store, ranks: Iterable[int], *, limit_s: float, start_limit_s: float) -> None:
-        self.store, self.limit_s, self.start_limit_s = store, limit_s, start_limit_s
+    def __init__(
+        self, store: Store, ranks: Iterable[int], *, limit_s: float, start_limit_s: float
+    ) -> None:
+        self.store = store
+        self.limit_s = limit_s
+        self.start_limit_s = start_limit_s
         now = time.monotonic()
         self._beats: dict[int, tuple[str, float]] = dict.fromkeys(ranks, ("", now))
         self._looked = now
-        self.last: dict[int, float] = {}        # what `silence` last said
+        self.last: dict[int, float] = {}  # what `silence` last said
 
     def silence(self) -> dict[int, float]:
         """Seconds since each rank's last sign of life; ranks that left in peace are not among them."""
         now = time.monotonic()
-        stalled = now - self._looked > STALL_S      # stopped and continued, with all the others maybe
+        # stopped and continued, with all the others maybe
+        stalled = now - self._looked > STALL_S
         self._looked = now
         silence: dict[int, float] = {}
         for rank, (before, since) in self._beats.items():
-            beat = self.store.get(beat_key(rank)).decode() if self.store.check([beat_key(rank)]) else ""
+            beat = (
+                self.store.get(beat_key(rank)).decode()
+                if self.store.check([beat_key(rank)])
+                else ""
+            )
             if beat != before or stalled:
                 self._beats[rank] = beat, now
                 since = now
@@ -67,42 +80,63 @@ class HeartbeatMonitor:
         return silence
 
     def failure(self, *, limit_s: float | None = None) -> Failure | None:
-        """The rank that is silent for longer than it may, the longest first. `limit_s` lowers the limit."""
+        """The rank that is silent for longer than it may, the longest first. `limit_s` lowers the
+        limit.
+        """
         limit = self.limit_s if limit_s is None else min(limit_s, self.limit_s)
         late = []
         for rank, seconds in sorted(self.silence().items(), key=lambda item: -item[1]):
             _, _, doing = self._beats[rank][0].partition(" ")
             if doing and seconds > limit:
                 key = f"cluster.heartbeat_timeout_s: {self.limit_s:g}"
-                return Failure(rank, f"it has been silent for {seconds:.0f} s ({key}); it was at: {doing}")
+                return Failure(
+                    rank, f"it has been silent for {seconds:.0f} s ({key}); it was at: {doing}"
+                )
             if not doing and seconds > self.start_limit_s:
                 late.append(rank)
         if not late:
             return None
-        missing = (rank for rank in late if not self.store.check([here_key(rank)]))     # the others wait for it
-        why = f"it has not joined the others within {self.start_limit_s:g} s (cluster.start_timeout_s)"
+        # the others wait for it
+        missing = (rank for rank in late if not self.store.check([here_key(rank)]))
+        why = (
+            f"it has not joined the others within {self.start_limit_s:g} s"
+            " (cluster.start_timeout_s)"
+        )
         return Failure(next(missing, late[0]), why)
 
 
 class Heartbeat:
-    """One thread a rank: beats, watches (rank 0 all others, they rank 0), and ends this process where it must.
+    """One thread a rank: beats, watches (rank 0 all others, they rank 0), and ends this process
+    where it must.
 
     Args:
-        store: used by this thread alone. A store that another thread waits on would keep the beats from going out.
+        store: used by this thread alone. A store that another thread waits on would keep the beats
+            from going out.
         last_words: called with the failure right before this process is ended from here; may grow.
     """
 
     def __init__(
-        self, store: Store, sync: RankSync, watch: HeartbeatMonitor, last_words: Sequence[Callable[[Failure], None]]
+        self,
+        store: Store,
+        sync: RankSync,
+        watch: HeartbeatMonitor,
+        last_words: Sequence[Callable[[Failure], None]],
     ) -> None:
-        self._store, self._sync, self._watch, self._last_words = store, sync, watch, last_words
-        self._stopped, self._leaving, self._alone = threading.Event(), threading.Event(), threading.Event()
+        self._store = store
+        self._sync = sync
+        self._watch = watch
+        self._last_words = last_words
+        self._stopped = threading.Event()
+        self._leaving = threading.Event()
+        self._alone = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     @property
     def quiet(self) -> list[int]:
-        """Watched ranks that have skipped a beat or two: where a peer is known to be gone, they are who."""
+        """Watched ranks that have skipped a beat or two: where a peer is known to be gone, they are
+        who.
+        """
         return [rank for rank, seconds in self._watch.last.items() if seconds > 2 * BEAT_S]
 
     def leaving(self) -> None:
@@ -120,11 +154,12 @@ class Heartbeat:
         if in_peace:
             try:
                 self._sync.store.set(beat_key(self._sync.rank), _LEFT)
-            except dist.DistError as error:     # recovery: none is needed, nobody is left to watch
+            except dist.DistError as error:  # recovery: none is needed, nobody is left to watch
                 logger.info("the run's store is gone: %s", error)
 
     def _run(self) -> None:
-        number, noticed = 0, 0.0
+        number = 0
+        noticed = 0.0
         while not self._stopped.is_set():
             failure = self._look(number)
             if failure is not None:
@@ -139,13 +174,18 @@ class Heartbeat:
             self._store.set(beat_key(self._sync.rank), f"{number} {self._sync.doing}")
             known = read_failure(self._store)
             if known is None and not self._alone.is_set():
-                silent = self._watch.failure(limit_s=SIGNALLED_S if self._sync.was_signalled else None)
+                silent = self._watch.failure(
+                    limit_s=SIGNALLED_S if self._sync.was_signalled else None
+                )
                 if silent is not None:
                     post_failure(self._store, silent)
                     known = read_failure(self._store)
             return known
-        except dist.DistError as error:         # recovery: none; with its store the run is gone
-            return Failure(self._sync.rank, f"the process that holds the run's store (a launcher, node 0) is gone: {error}")
+        except dist.DistError as error:  # recovery: none; with its store the run is gone
+            return Failure(
+                self._sync.rank,
+                f"the process that holds the run's store (a launcher, node 0) is gone: {error}",
+            )
 
     def _end(self, failure: Failure) -> None:
         if self._stopped.is_set():

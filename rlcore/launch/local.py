@@ -1,6 +1,8 @@
-"""Several trainer processes on this machine, started and watched by us with the environment that torchrun gives.
+"""Several trainer processes on this machine, started and watched by us with the environment that
+torchrun gives.
 
-The first process that dies or falls silent ends the run: the others are told why, leave or are ended within a deadline, and
+The first process that dies or falls silent ends the run: the others are told why, leave or are
+    ended within a deadline, and
 the culprit's rank and the last lines of its log are what the user sees.
 """
 
@@ -26,8 +28,8 @@ from rlcore.launch.signals import hearing
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
 POLL_S = 0.1
-DUMP_S = 1.0            # for a stuck process to write its stacks
-END_S = 10.0            # from SIGTERM to SIGKILL, where we are the ones who end it
+DUMP_S = 1.0  # for a stuck process to write its stacks
+END_S = 10.0  # from SIGTERM to SIGKILL, where we are the ones who end it
 
 
 def supervise(config: Config, arguments: Sequence[str]) -> int:
@@ -37,7 +39,8 @@ def supervise(config: Config, arguments: Sequence[str]) -> int:
         RunFailed: a process died or hung; names its rank and shows its log's last lines.
     """
     ranks = _Ranks(config)
-    with hearing(ranks.pass_on):        # to their very end: a second signal shall leave nobody behind
+    # to their very end: a second signal shall leave nobody behind
+    with hearing(ranks.pass_on):
         try:
             ranks.start(arguments)
             failure = ranks.wait()
@@ -54,22 +57,31 @@ class _Ranks:
     """The processes, and the store in which they meet."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.count, self._began = config, config.cluster.processes_per_node, time.time()
-        self._host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self.config = config
+        self.count = config.cluster.processes_per_node
+        self._began = time.time()
+        self._host = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
         self.store = dist.PrefixStore(store_prefix(), self._host)
         cluster = config.cluster
         self._watch = HeartbeatMonitor(
-            self.store, range(self.count), limit_s=cluster.heartbeat_timeout_s, start_limit_s=cluster.start_timeout_s
+            self.store,
+            range(self.count),
+            limit_s=cluster.heartbeat_timeout_s,
+            start_limit_s=cluster.start_timeout_s,
         )
         self.lines = LAST_LINES
         self.workers: list[subprocess.Popen[bytes]] = []
-        self._passed_on = 0         # the last signal that came while they ran
+        self._passed_on = 0  # the last signal that came while they ran
 
     def start(self, arguments: Sequence[str]) -> None:
         for rank in range(self.count):
-            self.workers.append(worker := _start(rank, self.count, self._host.port, self.config, arguments))
+            self.workers.append(
+                worker := _start(rank, self.count, self._host.port, self.config, arguments)
+            )
             if self._passed_on:
-                worker.send_signal(self._passed_on)     # it was not there yet
+                worker.send_signal(self._passed_on)  # it was not there yet
 
     def pass_on(self, number: int, _frame: object) -> None:
         """SIGTERM and Ctrl-C go to every worker, and we wait for their end."""
@@ -84,15 +96,18 @@ class _Ranks:
             codes = [worker.poll() for worker in self.workers]
             failure = read_failure(self.store) or self._died(codes) or self._fell_silent(codes)
             if failure is not None:
-                post_failure(self.store, failure)       # the others are told
+                post_failure(self.store, failure)  # the others are told
                 return failure
             if None not in codes:
                 return None
             time.sleep(POLL_S)
 
     def wait_for_the_others(self, failure: Failure) -> None:
-        """They know of the failure: they close what is open and leave, or end themselves. One that is stopped does neither."""
-        culprit, deadline = self.workers[failure.rank], time.monotonic() + NOTICE_S + LEAVE_S
+        """They know of the failure: they close what is open and leave, or end themselves. One that
+        is stopped does neither.
+        """
+        culprit = self.workers[failure.rank]
+        deadline = time.monotonic() + NOTICE_S + LEAVE_S
         while time.monotonic() < deadline and any(worker.poll() is None for worker in self.workers):
             silent_s = self._watch.silence().get(failure.rank, 0.0)
             if culprit.poll() is None and silent_s > self.config.cluster.heartbeat_timeout_s:
@@ -110,20 +125,29 @@ class _Ranks:
         Raises:
             RunFailed: it has not.
         """
-        speaker, stuck = self.codes[0], read_stuck(self.store)
+        speaker = self.codes[0]
+        stuck = read_stuck(self.store)
         if speaker in (BAD_INPUT, INTERRUPTED):
             return int(speaker)
-        if self._passed_on and self.codes[failure.rank] == -self._passed_on and not was_opened(self.store):
-            return INTERRUPTED      # a rank that does not heed signals yet dies of them
+        if (
+            self._passed_on
+            and self.codes[failure.rank] == -self._passed_on
+            and not was_opened(self.store)
+        ):
+            return INTERRUPTED  # a rank that does not heed signals yet dies of them
         conclude_for(self.config, self.store, failure, began=self._began)
         if failure.waited and stuck is not None:
-            raise RunFailed(describe(came_late(stuck), self.config.run, lines=LAST_LINES_OF_A_STACK))
+            raise RunFailed(
+                describe(came_late(stuck), self.config.run, lines=LAST_LINES_OF_A_STACK)
+            )
         if failure.rank == 0 and speaker is not None and speaker > 0:
             return speaker
         raise RunFailed(describe(failure, self.config.run, lines=self.lines))
 
     def end(self) -> None:
-        """SIGTERM asks for a clean end that a rank stuck in a collective cannot give: SIGKILL follows."""
+        """SIGTERM asks for a clean end that a rank stuck in a collective cannot give: SIGKILL
+        follows.
+        """
         for worker in self.workers:
             if worker.poll() is None:
                 worker.terminate()
@@ -150,14 +174,18 @@ class _Ranks:
         return failure if failure is not None and codes[failure.rank] is None else None
 
     def _dump_stacks(self, rank: int) -> None:
-        """Ask a silent process for the stack of every thread: its fault handler answers where the interpreter is stuck."""
+        """Ask a silent process for the stack of every thread: its fault handler answers where the
+        interpreter is stuck.
+        """
         if path_of(folder_of(self.config.run), rank).exists():
             self.workers[rank].send_signal(signal.SIGUSR1)
             self.lines = LAST_LINES_OF_A_STACK
             time.sleep(DUMP_S)
 
 
-def _start(rank: int, count: int, port: int, config: Config, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(
+    rank: int, count: int, port: int, config: Config, arguments: Sequence[str]
+) -> subprocess.Popen[bytes]:
     threads = config.run.threads or max(1, (os.cpu_count() or 1) // count)
     environment = {
         **os.environ,
@@ -168,8 +196,10 @@ def _start(rank: int, count: int, port: int, config: Config, arguments: Sequence
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",     # the store is ours: no port is chosen twice
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours: no port is chosen twice
         "OMP_NUM_THREADS": str(threads),
     }
     # A session of its own: a Ctrl-C is ours to pass on, once, like a SIGTERM that only we get.
-    return subprocess.Popen([sys.executable, "-m", "rlcore", *arguments], env=environment, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlcore", *arguments], env=environment, start_new_session=True
+    )

@@ -1,4 +1,6 @@
-"""Where one rank's records go: its file in the run's folder, and from rank 0 our own warnings to the terminal too."""
+"""Where one rank's records go: its file in the run's folder, and from rank 0 our own warnings to
+the terminal too.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +24,30 @@ OURS = ("rlcore", "backends", "rollout")
 EARLY_RECORDS = 10_000
 LAST_LINES = 15
 LAST_LINES_OF_A_STACK = 40
-CHATTY = ("megatron",)              # their INFO lists every parameter, and would be all that a log's end shows
-_kept_open: list[TextIO] = []       # faulthandler writes to the descriptor, also while the interpreter ends
+# their INFO lists every parameter, and would be all that a log's end shows
+CHATTY = ("megatron",)
+# faulthandler writes to the descriptor, also while the interpreter ends
+_kept_open: list[TextIO] = []
 
 
 class RankLog:
-    """Keeps records until `open` says which file they belong in: a run's folder is taken only when all else is well."""
+    """Keeps records until `open` says which file they belong in: a run's folder is taken only when
+    all else is well.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._early = MemoryHandler(EARLY_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+        self._early = MemoryHandler(
+            EARLY_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False
+        )
         self._file: logging.Handler | None = None
         self._stream: TextIO | None = None
 
     def open(self, folder: Path) -> None:
         """Write to `folder`/rank_N.log from here on, and what was said before.
 
-        The whole output of the ranks above 0 goes there. `kill -USR1 PID` writes the stack of every thread into it.
+        The whole output of the ranks above 0 goes there. `kill -USR1 PID` writes the stack of every
+        thread into it.
         """
         folder.mkdir(parents=True, exist_ok=True)
         file = path_of(folder, self.rank).open("a", buffering=1)
@@ -59,7 +68,9 @@ class RankLog:
             os.dup2(file.fileno(), 2)
 
     def last_words(self, error: BaseException) -> None:
-        """End the file with what ended this rank. Python itself writes the traceback of the others' there."""
+        """End the file with what ended this rank. Python itself writes the traceback of the others'
+        there.
+        """
         if isinstance(error, RlcoreError):
             self._write(str(error))
         elif self.rank == 0:
@@ -75,7 +86,9 @@ class RankLog:
         """Into the file alone: somebody else tells the terminal."""
         trace = None if error is None else (type(error), error, error.__traceback__)
         if self._file is not None:
-            self._file.handle(logging.LogRecord("rlcore", logging.ERROR, __file__, 0, text, None, trace))
+            self._file.handle(
+                logging.LogRecord("rlcore", logging.ERROR, __file__, 0, text, None, trace)
+            )
 
     def close(self) -> None:
         for handler in (self._early, self._file):
@@ -84,7 +97,9 @@ class RankLog:
 
 
 class Terminal(logging.Handler):
-    """Warnings of ours, on the standard error of the moment: a progress display may have put itself before it."""
+    """Warnings of ours, on the standard error of the moment: a progress display may have put itself
+    before it.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno >= logging.WARNING and record.name.partition(".")[0] in OURS
@@ -96,13 +111,14 @@ class Terminal(logging.Handler):
 @contextmanager
 def rank_log(rank: int) -> Iterator[RankLog]:
     """Collect this process's records, Python's warnings among them, while open."""
-    root, log = logging.getLogger(), RankLog(rank)
+    root = logging.getLogger()
+    log = RankLog(rank)
     handlers: list[logging.Handler] = [log._early] + ([Terminal()] if rank == 0 else [])
     levels = {name: logging.getLogger(name).level for name in (None, *CHATTY)}
     root.setLevel(logging.INFO)
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.captureWarnings(True)       # Megatron warns of every package that it can do without
+    logging.captureWarnings(True)  # Megatron warns of every package that it can do without
     for handler in handlers:
         root.addHandler(handler)
     try:

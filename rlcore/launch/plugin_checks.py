@@ -1,4 +1,5 @@
-"""Checks that need torch: the estimator, the loss and the user's own functions, built once before anything starts.
+"""Checks that need torch: the estimator, the loss and the user's own functions, built once before
+anything starts.
 
 Errors speak of configuration keys: `algorithm.estimator.lamda (site.yaml:12): ...`.
 """
@@ -21,7 +22,13 @@ from rlcore.algorithms import (
 from rlcore.algorithms.keywords import check_keywords
 from rlcore.algorithms.plugins import import_object
 from rlcore.config.checks.algorithm import coefficient_ignored
-from rlcore.config.derived import COEFFICIENTS, coefficients, estimator_options, needs_critic, needs_teacher
+from rlcore.config.derived import (
+    COEFFICIENTS,
+    coefficients,
+    estimator_options,
+    needs_critic,
+    needs_teacher,
+)
 from rlcore.config.load import Loaded
 from rlcore.config.messages import Problem
 from rlcore.config.sections.base import Plugin
@@ -34,7 +41,8 @@ MADE = (
     "Functions given as package.module:name can be imported",
 )
 
-# The optional fields that the trainer can produce; `teacher_logprobs` too where `teacher.path` is given.
+# The optional fields that the trainer can produce; `teacher_logprobs` too where `teacher.path` is
+# given.
 FOR_ESTIMATORS = (
     "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "baseline_rewards", "versions",
     "rollout_ids",
@@ -56,26 +64,33 @@ def check_plugins(loaded: Loaded) -> list[str]:
     if not loaded.config.is_sft:
         problems += _estimator_problems(loaded, notes)
     if problems:
-        raise ConfigError("\n".join(problem.at(loaded.origin(problem.path)) for problem in problems))
+        raise ConfigError(
+            "\n".join(problem.at(loaded.origin(problem.path)) for problem in problems)
+        )
     return [str(note) for note in notes]
 
 
 def _estimator_problems(loaded: Loaded, notes: list[Problem]) -> list[Problem]:
-    config, path = loaded.config, "algorithm.estimator"
+    config = loaded.config
+    path = "algorithm.estimator"
     section = config.algorithm.estimator
     try:
         keywords = estimator_keywords(section.name)
     except (AlgorithmError, ImportError) as error:
         return [Problem(f"{path}.name", str(error))]
     problems = _keyword_problems(path, section, keywords)
-    unread = [name for name, value in coefficients(config).items() if value and name not in keywords]
+    unread = [
+        name for name, value in coefficients(config).items() if value and name not in keywords
+    ]
     problems += [coefficient_ignored(config, name) for name in unread]
     if problems:
         return problems
     try:
         estimator = build_estimator(section.name, **estimator_options(config, keywords))
-        estimator.check_available([*FOR_ESTIMATORS, *(["teacher_logprobs"] if config.teacher.path else [])])
-    except (ValueError, TypeError) as error:    # also what the constructor thinks of its values
+        estimator.check_available(
+            [*FOR_ESTIMATORS, *(["teacher_logprobs"] if config.teacher.path else [])]
+        )
+    except (ValueError, TypeError) as error:  # also what the constructor thinks of its values
         return [Problem(path, str(error))]
     if config.critic != CriticConfig() and not needs_critic(estimator.needs):
         notes.append(Problem("critic", f"is ignored: estimator {section.name!r} needs no values"))
@@ -85,7 +100,8 @@ def _estimator_problems(loaded: Loaded, notes: list[Problem]) -> list[Problem]:
 
 
 def _loss_problems(loaded: Loaded) -> list[Problem]:
-    path, section = "algorithm.loss", loaded.config.algorithm.loss
+    path = "algorithm.loss"
+    section = loaded.config.algorithm.loss
     try:
         keywords = policy_loss_keywords(section.name)
     except (AlgorithmError, ImportError) as error:
@@ -103,7 +119,9 @@ def _keyword_problems(path: str, section: Plugin, keywords: Mapping[str, Keyword
     problems: list[Problem] = []
     for name, value in section.options.items():
         if name not in keywords:
-            problems.append(Problem(f"{path}.{name}", _unknown_keyword(path, name, section, keywords)))
+            problems.append(
+                Problem(f"{path}.{name}", _unknown_keyword(path, name, section, keywords))
+            )
             continue
         try:
             check_keywords(repr(section.name), {name: keywords[name]}, {name: value})
@@ -115,7 +133,9 @@ def _keyword_problems(path: str, section: Plugin, keywords: Mapping[str, Keyword
 def _unknown_keyword(path: str, name: str, section: Plugin, keywords: Mapping[str, Keyword]) -> str:
     own = [key for key in type(section).model_fields if key != "name"]
     settable = [keyword for keyword in keywords.values() if keyword.name not in COEFFICIENTS]
-    near = difflib.get_close_matches(name, [*(keyword.name for keyword in settable), *own], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(
+        name, [*(keyword.name for keyword in settable), *own], n=1, cutoff=0.5
+    )
     hint = f"; did you mean {path}.{near[0]}?" if near else ""
     takes = ", ".join(map(str, settable)) or "no keyword"
     return f"unknown keyword{hint} ({section.name!r} takes {takes})"
@@ -128,7 +148,9 @@ def _function_problems(loaded: Loaded) -> list[Problem]:
         if part.function is not None
     }
     named["rollout.workflow"] = loaded.config.rollout.workflow
-    named |= {f"rollout.filters.{index}": name for index, name in enumerate(loaded.config.rollout.filters)}
+    named |= {
+        f"rollout.filters.{index}": name for index, name in enumerate(loaded.config.rollout.filters)
+    }
     problems: list[Problem] = []
     for path, target in named.items():
         if ":" not in target or loaded.config.is_sft:
@@ -139,5 +161,7 @@ def _function_problems(loaded: Loaded) -> list[Problem]:
             problems.append(Problem(path, str(error)))
             continue
         if not callable(found):
-            problems.append(Problem(path, f"{target} is {found!r}, expected something that can be called"))
+            problems.append(
+                Problem(path, f"{target} is {found!r}, expected something that can be called")
+            )
     return problems

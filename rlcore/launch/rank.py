@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from rlcore.launch.compose import OpenService
 
 
-def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenService | None = None) -> int:
+def train_rank(
+    loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenService | None = None
+) -> int:
     """One rank of a run, from joining the others to its exit code.
 
     Args:
@@ -27,14 +29,20 @@ def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenSe
     rank = 0
     try:
         with join(loaded.config) as process:
-            rank, goes_on = process.rank, process.attempt.goes_on       # --overwrite has done its work then
+            # --overwrite has done its work then
+            rank = process.rank
+            goes_on = process.attempt.goes_on
             outcome = run_rank(
-                process, loaded, resume=resume or goes_on, overwrite=overwrite and not goes_on, service=service
+                process,
+                loaded,
+                resume=resume or goes_on,
+                overwrite=overwrite and not goes_on,
+                service=service,
             )
     except RunHasEnded as ended:
         return ended.code
     except PeerFailed as error:
-        if rank != 0 or supervised():       # somebody else tells the user
+        if rank != 0 or supervised():  # somebody else tells the user
             wait_for_speaker()
             return FAILED
         raise RunFailed(describe(error.failure, loaded.config.run)) from error

@@ -6,7 +6,8 @@ import os
 import time
 
 SPEAKER_S = 10.0
-SUPERVISED = "RLCORE_SUPERVISOR"        # process id of our own supervisor, who tells the user how its ranks ended
+# process id of our own supervisor, who tells the user how its ranks ended
+SUPERVISED = "RLCORE_SUPERVISOR"
 
 
 def under_torchrun() -> bool:
@@ -27,12 +28,16 @@ def started_by_torchrun() -> bool:
 
 
 def first_on_node() -> bool:
-    """Whether this process speaks on the terminal of its node: ranks that meet the same error say it once."""
+    """Whether this process speaks on the terminal of its node: ranks that meet the same error say
+    it once.
+    """
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def wait_for_speaker() -> None:
-    """Before a rank that says nothing ends: torchrun then ends all, and with them the one that tells the user why."""
+    """Before a rank that says nothing ends: torchrun then ends all, and with them the one that
+    tells the user why.
+    """
     if started_by_torchrun():
         time.sleep(SPEAKER_S)
 

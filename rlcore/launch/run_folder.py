@@ -33,7 +33,9 @@ class OpenRun:
     resume_from: Checkpoint | None
 
     def leave(self, error: BaseException) -> None:
-        """What `error` leaves behind, unless the run has its result: a free name after bad input, else a failed run."""
+        """What `error` leaves behind, unless the run has its result: a free name after bad input,
+        else a failed run.
+        """
         directory = self.directory
         if directory.has_ended:
             return
@@ -45,7 +47,9 @@ class OpenRun:
 
 
 def conclude(directory: RunDirectory, status: Status, reason: str) -> None:
-    """Leave a result behind for a run whose trainer cannot; what failed first is what the user must hear."""
+    """Leave a result behind for a run whose trainer cannot; what failed first is what the user must
+    hear.
+    """
     try:
         rows = read_metrics(directory.metrics_path)
         directory.write_result(status, rows[-1]["step"] if rows else 0, reason)
@@ -75,10 +79,16 @@ def conclude_unless_written(config: Config, status: Status, reason: str, *, bega
         conclude(directory, status, reason)
 
 
-def open_run(loaded: Loaded, steps: int, stack: ExitStack, *, resume: bool, overwrite: bool) -> OpenRun:
-    """Take the run's folder and find the point to go on from; a refused resume leaves the folder as it was."""
+def open_run(
+    loaded: Loaded, steps: int, stack: ExitStack, *, resume: bool, overwrite: bool
+) -> OpenRun:
+    """Take the run's folder and find the point to go on from; a refused resume leaves the folder as
+    it was.
+    """
     config = loaded.config
-    directory = RunDirectory.create(config.run.dir, config.run.name, resume=resume, overwrite=overwrite)
+    directory = RunDirectory.create(
+        config.run.dir, config.run.name, resume=resume, overwrite=overwrite
+    )
     stack.callback(directory.close)
     checkpoints = CheckpointStore(directory.checkpoints, keep=config.checkpoint.keep)
     found = checkpoints.latest() if directory.resumed else None
@@ -86,7 +96,8 @@ def open_run(loaded: Loaded, steps: int, stack: ExitStack, *, resume: bool, over
     stack.push(lambda _, error, __: run.leave(error) if error is not None else None)
     if found is not None:
         check_unfinished(config, found, steps, directory.read_result() or {})
-    if found is None:       # a resumed run keeps its configuration until nothing can be refused any more
+    # a resumed run keeps its configuration until nothing can be refused any more
+    if found is None:
         directory.write_config(config.model_dump(mode="json"), loaded.origins)
     return run
 
@@ -100,16 +111,21 @@ def was_opened(store: Store) -> bool:
     return store.check([_OPENED])
 
 
-def check_unfinished(config: Config, found: Checkpoint, steps: int, result: Mapping[str, Any]) -> None:
+def check_unfinished(
+    config: Config, found: Checkpoint, steps: int, result: Mapping[str, Any]
+) -> None:
     """Refuse to resume a run that has nothing left to do.
 
     Args:
-        result: the content of result.json; a run that was killed after its last checkpoint has none, and its end to do.
+        result: the content of result.json; a run that was killed after its last checkpoint has
+            none, and its end to do.
 
     Raises:
         UserError: it has trained all its steps, or stopped early and would do so again.
     """
-    name, stopping, kl = config.run.name, EarlyStopping.of(config.training), found.state.get("objective_kl")
+    name = config.run.name
+    stopping = EarlyStopping.of(config.training)
+    kl = found.state.get("objective_kl")
     if result.get("status") not in FINISHED or result.get("steps") != found.step:
         return
     if found.step >= steps:
@@ -119,13 +135,15 @@ def check_unfinished(config: Config, found: Checkpoint, steps: int, result: Mapp
         )
     if stopping is not None and stopping.trips(kl):
         raise UserError(
-            f"run {name!r} stopped early at step {found.step} of {steps}: objective/kl {kl:.6g} is above training.target_kl "
-            f"{stopping.target_kl:g}; raise it, or set training.early_stopping=false, to go on"
+            f"run {name!r} stopped early at step {found.step} of {steps}: objective/kl {kl:.6g} is"
+            f" above training.target_kl {stopping.target_kl:g}; raise it, or set"
+            " training.early_stopping=false, to go on"
         )
 
 
 def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
-    """The folder of shards that `path` means: a run (its newest checkpoint), a checkpoint, or the shards themselves.
+    """The folder of shards that `path` means: a run (its newest checkpoint), a checkpoint, or the
+    shards themselves.
 
     Raises:
         UserError: there is none; the message begins with `key`.
@@ -139,13 +157,16 @@ def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
         return path / "model"
     if path.is_dir():
         return path
-    raise UserError(f"{key}: {path} does not exist; expected a run, a checkpoint or its folder of shards")
+    raise UserError(
+        f"{key}: {path} does not exist; expected a run, a checkpoint or its folder of shards"
+    )
 
 
 def pin_initial_policy(loaded: Loaded, *, resume: bool) -> Loaded:
     """`policy.checkpoint` down to its folder of shards, which config.yaml then holds.
 
-    A resumed run keeps the folder that it started from, whatever the run that `policy.checkpoint` names has trained since.
+    A resumed run keeps the folder that it started from, whatever the run that `policy.checkpoint`
+    names has trained since.
 
     Raises:
         UserError: that folder is gone.
@@ -158,8 +179,8 @@ def pin_initial_policy(loaded: Loaded, *, resume: bool) -> Loaded:
         pinned = find_checkpoint(Path(given))
     elif not pinned.is_dir():
         raise UserError(
-            f"policy.checkpoint: the run started from {pinned}, which is gone: restore it, or name another checkpoint to "
-            "measure the KL against"
+            f"policy.checkpoint: the run started from {pinned}, which is gone: restore it, or name"
+            " another checkpoint to measure the KL against"
         )
     config = loaded.config.model_copy(deep=True)
     config.policy.checkpoint = str(pinned)

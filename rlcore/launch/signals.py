@@ -10,8 +10,12 @@ from types import FrameType
 
 @contextmanager
 def hearing(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """SIGTERM and SIGINT go to `handler` while open, and to those before it afterwards. In the main thread alone."""
-    previous = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    """SIGTERM and SIGINT go to `handler` while open, and to those before it afterwards. In the main
+    thread alone.
+    """
+    previous = {
+        number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield
     finally:

@@ -14,10 +14,11 @@ class Gpu:
     bf16_flops: float
     node_bandwidth: float
     multiprocessors: int
-    network_bandwidth: float = 50e9     # one 400 Gbit/s adapter a GPU
+    network_bandwidth: float = 50e9  # one 400 Gbit/s adapter a GPU
 
 
-# NVIDIA's data sheets: A100 and H100/H200 of the SXM form, B200 of the HGX board. Half of NVLink's figure is one direction.
+# NVIDIA's data sheets: A100 and H100/H200 of the SXM form, B200 of the HGX board. Half of NVLink's
+# figure is one direction.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
@@ -28,8 +29,8 @@ GPUS: dict[str, Gpu] = {
     )
 }
 
-# By the words of `torch.cuda.get_device_name`: the entry with most of them counts. NVIDIA's data sheets; those that give
-# only figures with sparsity are halved.
+# By the words of `torch.cuda.get_device_name`: the entry with most of them counts. NVIDIA's data
+# sheets; those that give only figures with sparsity are halved.
 _PEAKS: tuple[tuple[str, float], ...] = (
     ("A100", 312e12), ("A800", 312e12),
     ("H100", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H800", 989e12), ("H20", 148e12),
@@ -40,9 +41,13 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU such as "NVIDIA H100 80GB HBM3"; None for one that is not in the table, or a part of one."""
+    """Dense bf16 FLOP/s of a GPU such as "NVIDIA H100 80GB HBM3"; None for one that is not in the
+    table, or a part of one.
+    """
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     if "MIG" in words:
         return None
-    known = [(len(name.split()), peak) for name, peak in _PEAKS if words.issuperset(name.upper().split())]
+    known = [
+        (len(name.split()), peak) for name, peak in _PEAKS if words.issuperset(name.upper().split())
+    ]
     return max(known)[1] if known else None

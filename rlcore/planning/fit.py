@@ -17,7 +17,8 @@ from rlcore.planning.memory import (
 from rlcore.planning.shape import ModelShape
 
 GIB = 1 << 30
-RESERVED = 0.08     # of the GPU: CUDA's context, buffers of NCCL and matmuls, what the allocator cannot hand out
+# of the GPU: CUDA's context, buffers of NCCL and matmuls, what the allocator cannot hand out
+RESERVED = 0.08
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,15 @@ class Trained:
     name: str
     shape: ModelShape
     value_head: bool = False
-    offload: bool = False               # the model between its passes; its optimizer too
+    offload: bool = False  # the model between its passes; its optimizer too
     offload_optimizer: bool = False
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """A model that is only scored. Offloaded it takes room in its passes alone; a `guest` takes the policy's."""
+    """A model that is only scored. Offloaded it takes room in its passes alone; a `guest` takes the
+    policy's.
+    """
 
     name: str
     shape: ModelShape
@@ -58,20 +61,35 @@ class Needs:
         return max(self.phases, key=self.phases.__getitem__)
 
 
-def needs(layout: Layout, load: Load, trained: tuple[Trained, ...], frozen: tuple[Frozen, ...]) -> Needs:
+def needs(
+    layout: Layout, load: Load, trained: tuple[Trained, ...], frozen: tuple[Frozen, ...]
+) -> Needs:
     """Of the stage that needs most."""
-    return max((_stage_needs(layout, load, trained, frozen, k) for k in range(layout.pipeline)), key=lambda n: n.peak)
+    return max(
+        (_stage_needs(layout, load, trained, frozen, k) for k in range(layout.pipeline)),
+        key=lambda n: n.peak,
+    )
 
 
 def policy_weights(layout: Layout, shape: ModelShape, load: Load) -> Weights:
     """Of the stage that holds most."""
-    stages = (rank_weights(shape, layout, k, vocab_multiple=load.vocab_multiple) for k in range(layout.pipeline))
+    stages = (
+        rank_weights(shape, layout, k, vocab_multiple=load.vocab_multiple)
+        for k in range(layout.pipeline)
+    )
     return max(stages, key=lambda weights: weights.total)
 
 
 def kv_bytes_per_token(shape: ModelShape, layout: Layout, *, dtype_bytes: int) -> float:
     """Of an engine that is cut as the trainer's tensor parallelism is: K and V of every layer."""
-    return 2 * shape.layers * shape.groups * shape.head_dim * dtype_bytes / min(layout.tensor, shape.groups)
+    return (
+        2
+        * shape.layers
+        * shape.groups
+        * shape.head_dim
+        * dtype_bytes
+        / min(layout.tensor, shape.groups)
+    )
 
 
 def _stage_needs(
@@ -82,7 +100,11 @@ def _stage_needs(
     b = load.dtype_bytes
     for model in trained:
         weights = rank_weights(
-            model.shape, layout, stage, vocab_multiple=load.vocab_multiple, value_head=model.value_head
+            model.shape,
+            layout,
+            stage,
+            vocab_multiple=load.vocab_multiple,
+            value_head=model.value_head,
         )
         own = b * weights.total + gradient_bytes(weights)
         state = optimizer_bytes(weights, layout, dtype_bytes=b)
@@ -96,9 +118,13 @@ def _stage_needs(
         if not (model.offload or model.offload_optimizer):
             resident[f"{model.name} optimizer"] = state
         phases[f"{model.name} forward and backward"] = away + activations
-        phases[f"{model.name} optimizer step"] = away + (state if model.offload or model.offload_optimizer else 0)
+        phases[f"{model.name} optimizer step"] = away + (
+            state if model.offload or model.offload_optimizer else 0
+        )
     for other in frozen:
-        size = b * rank_weights(other.shape, layout, stage, vocab_multiple=load.vocab_multiple).total
+        size = (
+            b * rank_weights(other.shape, layout, stage, vocab_multiple=load.vocab_multiple).total
+        )
         if other.offload:
             phases[f"{other.name} pass"] = 0 if other.guest else size
         else:

@@ -1,4 +1,6 @@
-"""Bytes of one rank: weights, gradients, optimizer, saved activations, head. Checked against real tensors in tests/parity."""
+"""Bytes of one rank: weights, gradients, optimizer, saved activations, head. Checked against real
+tensors in tests/parity.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class Layout:
     sequence: bool = False
     distributed: bool = False
     recompute: Recompute = "none"
-    stages: tuple[int, ...] = ()        # layers of each pipeline stage; empty: even
+    stages: tuple[int, ...] = ()  # layers of each pipeline stage; empty: even
 
     @property
     def gpus(self) -> int:
@@ -46,13 +48,14 @@ class Layout:
 class Load:
     """What a micro-batch is."""
 
-    tokens: int                         # slots of a pack, over all context-parallel ranks
-    micro_batches: int                  # of an optimizer step
-    trainable: int                      # of the pack's tokens, at most
+    tokens: int  # slots of a pack, over all context-parallel ranks
+    micro_batches: int  # of an optimizer step
+    trainable: int  # of the pack's tokens, at most
     dtype_bytes: int = 2
     vocab_multiple: int = 1
     chunk_elements: int = 1 << 22
-    composed_norm: bool = False         # as torch's RMSNorm is on a CPU: it keeps the normalised rows too, in fp32
+    # as torch's RMSNorm is on a CPU: it keeps the normalised rows too, in fp32
+    composed_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,15 +71,25 @@ class Weights:
 
 
 def rank_weights(
-    shape: ModelShape, layout: Layout, stage: int, *, vocab_multiple: int = 1, value_head: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    stage: int,
+    *,
+    vocab_multiple: int = 1,
+    value_head: bool = False,
 ) -> Weights:
-    """Of a rank of pipeline stage `stage`. A critic has a value head [H + 1], on every tensor-parallel rank, and no LM head."""
-    layers, tp = layout.stage_layers(shape, stage), layout.tensor
-    moe = layers * shape.moe_layers / shape.layers      # where they are not spread evenly this is an average
+    """Of a rank of pipeline stage `stage`. A critic has a value head [H + 1], on every
+    tensor-parallel rank, and no LM head.
+    """
+    layers = layout.stage_layers(shape, stage)
+    tp = layout.tensor
+    # where they are not spread evenly this is an average
+    moe = layers * shape.moe_layers / shape.layers
     dense = layers * (shape.attention / tp + shape.norms) + (layers - moe) * shape.mlp / tp
     dense += moe * (shape.shared / tp + shape.router)
     vocabulary = padded_vocab(shape, layout, vocab_multiple) * shape.hidden / tp
-    first, last = stage == 0, stage == layout.pipeline - 1
+    first = stage == 0
+    last = stage == layout.pipeline - 1
     dense += vocabulary * first + shape.hidden * last
     if value_head:
         dense += (shape.hidden + 1) * last
@@ -95,34 +108,47 @@ def gradient_bytes(weights: Weights) -> int:
 
 
 def optimizer_bytes(weights: Weights, layout: Layout, *, dtype_bytes: int) -> int:
-    """Two fp32 moments, and fp32 weights beside bf16 ones; cut over the ranks that hold copies if distributed."""
+    """Two fp32 moments, and fp32 weights beside bf16 ones; cut over the ranks that hold copies if
+    distributed.
+    """
     each = 8 + (4 if dtype_bytes < 4 else 0)
     if not layout.distributed:
         return each * weights.total
-    return round(each * (weights.dense / (layout.data * layout.context) + weights.expert / layout.expert_data))
+    return round(
+        each
+        * (weights.dense / (layout.data * layout.context) + weights.expert / layout.expert_data)
+    )
 
 
-# --- activations ------------------------------------------------------------------------------------------------------
+# --- activations ----------------------------------------------------------------------------------
 
 
 def activation_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> int:
-    """What the forward passes in flight save for the backward pass, on a rank of `stage` at its fullest, head included."""
+    """What the forward passes in flight save for the backward pass, on a rank of `stage` at its
+    fullest, head included.
+    """
     per_layer = _layer_bytes(shape, layout, load)
     in_flight = layers_in_flight(shape, layout, load.micro_batches, stage)
     total = per_layer * in_flight
     packs = in_flight / max(layout.stage_layers(shape, stage), 1)
     total += _rotary_bytes(shape, layout, load) * packs
-    # What a layer computes again is held while it runs backward, when the head's part is gone already.
+    # What a layer computes again is held while it runs backward, when the head's part is gone
+    # already.
     again = 0.0
     if layout.recompute != "none":
-        again = _layer_bytes(shape, layout, load, recompute="none") - per_layer * (layout.recompute != "full")
+        again = _layer_bytes(shape, layout, load, recompute="none") - per_layer * (
+            layout.recompute != "full"
+        )
     head = _head_bytes(shape, layout, load) if stage == layout.pipeline - 1 else 0.0
     return round(total + max(again, head))
 
 
 def layers_in_flight(shape: ModelShape, layout: Layout, micro_batches: int, stage: int) -> float:
-    """Layers whose activations wait at once: those of one micro-batch times the micro-batches that the schedule is ahead."""
-    layers, behind = layout.stage_layers(shape, stage), layout.pipeline - stage - 1
+    """Layers whose activations wait at once: those of one micro-batch times the micro-batches that
+    the schedule is ahead.
+    """
+    layers = layout.stage_layers(shape, stage)
+    behind = layout.pipeline - stage - 1
     if layout.virtual_pipeline == 1:
         return layers * min(behind + 1, micro_batches)
     chunks = 2 * behind + (layout.virtual_pipeline - 1) * layout.pipeline + 1
@@ -130,12 +156,15 @@ def layers_in_flight(shape: ModelShape, layout: Layout, micro_batches: int, stag
 
 
 def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
-    """What exists only while the head runs backward: tiles of logits, the gradients of its weight and of the hidden states.
+    """What exists only while the head runs backward: tiles of logits, the gradients of its weight
+    and of the hidden states.
 
-    Two tiles, the hidden states' gradient and a tile's columns of the weight's are fp32. Where the model is not, a third tile,
-    what a product adds to them, and the finished gradients are in its dtype. [T, V] never exists.
+    Two tiles, the hidden states' gradient and a tile's columns of the weight's are fp32. Where the
+    model is not, a third tile, what a product adds to them, and the finished gradients are in its
+    dtype. [T, V] never exists.
     """
-    b, hidden = load.dtype_bytes, shape.hidden
+    b = load.dtype_bytes
+    hidden = shape.hidden
     vocabulary = padded_vocab(shape, layout, load.vocab_multiple) // layout.tensor
     rows = max(1, load.trainable // layout.context)
     width = min(max(isqrt(2 * load.chunk_elements), load.chunk_elements // rows, 1), vocabulary)
@@ -144,54 +173,84 @@ def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
     return total + b * (height * width + hidden * (rows + max(height, width))) * (b < 4)
 
 
-def _layer_bytes(shape: ModelShape, layout: Layout, load: Load, recompute: Recompute | None = None) -> float:
-    """Of one layer and one pack. s: this rank's rows of the residual stream; t: its rows inside attention and MLP."""
+def _layer_bytes(
+    shape: ModelShape, layout: Layout, load: Load, recompute: Recompute | None = None
+) -> float:
+    """Of one layer and one pack. s: this rank's rows of the residual stream; t: its rows inside
+    attention and MLP.
+    """
     recompute = recompute or layout.recompute
-    b, t = load.dtype_bytes, load.tokens / layout.context
+    b = load.dtype_bytes
+    t = load.tokens / layout.context
     s = t / layout.tensor if layout.sequence else t
     residual = b * s * shape.hidden
     if recompute == "full":
         return residual
     share = shape.moe_layers / shape.layers
-    total = 2 * (residual + 4 * s + _normalised(s * shape.hidden, load))        # the two norms' inputs and 1 / rms
-    total += residual                                                           # the input of the QKV projection
+    # the two norms' inputs and 1 / rms
+    total = 2 * (residual + 4 * s + _normalised(s * shape.hidden, load))
+    # the input of the QKV projection
+    total += residual
     total += _attention_bytes(shape, layout, load, t, again="core_attn" in recompute)
-    total += residual                                                           # the input of the MLP
+    # the input of the MLP
+    total += residual
     if "mlp" not in recompute:
-        total += (1 - share) * b * t * 3 * shape.ffn / layout.tensor            # before and after SwiGLU
+        # before and after SwiGLU
+        total += (1 - share) * b * t * 3 * shape.ffn / layout.tensor
     return total if "moe" in recompute else total + share * _experts_bytes(shape, layout, load, s)
 
 
-def _attention_bytes(shape: ModelShape, layout: Layout, load: Load, t: float, *, again: bool) -> float:
-    b, tp, d = load.dtype_bytes, layout.tensor, shape.head_dim
-    query, keys = shape.heads * d / tp, shape.groups * d / tp
-    total = b * t * (query + 2 * keys)                                          # the projection; `value` is a view of it
+def _attention_bytes(
+    shape: ModelShape, layout: Layout, load: Load, t: float, *, again: bool
+) -> float:
+    b = load.dtype_bytes
+    tp = layout.tensor
+    d = shape.head_dim
+    query = shape.heads * d / tp
+    keys = shape.groups * d / tp
+    # the projection; `value` is a view of it
+    total = b * t * (query + 2 * keys)
     if shape.heads > shape.groups > tp and (shape.qk_norm or again):
-        total += b * t * query                                                  # several groups' queries, copied out of it
+        # several groups' queries, copied out of it
+        total += b * t * query
     if shape.qk_norm:
         total += 4 * t * (shape.heads + shape.groups) / tp + _normalised(t * (query + keys), load)
-        total += b * t * (query + keys) * again                                 # the norms' outputs, to be rotated again
-    total += b * t * query                                                      # what the output projection reads
+        # the norms' outputs, to be rotated again
+        total += b * t * (query + keys) * again
+    # what the output projection reads
+    total += b * t * query
     if again:
         return total
-    total += b * t * (query + keys)                                             # rotated
-    if layout.context > 1:      # gathered keys and values of both chunks; the parts of the output, put together
+    total += b * t * (query + keys)  # rotated
+    # gathered keys and values of both chunks; the parts of the output, put together
+    if layout.context > 1:
         total += b * (load.tokens * (1 + 0.5 / layout.context) * 2 * keys - t * keys + t * query)
-    total += 4 * t * shape.heads / tp                                           # log-sum-exp
-    return total + (2 * b * t * d if b < 4 else 0)                              # sine and cosine in the model's dtype, twice
+    total += 4 * t * shape.heads / tp  # log-sum-exp
+    # sine and cosine in the model's dtype, twice
+    return total + (2 * b * t * d if b < 4 else 0)
 
 
 def _normalised(elements: float, load: Load) -> float:
-    """What a composed norm keeps beside its input: the normalised rows, and the input in fp32 in place of bf16."""
+    """What a composed norm keeps beside its input: the normalised rows, and the input in fp32 in
+    place of bf16.
+    """
     return (8 - load.dtype_bytes) * elements * load.composed_norm
 
 
 def _experts_bytes(shape: ModelShape, layout: Layout, load: Load, s: float) -> float:
-    """Tokens evenly routed: rows gathered by expert, before and after SwiGLU and weighted; router logits and probabilities."""
-    b, rows = load.dtype_bytes, s * shape.topk * layout.expert_tensor
-    routed = (rows * (shape.hidden + 4 * shape.expert_ffn / layout.expert_tensor) + s * shape.hidden) * b
-    shared = s * (layout.tensor if layout.sequence else 1) * 3 * shape.shared_ffn / layout.tensor * b
-    shared += s * shape.hidden * b * shape.shared_gate                          # what the gate multiplies
+    """Tokens evenly routed: rows gathered by expert, before and after SwiGLU and weighted; router
+    logits and probabilities.
+    """
+    b = load.dtype_bytes
+    rows = s * shape.topk * layout.expert_tensor
+    routed = (
+        rows * (shape.hidden + 4 * shape.expert_ffn / layout.expert_tensor) + s * shape.hidden
+    ) * b
+    shared = (
+        s * (layout.tensor if layout.sequence else 1) * 3 * shape.shared_ffn / layout.tensor * b
+    )
+    # what the gate multiplies
+    shared += s * shape.hidden * b * shape.shared_gate
     return routed + shared + s * shape.experts * (4 + 4 + 1)
 
 
@@ -202,6 +261,12 @@ def _rotary_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
 
 def _head_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
     """The last norm's input, its output at trainable positions, and three numbers a row."""
-    t, rows = load.tokens / layout.context, load.trainable / layout.context
+    t = load.tokens / layout.context
+    rows = load.trainable / layout.context
     s = t / layout.tensor if layout.sequence else t
-    return load.dtype_bytes * shape.hidden * (s + rows) + 4 * s + _normalised(s * shape.hidden, load) + 4 * 4 * rows
+    return (
+        load.dtype_bytes * shape.hidden * (s + rows)
+        + 4 * s
+        + _normalised(s * shape.hidden, load)
+        + 4 * 4 * rows
+    )

@@ -22,14 +22,19 @@ def gib(num_bytes: float) -> str:
 def describe(layout: Layout) -> str:
     sizes = [("TP", layout.tensor), ("PP", layout.pipeline), ("VPP", layout.virtual_pipeline), ("CP", layout.context),
              ("EP", layout.expert), ("ETP", layout.expert_tensor), ("DP", layout.data)]  # fmt: skip
-    own = layout.expert_tensor != layout.tensor     # else the configuration need not name it
-    text = " x ".join(f"{name} {size}" for name, size in sizes if (own if name == "ETP" else size > 1)) or "1 GPU"
+    own = layout.expert_tensor != layout.tensor  # else the configuration need not name it
+    text = (
+        " x ".join(f"{name} {size}" for name, size in sizes if (own if name == "ETP" else size > 1))
+        or "1 GPU"
+    )
     extras = ["SP"] * layout.sequence + ["distributed optimizer"] * layout.distributed
     extras += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
     return ", ".join([text, *extras])
 
 
-def report(job: Job, gpus: int, capacity: int, gpu: Gpu, own: Option | str, found: Sequence[Option]) -> Iterator[str]:
+def report(
+    job: Job, gpus: int, capacity: int, gpu: Gpu, own: Option | str, found: Sequence[Option]
+) -> Iterator[str]:
     """Lines of text.
 
     Args:
@@ -38,7 +43,10 @@ def report(job: Job, gpus: int, capacity: int, gpu: Gpu, own: Option | str, foun
     """
     shape = job.trained[0].shape
     active = f", {shape.active_parameters / 1e9:.2f} B active" if shape.experts else ""
-    yield f"{shape.parameters / 1e9:.2f} B parameters{active}; {gpus} x {gpu.name} of {gib(capacity)}, {RESERVED:.0%} reserved"
+    yield (
+        f"{shape.parameters / 1e9:.2f} B parameters{active}; {gpus} x {gpu.name} of"
+        f" {gib(capacity)}, {RESERVED:.0%} reserved"
+    )
     yield (f"a step: {job.sequences} sequences of {job.length} tokens, packs of {job.pack_tokens}, "
            f"{job.scoring_passes} scoring passes")  # fmt: skip
     yield ""
@@ -53,11 +61,17 @@ def report(job: Job, gpus: int, capacity: int, gpu: Gpu, own: Option | str, foun
     if not fitting:
         yield from nearest(found, capacity)
         return
-    yield f"Layouts that fit, by estimated time of an optimizer step ({len(fitting)} of {len(found)}):"
+    yield (
+        f"Layouts that fit, by estimated time of an optimizer step ({len(fitting)} of"
+        f" {len(found)}):"
+    )
     yield "    time   peak of the fullest rank   layout"
     for option in distinct(fitting)[:SHOWN]:
         mark = "*" if not isinstance(own, str) and option.layout == own.layout else " "
-        yield f" {mark} {option.time.total:6.1f} s   {gib(option.needs.peak):>10}   {describe(option.layout)}"
+        yield (
+            f" {mark} {option.time.total:6.1f} s   {gib(option.needs.peak):>10}  "
+            f" {describe(option.layout)}"
+        )
     yield "Times are estimates for ranking, never measured: docs/planning.md."
 
 
@@ -70,23 +84,34 @@ def distinct(options: Sequence[Option]) -> list[Option]:
 
 
 def breakdown(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int) -> Iterator[str]:
-    """Each part of the fullest rank, what is left for an engine's KV cache, and each part of the time."""
-    needs, time = option.needs, option.time
+    """Each part of the fullest rank, what is left for an engine's KV cache, and each part of the
+    time.
+    """
+    needs = option.needs
+    time = option.time
     for name, size in needs.resident.items():
         yield f"{gib(size):>10}  {name}"
     yield f"{gib(needs.phases[needs.largest_phase]):>10}  {needs.largest_phase} (the largest phase)"
     yield from _colocated(option, shape, capacity, dtype_bytes)
     parts = ("arithmetic", "tensor", "context", "expert", "data", "pipeline")
-    yield "time: " + ", ".join(f"{part} {getattr(time, part):.1f} s" for part in parts if getattr(time, part) >= 0.05)
+    yield "time: " + ", ".join(
+        f"{part} {getattr(time, part):.1f} s" for part in parts if getattr(time, part) >= 0.05
+    )
 
 
 def _colocated(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int) -> Iterator[str]:
-    """What an engine could do on the same GPUs, taking turns: with the trainer offloaded, and when it takes its weights."""
+    """What an engine could do on the same GPUs, taking turns: with the trainer offloaded, and when
+    it takes its weights.
+    """
     weights = shape.parameters * dtype_bytes / option.layout.tensor
-    left, who = usable(capacity) - weights, f"a colocated engine of TP {option.layout.tensor}"
+    left = usable(capacity) - weights
+    who = f"a colocated engine of TP {option.layout.tensor}"
     over = sum(option.needs.resident.values()) - left
     if over > 0:
-        yield f"{'none':>10}  for {who}: its weights ({gib(weights)}) beside the trainer's state are {gib(over)} too much"
+        yield (
+            f"{'none':>10}  for {who}: its weights ({gib(weights)}) beside the trainer's state are"
+            f" {gib(over)} too much"
+        )
     else:
         per_token = kv_bytes_per_token(shape, option.layout, dtype_bytes=dtype_bytes)
         yield f"{gib(left):>10}  left for KV of {who}: {left / per_token:,.0f} tokens"
@@ -98,11 +123,17 @@ def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
         return
     best = min(found, key=lambda option: option.needs.peak)
     over = best.needs.peak - usable(capacity)
-    yield f"No layout fits. The nearest is {describe(best.layout)}: {gib(best.needs.peak)} on stage {best.needs.stage},"
+    yield (
+        f"No layout fits. The nearest is {describe(best.layout)}: {gib(best.needs.peak)} on stage"
+        f" {best.needs.stage},"
+    )
     yield f"  {gib(over)} more than {gib(usable(capacity))}. What would help:"
     resident = best.needs.resident
     advice = [
-        (f"{name.split()[0]}.{'optimizer.' if name.endswith('optimizer') else ''}offload=true", _saved(best, size))
+        (
+            f"{name.split()[0]}.{'optimizer.' if name.endswith('optimizer') else ''}offload=true",
+            _saved(best, size),
+        )
         for name, size in resident.items()
         if name.endswith("optimizer") or (name.split()[0] != "policy" and name.endswith("weights"))
     ]
@@ -121,7 +152,10 @@ def _saved(option: Option, size: int) -> int:
 
 
 def _verdict(option: Option, capacity: int) -> str:
-    peak, limit = option.needs.peak, usable(capacity)
+    peak = option.needs.peak
+    limit = usable(capacity)
     if peak <= limit:
-        return f"fits, {gib(peak)} of {gib(limit)}; about {option.time.total:.1f} s an optimizer step"
+        return (
+            f"fits, {gib(peak)} of {gib(limit)}; about {option.time.total:.1f} s an optimizer step"
+        )
     return f"does NOT fit, {gib(peak)} where {gib(limit)} can be used"

@@ -1,4 +1,6 @@
-"""Every layout of a number of GPUs that a model admits, with what it needs and how long a step would take."""
+"""Every layout of a number of GPUs that a model admits, with what it needs and how long a step
+would take.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from rlcore.planning.speed import GPUS_PER_NODE, StepTime, Work, step_time
 class Job:
     """What is planned: the models, and one optimizer step's work."""
 
-    trained: tuple[Trained, ...]        # the policy first
+    trained: tuple[Trained, ...]  # the policy first
     frozen: tuple[Frozen, ...]
-    sequences: int                      # of one optimizer step
-    length: int                         # tokens of each, at most
-    trainable: int                      # of those
+    sequences: int  # of one optimizer step
+    length: int  # tokens of each, at most
+    trainable: int  # of those
     scoring_passes: int
-    pack_tokens: int                    # policy.max_tokens_per_microbatch
+    pack_tokens: int  # policy.max_tokens_per_microbatch
     dtype_bytes: int
     vocab_multiple: int
     chunk_elements: int
@@ -71,13 +73,18 @@ def usable(capacity: int) -> int:
 
 
 def judge(layout: Layout, job: Job, gpu: Gpu) -> Option:
-    load, shape = job.load(layout), job.trained[0].shape
+    load = job.load(layout)
+    shape = job.trained[0].shape
     work = Work(
         sequences=job.sequences, length=job.length, trainable=job.trainable, scoring_passes=job.scoring_passes,
         micro_batches=load.micro_batches, micro_tokens=job.micro_tokens, dtype_bytes=job.dtype_bytes,
     )  # fmt: skip
     weights = policy_weights(layout, shape, load)
-    return Option(layout, needs(layout, load, job.trained, job.frozen), step_time(shape, layout, work, weights, gpu))
+    return Option(
+        layout,
+        needs(layout, load, job.trained, job.frozen),
+        step_time(shape, layout, work, weights, gpu),
+    )
 
 
 def options(job: Job, gpus: int, gpu: Gpu, admits: Callable[[Layout], bool]) -> list[Option]:

@@ -9,14 +9,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CostModel:
-    """FLOPs of a sequence of n tokens, up to a factor: `linear * n + quadratic * n^2` (the attention term)."""
+    """FLOPs of a sequence of n tokens, up to a factor: `linear * n + quadratic * n^2` (the
+    attention term).
+    """
 
     linear: float = 1.0
     quadratic: float = 0.0
 
     @classmethod
-    def of_transformer(cls, *, parameters: int, layers: int, heads: int, head_dim: int) -> CostModel:
-        """Forward FLOPs: 2 a parameter and token; causal attention 2 * 2 * heads * head_dim * n / 2 a layer and token."""
+    def of_transformer(
+        cls, *, parameters: int, layers: int, heads: int, head_dim: int
+    ) -> CostModel:
+        """Forward FLOPs: 2 a parameter and token; causal attention 2 * 2 * heads * head_dim * n / 2
+        a layer and token.
+        """
         return cls(2.0 * parameters, 2.0 * layers * heads * head_dim)
 
     def __call__(self, length: int) -> float:
@@ -25,30 +31,36 @@ class CostModel:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder with rotary attention over grouped heads and gated MLPs; some layers may hold experts instead."""
+    """A decoder with rotary attention over grouped heads and gated MLPs; some layers may hold
+    experts instead.
+    """
 
     layers: int
     hidden: int
     heads: int
-    groups: int             # KV heads
+    groups: int  # KV heads
     head_dim: int
-    ffn: int                # width of a dense MLP
-    vocab: int              # without padding
-    tied: bool = False      # the LM head is the embedding
+    ffn: int  # width of a dense MLP
+    vocab: int  # without padding
+    tied: bool = False  # the LM head is the embedding
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: int = 0
-    topk: int = 0           # experts that a token passes through
+    topk: int = 0  # experts that a token passes through
     expert_ffn: int = 0
-    shared_ffn: int = 0     # width of the shared expert
+    shared_ffn: int = 0  # width of the shared expert
     shared_gate: bool = False
-    moe_layers: int = 0     # how many of the layers hold experts
-    latent: int = 0         # weights of one layer's latent attention (MLA), in place of Q, K, V and output projection
+    moe_layers: int = 0  # how many of the layers hold experts
+    # weights of one layer's latent attention (MLA), in place of Q, K, V and output projection
+    latent: int = 0
 
     @classmethod
-    def of_fields(cls, fields: Mapping[str, Any], *, vocab: int, tied: bool, latent: int = 0) -> ModelShape:
+    def of_fields(
+        cls, fields: Mapping[str, Any], *, vocab: int, tied: bool, latent: int = 0
+    ) -> ModelShape:
         """From keyword arguments of megatron.core's `TransformerConfig`."""
-        layers, experts = int(fields["num_layers"]), int(fields.get("num_moe_experts") or 0)
+        layers = int(fields["num_layers"])
+        experts = int(fields.get("num_moe_experts") or 0)
         every = fields.get("moe_layer_freq", 1)
         return cls(
             layers=layers,
@@ -66,7 +78,9 @@ class ModelShape:
             expert_ffn=int(fields.get("moe_ffn_hidden_size") or 0),
             shared_ffn=int(fields.get("moe_shared_expert_intermediate_size") or 0),
             shared_gate=bool(fields.get("moe_shared_expert_gate")),
-            moe_layers=(sum(map(bool, every)) if isinstance(every, list) else layers) if experts else 0,
+            moe_layers=(
+                (sum(map(bool, every)) if isinstance(every, list) else layers) if experts else 0
+            ),
             latent=latent,
         )
 
@@ -122,28 +136,40 @@ class ModelShape:
 
     @property
     def layer_matrices(self) -> int:
-        """Entries of the layers' matrices that one token passes through; norms and biases cost nothing."""
+        """Entries of the layers' matrices that one token passes through; norms and biases cost
+        nothing.
+        """
         dense = self.layers - self.moe_layers
         matrices = self.layers * self.attention_matrices + dense * self.mlp
         return matrices + self.moe_layers * self.chosen
 
     @property
     def active_parameters(self) -> int:
-        """Entries of all matrices that one token passes through, LM head included; the embedding costs nothing."""
+        """Entries of all matrices that one token passes through, LM head included; the embedding
+        costs nothing.
+        """
         return self.layer_matrices + self.vocab * self.hidden
 
     def forward_flops(self, lengths: Iterable[int], trainable: int) -> float:
-        """Of one forward pass, nothing computed twice: the layers at every token, causal attention inside each sequence, the
-        LM head at trainable positions alone. A backward pass costs twice as much.
+        """Of one forward pass, nothing computed twice: the layers at every token, causal attention
+        inside each sequence, the LM head at trainable positions alone. A backward pass costs twice
+        as much.
         """
         tokens = squares = 0
         for length in lengths:
-            tokens, squares = tokens + length, squares + length * length
-        return 2.0 * (tokens * self.layer_matrices + trainable * self.vocab * self.hidden) + self.cost.quadratic * squares
+            tokens = tokens + length
+            squares = squares + length * length
+        return (
+            2.0 * (tokens * self.layer_matrices + trainable * self.vocab * self.hidden)
+            + self.cost.quadratic * squares
+        )
 
     @property
     def cost(self) -> CostModel:
         """Forward FLOPs of a sequence: what balances a batch and what a plan counts."""
         return CostModel.of_transformer(
-            parameters=self.active_parameters, layers=self.layers, heads=self.heads, head_dim=self.head_dim
+            parameters=self.active_parameters,
+            layers=self.layers,
+            heads=self.heads,
+            head_dim=self.head_dim,
         )

@@ -1,4 +1,5 @@
-"""An estimate of one optimizer step's time: arithmetic of the slowest stage, and what the ranks send one another.
+"""An estimate of one optimizer step's time: arithmetic of the slowest stage, and what the ranks
+send one another.
 
 docs/planning.md writes the model down. Communication is taken as not overlapped with arithmetic.
 """
@@ -14,9 +15,10 @@ from rlcore.planning.memory import Layout, Weights
 from rlcore.planning.shape import ModelShape
 
 GPUS_PER_NODE = 8
-ARITHMETIC = 0.5            # share of the peak that large bf16 matmuls and attention reach together
-BANDWIDTH = 0.7             # share of a link's figure that collectives reach
-TILE = (128, 256)           # rows and columns of a product that one multiprocessor works out at a time
+ARITHMETIC = 0.5  # share of the peak that large bf16 matmuls and attention reach together
+BANDWIDTH = 0.7  # share of a link's figure that collectives reach
+# rows and columns of a product that one multiprocessor works out at a time
+TILE = (128, 256)
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,11 @@ class Work:
     """What one optimizer step does."""
 
     sequences: int
-    length: int             # tokens of each
-    trainable: int          # of those
-    scoring_passes: int     # forward passes without gradients: reference, old log-probs
-    micro_batches: int      # on each replica
-    micro_tokens: int       # of each, over all context-parallel ranks
+    length: int  # tokens of each
+    trainable: int  # of those
+    scoring_passes: int  # forward passes without gradients: reference, old log-probs
+    micro_batches: int  # on each replica
+    micro_tokens: int  # of each, over all context-parallel ranks
     dtype_bytes: int = 2
 
     @property
@@ -45,71 +47,103 @@ class StepTime:
     context: float
     expert: float
     data: float
-    pipeline: float         # the bubble, and what stages send
+    pipeline: float  # the bubble, and what stages send
 
     @property
     def total(self) -> float:
-        return self.arithmetic + self.tensor + self.context + self.expert + self.data + self.pipeline
+        return (
+            self.arithmetic + self.tensor + self.context + self.expert + self.data + self.pipeline
+        )
 
 
-def step_time(shape: ModelShape, layout: Layout, work: Work, weights: Weights, gpu: Gpu) -> StepTime:
-    """Of one optimizer step, scoring passes before it included. `weights` are those of the fullest rank."""
+def step_time(
+    shape: ModelShape, layout: Layout, work: Work, weights: Weights, gpu: Gpu
+) -> StepTime:
+    """Of one optimizer step, scoring passes before it included. `weights` are those of the fullest
+    rank.
+    """
     arithmetic = _arithmetic(shape, layout, work, gpu)
 
     # Of this rank: its replica's tokens, cut by CP, through the layers of the stage that has most.
     tokens = work.tokens / layout.data / layout.context
-    layers, b = _most_layers(shape, layout), work.dtype_bytes
-    sweeps = 2.0 + work.scoring_passes + (layout.recompute == "full")      # times that the layers' collectives run
+    layers = _most_layers(shape, layout)
+    b = work.dtype_bytes
+    # times that the layers' collectives run
+    sweeps = 2.0 + work.scoring_passes + (layout.recompute == "full")
     routings = sweeps + ("moe" in layout.recompute)
 
     def seconds(num_bytes: float, ranks: int, span: int) -> float:
-        """A ring that gathers or scatters `num_bytes` over `ranks` which lie in a span of so many GPUs."""
+        """A ring that gathers or scatters `num_bytes` over `ranks` which lie in a span of so many
+        GPUs.
+        """
         return num_bytes * (ranks - 1) / ranks / (_bandwidth(gpu, span) * BANDWIDTH)
 
-    tp, cp, ep, pp = layout.tensor, layout.context, layout.expert, layout.pipeline
-    # Two all-reduces a layer and sweep, each a gather and a scatter; sequence parallelism gathers once more going backward.
-    tensor = seconds(layers * tokens * shape.hidden * b * (4 * sweeps + 2 * layout.sequence), tp, tp)
+    tp = layout.tensor
+    cp = layout.context
+    ep = layout.expert
+    pp = layout.pipeline
+    # Two all-reduces a layer and sweep, each a gather and a scatter; sequence parallelism gathers
+    # once more going backward.
+    tensor = seconds(
+        layers * tokens * shape.hidden * b * (4 * sweeps + 2 * layout.sequence), tp, tp
+    )
     kv = 2 * shape.groups * shape.head_dim / tp
     context = seconds(layers * tokens * cp * kv * b * sweeps, cp, tp * cp)
     moe = layers * shape.moe_layers / shape.layers
     own_rows = tokens / (tp if layout.sequence else 1)
-    expert = seconds(moe * own_rows * shape.topk * shape.hidden * b * 2 * routings, ep, layout.expert_tensor * ep)
+    expert = seconds(
+        moe * own_rows * shape.topk * shape.hidden * b * 2 * routings, ep, layout.expert_tensor * ep
+    )
     copies = layout.data * cp
     data = seconds((4 + b if layout.distributed else 8) * weights.dense, copies, tp * copies)
-    data += seconds((4 + b if layout.distributed else 8) * weights.expert, layout.expert_data, layout.gpus // pp)
+    data += seconds(
+        (4 + b if layout.distributed else 8) * weights.expert, layout.expert_data, layout.gpus // pp
+    )
     busy = arithmetic + tensor + context + expert
     pipeline = busy * (pp - 1) / (work.micro_batches * layout.virtual_pipeline)
-    if pp > 1:      # each sweep passes hidden states, or their gradients, on to the next stage
+    if pp > 1:  # each sweep passes hidden states, or their gradients, on to the next stage
         sent = own_rows * shape.hidden * b * (2 + work.scoring_passes) * layout.virtual_pipeline
         pipeline += sent / (_bandwidth(gpu, layout.gpus) * BANDWIDTH)
     return StepTime(arithmetic, tensor, context, expert, data, pipeline)
 
 
 def _arithmetic(shape: ModelShape, layout: Layout, work: Work, gpu: Gpu) -> float:
-    """Seconds of the stage that computes longest: the one with most layers, or the last one, which has the LM head too.
+    """Seconds of the stage that computes longest: the one with most layers, or the last one, which
+    has the LM head too.
 
     The head works its logits out again in the backward pass, whatever the layers recompute.
     """
     head = 2.0 * work.sequences * work.trainable * shape.vocab * shape.hidden
     of_layers = shape.forward_flops([work.length], 0) * work.sequences / shape.layers
     scoring = work.scoring_passes
-    layer = of_layers * (3.0 + scoring + _again(shape, layout, work)) / fullness(shape, layout, work.micro_tokens, gpu)
+    layer = (
+        of_layers
+        * (3.0 + scoring + _again(shape, layout, work))
+        / fullness(shape, layout, work.micro_tokens, gpu)
+    )
     last = layout.stage_layers(shape, layout.pipeline - 1)
     slowest = max(_most_layers(shape, layout) * layer, last * layer + head * (4.0 + scoring))
     return slowest * layout.pipeline / (layout.gpus * gpu.bf16_flops * ARITHMETIC)
 
 
 def fullness(shape: ModelShape, layout: Layout, micro_tokens: int, gpu: Gpu) -> float:
-    """Share of the multiprocessors that the layers' matmuls keep busy: small products leave some without a tile."""
+    """Share of the multiprocessors that the layers' matmuls keep busy: small products leave some
+    without a tile.
+    """
     products = list(_products(shape, layout, micro_tokens))
     return sum(flops for _, _, flops in products) / sum(
         flops / _wave_share(rows, width, gpu) for rows, width, flops in products
     )
 
 
-def _products(shape: ModelShape, layout: Layout, micro_tokens: int) -> Iterator[tuple[float, float, float]]:
-    """(rows, columns of the result, weight entries) of a layer's matmuls on one rank; each expert is a product of its own."""
-    t, tp = micro_tokens / layout.context, layout.tensor
+def _products(
+    shape: ModelShape, layout: Layout, micro_tokens: int
+) -> Iterator[tuple[float, float, float]]:
+    """(rows, columns of the result, weight entries) of a layer's matmuls on one rank; each expert
+    is a product of its own.
+    """
+    t = micro_tokens / layout.context
+    tp = layout.tensor
     dense = 1 - shape.moe_layers / shape.layers
     yield t, shape.qkv_width / tp, shape.hidden * shape.qkv_width
     yield t, shape.hidden, shape.hidden * shape.heads * shape.head_dim
@@ -144,6 +178,12 @@ def _again(shape: ModelShape, layout: Layout, work: Work) -> float:
         return 1.0
     whole = shape.forward_flops([work.length], 0)
     attention = shape.cost.quadratic * work.length**2 * ("core_attn" in layout.recompute)
-    mlp = 2.0 * work.length * (shape.layers - shape.moe_layers) * shape.mlp * ("mlp" in layout.recompute)
+    mlp = (
+        2.0
+        * work.length
+        * (shape.layers - shape.moe_layers)
+        * shape.mlp
+        * ("mlp" in layout.recompute)
+    )
     moe = 2.0 * work.length * shape.moe_layers * shape.chosen * ("moe" in layout.recompute)
     return (attention + mlp + moe) / whole

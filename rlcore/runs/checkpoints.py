@@ -5,8 +5,8 @@
                             model/           shards, written by the ranks
                 .step_000020.tmp/            being written; swept at the next start if a kill left it
 
-A kill at any moment leaves the last committed checkpoint loadable. One that was damaged later (a lost shard, a
-truncated file) is found by its manifest and passed over for the one before it.
+A kill at any moment leaves the last committed checkpoint loadable. One that was damaged later (a
+lost shard, a truncated file) is found by its manifest and passed over for the one before it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from rlcore.runs.state import decode_state, encode_state
 
 logger = logging.getLogger(__name__)
 
-STATE, MANIFEST, MODEL = "state.json", "manifest.json", "model"
-CHECKSUM_LIMIT = 64 << 20       # bytes; larger files are checked by size alone, to keep opening quick
-NEARLY_FULL = 16 << 20          # bytes free: torch reports a full disk without saying so
+STATE = "state.json"
+MANIFEST = "manifest.json"
+MODEL = "model"
+# bytes; larger files are checked by size alone, to keep opening quick
+CHECKSUM_LIMIT = 64 << 20
+NEARLY_FULL = 16 << 20  # bytes free: torch reports a full disk without saying so
 _STEP = re.compile(r"step_(\d+)")
 _REPLACED = re.compile(r"\.(step_\d+)\.replaced")
 _DISCARDED = re.compile(r"discarded_step_(\d+)")
@@ -58,18 +61,19 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run, newest last. Rank 0 alone begins, commits and prunes.
 
-    Making one sweeps what killed writes left, so only the run's owner may make it on a live run; readers use
-    `read_checkpoint`.
+    Making one sweeps what killed writes left, so only the run's owner may make it on a live run;
+    readers use `read_checkpoint`.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        self.folder, self.keep = folder, keep
+        self.folder = folder
+        self.keep = keep
         folder.mkdir(parents=True, exist_ok=True)
         self._sweep()
 
-    # --- writing --------------------------------------------------------------------------------------------------
+    # --- writing ----------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Path:
         """Open an empty folder aside for `step`, with `model/` in it for the shards."""
@@ -92,11 +96,16 @@ class CheckpointStore:
 
         Raises `RunFailed` when the disk is full or failing; the previous checkpoint is intact then.
         """
-        aside, final = self.aside(step), self.path(step)
+        aside = self.aside(step)
+        final = self.path(step)
         if not (aside / STATE).exists():
-            raise ValueError(f"step {step}: commit before begin and write_state ({aside / STATE} is missing)")
+            raise ValueError(
+                f"step {step}: commit before begin and write_state ({aside / STATE} is missing)"
+            )
         with self._plain_errors(step):
-            write_atomic(aside / MANIFEST, json.dumps({"step": step, "files": _manifest(aside)}).encode())
+            write_atomic(
+                aside / MANIFEST, json.dumps({"step": step, "files": _manifest(aside)}).encode()
+            )
             sync_tree(aside)
             if final.exists():
                 os.rename(final, self.folder / f".{final.name}.replaced")
@@ -109,7 +118,7 @@ class CheckpointStore:
         """Give up the checkpoint of `step` that is being written, and its disk space."""
         shutil.rmtree(self.aside(step), ignore_errors=True)
 
-    # --- reading --------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """Steps with a committed checkpoint, whole or damaged, in order."""
@@ -130,7 +139,8 @@ class CheckpointStore:
         return read_checkpoint(self.path(step)).state
 
     def rewind(self, step: int) -> None:
-        """The run goes on from `step`: set later checkpoints aside as `discarded_step_*`, deleted at a later commit.
+        """The run goes on from `step`: set later checkpoints aside as `discarded_step_*`, deleted
+        at a later commit.
 
         Older ones are pruned, as by the commit of `step`, which may have been killed before that.
         """
@@ -142,19 +152,22 @@ class CheckpointStore:
                 os.rename(self.path(later), discarded)
         self._prune(step)
 
-    # --- housekeeping ---------------------------------------------------------------------------------------------
+    # --- housekeeping -----------------------------------------------------------------------------
 
     def _sweep(self) -> None:
         """Finish or undo what a kill interrupted."""
         for path in list(self.folder.iterdir()):
             replaced = _REPLACED.fullmatch(path.name)
             if replaced and not (self.folder / replaced[1]).exists():
-                os.rename(path, self.folder / replaced[1])      # killed between the two renames of a commit
+                # killed between the two renames of a commit
+                os.rename(path, self.folder / replaced[1])
             elif replaced or path.name.endswith((".tmp", ".trash")):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _prune(self, newest: int) -> None:
-        """Delete all but the `keep` newest checkpoints up to `newest`, and what it replaced or passed."""
+        """Delete all but the `keep` newest checkpoints up to `newest`, and what it replaced or
+        passed.
+        """
         doomed = [self.path(step) for step in self.steps() if step <= newest][: -self.keep]
         for path in self.folder.iterdir():
             match = _DISCARDED.fullmatch(path.name)
@@ -163,7 +176,7 @@ class CheckpointStore:
         for path in doomed:
             try:
                 remove_tree(path, ignore_errors=True)
-            except OSError as error:    # the new checkpoint is safe; this one only takes space
+            except OSError as error:  # the new checkpoint is safe; this one only takes space
                 logger.warning("the old checkpoint %s could not be deleted: %s", path, error)
 
     @contextmanager
@@ -172,22 +185,31 @@ class CheckpointStore:
             yield
         except OSError as error:
             failure = write_failure(self.folder, step, error)
-            with suppress(OSError):     # the next start sweeps again
+            with suppress(OSError):  # the next start sweeps again
                 self._sweep()
             raise failure from error
 
 
 def write_failure(folder: Path, step: int, error: BaseException) -> RunFailed:
-    """What to tell the user when the checkpoint of `step` in a run's `checkpoints/`, or its shards, failed with `error`.
+    """What to tell the user when the checkpoint of `step` in a run's `checkpoints/`, or its shards,
+    failed with `error`.
 
     Reads only: every rank may ask.
     """
     earlier = [s for s in committed_steps(folder) if s != step]
-    intact = f"the checkpoint of step {earlier[-1]} is intact" if earlier else "there is no earlier checkpoint"
+    intact = (
+        f"the checkpoint of step {earlier[-1]} is intact"
+        if earlier
+        else "there is no earlier checkpoint"
+    )
     # By its words: what a rank met reaches us wrapped, or pickled by torch without its cause.
     full = any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
     full = full or shutil.disk_usage(folder).free < NEARLY_FULL
-    advice = f"free space under {folder} and continue with --resume" if full else "continue with --resume"
+    advice = (
+        f"free space under {folder} and continue with --resume"
+        if full
+        else "continue with --resume"
+    )
     kind = FailedElsewhere if isinstance(error, FailedElsewhere) else RunFailed
     return kind(f"the checkpoint of step {step} could not be written: {error}; {intact}; {advice}")
 
@@ -196,11 +218,14 @@ def committed_steps(folder: Path) -> list[int]:
     """Steps that have a folder `step_*` in a run's `checkpoints/`, in order."""
     if not folder.is_dir():
         return []
-    return sorted(int(match[1]) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name)))
+    return sorted(
+        int(match[1]) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))
+    )
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest whole checkpoint in a run's `checkpoints/`, or None if there never was one. Reads only.
+    """The newest whole checkpoint in a run's `checkpoints/`, or None if there never was one. Reads
+    only.
 
     A damaged checkpoint is named in a warning and passed over.
     Raises `UserError` when there are checkpoints and all are damaged.
@@ -217,7 +242,9 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
         return checkpoint
     if damages:
         raise UserError(
-            "no whole checkpoint is left: " + "; ".join(damages) + "; restore the files, or start anew with --overwrite"
+            "no whole checkpoint is left: "
+            + "; ".join(damages)
+            + "; restore the files, or start anew with --overwrite"
         )
     return None
 
@@ -274,4 +301,6 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {name} is missing") from None
     except (OSError, ValueError) as error:
-        raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {name} cannot be read: {error}") from error
+        raise DamagedCheckpoint(
+            f"checkpoint {folder} is damaged: {name} cannot be read: {error}"
+        ) from error

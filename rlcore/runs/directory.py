@@ -1,13 +1,13 @@
 """A run's directory: who may write there, and what lies where.
 
-    runs/<name>/config.yaml                        resolved, with the origin of each value
-                metrics.jsonl                      one object a step
-                rollouts/step_000001.jsonl.zst     every sample
-                versions.jsonl                     every publication of weights
-                ledger.jsonl                       every transition of every draw
-                checkpoints/step_000010/           see checkpoints.py
-                logs/                              one file a process
-                result.json                        how the run ended; absent while it goes on
+runs/<name>/config.yaml                        resolved, with the origin of each value
+            metrics.jsonl                      one object a step
+            rollouts/step_000001.jsonl.zst     every sample
+            versions.jsonl                     every publication of weights
+            ledger.jsonl                       every transition of every draw
+            checkpoints/step_000010/           see checkpoints.py
+            logs/                              one file a process
+            result.json                        how the run ended; absent while it goes on
 """
 
 from __future__ import annotations
@@ -45,22 +45,27 @@ _ROLLOUT = re.compile(r"step_(\d+)\.jsonl\.zst")
 
 @dataclass
 class RunDirectory:
-    """`path` and what is in it. `create` makes it on rank 0; elsewhere `RunDirectory(path)` finds its files."""
+    """`path` and what is in it. `create` makes it on rank 0; elsewhere `RunDirectory(path)` finds
+    its files.
+    """
 
     path: Path
-    resumed: bool = False       # `create` found an earlier part of the run
-    has_ended: bool = False     # this process has written the result
+    resumed: bool = False  # `create` found an earlier part of the run
+    has_ended: bool = False  # this process has written the result
     _lock: int | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def create(cls, root: Path | str, name: str, *, resume: bool = False, overwrite: bool = False) -> RunDirectory:
-        """Make `<root>/<name>/`, or enter it, and hold it for this process until `close` or the process's end.
+    def create(
+        cls, root: Path | str, name: str, *, resume: bool = False, overwrite: bool = False
+    ) -> RunDirectory:
+        """Make `<root>/<name>/`, or enter it, and hold it for this process until `close` or the
+        process's end.
 
-        `resume` enters an existing run and also accepts a new name, so that one command serves a first start and every
-        restart. `overwrite` deletes what is there.
+        `resume` enters an existing run and also accepts a new name, so that one command serves a
+        first start and every restart. `overwrite` deletes what is there.
 
-        Raises `UserError` for a name that exists (without either flag) or is no plain name, and when another process
-        holds the run.
+        Raises `UserError` for a name that exists (without either flag) or is no plain name, and
+        when another process holds the run.
         """
         existing = check_run_name(root, name, resume=resume, overwrite=overwrite)
         path = Path(root) / name
@@ -117,11 +122,19 @@ class RunDirectory:
 
     def recorded_steps(self) -> list[int]:
         """Steps whose samples were recorded, in order."""
-        found = (_ROLLOUT.fullmatch(path.name) for path in self.rollouts.iterdir()) if self.rollouts.is_dir() else ()
+        found = (
+            (_ROLLOUT.fullmatch(path.name) for path in self.rollouts.iterdir())
+            if self.rollouts.is_dir()
+            else ()
+        )
         return sorted(int(match[1]) for match in found if match)
 
-    def write_config(self, values: Mapping[str, Any], origins: Mapping[str, object] | None = None) -> None:
-        """Write the resolved configuration; `origins` maps dotted keys to where their values came from."""
+    def write_config(
+        self, values: Mapping[str, Any], origins: Mapping[str, object] | None = None
+    ) -> None:
+        """Write the resolved configuration; `origins` maps dotted keys to where their values came
+        from.
+        """
         write_atomic(self.config_path, render_config(values, origins or {}).encode())
 
     def write_rollouts(
@@ -133,7 +146,9 @@ class RunDirectory:
         version: int | None = None,
         policy_steps: Mapping[int, int] = MappingProxyType({}),
     ) -> Path:
-        """Write every sample of `step`, with its advantages (float32 [m] each), and of which weights: see `write_rollouts`."""
+        """Write every sample of `step`, with its advantages (float32 [m] each), and of which
+        weights: see `write_rollouts`.
+        """
         path = self.rollouts_path(step)
         write_rollouts(path, step, samples, advantages, version=version, policy_steps=policy_steps)
         return path
@@ -145,15 +160,18 @@ class RunDirectory:
         self.has_ended = True
 
     def read_result(self, *, since: float = 0.0) -> dict[str, Any] | None:
-        """What `write_result` left, `since` seconds from the epoch or later; None while the run goes on or was killed."""
+        """What `write_result` left, `since` seconds from the epoch or later; None while the run
+        goes on or was killed.
+        """
         if not (self.result_path.exists() and self.result_path.stat().st_mtime >= since):
             return None
         result: dict[str, Any] = json.loads(self.result_path.read_bytes())
         return result
 
     def rewind(self, step: int) -> None:
-        """Remove what belongs to later steps, and the result: the run goes on from `step`. Metrics and checkpoints have
-        their own `rewind`."""
+        """Remove what belongs to later steps, and the result: the run goes on from `step`. Metrics
+        and checkpoints have their own `rewind`.
+        """
         self.result_path.unlink(missing_ok=True)
         for path in self.rollouts.iterdir():
             match = _ROLLOUT.fullmatch(path.name)
@@ -168,18 +186,23 @@ class RunDirectory:
 
 
 def check_run_name(root: Path | str, name: str, *, resume: bool, overwrite: bool) -> bool:
-    """Whether there is a run of that name already; touches nothing. Raises UserError as `RunDirectory.create` does."""
+    """Whether there is a run of that name already; touches nothing. Raises UserError as
+    `RunDirectory.create` does.
+    """
     if resume and overwrite:
         raise UserError("--resume and --overwrite contradict each other: keep the run or delete it")
     if not name or name.startswith(".") or os.sep in name:
-        raise UserError(f"run.name must be a plain folder name that does not start with a dot, got {name!r}")
+        raise UserError(
+            f"run.name must be a plain folder name that does not start with a dot, got {name!r}"
+        )
     path = Path(root) / name
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; a run needs a folder there: choose another run.name")
     existing = path.is_dir() and any(entry.name not in _NOT_A_RUN for entry in path.iterdir())
     if existing and not (resume or overwrite):
         raise UserError(
-            f"run {name!r} exists ({path}): continue it with --resume, replace it with --overwrite, or choose another run.name"
+            f"run {name!r} exists ({path}): continue it with --resume, replace it with --overwrite,"
+            " or choose another run.name"
         )
     if existing and overwrite:
         _check_is_run(path)
@@ -189,24 +212,32 @@ def check_run_name(root: Path | str, name: str, *, resume: bool, overwrite: bool
 def _check_is_run(path: Path) -> None:
     if not any((path / name).exists() for name in _MARKS_OF_A_RUN):
         marks = ", ".join(sorted(_MARKS_OF_A_RUN))
-        raise UserError(f"--overwrite: {path} does not look like a run (it has none of {marks}); delete it yourself")
+        raise UserError(
+            f"--overwrite: {path} does not look like a run (it has none of {marks}); delete it"
+            " yourself"
+        )
 
 
 def _lock(path: Path) -> int:
     """A lock that the operating system gives back when this process dies, however it dies.
 
-    A record lock, not flock: forked children do not inherit it, so a worker that outlives its run blocks nobody.
+    A record lock, not flock: forked children do not inherit it, so a worker that outlives its run
+        blocks nobody.
     """
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     if (holder := _taken_by_another(descriptor)) is not None:
         os.close(descriptor)
-        raise UserError(f"{path} is in use by {holder}: stop that first, or choose another run.name")
+        raise UserError(
+            f"{path} is in use by {holder}: stop that first, or choose another run.name"
+        )
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
     return descriptor
 
 
-def wait_until_free(path: Path, *, limit_s: float, key: str, tick: Callable[[], None] = lambda: None) -> None:
+def wait_until_free(
+    path: Path, *, limit_s: float, key: str, tick: Callable[[], None] = lambda: None
+) -> None:
     """Until nobody holds the run in `path`; not for a process that holds it itself.
 
     A network file system keeps the lock of a machine that was lost until its lease has run out.
@@ -223,8 +254,9 @@ def wait_until_free(path: Path, *, limit_s: float, key: str, tick: Callable[[], 
         tick()
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
-                f"{path} was to be taken over and is still in use by {holder} after {limit_s:g} s ({key}): stop that, or where "
-                "its machine is lost wait until the file system gives its lock back; then continue with --resume"
+                f"{path} was to be taken over and is still in use by {holder} after {limit_s:g} s"
+                f" ({key}): stop that, or where its machine is lost wait until the file system"
+                " gives its lock back; then continue with --resume"
             )
         time.sleep(LOCK_POLL_S)
 
@@ -235,7 +267,7 @@ def _holder(path: Path) -> str | None:
     try:
         return _taken_by_another(descriptor)
     finally:
-        os.close(descriptor)        # with the lock
+        os.close(descriptor)  # with the lock
 
 
 def _taken_by_another(descriptor: int) -> str | None:
@@ -245,5 +277,5 @@ def _taken_by_another(descriptor: int) -> str | None:
     except (BlockingIOError, PermissionError):
         return os.read(descriptor, 200).decode(errors="replace").strip()
     except OSError:
-        return None         # a file system without locks: go on without
+        return None  # a file system without locks: go on without
     return None

@@ -7,11 +7,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-BLOCK = 1 << 16         # bytes that are read at a time
+BLOCK = 1 << 16  # bytes that are read at a time
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one rename. A kill at any moment leaves the old file or the new one."""
+    """Replace `path` by `content` in one rename. A kill at any moment leaves the old file or the
+    new one.
+    """
     aside = path.with_name(f".{path.name}.tmp")
     with open(aside, "wb") as file:
         file.write(content)
@@ -22,10 +24,12 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cut off what stands behind the last newline of a file of lines: a kill tore it apart, so it was never relied on."""
+    """Cut off what stands behind the last newline of a file of lines: a kill tore it apart, so it
+    was never relied on.
+    """
     with open(path, "r+b") as file:
         size = whole = file.seek(0, os.SEEK_END)
-        while whole > 0:        # from behind: it may be larger than memory
+        while whole > 0:  # from behind: it may be larger than memory
             begin = max(0, whole - BLOCK)
             file.seek(begin)
             newline = file.read(whole - begin).rfind(b"\n")
@@ -37,7 +41,9 @@ def cut_torn_line(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until the file or folder is on the disk; for a folder this means its names, not the files in it."""
+    """Wait until the file or folder is on the disk; for a folder this means its names, not the
+    files in it.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -61,7 +67,9 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Delete a folder so that no half of it is ever seen under its own name: renamed to `.<name>.trash` first."""
+    """Delete a folder so that no half of it is ever seen under its own name: renamed to
+    `.<name>.trash` first.
+    """
     trash = folder.with_name(f".{folder.name.lstrip('.')}.trash")
     shutil.rmtree(trash, ignore_errors=True)
     os.rename(folder, trash)

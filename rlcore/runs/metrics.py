@@ -1,6 +1,7 @@
 """metrics.jsonl: one JSON object a step, `{"step": 12, "objective/kl": 0.003, ...}`.
 
-Non-finite values are written as Python's json does (`NaN`, `Infinity`), so that reading gives back what was logged.
+Non-finite values are written as Python's json does (`NaN`, `Infinity`), so that reading gives back
+what was logged.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from rlcore.runs.files import cut_torn_line, write_atomic
 
 
 class MetricsFile:
-    """The metrics file of a run, for its one writer. A torn last line, left by a kill, is cut off here."""
+    """The metrics file of a run, for its one writer. A torn last line, left by a kill, is cut off
+    here.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,7 +39,8 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows, in file order. A last line without its newline is left out: it is being written, or was torn by a kill.
+    """All rows, in file order. A last line without its newline is left out: it is being written, or
+    was torn by a kill.
 
     Raises `DataError` naming the line that is not a JSON object with a `step`.
     """
@@ -48,9 +52,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{path}:{number}: not JSON ({error}); delete the line to go on without it") from None
+            raise DataError(
+                f"{path}:{number}: not JSON ({error}); delete the line to go on without it"
+            ) from None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise DataError(f"{path}:{number}: expected an object with an integer `step`, got {line[:80].decode()!r}")
+            raise DataError(
+                f"{path}:{number}: expected an object with an integer `step`, got"
+                f" {line[:80].decode()!r}"
+            )
         rows.append(row)
     return rows
 

@@ -11,11 +11,19 @@ import numpy as np
 
 
 def rng_state() -> dict[str, Any]:
-    """State of python's, numpy's and, where it is loaded, torch's generators (CPU and CUDA), fit for `encode_state`."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)   # type: ignore[misc]
+    """State of python's, numpy's and, where it is loaded, torch's generators (CPU and CUDA), fit
+    for `encode_state`.
+    """
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": {"kind": kind, "keys": keys, "position": position, "has_gauss": has_gauss, "gauss": gauss},
+        "numpy": {
+            "kind": kind,
+            "keys": keys,
+            "position": position,
+            "has_gauss": has_gauss,
+            "gauss": gauss,
+        },
     }
     if "torch" in sys.modules:
         import torch
@@ -33,7 +41,7 @@ def seed_rng(seed: int) -> None:
     if "torch" in sys.modules:
         import torch
 
-        torch.manual_seed(seed)     # CUDA's too
+        torch.manual_seed(seed)  # CUDA's too
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
@@ -41,7 +49,9 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     saved = state["numpy"]
-    np.random.set_state((saved["kind"], saved["keys"], saved["position"], saved["has_gauss"], saved["gauss"]))
+    np.random.set_state(
+        (saved["kind"], saved["keys"], saved["position"], saved["has_gauss"], saved["gauss"])
+    )
     if "torch" in state:
         import torch
 

@@ -1,4 +1,6 @@
-"""rollouts/step_000001.jsonl.zst: every sample of a step, one JSON object a line, zstandard-compressed."""
+"""rollouts/step_000001.jsonl.zst: every sample of a step, one JSON object a line,
+zstandard-compressed.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,28 @@ def write_rollouts(
 ) -> None:
     """Write all samples of `step`; `advantages` holds float32 [m] for each, m its trainable tokens.
 
-    A line is `Sample.to_record()` with `step`, `policy_version` (the one trained), `policy_steps` (one for each of its spans
-    of versions, where they are given by version) and `advantages`. Written aside and renamed: a kill leaves no half file.
-    On the disk when this returns.
+    A line is `Sample.to_record()` with `step`, `policy_version` (the one trained), `policy_steps`
+    (one for each of its spans of versions, where they are given by version) and `advantages`.
+    Written aside and renamed: a kill leaves no half file. On the disk when this returns.
     """
     if advantages is not None and len(advantages) != len(samples):
-        raise ValueError(f"step {step}: {len(samples)} samples but {len(advantages)} advantage vectors")
+        raise ValueError(
+            f"step {step}: {len(samples)} samples but {len(advantages)} advantage vectors"
+        )
     aside = path.with_name(f".{path.name}.tmp")
     compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
     with open(aside, "wb") as file:
         with compressor.stream_writer(file, closefd=False) as stream:
             for row, sample in enumerate(samples):
-                stream.write(_line(step, sample, None if advantages is None else advantages[row], version, policy_steps))
+                stream.write(
+                    _line(
+                        step,
+                        sample,
+                        None if advantages is None else advantages[row],
+                        version,
+                        policy_steps,
+                    )
+                )
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
@@ -52,7 +64,8 @@ def write_rollouts(
 
 
 def read_rollouts(path: Path | str) -> list[dict[str, Any]]:
-    """The records of one step; `Sample.from_record(record)` gives a sample back, `record["advantages"]` its credit.
+    """The records of one step; `Sample.from_record(record)` gives a sample back,
+    `record["advantages"]` its credit.
 
     Raises `DataError` when the file is missing, damaged or not a rollout file.
     """
@@ -67,7 +80,9 @@ def read_rollouts(path: Path | str) -> list[dict[str, Any]]:
 
 
 def encode_samples(samples: Sequence[Sample]) -> bytes:
-    """The same format for samples that no step was trained on yet; `decode_samples` gives them back."""
+    """The same format for samples that no step was trained on yet; `decode_samples` gives them
+    back.
+    """
     lines = b"".join(_encoded(sample.to_record(arrays=True)) for sample in samples)
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(lines)
 
@@ -82,7 +97,11 @@ def decode_samples(content: bytes) -> list[Sample]:
 
 
 def _line(
-    step: int, sample: Sample, advantages: NDArray[np.float32] | None, version: int | None, policy_steps: Mapping[int, int]
+    step: int,
+    sample: Sample,
+    advantages: NDArray[np.float32] | None,
+    version: int | None,
+    policy_steps: Mapping[int, int],
 ) -> bytes:
     record = sample.to_record(arrays=True) | {"step": step, "policy_version": version}
     if policy_steps:
@@ -90,19 +109,22 @@ def _line(
     if advantages is not None:
         if advantages.shape != (sample.num_trainable,):
             raise ValueError(
-                f"step {step}, sample {sample.index} of draw {sample.draw}: advantages of shape {advantages.shape}, "
-                f"expected ({sample.num_trainable},)"
+                f"step {step}, sample {sample.index} of draw {sample.draw}: advantages of shape"
+                f" {advantages.shape}, expected ({sample.num_trainable},)"
             )
         record["advantages"] = np.ascontiguousarray(advantages, dtype=np.float32)
     return _encoded(record)
 
 
 def _encoded(record: dict[str, Any]) -> bytes:
-    # As arrays, float32 is written with its own shortest digits: a third of the size, and it reads back exactly.
-    record |= {name: np.ascontiguousarray(record[name]) for name in ARRAYS if record[name] is not None}
+    # As arrays, float32 is written with its own shortest digits: a third of the size, and it reads
+    # back exactly.
+    record |= {
+        name: np.ascontiguousarray(record[name]) for name in ARRAYS if record[name] is not None
+    }
     try:
         return orjson.dumps(record, default=str, option=_OPTIONS)
-    except TypeError:   # orjson takes no integer beyond 64 bits; a label may hold one
+    except TypeError:  # orjson takes no integer beyond 64 bits; a label may hold one
         return json.dumps(record, default=_jsonable).encode() + b"\n"
 
 

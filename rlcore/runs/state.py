@@ -1,4 +1,6 @@
-"""Run state as JSON: exact for floats (non-finite ones too) and for numpy arrays, strict about keys."""
+"""Run state as JSON: exact for floats (non-finite ones too) and for numpy arrays, strict about
+keys.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ _ARRAY = "__ndarray__"
 def encode_state(state: Mapping[str, Any]) -> bytes:
     """JSON of nested mappings, lists, tuples (which come back as lists), scalars and numpy arrays.
 
-    Raises `TypeError` naming the place of anything else, and of a key that is no string: JSON would turn it into
+    Raises `TypeError` naming the place of anything else, and of a key that is no string: JSON would
+        turn it into
     one, and a resumed run would look it up in vain.
     """
     return json.dumps(_plain(state, "state")).encode()
@@ -38,7 +41,8 @@ def _plain(value: Any, where: str) -> Any:
                 raise TypeError(f"{where}: key {key!r} must be a string")
         return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        if all(type(item) in (int, float) for item in value):   # tokens, log-probs: long, and nothing to look into
+        # tokens, log-probs: long, and nothing to look into
+        if all(type(item) in (int, float) for item in value):
             return list(value)
         return [_plain(item, f"{where}[{row}]") for row, item in enumerate(value)]
     if isinstance(value, np.generic):

@@ -13,13 +13,15 @@ from rlcore.runs.files import cut_torn_line, sync
 
 @dataclass(frozen=True)
 class Version:
-    version: int            # a counter of publications: it never goes back, not even when training does
-    step: int               # the optimizer has done this many training steps
-    incarnation: int        # how often the trainer was started before in this run
+    # a counter of publications: it never goes back, not even when training does
+    version: int
+    step: int  # the optimizer has done this many training steps
+    incarnation: int  # how often the trainer was started before in this run
 
 
 def read_versions(path: Path) -> list[Version]:
-    """Every version that a run took, in order. A last line that a kill tore apart was never used, and is left out.
+    """Every version that a run took, in order. A last line that a kill tore apart was never used,
+    and is left out.
 
     Raises:
         DataError: a line is no version; names it.
@@ -35,7 +37,8 @@ class VersionJournal:
     """Every version that was ever published by a run, one line each (rank 0).
 
     Args:
-        newest: known to be taken, whatever `path` says: of the checkpoint that the run goes on from.
+        newest: known to be taken, whatever `path` says: of the checkpoint that the run goes on
+            from.
     """
 
     def __init__(self, path: Path, *, newest: int = 0) -> None:
@@ -47,8 +50,11 @@ class VersionJournal:
         self.incarnation = known[-1].incarnation + 1 if known else 0
 
     def next(self, step: int) -> Version:
-        """Taken, on the disk, before the first byte moves: a version that failed half-way is never used again."""
-        entry, is_new = Version(self.last + 1, step, self.incarnation), not self.path.exists()
+        """Taken, on the disk, before the first byte moves: a version that failed half-way is never
+        used again.
+        """
+        entry = Version(self.last + 1, step, self.incarnation)
+        is_new = not self.path.exists()
         with self.path.open("a") as file:
             file.write(json.dumps(asdict(entry)) + "\n")
             file.flush()

@@ -1,4 +1,6 @@
-"""What a run tells the world: metrics.jsonl, TensorBoard, wandb, the progress display; plots and reports made from it."""
+"""What a run tells the world: metrics.jsonl, TensorBoard, wandb, the progress display; plots and
+reports made from it.
+"""
 
 from rlcore.tracking.base import BaseTracker
 from rlcore.tracking.build import Trackers, build_trackers

@@ -14,11 +14,12 @@ from rlcore.data.sample import Sample
 class BaseTracker:
     """An `rlcore.interfaces.Tracker` that ignores everything.
 
-    Steps come in order. The first one that a tracker hears of says where the run goes on after a resume: what the tracker
+    Steps come in order. The first one that a tracker hears of says where the run goes on after a
+        resume: what the tracker
     recorded of that step and later ones in an earlier process is void.
     """
 
-    url: str | None = None      # where the run can be seen, if anywhere
+    url: str | None = None  # where the run can be seen, if anywhere
 
     def start(self, description: Mapping[str, str]) -> None:
         """The run begins; `description` says what was chosen, for people to read."""

@@ -23,19 +23,23 @@ logger = logging.getLogger(__name__)
 class Trackers(BaseTracker):
     """Tells several trackers the same.
 
-    `required` ones end the run when they fail: without metrics.jsonl nobody knows what it did. An `optional` one that
+    `required` ones end the run when they fail: without metrics.jsonl nobody knows what it did. An
+        `optional` one that
     fails (a service that is down, a full disk) is closed out with a warning, and the run goes on.
     """
 
-    def __init__(self, required: Mapping[str, BaseTracker], optional: Mapping[str, BaseTracker] | None = None) -> None:
-        self._required, self._optional = dict(required), dict(optional or {})
+    def __init__(
+        self, required: Mapping[str, BaseTracker], optional: Mapping[str, BaseTracker] | None = None
+    ) -> None:
+        self._required = dict(required)
+        self._optional = dict(optional or {})
 
     @property
     def names(self) -> tuple[str, ...]:
         return (*self._required, *self._optional)
 
     @property
-    def url(self) -> str | None:    # type: ignore[override]
+    def url(self) -> str | None:  # type: ignore[override]
         everyone = (*self._required.values(), *self._optional.values())
         return next((tracker.url for tracker in everyone if tracker.url), None)
 
@@ -52,12 +56,14 @@ class Trackers(BaseTracker):
         self._tell(lambda tracker: tracker.show_samples(step, samples))
 
     def note(self, line: str) -> None:
-        logger.info("%s", line)     # the terminal's scroll may be gone when somebody asks why
+        logger.info("%s", line)  # the terminal's scroll may be gone when somebody asks why
         self._tell(lambda tracker: tracker.note(line))
 
     def state(self) -> dict[str, Any]:
         """The state of each tracker that has one, by its name."""
-        states = {name: tracker.state() for name, tracker in {**self._required, **self._optional}.items()}
+        states = {
+            name: tracker.state() for name, tracker in {**self._required, **self._optional}.items()
+        }
         return {name: state for name, state in states.items() if state}
 
     def close(self, status: str) -> None:
@@ -71,7 +77,12 @@ class Trackers(BaseTracker):
                 what(tracker)
             except Exception as error:  # noqa: BLE001  anything from a service: the run goes on without this tracker
                 del self._optional[name]
-                logger.warning("%s failed and is left out from here on: %s: %s", name, type(error).__name__, error)
+                logger.warning(
+                    "%s failed and is left out from here on: %s: %s",
+                    name,
+                    type(error).__name__,
+                    error,
+                )
 
 
 def build_trackers(
@@ -82,10 +93,12 @@ def build_trackers(
     total_steps: int,
     stream: TextIO | None = None,
 ) -> Trackers:
-    """What `tracking` asks for: metrics.jsonl and the progress display always, TensorBoard and wandb if enabled.
+    """What `tracking` asks for: metrics.jsonl and the progress display always, TensorBoard and
+    wandb if enabled.
 
-    `resume_state` is what `Trackers.state` returned in the process before; without it a resumed run finds its wandb run
-    by a file in its directory. Raises `UserError` when a package is missing or wandb refuses.
+    `resume_state` is what `Trackers.state` returned in the process before; without it a resumed run
+    finds its wandb run by a file in its directory. Raises `UserError` when a package is missing or
+    wandb refuses.
     """
     required: dict[str, BaseTracker] = {
         "jsonl": JsonlTracker(directory.metrics_path),
@@ -95,7 +108,9 @@ def build_trackers(
     if config.tracking.tensorboard:
         from rlcore.tracking.tensorboard import TensorboardTracker
 
-        optional["tensorboard"] = TensorboardTracker(directory.path / "tensorboard", config.model_dump(mode="json"))
+        optional["tensorboard"] = TensorboardTracker(
+            directory.path / "tensorboard", config.model_dump(mode="json")
+        )
     if config.tracking.wandb.enabled:
         from rlcore.tracking.wandb import WandbTracker
 

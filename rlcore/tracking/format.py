@@ -47,11 +47,17 @@ def sample_lines(sample: Sample, *, limit: int = 400) -> list[str]:
     head += f", {sample.num_trainable} tokens, ended by {sample.finish_reason}"
     if sample.label is not None:
         head += f", expected {clipped(str(sample.label), 80)!r}"
-    return [head, f"> {_indented(sample.prompt_text, limit)}", f"< {_indented(sample.response_text, limit)}"]
+    return [
+        head,
+        f"> {_indented(sample.prompt_text, limit)}",
+        f"< {_indented(sample.response_text, limit)}",
+    ]
 
 
 def clipped(text: str, limit: int) -> str:
-    """The first and the last part of a text that is longer than `limit` characters: both ends of a response matter."""
+    """The first and the last part of a text that is longer than `limit` characters: both ends of a
+    response matter.
+    """
     if len(text) <= limit:
         return text
     half = limit // 2

@@ -15,7 +15,8 @@ from rlcore.runs.files import write_atomic
 from rlcore.tracking.format import number
 
 CARD = "README.md"
-BEGIN, END = "<!-- rlcore: begin -->", "<!-- rlcore: end -->"
+BEGIN = "<!-- rlcore: begin -->"
+END = "<!-- rlcore: end -->"
 TAGS = ("rlcore", "reinforcement-learning")
 _FRONT_MATTER = re.compile(r"\A---\n(.*?)^---\n", re.DOTALL | re.MULTILINE)
 _SECTION = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END) + r"\n?", re.DOTALL)
@@ -30,7 +31,8 @@ class HubClient(Protocol):
 
 
 def reach_hub(config: HubConfig, *, client: HubClient | None = None) -> None:
-    """Make the repository, or find that it is there: what is wrong with it shows before a run begins and not at its end.
+    """Make the repository, or find that it is there: what is wrong with it shows before a run
+    begins and not at its end.
 
     Raises:
         UserError: huggingface_hub is missing, or the hub refuses.
@@ -41,8 +43,8 @@ def reach_hub(config: HubConfig, *, client: HubClient | None = None) -> None:
         client.create_repo(config.repo, private=config.private, exist_ok=True)
     except Exception as error:  # as in push_to_hub
         raise UserError(
-            f"tracking.hub.repo: {config.repo!r} cannot be reached: {_one_line(error)}; log in with `hf auth login`, "
-            "or unset it and push the run's hf/ folder later"
+            f"tracking.hub.repo: {config.repo!r} cannot be reached: {_one_line(error)}; log in with"
+            " `hf auth login`, or unset it and push the run's hf/ folder later"
         ) from error
 
 
@@ -58,29 +60,43 @@ def push_to_hub(
 ) -> str:
     """Upload the Hugging Face folder `folder` to `repo` and return the address of the repository.
 
-    The card in the folder gets a section on the run first; see `write_card`. Raises `UserError` when there is no model in
-    `folder` or huggingface_hub is missing, `RunFailed` when the hub refuses: the folder stays as it is.
+    The card in the folder gets a section on the run first; see `write_card`. Raises `UserError`
+    when there is no model in `folder` or huggingface_hub is missing, `RunFailed` when the hub
+    refuses: the folder stays as it is.
     """
     if not (folder / "config.json").exists():
-        raise UserError(f"nothing to push: {folder} is no Hugging Face folder (no config.json); set checkpoint.export_hf")
+        raise UserError(
+            f"nothing to push: {folder} is no Hugging Face folder (no config.json); set"
+            " checkpoint.export_hf"
+        )
     client = client or _hub_client()
     write_card(folder, run_name=run_name, run_url=run_url, metrics=metrics)
     try:
         created = client.create_repo(repo, private=private, exist_ok=True)
-        client.upload_folder(repo_id=repo, folder_path=str(folder), commit_message=f"Trained by rlcore run {run_name}")
-    except Exception as error:  # the hub's errors, the connection's and the file system's have no common base
+        client.upload_folder(
+            repo_id=repo,
+            folder_path=str(folder),
+            commit_message=f"Trained by rlcore run {run_name}",
+        )
+    # the hub's errors, the connection's and the file system's have no common base
+    except Exception as error:
         raise RunFailed(
-            f"tracking.hub: pushing to {repo!r} failed: {_one_line(error)}; the model is whole in {folder}: "
-            f"log in with `hf auth login` and push it by `hf upload {repo} {folder}`"
+            f"tracking.hub: pushing to {repo!r} failed: {_one_line(error)}; the model is whole in"
+            f" {folder}: log in with `hf auth login` and push it by `hf upload {repo} {folder}`"
         ) from error
     return str(created)
 
 
 def write_card(
-    folder: Path, *, run_name: str, run_url: str | None = None, metrics: Mapping[str, float] | None = None
+    folder: Path,
+    *,
+    run_name: str,
+    run_url: str | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> Path:
-    """Put a section on the run into the model card: the link, the last metrics, our tags. Other text is left as it is, and
-    a section from an earlier push is replaced."""
+    """Put a section on the run into the model card: the link, the last metrics, our tags. Other
+    text is left as it is, and a section from an earlier push is replaced.
+    """
     path = folder / CARD
     text = path.read_text(encoding="utf-8") if path.exists() else f"# {run_name}\n"
     front, body = _split(path, text)
@@ -96,7 +112,12 @@ def write_card(
 
 def _section(run_name: str, run_url: str | None, metrics: Mapping[str, float]) -> str:
     where = f"[{run_name}]({run_url})" if run_url else f"`{run_name}`"
-    lines = [BEGIN, "## Training", "", f"Trained with reinforcement learning by rlcore; tracked run: {where}."]
+    lines = [
+        BEGIN,
+        "## Training",
+        "",
+        f"Trained with reinforcement learning by rlcore; tracked run: {where}.",
+    ]
     if metrics:
         lines += ["", "| metric | last value |", "|---|---|"]
         lines += [f"| `{name}` | {number(value)} |" for name, value in metrics.items()]
@@ -111,9 +132,14 @@ def _split(path: Path, text: str) -> tuple[dict[str, Any], str]:
     try:
         front = yaml.safe_load(match[1]) or {}
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: the front matter of the model card is not YAML: {error}") from error
+        raise UserError(
+            f"{path}: the front matter of the model card is not YAML: {error}"
+        ) from error
     if not isinstance(front, dict):
-        raise UserError(f"{path}: the front matter of the model card must be a mapping, got {type(front).__name__}")
+        raise UserError(
+            f"{path}: the front matter of the model card must be a mapping, got"
+            f" {type(front).__name__}"
+        )
     return front, text[match.end() :]
 
 
@@ -126,7 +152,8 @@ def _hub_client() -> HubClient:
         from huggingface_hub import HfApi
     except ImportError:
         raise UserError(
-            "tracking.hub.repo is set but the package huggingface_hub is not installed: pip install 'rlcore[hub]'"
+            "tracking.hub.repo is set but the package huggingface_hub is not installed: pip install"
+            " 'rlcore[hub]'"
         ) from None
     client: HubClient = HfApi()
     return client

@@ -1,4 +1,6 @@
-"""Which metrics people watch first, under the names that a run may give them; the first one present counts."""
+"""Which metrics people watch first, under the names that a run may give them; the first one present
+counts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def first(metrics: Mapping[str, float], names: Sequence[str]) -> float | None:
     return next((metrics[name] for name in names if name in metrics), None)
 
 
-def curve(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> tuple[list[int], list[float]]:
+def curve(
+    rows: Sequence[Mapping[str, float]], names: Sequence[str]
+) -> tuple[list[int], list[float]]:
     """Steps and values of the rows that hold one of `names`."""
     points = [(int(row["step"]), value) for row in rows if (value := first(row, names)) is not None]
     return [step for step, _ in points], [value for _, value in points]

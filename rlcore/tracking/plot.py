@@ -15,7 +15,9 @@ from rlcore.errors import UserError
 from rlcore.runs.metrics import read_metrics
 from rlcore.tracking import names
 
-INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
+INK = "#1f2430"
+MUTED = "#6b7280"
+GRID = "#e5e7eb"
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Panel:
     title: str
     names: tuple[str, ...]
     color: str
-    sparse: bool = False        # a few points: mark each, smooth nothing
+    sparse: bool = False  # a few points: mark each, smooth nothing
 
 
 PANELS = (
@@ -47,13 +49,17 @@ def plot_run(metrics_path: Path, out: Path, *, title: str = "") -> Path:
         raise UserError("plots need the package matplotlib: pip install 'rlcore[plot]'") from None
     rows = read_metrics(metrics_path)
     drawn = [(panel, *names.curve(rows, panel.names)) for panel in PANELS]
-    drawn = [entry for entry in drawn if entry[1]] or [(LOSS_PANEL, *names.curve(rows, LOSS_PANEL.names))]
+    drawn = [entry for entry in drawn if entry[1]] or [
+        (LOSS_PANEL, *names.curve(rows, LOSS_PANEL.names))
+    ]
     if not drawn[0][1]:
-        raise UserError(f"{metrics_path}: no reward, evaluation, KL or loss in it yet, nothing to draw")
+        raise UserError(
+            f"{metrics_path}: no reward, evaluation, KL or loss in it yet, nothing to draw"
+        )
 
     spacing = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.10)
     figure = Figure(figsize=(8, 0.7 + 2.3 * len(drawn)), dpi=150, layout=spacing)
-    FigureCanvasAgg(figure)     # no pyplot: nothing global, no display
+    FigureCanvasAgg(figure)  # no pyplot: nothing global, no display
     if title:
         figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold", color=INK)
     axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
@@ -67,7 +73,9 @@ def plot_run(metrics_path: Path, out: Path, *, title: str = "") -> Path:
 
 
 def smoothed(values: Sequence[float], window: int) -> NDArray[np.float64]:
-    """The mean of each value and up to `window - 1` before it; values that are no finite number do not count."""
+    """The mean of each value and up to `window - 1` before it; values that are no finite number do
+    not count.
+    """
     padded = np.asarray(values, dtype=np.float64)
     good = np.isfinite(padded)
     totals = np.concatenate([[0.0], np.where(good, padded, 0.0).cumsum()])

@@ -1,4 +1,5 @@
-"""What a run shows while it goes: a line for each step that takes its time, a bar below on a terminal.
+"""What a run shows while it goes: a line for each step that takes its time, a bar below on a
+terminal.
 
     step  12/40 | reward 0.412 | kl 0.0031 | length 3.21 | 1.23k tok/s | 2.1 s/step | 1m02s left
 """
@@ -21,8 +22,9 @@ from rlcore.tracking.base import BaseTracker
 from rlcore.tracking.format import duration, number, sample_lines
 from rlcore.tracking.names import first
 
-WINDOW = 20     # steps over which the time left is estimated
-QUIET_S = 2.0   # quick steps share a line: the first, the last, evaluations, and else one in so many seconds
+WINDOW = 20  # steps over which the time left is estimated
+# quick steps share a line: the first, the last, evaluations, and else one in so many seconds
+QUIET_S = 2.0
 Clock = Callable[[], float]
 
 ENDINGS = {
@@ -43,13 +45,18 @@ def open_progress(name: str, total_steps: int, stream: TextIO) -> Progress:
 class Progress(BaseTracker):
     """Plain lines, flushed one by one: for files, pipes and batch systems."""
 
-    def __init__(self, name: str, total_steps: int, stream: TextIO, *, clock: Clock = time.monotonic) -> None:
-        self.name, self.total_steps, self.stream, self._clock = name, total_steps, stream, clock
+    def __init__(
+        self, name: str, total_steps: int, stream: TextIO, *, clock: Clock = time.monotonic
+    ) -> None:
+        self.name = name
+        self.total_steps = total_steps
+        self.stream = stream
+        self._clock = clock
         self._began = self._last = clock()
         self._intervals: deque[float] = deque(maxlen=WINDOW)
         self._step = 0
-        self._shown: float | None = None        # when a step's line was last written
-        self._withheld = ""                     # the line of the last step, while it is not
+        self._shown: float | None = None  # when a step's line was last written
+        self._withheld = ""  # the line of the last step, while it is not
 
     def start(self, description: Mapping[str, str]) -> None:
         width = max((len(key) for key in description), default=0)
@@ -60,12 +67,18 @@ class Progress(BaseTracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = self._clock()
-        if step > 0:    # step 0 is the evaluation before training: no measure of a step's time
+        if step > 0:  # step 0 is the evaluation before training: no measure of a step's time
             self._intervals.append(now - self._last)
-        self._step, self._last = step, now
+        self._step = step
+        self._last = now
         self._withheld = " | ".join([self._position(), *self._fields(metrics)])
         evaluated = first(metrics, names.ACCURACY) is not None
-        if evaluated or step >= self.total_steps or self._shown is None or now - self._shown >= QUIET_S:
+        if (
+            evaluated
+            or step >= self.total_steps
+            or self._shown is None
+            or now - self._shown >= QUIET_S
+        ):
             self._show_step()
 
     def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -83,11 +96,16 @@ class Progress(BaseTracker):
     def close(self, status: str) -> None:
         self._show_step()
         spent = duration(self._clock() - self._began)
-        self.write(f"run {self.name}: {ENDINGS.get(status, status)} after step {self._step}/{self.total_steps}, {spent}")
+        self.write(
+            f"run {self.name}: {ENDINGS.get(status, status)} after step"
+            f" {self._step}/{self.total_steps}, {spent}"
+        )
 
     @property
     def seconds_left(self) -> float | None:
-        """An estimate from the last steps, evaluations and checkpoints between them included; None before the first."""
+        """An estimate from the last steps, evaluations and checkpoints between them included; None
+        before the first.
+        """
         if not self._intervals:
             return None
         return sum(self._intervals) / len(self._intervals) * max(self.total_steps - self._step, 0)
@@ -96,7 +114,8 @@ class Progress(BaseTracker):
         """Write the line of the last step, unless that was done: what follows is about that step."""
         if self._withheld:
             self.write(self._withheld)
-            self._shown, self._withheld = self._last, ""
+            self._shown = self._last
+            self._withheld = ""
 
     def write(self, line: str) -> None:
         print(line, file=self.stream, flush=True)
@@ -106,8 +125,12 @@ class Progress(BaseTracker):
         return f"step {self._step:>{width}}/{self.total_steps}"
 
     def _fields(self, metrics: Mapping[str, float]) -> list[str]:
-        reward, accuracy, kl = (first(metrics, keys) for keys in (names.REWARD, names.ACCURACY, names.KL))
-        loss, length, speed = (first(metrics, keys) for keys in (names.LOSS, names.LENGTH, names.TOKENS_PER_SECOND))
+        reward, accuracy, kl = (
+            first(metrics, keys) for keys in (names.REWARD, names.ACCURACY, names.KL)
+        )
+        loss, length, speed = (
+            first(metrics, keys) for keys in (names.LOSS, names.LENGTH, names.TOKENS_PER_SECOND)
+        )
         fields = []
         if reward is not None:
             fields.append(f"reward {number(reward)}")
@@ -134,7 +157,9 @@ class Progress(BaseTracker):
 class TerminalProgress(Progress):
     """The same lines above a bar that stays at the bottom of the terminal."""
 
-    def __init__(self, name: str, total_steps: int, stream: TextIO, *, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, name: str, total_steps: int, stream: TextIO, *, clock: Clock = time.monotonic
+    ) -> None:
         super().__init__(name, total_steps, stream, clock=clock)
         self.console = Console(file=stream, highlight=False)
         columns = (
@@ -165,7 +190,9 @@ class TerminalProgress(Progress):
 
 
 def _styled(line: str) -> Text:
-    """Steps stand out, samples recede. Made of plain text: what a model generated is never read as markup."""
+    """Steps stand out, samples recede. Made of plain text: what a model generated is never read as
+    markup.
+    """
     text = Text(line)
     text.highlight_regex(r"^step +\d+/\d+", "bold cyan")
     text.highlight_regex(r"\breward [^ ]+", "green")

@@ -20,13 +20,13 @@ class RunSummary:
     steps: int
     reward_first: float | None = None
     reward_last: float | None = None
-    accuracy_before: float | None = None    # the first and the last evaluation
+    accuracy_before: float | None = None  # the first and the last evaluation
     accuracy_after: float | None = None
     loss_first: float | None = None
     loss_last: float | None = None
     tokens_per_second: float | None = None  # median over steps
-    seconds: float = 0.0                    # of all phases
-    seconds_by_phase: dict[str, float] = field(default_factory=dict)    # largest first
+    seconds: float = 0.0  # of all phases
+    seconds_by_phase: dict[str, float] = field(default_factory=dict)  # largest first
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
@@ -35,7 +35,9 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
     for row in rows:
         for name, value in row.items():
             if name.startswith("time/") and name not in NOT_PHASES:
-                phases[name.removeprefix("time/")] = phases.get(name.removeprefix("time/"), 0.0) + value
+                phases[name.removeprefix("time/")] = (
+                    phases.get(name.removeprefix("time/"), 0.0) + value
+                )
     speeds = sorted(names.curve(rows, names.TOKENS_PER_SECOND)[1])
     rewards, losses = (names.curve(rows, keys)[1] for keys in (names.REWARD, names.LOSS))
     accuracies = names.curve(rows, names.ACCURACY)[1]
@@ -53,7 +55,9 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
     )
 
 
-def format_report(summary: RunSummary, *, title: str = "", result: Mapping[str, Any] | None = None) -> str:
+def format_report(
+    summary: RunSummary, *, title: str = "", result: Mapping[str, Any] | None = None
+) -> str:
     """The summary as lines of text; `result` is the content of result.json."""
     rows: list[tuple[str, str]] = []
     if result is not None:
@@ -79,7 +83,15 @@ def format_report(summary: RunSummary, *, title: str = "", result: Mapping[str, 
 def _change(name: str, before: float | None, after: float | None) -> list[tuple[str, str]]:
     if before is None or after is None:
         return []
-    return [(name, f"{number(before)} -> {number(after)}  ({'+' if after >= before else ''}{number(after - before)})")]
+    return [
+        (
+            name,
+            (
+                f"{number(before)} -> {number(after)} "
+                f" ({'+' if after >= before else ''}{number(after - before)})"
+            ),
+        )
+    ]
 
 
 def _at(values: Sequence[float], index: int) -> float | None:

@@ -8,7 +8,9 @@ from rlcore.data.sample import Sample
 
 
 def pick_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """`count` samples spread evenly from the best reward to the worst: a step's first ones would all answer one prompt."""
+    """`count` samples spread evenly from the best reward to the worst: a step's first ones would
+    all answer one prompt.
+    """
     ranked = sorted(samples, key=lambda sample: -sample.reward)
     if count >= len(ranked):
         return ranked

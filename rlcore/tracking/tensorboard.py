@@ -22,7 +22,8 @@ class TensorboardTracker(BaseTracker):
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         _check_installed()
-        self.folder, self._settings = folder, settings
+        self.folder = folder
+        self._settings = settings
         self._writer: Any = None
         self._prompt_lengths: NDArray[np.int64] | None = None
 
@@ -36,7 +37,10 @@ class TensorboardTracker(BaseTracker):
         writer.flush()
 
     def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        blocks = ["\n".join(f"    {line}" for text in sample_lines(s) for line in text.split("\n")) for s in samples]
+        blocks = [
+            "\n".join(f"    {line}" for text in sample_lines(s) for line in text.split("\n"))
+            for s in samples
+        ]
         self._open(step).add_text("samples", "\n\n---\n\n".join(blocks), step)
 
     def close(self, status: str) -> None:
@@ -45,7 +49,8 @@ class TensorboardTracker(BaseTracker):
             self._writer.close()
 
     def _open(self, step: int) -> Any:
-        """The writer, made when the first step is known: TensorBoard drops what an earlier process wrote from there on.
+        """The writer, made when the first step is known: TensorBoard drops what an earlier process
+        wrote from there on.
 
         Nothing may be written before, or a resumed run would lose all its curves.
         """

@@ -18,16 +18,16 @@ from rlcore.runs.files import write_atomic
 from rlcore.tracking.base import BaseTracker
 
 ID_FILE = "wandb_run_id"
-TABLE_ROWS = 200            # newest samples in the table
-UPLOAD_TIMEOUT_S = 300.0    # at the end of a run; what is not uploaded by then stays on the disk
+TABLE_ROWS = 200  # newest samples in the table
+UPLOAD_TIMEOUT_S = 300.0  # at the end of a run; what is not uploaded by then stays on the disk
 COLUMNS = ("step", "prompt", "response", "reward", "finish_reason", "tokens", "label")
 
 
 class WandbTracker(BaseTracker):
     """One wandb run for one rlcore run, whatever the number of processes it took.
 
-    The run id comes from the checkpoint (`state`), else from a file in the run's folder: a run that was killed before its
-    first checkpoint goes on under its id too.
+    The run id comes from the checkpoint (`state`), else from a file in the run's folder: a run that
+    was killed before its first checkpoint goes on under its id too.
     """
 
     def __init__(
@@ -42,7 +42,9 @@ class WandbTracker(BaseTracker):
         self._wandb = wandb = _import_wandb()
         self._offline = config.mode == "offline"
         id_file = folder / ID_FILE
-        known = (state or {}).get("id") or (id_file.read_text().strip() if id_file.exists() else None)
+        known = (state or {}).get("id") or (
+            id_file.read_text().strip() if id_file.exists() else None
+        )
         self.id: str = known or uuid.uuid4().hex[:12]
         options: dict[str, Any] = {"console": "off", "silent": self._offline}
         if "finish_timeout" in wandb.Settings.model_fields:
@@ -67,20 +69,23 @@ class WandbTracker(BaseTracker):
                 "or set tracking.wandb.mode=offline, or tracking.wandb.enabled=false"
             ) from error
         write_atomic(id_file, self.id.encode())
-        # Its own step must never go back, so a resumed run would lose the steps that it repeats; a metric may.
+        # Its own step must never go back, so a resumed run would lose the steps that it repeats; a
+        # metric may.
         self.run.define_metric("step", hidden=True)
         self.run.define_metric("*", step_metric="step")
         self._rows: deque[list[Any]] = deque(maxlen=TABLE_ROWS)
         self._new = known is None
 
     @property
-    def url(self) -> str | None:    # type: ignore[override]
+    def url(self) -> str | None:  # type: ignore[override]
         return None if self._offline else self.run.url
 
     def show_prompt_lengths(self, lengths: NDArray[np.int64]) -> None:
         if self._new and len(lengths):
             counts = np.histogram(lengths, bins=min(64, int(np.ptp(lengths)) + 1))
-            self.run.log({"data/prompt_lengths": self._wandb.Histogram(np_histogram=counts), "step": 0})
+            self.run.log(
+                {"data/prompt_lengths": self._wandb.Histogram(np_histogram=counts), "step": 0}
+            )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log({**metrics, "step": step})
@@ -88,9 +93,22 @@ class WandbTracker(BaseTracker):
     def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
         for s in samples:
             label = "" if s.label is None else str(s.label)
-            row = [step, s.prompt_text, s.response_text, s.reward, s.finish_reason, s.num_trainable, label]
+            row = [
+                step,
+                s.prompt_text,
+                s.response_text,
+                s.reward,
+                s.finish_reason,
+                s.num_trainable,
+                label,
+            ]
             self._rows.append(row)
-        self.run.log({"samples": self._wandb.Table(columns=list(COLUMNS), data=list(self._rows)), "step": step})
+        self.run.log(
+            {
+                "samples": self._wandb.Table(columns=list(COLUMNS), data=list(self._rows)),
+                "step": step,
+            }
+        )
 
     def state(self) -> dict[str, Any]:
         return {"id": self.id}

@@ -1,6 +1,8 @@
-"""Rank 0's arithmetic between the rollouts and the optimizer: KL, advantages, token weights, and what is logged of them.
+"""Rank 0's arithmetic between the rollouts and the optimizer: KL, advantages, token weights, and
+what is logged of them.
 
-Everything works on the whole batch, on compact vectors of trainable tokens; no rank, no mask, no padding is in sight.
+Everything works on the whole batch, on compact vectors of trainable tokens; no rank, no mask, no
+padding is in sight.
 """
 
 from __future__ import annotations
@@ -45,29 +47,42 @@ class CreditAssignment:
     """Which passes a step needs, and what becomes of their results."""
 
     def __init__(self, config: Config, objective: Objective) -> None:
-        self.config, self.objective = config, objective
+        self.config = config
+        self.objective = objective
         algorithm = config.algorithm
         name = algorithm.estimator.name
-        self.estimator = build_estimator(name, **estimator_options(config, set(estimator_keywords(name))))
-        needs, loss = self.estimator.needs, objective.loss
-        self.passes = passes(
-            config, estimator_needs=needs, loss_needs=loss.needs, whole_step_loss=loss.has_batch_stats
+        self.estimator = build_estimator(
+            name, **estimator_options(config, set(estimator_keywords(name)))
         )
-        self.needs_logprobs, self.needs_reference = self.passes.policy, self.passes.reference
-        self.needs_teacher, self.needs_critic = self.passes.teacher, self.passes.critic
+        needs = self.estimator.needs
+        loss = objective.loss
+        self.passes = passes(
+            config,
+            estimator_needs=needs,
+            loss_needs=loss.needs,
+            whole_step_loss=loss.has_batch_stats,
+        )
+        self.needs_logprobs = self.passes.policy
+        self.needs_reference = self.passes.reference
+        self.needs_teacher = self.passes.teacher
+        self.needs_critic = self.passes.critic
         self.needs_baseline = not config.is_sft and "baseline_rewards" in needs
         self.normalization = normalization(config)
 
-    def assign(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    def assign(
+        self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
+    ) -> dict[str, Tensor]:
         """Per-token vectors for the optimizer, from the scores that `batch.vectors` already holds.
 
         Raises:
             EmptyBatch: no sequence of the batch has a trainable token.
-            RunFailed: the estimator broke a rule (it wrote into its inputs, returned a wrong shape, a number that is not
-                finite, or no targets for the critic).
+            RunFailed: the estimator broke a rule (it wrote into its inputs, returned a wrong shape,
+                a number that is not finite, or no targets for the critic).
         """
         if batch.num_trainable == 0:
-            raise EmptyBatch(f"none of the {batch.num_sequences} sequences of this step has a trainable token")
+            raise EmptyBatch(
+                f"none of the {batch.num_sequences} sequences of this step has a trainable token"
+            )
         vectors = batch.vectors
         if self.config.is_sft:
             batch.set("advantages", torch.zeros(batch.num_trainable))
@@ -82,33 +97,52 @@ class CreditAssignment:
                 batch.set("old_logprobs", vectors["logprobs"])
         batch.set("weights", self._weights(batch, minibatches))
         names = ("advantages", "weights", "old_logprobs", "ref_logprobs", "values", "returns")
-        return {name: vectors[name] for name in names if name in vectors} | self._batch_stats(batch, minibatches)
+        return {name: vectors[name] for name in names if name in vectors} | self._batch_stats(
+            batch, minibatches
+        )
 
     def advantages(self, batch: RolloutBatch) -> Advantages:
         """What the estimator makes of the scores in `batch.vectors`, normalised as configured.
 
-        Where the batch has both log-probs, their raw KL is stored as `batch.vectors["kl"]`; nothing changes it later.
-        Raises RunFailed as `assign` does.
+        Where the batch has both log-probs, their raw KL is stored as `batch.vectors["kl"]`; nothing
+        changes it later. Raises RunFailed as `assign` does.
         """
         vectors = batch.vectors
         if "logprobs" in vectors and "ref_logprobs" in vectors:
-            batch.set("kl", approx_kl(vectors["logprobs"], vectors["ref_logprobs"], self.config.algorithm.kl.reward_kind))
-        given: dict[str, Any] = {name: batch.vectors[name] for name in INPUT_FIELDS if name in batch.vectors}
+            batch.set(
+                "kl",
+                approx_kl(
+                    vectors["logprobs"],
+                    vectors["ref_logprobs"],
+                    self.config.algorithm.kl.reward_kind,
+                ),
+            )
+        given: dict[str, Any] = {
+            name: batch.vectors[name] for name in INPUT_FIELDS if name in batch.vectors
+        }
         inputs = EstimatorInputs(
-            cu_seqlens=batch.cu_seqlens, rewards=batch.vectors["rewards"], group_ids=batch.vectors["group_ids"], **given
+            cu_seqlens=batch.cu_seqlens,
+            rewards=batch.vectors["rewards"],
+            group_ids=batch.vectors["group_ids"],
+            **given,
         )
         with rules_of("algorithm.estimator"):
             result = self.estimator(inputs)
         if self.needs_critic and result.returns is None:
             raise RunFailed(
-                f"algorithm.estimator: {self.estimator.name!r} needs values but returned no returns, "
-                "which are what the critic learns: return Advantages(advantages, returns)"
+                f"algorithm.estimator: {self.estimator.name!r} needs values but returned no"
+                " returns, which are what the critic learns: return Advantages(advantages,"
+                " returns)"
             )
-        normalized = normalize_advantages(result.advantages, inputs.cu_seqlens, inputs.group_ids, self.normalization)
+        normalized = normalize_advantages(
+            result.advantages, inputs.cu_seqlens, inputs.group_ids, self.normalization
+        )
         return replace(result, advantages=normalized)
 
     def _weights(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> Tensor:
-        """One weight a token, taken over the optimizer step that the token belongs to; then 0 where the token is too old."""
+        """One weight a token, taken over the optimizer step that the token belongs to; then 0 where
+        the token is too old.
+        """
         loss = self.config.algorithm.loss
         weights = torch.zeros(batch.num_trainable)
         for rows in minibatches:
@@ -123,18 +157,28 @@ class CreditAssignment:
         if limit is None:
             return weights
         if batch.version is None:
-            raise ValueError("algorithm.correction.max_staleness counts from batch.version, which is not set")
+            raise ValueError(
+                "algorithm.correction.max_staleness counts from batch.version, which is not set"
+            )
         return mask_weights(weights, stale_tokens(batch.vectors["versions"], batch.version, limit))
 
-    def _batch_stats(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """What the loss asks to know of each optimizer step as a whole, as `batch_stats/<minibatch>/<name>`."""
+    def _batch_stats(
+        self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
+    ) -> dict[str, Tensor]:
+        """What the loss asks to know of each optimizer step as a whole, as
+        `batch_stats/<minibatch>/<name>`.
+        """
         if not self.objective.loss.has_batch_stats:
             return {}
         stats: dict[str, Tensor] = {}
         for k, rows in enumerate(minibatches):
             part = batch.select(rows)
-            known: dict[str, Any] = {name: part.vectors[name] for name in LOSS_FIELDS if name in part.vectors}
+            known: dict[str, Any] = {
+                name: part.vectors[name] for name in LOSS_FIELDS if name in part.vectors
+            }
             with rules_of("algorithm.loss"):
-                found = self.objective.batch_stats(PolicyLossInputs(cu_seqlens=part.cu_seqlens, **known))
+                found = self.objective.batch_stats(
+                    PolicyLossInputs(cu_seqlens=part.cu_seqlens, **known)
+                )
             stats |= {f"batch_stats/{k}/{name}": value for name, value in found.items()}
         return stats

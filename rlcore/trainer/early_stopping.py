@@ -1,4 +1,6 @@
-"""When a run stops early because the policy has moved too far: the decision, and the lines that tell of it."""
+"""When a run stops early because the policy has moved too far: the decision, and the lines that
+tell of it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class EarlyStopping:
         return cls(training.target_kl)
 
     def trips(self, kl: float | None) -> bool:
-        """Whether a step with this `objective/kl` is the last one. Equal does not trip, nor does a step without one.
+        """Whether a step with this `objective/kl` is the last one. Equal does not trip, nor does a
+        step without one.
 
         Raises:
             RunFailed: the KL is not a number.
@@ -32,17 +35,20 @@ class EarlyStopping:
             return False
         if math.isnan(kl):
             raise RunFailed(
-                "early stopping: objective/kl is NaN, so there is nothing to compare with training.target_kl "
-                f"({self.target_kl:g}); look for the first NaN in metrics.jsonl"
+                "early stopping: objective/kl is NaN, so there is nothing to compare with"
+                f" training.target_kl ({self.target_kl:g}); look for the first NaN in metrics.jsonl"
             )
         return kl > self.target_kl
 
     @property
     def armed(self) -> str:
-        return f"early stopping is armed: objective/kl above training.target_kl {self.target_kl:g} ends the run after that step"
+        return (
+            f"early stopping is armed: objective/kl above training.target_kl {self.target_kl:g}"
+            " ends the run after that step"
+        )
 
     def tripped(self, step: int, kl: float) -> str:
         return (
-            f"early stopping: objective/kl {kl:.6g} of step {step} is above training.target_kl {self.target_kl:g}; "
-            "the model is saved and the run ends as a success"
+            f"early stopping: objective/kl {kl:.6g} of step {step} is above training.target_kl"
+            f" {self.target_kl:g}; the model is saved and the run ends as a success"
         )

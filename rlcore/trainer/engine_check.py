@@ -1,4 +1,6 @@
-"""Whether the engines sample from the policy that is trained: their log-probs against the trainer's own."""
+"""Whether the engines sample from the policy that is trained: their log-probs against the trainer's
+own.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,31 @@ from rlcore.config.derived import generates
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.sample import Sample
 
-PASS = "checked_"                       # before the names of what a pass made for this check alone
-LIMITS = {"fp32": 1e-3, "bf16": 0.1}    # nats, mean over tokens: well above rounding, well below what the causes make
+PASS = "checked_"  # before the names of what a pass made for this check alone
+# nats, mean over tokens: well above rounding, well below what the causes make
+LIMITS = {"fp32": 1e-3, "bf16": 0.1}
 
 CAUSES = (
-    "its logits are not divided by rollout.sampling.temperature, its dtype is another (rollout.engine.dtype), its cache holds "
-    "keys and values of older weights, weights did not arrive whole (rollout.engine.verify_every: 1 shows it), or it serves "
-    "another model or vocabulary than model.path"
+    "its logits are not divided by rollout.sampling.temperature, its dtype is another"
+    " (rollout.engine.dtype), its cache holds keys and values of older weights, weights did not"
+    " arrive whole (rollout.engine.verify_every: 1 shows it), or it serves another model or"
+    " vocabulary than model.path"
 )
 
 
 class EngineCheck:
-    """Compares log-probs on the first step of a process, before anything is trained, and then every few steps.
+    """Compares log-probs on the first step of a process, before anything is trained, and then every
+    few steps.
 
-    Only tokens of the weights that are about to be trained count: older ones may differ. Where there are none, as may be when
+    Only tokens of the weights that are about to be trained count: older ones may differ. Where
+        there are none, as may be when
     generation runs ahead, nothing is compared.
     """
 
     def __init__(self, limit: float, every: int, kind: str) -> None:
-        self.limit, self.every, self.kind = limit, every, kind
+        self.limit = limit
+        self.every = every
+        self.kind = kind
         self._first: int | None = None
 
     @classmethod
@@ -41,7 +49,9 @@ class EngineCheck:
         engine = config.rollout.engine
         if not generates(config) or not engine.logprobs_every:
             return None
-        return cls(engine.max_logprob_diff or LIMITS[_coarser(config)], engine.logprobs_every, engine.kind)
+        return cls(
+            engine.max_logprob_diff or LIMITS[_coarser(config)], engine.logprobs_every, engine.kind
+        )
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is compared; the first step that is asked for always is."""
@@ -56,7 +66,8 @@ class EngineCheck:
     def compare(
         self, batch: RolloutBatch, samples: Sequence[Sample], engines: Mapping[int, str]
     ) -> tuple[dict[str, float], str]:
-        """The metrics of the difference, {} without a token of the batch's version; and what is wrong, "" for nothing.
+        """The metrics of the difference, {} without a token of the batch's version; and what is
+        wrong, "" for nothing.
 
         Every engine's own mean is held against the limit.
 
@@ -72,24 +83,39 @@ class EngineCheck:
         moments.update(mismatch_vectors(trainer[current], engine[current]))
         metrics = moments.reduce()
         gaps = torch.where(current, (trainer - engine).abs().double(), 0.0)
-        means = self._means(gaps, current, batch.cu_seqlens, [engines.get(sample.draw, self.kind) for sample in samples])
-        wrong = {name: mean for name, mean in means.items() if not mean <= self.limit}      # NaN is
+        means = self._means(
+            gaps,
+            current,
+            batch.cu_seqlens,
+            [engines.get(sample.draw, self.kind) for sample in samples],
+        )
+        wrong = {name: mean for name, mean in means.items() if not mean <= self.limit}  # NaN is
         if not wrong:
             return metrics, ""
         worst = samples[int(torch.searchsorted(batch.cu_seqlens, gaps.argmax(), right=True)) - 1]
         by = ", ".join(f"those of engine {name} by {mean:.3g}" for name, mean in wrong.items())
-        return metrics, (
-            f"log-probs differ from the trainer's: {by} nats on average over its tokens of policy step {batch.version}, "
-            f"at most {self.limit:g} is expected (rollout.engine.max_logprob_diff); the largest difference, "
-            f"{float(gaps.max()):.3g}, is in {worst.response_text[:40]!r}, a response to {worst.prompt_id}. "
-            f"Likely causes: {CAUSES}"
+        return (
+            metrics,
+            (
+                f"log-probs differ from the trainer's: {by} nats on average over its tokens of"
+                f" policy step {batch.version}, at most {self.limit:g} is expected"
+                " (rollout.engine.max_logprob_diff); the largest difference,"
+                f" {float(gaps.max()):.3g}, is in {worst.response_text[:40]!r}, a response to"
+                f" {worst.prompt_id}. Likely causes: {CAUSES}"
+            ),
         )
 
-    def _means(self, gaps: Tensor, current: Tensor, cu_seqlens: Tensor, names: Sequence[str]) -> dict[str, float]:
+    def _means(
+        self, gaps: Tensor, current: Tensor, cu_seqlens: Tensor, names: Sequence[str]
+    ) -> dict[str, float]:
         """Mean gap of each engine's current tokens; those that made none are left out."""
         totals: dict[str, float] = {}
         counts: Counter[str] = Counter()
-        per_sequence = zip(names, segment_sum(gaps, cu_seqlens).tolist(), segment_sum(current.double(), cu_seqlens).tolist())
+        per_sequence = zip(
+            names,
+            segment_sum(gaps, cu_seqlens).tolist(),
+            segment_sum(current.double(), cu_seqlens).tolist(),
+        )
         for name, total, count in per_sequence:
             totals[name] = totals.get(name, 0.0) + total
             counts[name] += int(count)

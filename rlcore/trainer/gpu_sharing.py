@@ -6,7 +6,8 @@
       |                                        v   v restore weights
       +------ offload, restore the rest ------- HANDOVER
 
-A phase begins when it is needed and not before: a checkpoint right after a publication moves nothing.
+A phase begins when it is needed and not before: a checkpoint right after a publication moves
+    nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from rlcore.trainer.rank_sync import RankSync
 
 
 class GpuPhase(str, Enum):
-    GENERATING = "generating"       # engines have weights and caches, the trainer is offloaded in host memory
-    TRAINING = "training"           # the trainer is on the device, engines have nothing there: their weights are gone
-    HANDOVER = "handover"           # the trainer is on the device, engines have their weights
+    # engines have weights and caches, the trainer is offloaded in host memory
+    GENERATING = "generating"
+    # the trainer is on the device, engines have nothing there: their weights are gone
+    TRAINING = "training"
+    HANDOVER = "handover"  # the trainer is on the device, engines have their weights
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Restore:
 class Trainer(str, Enum):
     OFFLOAD = "offload"
     ONLOAD = "onload"
-    RELEASE_CACHE = "release_cache"                   # what was kept of the last passes' memory
+    RELEASE_CACHE = "release_cache"  # what was kept of the last passes' memory
 
 
 Move = Release | Restore | Trainer
@@ -60,7 +63,8 @@ MOVES: Mapping[tuple[GpuPhase, GpuPhase], tuple[Move, ...]] = {
 class GpuSharing:
     """One object a rank; `switch_to` is called by all ranks in the same order.
 
-    It begins with the engines' phase: the trainer is offloaded at once, and they may start when every rank has come so far.
+    It begins with the engines' phase: the trainer is offloaded at once, and they may start when
+    every rank has come so far.
 
     Args:
         memory: on rank 0.
@@ -68,9 +72,17 @@ class GpuSharing:
     """
 
     def __init__(
-        self, sync: RankSync, backend: PolicyBackend, memory: EngineMemory | None, *, timeout_s: float
+        self,
+        sync: RankSync,
+        backend: PolicyBackend,
+        memory: EngineMemory | None,
+        *,
+        timeout_s: float,
     ) -> None:
-        self._sync, self._backend, self._memory, self._timeout_s = sync, backend, memory, timeout_s
+        self._sync = sync
+        self._backend = backend
+        self._memory = memory
+        self._timeout_s = timeout_s
         self.phase = GpuPhase.GENERATING
         backend.offload()
 
@@ -78,14 +90,16 @@ class GpuSharing:
         """Make it `phase`; nothing moves where it is already.
 
         Raises:
-            ValueError: engines would generate with weights that are gone, as nothing was published: a defect of ours.
+            ValueError: engines would generate with weights that are gone, as nothing was published:
+                a defect of ours.
         """
         if phase is self.phase:
             return
         self._pass_on(phase)
         if phase is GpuPhase.HANDOVER and not self._anyone():
-            self._pass_on(GpuPhase.GENERATING)      # engines start again, where the trainer is not in their way
-            self._pass_on(GpuPhase.HANDOVER)        # ... or none does, as the publication will say
+            # engines start again, where the trainer is not in their way
+            self._pass_on(GpuPhase.GENERATING)
+            self._pass_on(GpuPhase.HANDOVER)  # ... or none does, as the publication will say
 
     def _pass_on(self, phase: GpuPhase) -> None:
         if (self.phase, phase) not in MOVES:
@@ -106,10 +120,14 @@ class GpuSharing:
         match move:
             case Release(tags):
                 what = f"the engines to release {' and '.join(tags)}"
-                self._sync.run_on_rank0(what, lambda: self._engines.release(tags), timeout_s=self._timeout_s)
+                self._sync.run_on_rank0(
+                    what, lambda: self._engines.release(tags), timeout_s=self._timeout_s
+                )
             case Restore(tags):
                 what = f"the engines to restore {' and '.join(tags)}"
-                self._sync.run_on_rank0(what, lambda: self._engines.restore(tags), timeout_s=self._timeout_s)
+                self._sync.run_on_rank0(
+                    what, lambda: self._engines.restore(tags), timeout_s=self._timeout_s
+                )
             case Trainer.ONLOAD:
                 self._backend.onload()
             case Trainer.OFFLOAD:

@@ -1,4 +1,6 @@
-"""The training loop. Every rank runs this page; rank 0 alone, at its `RankZero`, meets the rollouts, the disk and the trackers."""
+"""The training loop. Every rank runs this page; rank 0 alone, at its `RankZero`, meets the
+rollouts, the disk and the trackers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from rlcore.trainer.weight_publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 60.0          # rank 0 keeps the limit of rollouts itself, and knows which engine it waits for
+# rank 0 keeps the limit of rollouts itself, and knows which engine it waits for
+GRACE_S = 60.0
 
 
 @dataclass
@@ -40,19 +43,24 @@ class Trainer:
     backend: PolicyBackend
     credit: CreditAssignment
     total_steps: int
-    publisher: WeightPublisher | None     # None: nothing generates (sft, replay)
-    rank0: RankZero | None               # rank 0 only
-    sharing: GpuSharing | None = None      # None: the engines, if there are any, have GPUs of their own
-    seconds: dict[str, float] = field(default_factory=dict)     # since the last row of the log, by phase
-    stranded: str = ""              # why engines cannot go on, on every rank; what was trained is saved then
+    publisher: WeightPublisher | None  # None: nothing generates (sft, replay)
+    rank0: RankZero | None  # rank 0 only
+    # None: the engines, if there are any, have GPUs of their own
+    sharing: GpuSharing | None = None
+    # since the last row of the log, by phase
+    seconds: dict[str, float] = field(default_factory=dict)
+    # why engines cannot go on, on every rank; what was trained is saved then
+    stranded: str = ""
     checkpointer: Checkpointer = field(init=False)
     engine_check: EngineCheck | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.engine_check = EngineCheck.of(self.config)
-        self.checkpointer = Checkpointer(self.sync, self.backend, self.rank0, timeout_s=self.patience)
+        self.checkpointer = Checkpointer(
+            self.sync, self.backend, self.rank0, timeout_s=self.patience
+        )
 
-    # --- the loop -------------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
         self.switch_to(GpuPhase.TRAINING)
@@ -78,15 +86,21 @@ class Trainer:
                 self.evaluate(step)
             self.poll_checkpoint()
             self.log(step)
-            logger.info("step %d: %s", step, ", ".join(f"{phase} {spent:.3f} s" for phase, spent in self.seconds.items()))
+            logger.info(
+                "step %d: %s",
+                step,
+                ", ".join(f"{phase} {spent:.3f} s" for phase, spent in self.seconds.items()),
+            )
             self.seconds = {}
             if status != CONTINUE or every(step, self.config.checkpoint.every):
-                self.save(step, in_background=status == CONTINUE and self.config.checkpoint.async_save)
+                self.save(
+                    step, in_background=status == CONTINUE and self.config.checkpoint.async_save
+                )
         if self.stranded:
             self.give_up(step, status)
         return Outcome(cast(Status, status), step)
 
-    # --- its parts ------------------------------------------------------------------------------------------------
+    # --- its parts --------------------------------------------------------------------------------
 
     def load_rollouts(self, step: int) -> RolloutBatch | None:
         """The step's samples, laid out over the ranks; the whole batch on rank 0."""
@@ -98,7 +112,9 @@ class Trainer:
         self.switch_to(GpuPhase.TRAINING)
         with self.clock("transfer"):
             batch = self.sync.run_on_rank0(
-                f"the batch of step {step}", lambda: self.main.rollouts(step, self.version), timeout_s=self.patience
+                f"the batch of step {step}",
+                lambda: self.main.rollouts(step, self.version),
+                timeout_s=self.patience,
             )
             plans = None if batch is None else self.backend.plan(batch, self.main.minibatches)
             self.backend.load_batch(batch, plans)
@@ -124,11 +140,16 @@ class Trainer:
             return self.credit.assign(present(batch), self.main.minibatches)
 
         with self.clock("advantages"):
-            self.backend.assign(self.sync.run_on_rank0("the advantages", assign, timeout_s=self.patience))
+            self.backend.assign(
+                self.sync.run_on_rank0("the advantages", assign, timeout_s=self.patience)
+            )
 
     def update(self, step: int) -> list[UpdateResult]:
-        """Epochs x mini-batches of optimizer steps; `training.max_update_kl` ends them early, on all ranks alike."""
-        algorithm, limit = self.config.algorithm, self.config.training.max_update_kl
+        """Epochs x mini-batches of optimizer steps; `training.max_update_kl` ends them early, on
+        all ranks alike.
+        """
+        algorithm = self.config.algorithm
+        limit = self.config.training.max_update_kl
         train_policy = not (self.credit.needs_critic and step <= self.config.critic.warmup_steps)
         results: list[UpdateResult] = []
         if self.config.training.debug == "rollout_only":
@@ -137,7 +158,10 @@ class Trainer:
             for _ in range(algorithm.epochs):
                 for k in range(algorithm.minibatches):
                     results.append(self.backend.update(k, train_policy=train_policy))
-                    if limit is not None and results[-1].metrics.get("policy/approxkl_avg", 0.0) > limit:
+                    if (
+                        limit is not None
+                        and results[-1].metrics.get("policy/approxkl_avg", 0.0) > limit
+                    ):
                         return results
         return results
 
@@ -151,7 +175,9 @@ class Trainer:
         if self.config.evaluation.paths and self.publisher is not None and not self.stranded:
             self.switch_to(GpuPhase.GENERATING)
             with self.clock("evaluation"):
-                self.wait_for_engines(f"the evaluation after step {step}", lambda: self.main.evaluated())
+                self.wait_for_engines(
+                    f"the evaluation after step {step}", lambda: self.main.evaluated()
+                )
 
     def wait_for_engines(self, what: str, wait: Callable[[], str]) -> None:
         """Rank 0 waits for generation; an engine that was started again gets the weights meanwhile."""
@@ -166,10 +192,14 @@ class Trainer:
         self.stranded = "" if word == READY else word
 
     def give_up(self, step: int, status: str) -> None:
-        """Engines cannot go on: keep what was trained, then fail with the reason. Nobody needs them where all is done."""
+        """Engines cannot go on: keep what was trained, then fail with the reason. Nobody needs them
+        where all is done.
+        """
         if status in FINISHED and not self.config.evaluation.paths:
             note = f"WARNING no engine has the weights of step {step}, the last: {self.stranded}"
-            self.sync.run_on_rank0("a last word", lambda: self.main.tracker.note(note), timeout_s=self.patience)
+            self.sync.run_on_rank0(
+                "a last word", lambda: self.main.tracker.note(note), timeout_s=self.patience
+            )
             return
         self.switch_to(GpuPhase.HANDOVER)
         kept = self.checkpointer.keep(step)
@@ -189,7 +219,11 @@ class Trainer:
         )
 
     def log(self, step: int) -> None:
-        self.sync.run_on_rank0(f"the log of step {step}", lambda: self.main.log(step, self.seconds), timeout_s=self.patience)
+        self.sync.run_on_rank0(
+            f"the log of step {step}",
+            lambda: self.main.log(step, self.seconds),
+            timeout_s=self.patience,
+        )
 
     def save(self, step: int, *, in_background: bool) -> None:
         self.switch_to(GpuPhase.HANDOVER)
@@ -206,21 +240,30 @@ class Trainer:
             self.seconds["checkpoint_write"] = self.seconds.get("checkpoint_write", 0.0) + seconds
 
     def resume(self) -> tuple[int, str]:
-        """The step to continue after, 0 or that of the newest whole checkpoint, whose weights are loaded; and whether to."""
-        folder = self.sync.broadcast("looking for a checkpoint", lambda: self.main.restore(), timeout_s=self.patience)
+        """The step to continue after, 0 or that of the newest whole checkpoint, whose weights are
+        loaded; and whether to.
+        """
+        folder = self.sync.broadcast(
+            "looking for a checkpoint", lambda: self.main.restore(), timeout_s=self.patience
+        )
         if folder:
             self.backend.load(Path(folder))
-        # Only now, when nothing can be refused any more, is what came after the checkpoint given up.
-        step, status = self.sync.broadcast("going on", lambda: self.main.go_on(), timeout_s=self.patience).split()
+        # Only now, when nothing can be refused any more, is what came after the checkpoint given
+        # up.
+        step, status = self.sync.broadcast(
+            "going on", lambda: self.main.go_on(), timeout_s=self.patience
+        ).split()
         self.checkpointer.newest = int(step)
         return int(step), status
 
-    # --- small things ---------------------------------------------------------------------------------------------
+    # --- small things -----------------------------------------------------------------------------
 
     @property
     def main(self) -> RankZero:
         if self.rank0 is None:
-            raise AssertionError("only rank 0 has it; call it inside RankSync.main or RankSync.decide")
+            raise AssertionError(
+                "only rank 0 has it; call it inside RankSync.main or RankSync.decide"
+            )
         return self.rank0
 
     @property
@@ -241,7 +284,8 @@ class Trainer:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        self.sync.doing, start = phase, time.perf_counter()
+        self.sync.doing = phase
+        start = time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
@@ -257,7 +301,9 @@ def present(batch: RolloutBatch | None) -> RolloutBatch:
     return batch
 
 
-def put(batch: RolloutBatch | None, scores: Mapping[str, Tensor] | None, *, prefix: str = "") -> None:
+def put(
+    batch: RolloutBatch | None, scores: Mapping[str, Tensor] | None, *, prefix: str = ""
+) -> None:
     if batch is not None and scores is not None:
         for name, value in scores.items():
             batch.set(prefix + name, value)

@@ -1,4 +1,6 @@
-"""What one optimizer step minimises, token by token: the policy loss, corrected for the engine, KL and an entropy bonus."""
+"""What one optimizer step minimises, token by token: the policy loss, corrected for the engine, KL
+and an entropy bonus.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ class Objective:
 
         correction weight * loss(inputs) + kl_coef * KL(policy || reference) - entropy_coef * entropy
 
-    and nothing of a token that the correction does not keep. Every term goes through the same loss weights, which were
-    fixed from the whole optimizer step, so no split can change the gradient and no dropped token a denominator.
+    and nothing of a token that the correction does not keep. Every term goes through the same loss
+    weights, which were fixed from the whole optimizer step, so no split can change the gradient and
+    no dropped token a denominator.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -44,37 +47,49 @@ class Objective:
         self.correction = build_correction(config.correction)
         self.kl_kind: KLKind = config.kl.loss_kind
         self.logged_kl_kind: KLKind = config.kl.reward_kind
-        self.kl_coef, self.kl_unbiased = config.kl.loss_coef, config.kl.loss_unbiased
+        self.kl_coef = config.kl.loss_coef
+        self.kl_unbiased = config.kl.loss_unbiased
         self.entropy_coef = config.entropy_coef
 
     def batch_stats(self, inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
-        """What the loss needs from the whole optimizer step, before it is split; empty for most losses."""
+        """What the loss needs from the whole optimizer step, before it is split; empty for most
+        losses.
+        """
         return self.loss.batch_stats(inputs) if self.loss.has_batch_stats else {}
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
-        """The metrics are the loss's, the correction's, and those of the policy against reference and engine.
+        """The metrics are the loss's, the correction's, and those of the policy against reference
+        and engine.
 
-        Raises RunFailed where the loss broke a rule: it wrote into its inputs, or returned a wrong shape.
+        Raises RunFailed where the loss broke a rule: it wrote into its inputs, or returned a wrong
+            shape.
         """
         with rules_of("algorithm.loss"):
             out = self.loss(inputs)
-        policy, others = out.per_token, self._regularisers(inputs)
+        policy = out.per_token
+        others = self._regularisers(inputs)
         metrics = {**out.metrics, **self._distances(inputs)}
         if self.correction is not None:
-            found = self.correction(inputs.old_logprobs, _present(inputs, "rollout_logprobs"), inputs.cu_seqlens)
-            policy = found.weights * policy     # 0 where the token is not kept
+            found = self.correction(
+                inputs.old_logprobs, _present(inputs, "rollout_logprobs"), inputs.cu_seqlens
+            )
+            policy = found.weights * policy  # 0 where the token is not kept
             others = None if others is None else found.keep * others
             metrics |= found.metrics
         if inputs.weights is not None:
             metrics["policy_loss"] = inputs.weights * policy.detach()
-        return replace(out, per_token=policy if others is None else policy + others, metrics=metrics)
+        return replace(
+            out, per_token=policy if others is None else policy + others, metrics=metrics
+        )
 
     def _regularisers(self, inputs: PolicyLossInputs) -> Tensor | None:
         """The terms beside the policy loss, [M]; None without any."""
         terms: list[Tensor] = []
         if self.kl_coef:
             old = inputs.old_logprobs if self.kl_unbiased else None
-            kl = loss_kl(inputs.logprobs, _present(inputs, "ref_logprobs"), self.kl_kind, old_logprobs=old)
+            kl = loss_kl(
+                inputs.logprobs, _present(inputs, "ref_logprobs"), self.kl_kind, old_logprobs=old
+            )
             terms.append(self.kl_coef * kl)
         if self.entropy_coef:
             terms.append(-self.entropy_coef * _present(inputs, "entropy"))
@@ -82,7 +97,8 @@ class Objective:
 
     def _distances(self, inputs: PolicyLossInputs) -> dict[str, Tensor]:
         """Of the policy as it is now to the reference and to the engine, where there is one."""
-        logprobs, metrics = inputs.logprobs.detach(), dict[str, Tensor]()
+        logprobs = inputs.logprobs.detach()
+        metrics = dict[str, Tensor]()
         if inputs.ref_logprobs is not None:
             metrics["rollout/kl"] = approx_kl(logprobs, inputs.ref_logprobs, self.logged_kl_kind)
             metrics["rollout/kl_clamped_share"] = kl_clamped(logprobs, inputs.ref_logprobs)
@@ -97,7 +113,9 @@ def build_correction(config: CorrectionConfig) -> Correction | None:
 
 
 def _present(inputs: PolicyLossInputs, name: str) -> Tensor:
-    """A field that a term of the objective reads; a ValueError that names its config key where it is missing."""
+    """A field that a term of the objective reads; a ValueError that names its config key where it
+    is missing.
+    """
     value: Tensor | None = getattr(inputs, name)
     if value is None:
         raise ValueError(f"{READ_BY[name]}, but the inputs have no {name}")
@@ -106,7 +124,9 @@ def _present(inputs: PolicyLossInputs, name: str) -> Tensor:
 
 @contextmanager
 def rules_of(key: str) -> Iterator[None]:
-    """A plugin that breaks a rule while training ends the run in one plain line, which begins with its config key."""
+    """A plugin that breaks a rule while training ends the run in one plain line, which begins with
+    its config key.
+    """
     try:
         yield
     except AlgorithmError as error:

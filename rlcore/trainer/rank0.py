@@ -1,4 +1,6 @@
-"""Rank 0, for what only one process does: handing out batches, the log, checkpoints, and when to stop."""
+"""Rank 0, for what only one process does: handing out batches, the log, checkpoints, and when to
+stop.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,20 @@ from rlcore.trainer.mfu import Utilization
 from rlcore.trainer.step_metrics import step_metrics
 
 CONTINUE = "continue"
-READY, CATCH_UP = "ready", "catch up"           # what was waited for is there; first, an engine waits for the weights
-FINISHED = ("completed", "early_stopped")       # the ends that count as a success
-CARD_METRICS = ("step", "eval/accuracy", "eval/score", "rollout/reward", "objective/kl", "loss/policy_avg")
-ENGINE_VECTORS = ("rollout_logprobs", "versions")   # placeholders where labels were written by people
+# what was waited for is there; first, an engine waits for the weights
+READY = "ready"
+CATCH_UP = "catch up"
+FINISHED = ("completed", "early_stopped")  # the ends that count as a success
+CARD_METRICS = (
+    "step",
+    "eval/accuracy",
+    "eval/score",
+    "rollout/reward",
+    "objective/kl",
+    "loss/policy_avg",
+)
+# placeholders where labels were written by people
+ENGINE_VECTORS = ("rollout_logprobs", "versions")
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,8 @@ class RankZero:
 
     Args:
         resume_from: the checkpoint after which the run goes on.
-        replay_from: the shards that a replay starts from (`training.replay_from`), optimizer included.
+        replay_from: the shards that a replay starts from (`training.replay_from`), optimizer
+            included.
         newest_version: that a publication has taken so far.
         origins: where each value of the configuration came from.
         utilization: measures `perf/mfu`; None where the GPUs' peak is not known.
@@ -72,33 +85,41 @@ class RankZero:
         origins: Mapping[str, str] | None = None,
         utilization: Utilization | None = None,
     ) -> None:
-        self.config, self.source, self.tracker = config, source, tracker
-        self.directory, self.checkpoints = directory, checkpoints
-        self.total_steps, self.interrupted, self.utilization = total_steps, interrupted, utilization
+        self.config = config
+        self.source = source
+        self.tracker = tracker
+        self.directory = directory
+        self.checkpoints = checkpoints
+        self.total_steps = total_steps
+        self.interrupted = interrupted
+        self.utilization = utilization
         self._newest_version = newest_version
         self.early_stopping = EarlyStopping.of(config.training)
         self.step = 0
         self.episodes = 0
         self.minibatches: list[list[int]] = []
-        self.metrics: dict[str, float] = {}     # of the step at hand
-        self.reason: dict[str, Any] = {}        # why an early stop happened, for result.json
-        self._compared: dict[str, float] = {}   # engine and trainer, where this step was checked
-        self._resume_from, self._replay_from, self._origins = resume_from, replay_from, origins
+        self.metrics: dict[str, float] = {}  # of the step at hand
+        self.reason: dict[str, Any] = {}  # why an early stop happened, for result.json
+        self._compared: dict[str, float] = {}  # engine and trainer, where this step was checked
+        self._resume_from = resume_from
+        self._replay_from = replay_from
+        self._origins = origins
         self._rollouts: StepRollouts | None = None
         self._batch: RolloutBatch | None = None
-        self._version: int | None = None        # of the weights that `_batch` is trained on
+        self._version: int | None = None  # of the weights that `_batch` is trained on
         self._evaluation: dict[str, float] = {}
         self._evaluated: list[Sample] = []
-        self._seconds_before = 0.0              # of earlier incarnations
+        self._seconds_before = 0.0  # of earlier incarnations
         self._began = time.monotonic()
 
-    # --- batches --------------------------------------------------------------------------------------------------
+    # --- batches ----------------------------------------------------------------------------------
 
     def generated(self, step: int) -> str:
         """Wait for the samples of `step`: `READY`, `CATCH_UP`, or why no engine will make them."""
         try:
             found = self.source.next_step(step)
-        except EngineFailed as error:               # recovery: the trainer saves what it has, then stops
+        # recovery: the trainer saves what it has, then stops
+        except EngineFailed as error:
             return str(error)
         if found is None:
             return CATCH_UP
@@ -109,7 +130,7 @@ class RankZero:
         """Score the held-out prompts; the row that is logged next holds the result. As `generated`."""
         try:
             found = self.source.evaluate()
-        except EngineFailed as error:               # recovery: as above
+        except EngineFailed as error:  # recovery: as above
             return str(error)
         if found is None:
             return CATCH_UP
@@ -117,16 +138,22 @@ class RankZero:
         return READY
 
     def rollouts(self, step: int, version: int | None) -> RolloutBatch:
-        """The samples of `step`, which policy `version` is to be trained on, cut into optimizer steps."""
+        """The samples of `step`, which policy `version` is to be trained on, cut into optimizer
+        steps.
+        """
         assert self._rollouts is not None
         batch = RolloutBatch.from_samples(self._rollouts.samples)
-        self._version = batch.version = self._rollouts.recorded_version if version is None else version
+        self._version = batch.version = (
+            self._rollouts.recorded_version if version is None else version
+        )
         if self.config.is_sft:
             for name in ENGINE_VECTORS:
                 del batch.vectors[name]
         if self._rollouts.policy_steps:
             batch.version = (self._rollouts.recorded_step or step) - 1
-            batch.set("versions", in_policy_steps(batch.vectors["versions"], self._rollouts.policy_steps))
+            batch.set(
+                "versions", in_policy_steps(batch.vectors["versions"], self._rollouts.policy_steps)
+            )
         self.minibatches = split_minibatches(
             batch.num_sequences,
             self.config.algorithm.minibatches,
@@ -139,22 +166,29 @@ class RankZero:
         """The engine's with the trainer's, where that is due.
 
         Raises:
-            RunFailed: they differ by more than `rollout.engine.max_logprob_diff` at the first step; later it is a warning.
+            RunFailed: they differ by more than `rollout.engine.max_logprob_diff` at the first step;
+                later it is a warning.
         """
         assert self._rollouts is not None
         self._compared = {}
         if check is None or not check.is_due(step):
             return
-        self._compared, trouble = check.compare(batch, self._rollouts.samples, self._rollouts.engines)
+        self._compared, trouble = check.compare(
+            batch, self._rollouts.samples, self._rollouts.engines
+        )
         if trouble and check.is_first(step):
             raise RunFailed(f"step {step}: {trouble}")
         if trouble:
             self.tracker.note(f"WARNING step {step}: {trouble}")
 
-    # --- the decision and the log ---------------------------------------------------------------------------------
+    # --- the decision and the log -----------------------------------------------------------------
 
     def end_step(
-        self, step: int, batch: RolloutBatch, updates: Sequence[UpdateResult], seconds: Mapping[str, float]
+        self,
+        step: int,
+        batch: RolloutBatch,
+        updates: Sequence[UpdateResult],
+        seconds: Mapping[str, float],
     ) -> str:
         """Measure `step`; `CONTINUE`, or the status that the run ends with.
 
@@ -162,8 +196,12 @@ class RankZero:
             RunFailed: early stopping is armed and the KL is not a number; the step is in the log.
         """
         assert self._rollouts is not None
-        self.step, self.episodes, self._batch = step, self.episodes + batch.num_sequences, batch
-        measured = step_metrics(self.config, self._rollouts, batch, updates, seconds, episodes=self.episodes)
+        self.step = step
+        self.episodes = self.episodes + batch.num_sequences
+        self._batch = batch
+        measured = step_metrics(
+            self.config, self._rollouts, batch, updates, seconds, episodes=self.episodes
+        )
         self.metrics = self._compared | measured
         if self.utilization is not None:
             used = self.utilization.mfu(batch, self.minibatches, updates, seconds=seconds["step"])
@@ -182,13 +220,16 @@ class RankZero:
         return "completed" if self.step >= self.total_steps else CONTINUE
 
     def log(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Write down `step`, with the evaluation if there was one; step 0 is the evaluation before training."""
+        """Write down `step`, with the evaluation if there was one; step 0 is the evaluation before
+        training.
+        """
         times = {f"time/{phase}": value for phase, value in seconds.items()}
         self.metrics |= {**self._evaluation, **times, "time/from_scratch": self._elapsed}
         if step > 0 or self._evaluation:
             self.tracker.log(step, self.metrics)
         self._show(step, self._evaluated)
-        self._evaluation, self._evaluated = {}, []
+        self._evaluation = {}
+        self._evaluated = []
         if step == 0 or self.config.is_sft:
             return
         assert self._rollouts is not None
@@ -196,7 +237,10 @@ class RankZero:
         if self.config.tracking.save_rollouts:
             credit = self._batch.vectors["advantages"].split(self._batch.num_trainable_each)
             self.directory.write_rollouts(
-                step, self._rollouts.samples, [part.numpy() for part in credit], version=self._version,
+                step,
+                self._rollouts.samples,
+                [part.numpy() for part in credit],
+                version=self._version,
                 policy_steps=self._rollouts.policy_steps,
             )
         if step % self.config.tracking.show_every == 0:
@@ -214,7 +258,7 @@ class RankZero:
         self.tracker.note(self.early_stopping.tripped(self.step, kl))
         return True
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
     def begin_checkpoint(self, step: int) -> Path:
         """The state of rank 0 as it is now, and beside it an empty folder for every rank's shards."""
@@ -230,7 +274,7 @@ class RankZero:
                 "objective_kl": self.metrics.get("objective/kl"),
                 "source": self.source.snapshot(),
                 "tracker": self.tracker.state(),
-                "rng": rng_state(),     # of this rank: estimators, workflows and filters run here
+                "rng": rng_state(),  # of this rank: estimators, workflows and filters run here
             },
         )
         return folder
@@ -240,30 +284,37 @@ class RankZero:
         self.checkpoints.commit(step)
 
     def checkpoint_failure(self, step: int, error: RunFailed) -> RunFailed:
-        """What to raise when the shards of `step` could not be written; what there is of them is deleted."""
+        """What to raise when the shards of `step` could not be written; what there is of them is
+        deleted.
+        """
         failure = write_failure(self.checkpoints.folder, step, error)
         self.checkpoints.abort(step)
         return failure
 
     def restore(self) -> str:
-        """The folder of the shards to load before training, "" for none; rank 0's own state is taken from a checkpoint."""
+        """The folder of the shards to load before training, "" for none; rank 0's own state is
+        taken from a checkpoint.
+        """
         found = self._resume_from
         self.source.restore(None if found is None else found.state["source"])
         if found is None:
             return str(self._replay_from or "")
-        self.step, self.episodes = found.step, int(found.state["episodes"])
+        self.step = found.step
+        self.episodes = int(found.state["episodes"])
         self._seconds_before = float(found.state["seconds"])
         return str(found.model)
 
     def go_on(self) -> str:
         """Everything is loaded: forget what the run did after this point. "STEP STATUS".
 
-        The status is `CONTINUE`, unless a kill came between the last checkpoint and the result: then only the end is to do.
+        The status is `CONTINUE`, unless a kill came between the last checkpoint and the result:
+            then only the end is to do.
         """
-        again_from_0 = self._resume_from is None        # the evaluation before training too
+        again_from_0 = self._resume_from is None  # the evaluation before training too
         MetricsFile(self.directory.metrics_path).rewind(-1 if again_from_0 else self.step)
         self.directory.rewind(self.step)
-        self.source.keep_ledger(self.directory.ledger_path)     # last: a recording that it does not know is a contradiction
+        # last: a recording that it does not know is a contradiction
+        self.source.keep_ledger(self.directory.ledger_path)
         self.directory.write_config(self.config.model_dump(mode="json"), self._origins)
         found = self._resume_from
         if found is None:
@@ -273,7 +324,7 @@ class RankZero:
         restore_rng(found.state["rng"])
         return f"{found.step} {self._status(found.state.get('objective_kl'))}"
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def conclude(self, status: Status, *, reason: str = "") -> None:
         """Leave `result.json` behind and sum the run up."""
@@ -285,9 +336,11 @@ class RankZero:
     def push(self, folder: Path) -> None:
         """Upload the final model, its card linked with the tracked run.
 
-        A hub that refuses does not undo the run: `result.json` and the terminal say what is missing.
+        A hub that refuses does not undo the run: `result.json` and the terminal say what is
+            missing.
         """
-        hub, result = self.config.tracking.hub, self.directory.read_result()
+        hub = self.config.tracking.hub
+        result = self.directory.read_result()
         assert hub.repo is not None
         assert result is not None
         last = read_metrics(self.directory.metrics_path)[-1]
@@ -312,6 +365,10 @@ class RankZero:
 
 
 def in_policy_steps(versions: Tensor, policy_steps: Mapping[int, int]) -> Tensor:
-    """int64 [M]: of each token, the updates behind the weights that made it. Versions count publications: failed ones too."""
+    """int64 [M]: of each token, the updates behind the weights that made it. Versions count
+    publications: failed ones too.
+    """
     known, place = versions.unique(return_inverse=True)
-    return torch.tensor([policy_steps[version] for version in known.tolist()], dtype=torch.int64)[place]
+    return torch.tensor([policy_steps[version] for version in known.tolist()], dtype=torch.int64)[
+        place
+    ]

@@ -1,11 +1,11 @@
 """How ranks agree without waiting inside a collective.
 
-Generation can take longer than any collective may, so rank 0 does its part alone and posts the outcome in a key-value store;
-the other ranks poll it, each wait with a deadline. Early stop, SIGTERM and errors travel the same way: all ranks leave at
-the same step.
+Generation can take longer than any collective may, so rank 0 does its part alone and posts the
+outcome in a key-value store; the other ranks poll it, each wait with a deadline. Early stop,
+SIGTERM and errors travel the same way: all ranks leave at the same step.
 
-An error anywhere ends the run. The first rank that fails says so under one key, where every wait looks; a rank that breaks in
-a collective because a peer is gone finds the reason there too.
+An error anywhere ends the run. The first rank that fails says so under one key, where every wait
+looks; a rank that breaks in a collective because a peer is gone finds the reason there too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlcore.errors import DeadlineExceeded, FailedElsewhere, RlcoreError, RunFai
 T = TypeVar("T")
 POLL_S = 0.002
 POLL_MAX_S = 0.05
-BLAME_S = 3.0               # for a peer's failure to become known, once a collective broke
+BLAME_S = 3.0  # for a peer's failure to become known, once a collective broke
 _FAILED = "failed"
 
 
@@ -49,7 +49,7 @@ class Failure:
     rank: int
     error: str
     bad_input: bool = False
-    waited: bool = False        # it waited for a peer until its deadline: the peer is to blame
+    waited: bool = False  # it waited for a peer until its deadline: the peer is to blame
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed: {self.error}"
@@ -73,18 +73,23 @@ def read_failure(store: Store) -> Failure | None:
 
 
 class RankSync:
-    """One object a rank. `run_on_rank0`, `broadcast`, `barrier` and `gather` are called by all ranks in the same order."""
+    """One object a rank. `run_on_rank0`, `broadcast`, `barrier` and `gather` are called by all
+    ranks in the same order.
+    """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self.store, self.rank, self.world_size = store, rank, world_size
-        self.doing = "starting"         # for those who ask where this rank is stuck
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.doing = "starting"  # for those who ask where this rank is stuck
         self._count = 0
         self._interrupted = threading.Event()
 
-    # --- agreement ------------------------------------------------------------------------------------------------
+    # --- agreement --------------------------------------------------------------------------------
 
     def run_on_rank0(self, what: str, work: Callable[[], T], *, timeout_s: float) -> T | None:
-        """Rank 0 runs `work` and returns its value; the others wait until it is done and return None.
+        """Rank 0 runs `work` and returns its value; the others wait until it is done and return
+        None.
 
         An exception of `work` is raised on every rank: on rank 0 itself, elsewhere as `PeerFailed`.
         """
@@ -153,14 +158,14 @@ class RankSync:
     def _lead(self, work: Callable[[], T]) -> T:
         try:
             return work()
-        except BaseException as error:      # told at once: closing what is open may take a while
+        except BaseException as error:  # told at once: closing what is open may take a while
             self.fail(error)
             raise
 
     def _wait(self, key: str, what: str, timeout_s: float) -> None:
         self.wait_until(lambda: self.store.check([key]), what, timeout_s=timeout_s)
 
-    # --- a clean end ----------------------------------------------------------------------------------------------
+    # --- a clean end ------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
         """Ask for a clean end at the next decision (signal handlers, any rank)."""
@@ -180,21 +185,30 @@ class RankSync:
         """This very process was asked to end."""
         return self._interrupted.is_set()
 
-    # --- failures -------------------------------------------------------------------------------------------------
+    # --- failures ---------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """Leave this rank's last words where the others find them."""
         if isinstance(error, PeerFailed):
             return
-        with suppress(DistError):           # the store's host may be what failed
+        with suppress(DistError):  # the store's host may be what failed
             post_failure(
                 self.store,
-                Failure(self.rank, in_one_line(error), isinstance(error, UserError), isinstance(error, DeadlineExceeded)),
+                Failure(
+                    self.rank,
+                    in_one_line(error),
+                    isinstance(error, UserError),
+                    isinstance(error, DeadlineExceeded),
+                ),
             )
 
     def explain(self, error: BaseException) -> BaseException:
         """The failure of another rank where that is what made `error`, or `error` itself."""
-        if self.world_size == 1 or not isinstance(error, RuntimeError | RunFailed) or isinstance(error, PeerFailed):
+        if (
+            self.world_size == 1
+            or not isinstance(error, RuntimeError | RunFailed)
+            or isinstance(error, PeerFailed)
+        ):
             return error
         knows = isinstance(error, RlcoreError) and not isinstance(error, FailedElsewhere)
         deadline = time.monotonic() + (0.0 if knows else BLAME_S)

@@ -1,4 +1,6 @@
-"""Train again on a step that was recorded: the samples of a `rollouts/step_*.jsonl.zst` file, as they were."""
+"""Train again on a step that was recorded: the samples of a `rollouts/step_*.jsonl.zst` file, as
+they were.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +20,51 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 class ReplaySource:
     """A `RolloutSource` that gives the same recorded samples at every step.
 
-    Raises DataError for a file that holds no samples, with `greedy_baseline` for samples without a `baseline_reward`, and
-    for samples without a field that `recorded` names (with the key that asks for it), and for those with keep-sets where it
-    does not: their log-probs are of what was recorded.
+    Raises DataError for a file that holds no samples, with `greedy_baseline` for samples without a
+    `baseline_reward`, and for samples without a field that `recorded` names (with the key that asks
+    for it), and for those with keep-sets where it does not: their log-probs are of what was
+    recorded.
     """
 
-    def __init__(self, path: Path, *, greedy_baseline: bool = False, recorded: Mapping[str, str] = NOTHING) -> None:
+    def __init__(
+        self, path: Path, *, greedy_baseline: bool = False, recorded: Mapping[str, str] = NOTHING
+    ) -> None:
         records = read_rollouts(path)
         if not records:
             raise DataError(f"training.replay: {path} holds no samples")
         try:
             self.samples = [Sample.from_record(record) for record in records]
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"training.replay: {path} holds something else than samples: {error!r}") from error
+            raise DataError(
+                f"training.replay: {path} holds something else than samples: {error!r}"
+            ) from error
         if greedy_baseline and any(sample.baseline_reward is None for sample in self.samples):
             raise DataError(
-                f"training.replay: {path} was recorded without the greedy baselines that this estimator needs; record a step "
-                "with it, or use another estimator"
+                f"training.replay: {path} was recorded without the greedy baselines that this"
+                " estimator needs; record a step with it, or use another estimator"
             )
         for name, key in recorded.items():
             if any(getattr(sample, name) is None for sample in self.samples):
-                raise DataError(f"training.replay: {path} was recorded without {name}, which {key} needs: turn it off")
-        if "keep_sets" not in recorded and any(sample.sampling_mask is not None for sample in self.samples):
-            message = f"{path} was recorded with sampling_mask: set policy.logprobs.keep_sets to true"
+                raise DataError(
+                    f"training.replay: {path} was recorded without {name}, which {key} needs: turn"
+                    " it off"
+                )
+        if "keep_sets" not in recorded and any(
+            sample.sampling_mask is not None for sample in self.samples
+        ):
+            message = (
+                f"{path} was recorded with sampling_mask: set policy.logprobs.keep_sets to true"
+            )
             raise DataError(f"training.replay: {message}")
         self.recorded_step: int | None = records[0].get("step")
-        newest = max((span.version for sample in self.samples for span in sample.versions), default=None)
+        newest = max(
+            (span.version for sample in self.samples for span in sample.versions), default=None
+        )
         self.recorded_version: int | None = records[0].get("policy_version", newest)
         self._policy_steps = {
-            span[0]: step for record in records for span, step in zip(record["versions"], record.get("policy_steps", ()))
+            span[0]: step
+            for record in records
+            for span, step in zip(record["versions"], record.get("policy_steps", ()))
         }
 
     def start(self) -> None:

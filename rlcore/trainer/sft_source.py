@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
 
 class SFTSource:
-    """Implements `rlcore.interfaces.RolloutSource`: `training.batch_size` rows a step, trained on label and EOS.
+    """Implements `rlcore.interfaces.RolloutSource`: `training.batch_size` rows a step, trained on
+    label and EOS.
 
-    A chat row's label becomes the assistant's message; where `data.label_key` is null, its last message is the label.
+    A chat row's label becomes the assistant's message; where `data.label_key` is null, its last
+    message is the label.
 
     Raises:
         DataError: a row without a text label; names it.
@@ -35,12 +37,18 @@ class SFTSource:
         data = config.data
         rows = read_examples(data.paths, prompt_key=data.prompt_key, label_key=data.label_key)
         self.prompts = PromptSet.from_examples(
-            (_with_label(row) for row in rows), tokenizer, paths=data.paths, max_prompt_tokens=data.max_prompt_tokens
+            (_with_label(row) for row in rows),
+            tokenizer,
+            paths=data.paths,
+            max_prompt_tokens=data.max_prompt_tokens,
         )
         self._labels = label_tokens(self.prompts, tokenizer, add_eos=data.add_eos)
         self._batch_size = config.training.batch_size
         self._stream = PromptStream(
-            len(self.prompts), seed=config.run.seed, shuffle=data.shuffle, fingerprint=self.prompts.fingerprint()
+            len(self.prompts),
+            seed=config.run.seed,
+            shuffle=data.shuffle,
+            fingerprint=self.prompts.fingerprint(),
         )
 
     def start(self) -> None:
@@ -53,7 +61,8 @@ class SFTSource:
 
     def _sample(self, draw: int) -> Sample:
         row = self._stream.row(draw)
-        prompt, label = self.prompts[row], self._labels[row]
+        prompt = self.prompts[row]
+        label = self._labels[row]
         mask = np.zeros(len(prompt.tokens) + len(label), dtype=np.uint8)
         mask[len(prompt.tokens) :] = 1
         return Sample(
@@ -87,20 +96,23 @@ class SFTSource:
             self._stream.restore(state["stream"])
 
     def keep_ledger(self, path: Path) -> None:
-        """Labels are taken in order, each once an epoch: nothing can be lost that the step does not say."""
+        """Labels are taken in order, each once an epoch: nothing can be lost that the step does not
+        say.
+        """
 
     def close(self) -> None: ...
 
 
 def _with_label(example: Example) -> Example:
     """The row with its answer in `label`, as text that is not empty."""
-    prompt, label = example.prompt, example.label
+    prompt = example.prompt
+    label = example.label
     if label is None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         prompt, label = prompt[:-1], prompt[-1]["content"]
     if not isinstance(label, str) or not label or not prompt:
         raise DataError(
-            f"{example.where}: sft needs a prompt and a text label (data.label_key), or chat messages that end "
-            f"with the assistant's; the label is {label!r}"
+            f"{example.where}: sft needs a prompt and a text label (data.label_key), or chat"
+            f" messages that end with the assistant's; the label is {label!r}"
         )
     return replace(example, prompt=prompt, label=label)
 
@@ -111,7 +123,8 @@ def label_tokens(
     """int32 [n] of each row: what the policy is trained to say, up to its EOS.
 
     Raises:
-        DataError: a label without tokens, no EOS token for `add_eos`, or a chat template that rewrites the prompt.
+        DataError: a label without tokens, no EOS token for `add_eos`, or a chat template that
+            rewrites the prompt.
     """
     eos = tokenizer.eos_token_id
     if add_eos and eos is None:
@@ -120,7 +133,8 @@ def label_tokens(
     tokens = encode(tokenizer, answers, [example.where for example in prompts.examples])
     out = []
     for example, ids in zip(prompts.examples, tokens):
-        if eos is not None and eos in ids:      # a chat template writes its own, and often a line break after it
+        # a chat template writes its own, and often a line break after it
+        if eos is not None and eos in ids:
             ids = ids[: int(np.flatnonzero(ids == eos)[0])]
         if not len(ids):
             raise DataError(f"{example.where}: the label {example.label!r} has no tokens")
@@ -135,7 +149,8 @@ def _answer_text(example: Example, prompt_text: str, tokenizer: PreTrainedTokeni
     whole = render_chat(tokenizer, messages, example.where, add_generation_prompt=False)
     if not whole.startswith(prompt_text):
         raise DataError(
-            f"{example.where}: the chat template writes the prompt differently once the answer follows, "
-            "so it cannot be told what to train on; use a template whose prompt is a prefix of the whole chat"
+            f"{example.where}: the chat template writes the prompt differently once the answer"
+            " follows, so it cannot be told what to train on; use a template whose prompt is a"
+            " prefix of the whole chat"
         )
     return whole[len(prompt_text) :]

@@ -1,4 +1,6 @@
-"""What metrics.jsonl says of a step, from the rollouts, the batch and the optimizer's reports. `METRICS` defines each name."""
+"""What metrics.jsonl says of a step, from the rollouts, the batch and the optimizer's reports.
+`METRICS` defines each name.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +42,21 @@ def step_metrics(
     }
     if not config.is_sft:
         metrics["perf/trainer_idle_fraction"] = seconds["generation"] / seconds["step"]
-    if "time/engine" in metrics and config.rollout.max_staleness == 0:      # else the source knows
-        metrics["perf/engine_idle_fraction"] = max(0.0, 1.0 - metrics["time/engine"] / seconds["step"])
+    if "time/engine" in metrics and config.rollout.max_staleness == 0:  # else the source knows
+        metrics["perf/engine_idle_fraction"] = max(
+            0.0, 1.0 - metrics["time/engine"] / seconds["step"]
+        )
     return metrics
 
 
-def update_metrics(updates: Sequence[UpdateResult], batch: RolloutBatch, *, one_update: bool) -> dict[str, float]:
+def update_metrics(
+    updates: Sequence[UpdateResult], batch: RolloutBatch, *, one_update: bool
+) -> dict[str, float]:
     """Token means over all optimizer steps of the step; norms and rates of the last one.
 
-    With one optimizer step and no pass before it, what the update saw of the batch is what the policy was before the step:
-    its KL and entropy are the batch's. With several, later ones see a policy that has moved.
+    With one optimizer step and no pass before it, what the update saw of the batch is what the
+    policy was before the step: its KL and entropy are the batch's. With several, later ones see a
+    policy that has moved.
     """
     if not updates:
         return {}
@@ -65,14 +72,18 @@ def update_metrics(updates: Sequence[UpdateResult], batch: RolloutBatch, *, one_
     if not one_update:
         return {name: value for name, value in metrics.items() if not name.startswith("rollout/")}
     tokens_per_sequence = batch.num_trainable / sum(count > 0 for count in batch.num_trainable_each)
-    for per_token, per_sequence in (("rollout/kl", "objective/kl"), ("policy/entropy_avg", "objective/entropy")):
+    for per_token, per_sequence in (
+        ("rollout/kl", "objective/kl"),
+        ("policy/entropy_avg", "objective/entropy"),
+    ):
         if per_token in metrics:
             metrics[per_sequence] = metrics[per_token] * tokens_per_sequence
     return metrics
 
 
 def _batch_metrics(config: Config, rollouts: StepRollouts, batch: RolloutBatch) -> dict[str, float]:
-    samples, vectors = rollouts.samples, batch.vectors
+    samples = rollouts.samples
+    vectors = batch.vectors
     if config.is_sft:
         return {"val/sequence_lengths": batch.num_trainable / batch.num_sequences}
     inputs = EstimatorInputs(

@@ -1,6 +1,8 @@
-"""Whether the ledger of a run balances: against itself, its newest checkpoint, its recorded samples, and its versions.
+"""Whether the ledger of a run balances: against itself, its newest checkpoint, its recorded
+samples, and its versions.
 
-Every check yields what contradicts what, in words; nothing is changed, so a run that goes on may be looked at too.
+Every check yields what contradicts what, in words; nothing is changed, so a run that goes on may be
+looked at too.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from rollout.accounting.journal_reader import History, read_journal
 from rollout.accounting.ledger import Ledger
 from rollout.accounting.lineage import Lineage, check_versions
 
-SHOWN = 5       # draws that a contradiction names
+SHOWN = 5  # draws that a contradiction names
 
 
 @dataclass
@@ -29,13 +31,14 @@ class Audit:
     """What a run's ledger says, and what contradicts it."""
 
     draws: int = 0
-    states: dict[str, int] = field(default_factory=dict)        # state -> draws
-    steps: int = 0                          # that consumed draws
-    given_up: dict[str, int] = field(default_factory=dict)      # reason -> samples of a draw were given up, it was requeued
+    states: dict[str, int] = field(default_factory=dict)  # state -> draws
+    steps: int = 0  # that consumed draws
+    # reason -> samples of a draw were given up, it was requeued
+    given_up: dict[str, int] = field(default_factory=dict)
     restarts: int = 0
-    rewound: int = 0                        # entries of the journal that restarts have rewound
-    checkpoint: int | None = None           # step of the one that was compared
-    recorded: int = 0                       # steps whose recorded samples were compared
+    rewound: int = 0  # entries of the journal that restarts have rewound
+    checkpoint: int | None = None  # step of the one that was compared
+    recorded: int = 0  # steps whose recorded samples were compared
     contradictions: list[str] = field(default_factory=list)
 
 
@@ -43,7 +46,8 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
     """Look at `run`.
 
     Args:
-        recordings: also read every recorded sample, which takes as long as the recordings are large.
+        recordings: also read every recorded sample, which takes as long as the recordings are
+            large.
 
     Raises:
         UserError: it is no run, or has no ledger.
@@ -52,9 +56,13 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
         raise UserError(f"{run.path}: no config.yaml in it; expected the folder of a run")
     config = load_config([run.config_path]).config
     if not run.ledger_path.is_file():
-        raise UserError(f"{run.path}: no {run.ledger_path.name} in it; runs that generate write one")
+        raise UserError(
+            f"{run.path}: no {run.ledger_path.name} in it; runs that generate write one"
+        )
     # What a run that goes on writes last is looked at first.
-    recorded, checkpoint, found = run.recorded_steps(), latest_checkpoint(run.checkpoints), Audit()
+    recorded = run.recorded_steps()
+    checkpoint = latest_checkpoint(run.checkpoints)
+    found = Audit()
     try:
         history = read_journal(run.ledger_path)
         ledger = history.at()
@@ -62,8 +70,12 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
         found.contradictions.append(str(error))
         return found
     assert ledger is not None
-    found.draws, found.states, found.steps = len(ledger), ledger.balance(), ledger.last_step
-    found.given_up, found.restarts, found.rewound = _given_up(history), len(history.starts[1:]), history.rewound_transitions
+    found.draws = len(ledger)
+    found.states = ledger.balance()
+    found.steps = ledger.last_step
+    found.given_up = _given_up(history)
+    found.restarts = len(history.starts[1:])
+    found.rewound = history.rewound_transitions
     found.contradictions += check_steps(history)
     if checkpoint is not None:
         found.checkpoint = checkpoint.step
@@ -72,7 +84,9 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
         versions = read_versions(run.versions_path)
         found.contradictions += check_versions(versions)
         if recordings:
-            _compare_recordings(run, config, ledger, history.bounds, recorded, Lineage(versions), found)
+            _compare_recordings(
+                run, config, ledger, history.bounds, recorded, Lineage(versions), found
+            )
     except DataError as error:
         found.contradictions.append(str(error))
     return found
@@ -86,7 +100,7 @@ def _given_up(history: History) -> dict[str, int]:
     return dict(reasons)
 
 
-# --- the ledger with itself and with the checkpoint -------------------------------------------------------------------
+# --- the ledger with itself and with the checkpoint -----------------------------------------------
 
 
 def check_steps(history: History) -> Iterator[str]:
@@ -98,16 +112,25 @@ def check_steps(history: History) -> Iterator[str]:
         elif "consumed" in entry:
             consuming = entry["step"]
             if consuming != done + 1:
-                yield f"line {number}: step {consuming} consumed draws {_some(entry['consumed'])}, step {done + 1} was the next"
+                yield (
+                    f"line {number}: step {consuming} consumed draws {_some(entry['consumed'])},"
+                    f" step {done + 1} was the next"
+                )
         elif "cut" in entry:
             done = entry["cut"]
             if done != consuming:
-                yield f"line {number}: the cut of step {done}, while the last step that consumed draws is {consuming}"
+                yield (
+                    f"line {number}: the cut of step {done}, while the last step that consumed"
+                    f" draws is {consuming}"
+                )
 
 
 def check_checkpoint(checkpoint: Checkpoint, history: History) -> Iterator[str]:
-    """The checkpoint's ledger is that of its cut, its stream is where the ledger is, and its groups are the finished ones."""
-    name, source = f"the checkpoint of step {checkpoint.step}", checkpoint.state["source"]
+    """The checkpoint's ledger is that of its cut, its stream is where the ledger is, and its groups
+    are the finished ones.
+    """
+    name = f"the checkpoint of step {checkpoint.step}"
+    source = checkpoint.state["source"]
     at_cut = history.at(checkpoint.step)
     if at_cut is None:
         yield f"the journal has no cut of step {checkpoint.step}, of which there is a checkpoint"
@@ -115,31 +138,45 @@ def check_checkpoint(checkpoint: Checkpoint, history: History) -> Iterator[str]:
     saved = Ledger.of(source["ledger"])
     if len(saved) != len(at_cut):
         yield f"{name} knows {len(saved)} draws, the journal {len(at_cut)} at its cut"
-    differ = [draw for draw in range(min(len(saved), len(at_cut))) if saved.state(draw) != at_cut.state(draw)]
+    differ = [
+        draw
+        for draw in range(min(len(saved), len(at_cut)))
+        if saved.state(draw) != at_cut.state(draw)
+    ]
     if differ:
         first = differ[0]
-        yield f"draw {first} is {saved.state(first)} in {name} and {at_cut.state(first)} in the journal; so {len(differ)} draws"
+        yield (
+            f"draw {first} is {saved.state(first)} in {name} and {at_cut.state(first)} in the"
+            f" journal; so {len(differ)} draws"
+        )
     stream = source["stream"]
     if (stream["cursor"], stream["requeued"]) != (len(saved), saved.requeued()):
         there = f"at draw {stream['cursor']}, with {_some(stream['requeued'])} to come again"
-        yield f"the stream of {name} is {there}; its ledger has {len(saved)} draws, requeued {_some(saved.requeued())}"
+        yield (
+            f"the stream of {name} is {there}; its ledger has {len(saved)} draws, requeued"
+            f" {_some(saved.requeued())}"
+        )
     groups = sorted(group["draw"] for group in source.get("ahead", {}).get("groups", ()))
     finished = [draw for draw in saved.unsettled() if saved.state(draw) == "finished"]
     if groups != finished:
         yield f"{name} keeps the groups of draws {_some(groups)}, finished are {_some(finished)}"
 
 
-# --- the ledger with the recordings -------------------------------------------------------------------------------------
+# --- the ledger with the recordings ---------------------------------------------------------------
 
 
 def _compare_recordings(
     run: RunDirectory, config: Config, ledger: Ledger, bounds: Mapping[int, int], recorded: Sequence[int], lineage: Lineage,
     found: Audit,
 ) -> None:  # fmt: skip
-    consumed, saved = ledger.consumed(), found.checkpoint or 0
+    consumed = ledger.consumed()
+    saved = found.checkpoint or 0
     if config.tracking.save_rollouts:
         missing = sorted(step for step in set(consumed) - set(recorded) if step <= saved)
-        found.contradictions += [f"{run.rollouts_path(step).name} is missing, tracking.save_rollouts is on" for step in missing]
+        found.contradictions += [
+            f"{run.rollouts_path(step).name} is missing, tracking.save_rollouts is on"
+            for step in missing
+        ]
     for step in recorded:
         records = read_rollouts(run.rollouts_path(step))
         found.contradictions += check_recording(step, records, consumed.get(step, []))
@@ -147,14 +184,21 @@ def _compare_recordings(
         found.recorded += 1
 
 
-def check_recording(step: int, records: Sequence[Mapping[str, Any]], consumed: Sequence[int]) -> Iterator[str]:
+def check_recording(
+    step: int, records: Sequence[Mapping[str, Any]], consumed: Sequence[int]
+) -> Iterator[str]:
     """The step was trained on the draws that it consumed, and on each sample once."""
     recorded = {record["draw"] for record in records}
     if missing := sorted(set(consumed) - recorded):
         yield f"step {step} consumed draws {_some(missing)}, of which no sample is recorded"
     if unknown := sorted(recorded - set(consumed)):
-        yield f"step {step} was trained on draws {_some(unknown)}, which the ledger does not say it consumed"
-    twice = [one for one, count in Counter((r["draw"], r["index"]) for r in records).items() if count > 1]
+        yield (
+            f"step {step} was trained on draws {_some(unknown)}, which the ledger does not say it"
+            " consumed"
+        )
+    twice = [
+        one for one, count in Counter((r["draw"], r["index"]) for r in records).items() if count > 1
+    ]
     if twice:
         yield f"step {step} was trained twice on sample {twice[0][1]} of draw {twice[0][0]}"
 

@@ -1,6 +1,8 @@
-"""What a ledger's journal says: the entries that count, those that were rewound, and the ledger at any cut.
+"""What a ledger's journal says: the entries that count, those that were rewound, and the ledger at
+any cut.
 
-The journal of a long run has hundreds of millions of lines. So they stay on the disk: a history knows which of them count, and
+The journal of a long run has hundreds of millions of lines. So they stay on the disk: a history
+    knows which of them count, and
 reads them again for each question.
 """
 
@@ -17,7 +19,11 @@ from rlcore.errors import DataError
 from rollout.accounting.ledger import Ledger, Transition
 
 DETAILS: dict[Transition, str] = {"consumed": "step", "dropped": "by", "requeued": "because"}
-DETAIL_TYPES: dict[Transition, tuple[type, ...]] = {"consumed": (int,), "dropped": (str,), "requeued": (str, type(None))}
+DETAIL_TYPES: dict[Transition, tuple[type, ...]] = {
+    "consumed": (int,),
+    "dropped": (str,),
+    "requeued": (str, type(None)),
+}
 TRANSITIONS: tuple[Transition, ...] = ("drawn", "finished", "consumed", "dropped", "requeued")
 Entry = dict[str, Any]
 Moment = tuple[int, Transition, int | str | None, int | None]
@@ -25,7 +31,9 @@ Moment = tuple[int, Transition, int | str | None, int | None]
 
 
 class JournalPosition(NamedTuple):
-    """Before a line of the journal: its number, its first byte, and how many lines of transitions before it count."""
+    """Before a line of the journal: its number, its first byte, and how many lines of transitions
+    before it count.
+    """
 
     line: int
     byte: int
@@ -51,18 +59,24 @@ class History:
     counted: list[LineRanges] = field(default_factory=list)
     rewound: list[LineRanges] = field(default_factory=list)
     rewound_transitions: int = 0
-    cuts: dict[int, JournalPosition] = field(default_factory=lambda: {0: BEGINNING})     # by step
-    starts: list[tuple[int, int]] = field(default_factory=list)     # line number, step that was gone on from
-    bounds: dict[int, int] = field(default_factory=dict)            # step -> rollout.max_staleness when it was handed over
-    prompts: tuple[int, str] | None = None      # of the last start
-    max_staleness: int = 0                      # likewise
+    cuts: dict[int, JournalPosition] = field(default_factory=lambda: {0: BEGINNING})  # by step
+    # line number, step that was gone on from
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    # step -> rollout.max_staleness when it was handed over
+    bounds: dict[int, int] = field(default_factory=dict)
+    prompts: tuple[int, str] | None = None  # of the last start
+    max_staleness: int = 0  # likewise
 
     def entries(self, until: JournalPosition | None = None) -> Iterator[tuple[int, Entry]]:
-        """Those that count, with their line numbers: transitions, cuts, and starts that hold a ledger."""
+        """Those that count, with their line numbers: transitions, cuts, and starts that hold a
+        ledger.
+        """
         for lines in self.counted:
             yield from self._read(lines, until)
 
-    def _read(self, lines: LineRanges, until: JournalPosition | None = None) -> Iterator[tuple[int, Entry]]:
+    def _read(
+        self, lines: LineRanges, until: JournalPosition | None = None
+    ) -> Iterator[tuple[int, Entry]]:
         end = lines.end if until is None else min(lines.end, until)
         with open(self.path, "rb") as file:
             file.seek(lines.begin.byte)
@@ -70,7 +84,8 @@ class History:
                 yield number, orjson.loads(file.readline())
 
     def at(self, step: int | None = None) -> Ledger | None:
-        """The ledger as it was at the cut of `step`, or at the end; None where there is no such cut.
+        """The ledger as it was at the cut of `step`, or at the end; None where there is no such
+        cut.
 
         Raises:
             DataError: an entry contradicts those before it; names its line.
@@ -96,7 +111,8 @@ class History:
         ]
 
     def rewind(self, start: JournalPosition, step: int, *, anew: bool) -> JournalPosition:
-        """A start, in the line at `start`: back to the cut of `step`, or to nothing where the line itself holds the ledger.
+        """A start, in the line at `start`: back to the cut of `step`, or to nothing where the line
+        itself holds the ledger.
 
         Returns:
             The place that was gone back to.
@@ -105,10 +121,18 @@ class History:
             DataError: there is no such cut.
         """
         if not anew and step not in self.cuts:
-            raise DataError(f"{self.path}:{start.line}: a start from step {step}, of which there is no cut")
+            raise DataError(
+                f"{self.path}:{start.line}: a start from step {step}, of which there is no cut"
+            )
         cut = BEGINNING if anew else self.cuts[step]
-        self.rewound += [LineRanges(max(begin, cut), end, by=start.line) for begin, end, _ in self.counted if end > cut]
-        self.counted = [LineRanges(begin, min(end, cut)) for begin, end, _ in self.counted if begin < cut]
+        self.rewound += [
+            LineRanges(max(begin, cut), end, by=start.line)
+            for begin, end, _ in self.counted
+            if end > cut
+        ]
+        self.counted = [
+            LineRanges(begin, min(end, cut)) for begin, end, _ in self.counted if begin < cut
+        ]
         self.rewound_transitions += start.transitions - cut.transitions
         self.cuts = {at: place for at, place in self.cuts.items() if at <= step}
         self.bounds = {at: bound for at, bound in self.bounds.items() if at <= step}
@@ -117,12 +141,15 @@ class History:
 
 
 def read_journal(path: Path) -> History:
-    """What counts of a journal. A last line without its newline is left out: it is being written, or was torn by a kill.
+    """What counts of a journal. A last line without its newline is left out: it is being written,
+    or was torn by a kill.
 
     Raises:
         DataError: the file is missing, or a line is no entry of a journal; names it.
     """
-    history, begin, place = History(path), BEGINNING, BEGINNING
+    history = History(path)
+    begin = BEGINNING
+    place = BEGINNING
     for entry, size in _parsed(path):
         behind = JournalPosition(place.line + 1, place.byte + size, place.transitions)
         if "start" in entry:
@@ -133,7 +160,8 @@ def read_journal(path: Path) -> History:
             begin = place._replace(transitions=cut.transitions) if anew else behind
             if anew:
                 history.cuts = {entry["start"]: behind}
-            history.prompts, history.max_staleness = (entry["prompts"][0], entry["prompts"][1]), entry["max_staleness"]
+            history.prompts = (entry["prompts"][0], entry["prompts"][1])
+            history.max_staleness = entry["max_staleness"]
         elif "cut" in entry:
             history.cuts[entry["cut"]] = behind
             history.bounds[entry["cut"]] = history.max_staleness
@@ -156,7 +184,9 @@ def _parsed(path: Path) -> Iterator[tuple[Entry, int]]:
                 entry = orjson.loads(line)
                 _check(entry)
             except ValueError as error:
-                raise DataError(f"{path}:{number}: not an entry of a ledger's journal: {error}") from None
+                raise DataError(
+                    f"{path}:{number}: not an entry of a ledger's journal: {error}"
+                ) from None
             yield entry, len(line)
 
 
@@ -173,7 +203,9 @@ def _check(entry: Any) -> None:
         return
     found = [name for name in TRANSITIONS if name in entry]
     if len(found) != 1 or not _is_list(entry[found[0]], int):
-        raise ValueError(f"expected one of {', '.join(TRANSITIONS)} with a list of draws, got {str(entry)[:80]}")
+        raise ValueError(
+            f"expected one of {', '.join(TRANSITIONS)} with a list of draws, got {str(entry)[:80]}"
+        )
     wanted = DETAIL_TYPES.get(found[0])
     if wanted is not None and type(entry.get(DETAILS[found[0]])) not in wanted:
         raise ValueError(f"expected {DETAILS[found[0]]!r} with {found[0]!r}, got {str(entry)[:80]}")
@@ -183,9 +215,14 @@ def _check_start(entry: Entry) -> None:
     prompts = entry.get("prompts")
     fits = isinstance(prompts, list) and [type(one) for one in prompts] == [int, str]
     if not fits or not _is_list([entry["start"], entry.get("max_staleness")], int):
-        raise ValueError(f"expected 'start' with a step, max_staleness, prompts (a number and a word), got {str(entry)[:80]}")
+        raise ValueError(
+            "expected 'start' with a step, max_staleness, prompts (a number and a word), got"
+            f" {str(entry)[:80]}"
+        )
     if "ledger" in entry and not _is_snapshot(entry["ledger"]):
-        raise ValueError(f"expected a ledger with codes, lengths and filters, got {str(entry)[:80]}")
+        raise ValueError(
+            f"expected a ledger with codes, lengths and filters, got {str(entry)[:80]}"
+        )
 
 
 def _is_snapshot(ledger: Any) -> bool:
@@ -193,7 +230,7 @@ def _is_snapshot(ledger: Any) -> bool:
     return (
         isinstance(ledger, dict)
         and all(_is_list(ledger.get(key), of) for key, of in lists.items())
-        and _is_list(ledger.get("settled", []), str)        # older ones have none
+        and _is_list(ledger.get("settled", []), str)  # older ones have none
     )
 
 

@@ -14,15 +14,19 @@ Transition = Literal["drawn", "finished", "consumed", "dropped", "requeued"]
 Record = Callable[[Transition, int, int | str | None], None]
 """Is told each transition, its draw, and: the step of `consumed`, the filter of `dropped`, the reason of `requeued`."""
 
-IN_FLIGHT, FINISHED, REQUEUED = -1, -2, -3
-FIRST_FILTER = -10                              # dropped by filter k: FIRST_FILTER - k
+IN_FLIGHT = -1
+FINISHED = -2
+REQUEUED = -3
+FIRST_FILTER = -10  # dropped by filter k: FIRST_FILTER - k
 STATE_NAMES = {IN_FLIGHT: "in flight", FINISHED: "finished", REQUEUED: "requeued"}
-CHUNK = 1024                                    # draws that a snapshot keeps as one word, once all of them are settled
+# draws that a snapshot keeps as one word, once all of them are settled
+CHUNK = 1024
 Codes = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Ledger:
-    """The state of each draw, as one integer: a step >= 1 that consumed it, or one of the codes above.
+    """The state of each draw, as one integer: a step >= 1 that consumed it, or one of the codes
+    above.
 
         draw -> in flight -> finished -> consumed by step s
                     |            |---> dropped by filter f
@@ -33,8 +37,9 @@ class Ledger:
     """
 
     def __init__(self, record: Record = lambda transition, draw, detail: None) -> None:
-        self._codes = array("q")                # by draw
-        self._settled: list[str] = []           # the first chunks, consumed and dropped draws alone: they change no more
+        self._codes = array("q")  # by draw
+        # the first chunks, consumed and dropped draws alone: they change no more
+        self._settled: list[str] = []
         self._filters: list[str] = []
         self._record = record
 
@@ -77,11 +82,18 @@ class Ledger:
             self._filters.append(filter_name)
 
     def requeue(self, draw: int, reason: str = "") -> None:
-        """It goes back to the stream. `reason`: where samples were given up, by which rule ("stale", "rolled_back")."""
+        """It goes back to the stream. `reason`: where samples were given up, by which rule
+        ("stale", "rolled_back").
+        """
         self._move("requeued", draw, {IN_FLIGHT, FINISHED}, REQUEUED, reason or None)
 
     def _move(
-        self, transition: Transition, draw: int, allowed: set[int], code: int, detail: int | str | None = None
+        self,
+        transition: Transition,
+        draw: int,
+        allowed: set[int],
+        code: int,
+        detail: int | str | None = None,
     ) -> None:
         if not 0 <= draw < len(self._codes):
             raise ValueError(f"draw {draw} is unknown: {len(self._codes)} draws were made")
@@ -92,7 +104,7 @@ class Ledger:
         self._record(transition, draw, detail)
 
     def state(self, draw: int) -> str:
-        """"in flight" | "finished" | "requeued" | "consumed by step S" | "dropped by F"."""
+        """ "in flight" | "finished" | "requeued" | "consumed by step S" | "dropped by F"."""
         return self._name(self._codes[draw])
 
     def _name(self, code: int) -> str:
@@ -133,19 +145,26 @@ class Ledger:
         codes, counts = np.unique(self._array(), return_counts=True)
         out = {"in flight": 0, "finished": 0, "requeued": 0, "consumed": 0}
         for code, count in zip(codes.tolist(), counts.tolist()):
-            if not (code >= 1 or code in STATE_NAMES or 0 <= FIRST_FILTER - code < len(self._filters)):
+            if not (
+                code >= 1 or code in STATE_NAMES or 0 <= FIRST_FILTER - code < len(self._filters)
+            ):
                 raise ValueError(f"{count} draws have the unknown state {code}")
             name = "consumed" if code >= 1 else self._name(code)
             out[name] = out.get(name, 0) + count
         if sum(out.values()) != len(self):
-            raise ValueError(f"the ledger holds {len(self)} draws, but its states add up to {sum(out.values())}: {out}")
+            raise ValueError(
+                f"the ledger holds {len(self)} draws, but its states add up to {sum(out.values())}:"
+                f" {out}"
+            )
         return out
 
     def _array(self, start: int = 0) -> Codes:
         return np.array(self._codes[start:] if start else self._codes, dtype=np.int64)
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-able. Chunks of settled draws are compressed, each once; the few draws behind them are run-length coded."""
+        """JSON-able. Chunks of settled draws are compressed, each once; the few draws behind them
+        are run-length coded.
+        """
         codes = self._array(len(self._settled) * CHUNK)
         while len(codes) >= CHUNK and all_settled(codes[:CHUNK]):
             self._settled.append(packed(codes[:CHUNK]))
@@ -157,7 +176,7 @@ class Ledger:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """What `snapshot` gave. Raises ValueError where a draw of it is in no known state."""
-        self._settled = list(state.get("settled", ()))          # older checkpoints have none
+        self._settled = list(state.get("settled", ()))  # older checkpoints have none
         tail = np.repeat(np.array(state["codes"], dtype=np.int64), state["lengths"])
         self._codes = array("q", b"".join([*map(unpacked, self._settled), tail.tobytes()]))
         self._filters = list(state["filters"])

@@ -1,4 +1,6 @@
-"""Which weights come from which: what `versions.jsonl` says of the tokens that a step was trained on."""
+"""Which weights come from which: what `versions.jsonl` says of the tokens that a step was trained
+on.
+"""
 
 from __future__ import annotations
 
@@ -15,34 +17,53 @@ def check_versions(versions: Sequence[Version]) -> Iterator[str]:
         if after.version <= before.version:
             yield f"version {after.version} was taken after version {before.version}"
         if after.incarnation < before.incarnation:
-            yield f"version {after.version} is of incarnation {after.incarnation}, the one before of {before.incarnation}"
+            yield (
+                f"version {after.version} is of incarnation {after.incarnation}, the one before of"
+                f" {before.incarnation}"
+            )
         if after.incarnation == before.incarnation and after.step < before.step:
-            yield f"version {after.version} has the weights of step {after.step}, the one before those of {before.step}"
+            yield (
+                f"version {after.version} has the weights of step {after.step}, the one before"
+                f" those of {before.step}"
+            )
 
 
 class Lineage:
-    """Which weights are the ancestors of which: a trainer that was started again from step r has forgotten later ones."""
+    """Which weights are the ancestors of which: a trainer that was started again from step r has
+    forgotten later ones.
+    """
 
     def __init__(self, versions: Sequence[Version]) -> None:
         self._place = {one.version: place for place, one in enumerate(versions)}
         self._versions = versions
 
-    def check(self, step: int, records: Sequence[Mapping[str, Any]], max_staleness: int | None) -> Iterator[str]:
-        """Tokens of `step` are of weights that it comes from, and not older than the bound, where that is known."""
+    def check(
+        self, step: int, records: Sequence[Mapping[str, Any]], max_staleness: int | None
+    ) -> Iterator[str]:
+        """Tokens of `step` are of weights that it comes from, and not older than the bound, where
+        that is known.
+        """
         trained = records[0].get("policy_version") if records else None
         if trained not in self._place:
             yield f"step {step} has trained version {trained}, which was never published"
             return
         if self._versions[self._place[trained]].step != step - 1:
-            yield f"step {step} has trained version {trained}, which is of step {self._versions[self._place[trained]].step}"
+            yield (
+                f"step {step} has trained version {trained}, which is of step"
+                f" {self._versions[self._place[trained]].step}"
+            )
         if self._forgotten(trained, len(self._versions), done=step):
             yield f"step {step} is recorded of a trainer that was started again from before it"
         for version in sorted({span[0] for record in records for span in record["versions"]}):
             yield from self._check_token(step, trained, version, max_staleness)
 
-    def _check_token(self, step: int, trained: int, version: int, max_staleness: int | None) -> Iterator[str]:
+    def _check_token(
+        self, step: int, trained: int, version: int, max_staleness: int | None
+    ) -> Iterator[str]:
         if version not in self._place:
-            yield f"step {step} was trained on tokens of version {version}, which was never published"
+            yield (
+                f"step {step} was trained on tokens of version {version}, which was never published"
+            )
             return
         made = self._versions[self._place[version]]
         if self._forgotten(version, self._place[trained] + 1, done=made.step):
@@ -50,10 +71,17 @@ class Lineage:
             yield f"step {step} was trained on tokens of version {version}, {gone}"
         elif not 0 <= step - 1 - made.step <= (step if max_staleness is None else max_staleness):
             bound = f"rollout.max_staleness was {max_staleness}"
-            yield f"step {step} was trained on tokens of version {version}, of policy step {made.step}: {bound}"
+            yield (
+                f"step {step} was trained on tokens of version {version}, of policy step"
+                f" {made.step}: {bound}"
+            )
 
     def _forgotten(self, version: int, until: int, *, done: int) -> bool:
-        """Whether a life of the trainer, up to the version at place `until`, began with fewer than `done` steps."""
+        """Whether a life of the trainer, up to the version at place `until`, began with fewer than
+        `done` steps.
+        """
         place = self._place[version]
         lives = zip(self._versions[place:until], self._versions[place + 1 : until])
-        return any(after.step < done for before, after in lives if after.incarnation > before.incarnation)
+        return any(
+            after.step < done for before, after in lives if after.incarnation > before.incarnation
+        )

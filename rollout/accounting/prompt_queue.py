@@ -1,4 +1,6 @@
-"""Prompts on their way through a run: the stream they are drawn from, and the book of what became of each."""
+"""Prompts on their way through a run: the stream they are drawn from, and the book of what became
+of each.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,16 @@ from rollout.accounting.ledger import Ledger
 
 
 class PromptQueue:
-    """What moves a draw in the stream and in the ledger at once, and in the journal on the disk from `keep_journal` on."""
+    """What moves a draw in the stream and in the ledger at once, and in the journal on the disk
+    from `keep_journal` on.
+    """
 
     def __init__(self, stream: PromptStream) -> None:
-        self.stream, self.journal = stream, LedgerJournal()
+        self.stream = stream
+        self.journal = LedgerJournal()
         self.ledger = Ledger(self.journal.record)
-        self._restored: tuple[int, dict[str, Any]] = (0, self.ledger.snapshot())    # step and ledger that it goes on from
+        # step and ledger that it goes on from
+        self._restored: tuple[int, dict[str, Any]] = (0, self.ledger.snapshot())
 
     def take(self, count: int) -> list[int]:
         """The next `count` draws, in flight from now on."""
@@ -26,7 +32,9 @@ class PromptQueue:
         return draws
 
     def give_back(self, draw: int, reason: str = "") -> None:
-        """A draw in flight or finished is the next to be drawn again. `reason`: by which rule its samples were given up."""
+        """A draw in flight or finished is the next to be drawn again. `reason`: by which rule its
+        samples were given up.
+        """
         self.ledger.requeue(draw, reason)
         self.stream.requeue(draw)
 
@@ -36,15 +44,19 @@ class PromptQueue:
             self.give_back(draw)
 
     def hand_over(self, draws: Sequence[int], step: int) -> None:
-        """The finished groups of these draws are the batch of `step`: its checkpoint is of this moment, as `snapshot` is."""
+        """The finished groups of these draws are the batch of `step`: its checkpoint is of this
+        moment, as `snapshot` is.
+        """
         for draw in draws:
             self.ledger.consume(draw, step)
         self.journal.cut(step)
 
     def adopt(self, draw: int) -> None:
-        """A group of this draw is there and finished, whatever the book says; those before it that are not drawn are in flight.
+        """A group of this draw is there and finished, whatever the book says; those before it that
+        are not drawn are in flight.
 
-        The stream does not know of it before `follow`: that reads the whole book, so it is called once, behind the last.
+        The stream does not know of it before `follow`: that reads the whole book, so it is called
+            once, behind the last.
 
         Raises ValueError for a draw that was consumed or dropped.
         """
@@ -58,9 +70,15 @@ class PromptQueue:
 
     def follow(self) -> None:
         """The stream is where the ledger is."""
-        self.stream.restore({**self.stream.snapshot(), "cursor": len(self.ledger), "requeued": self.ledger.requeued()})
+        self.stream.restore(
+            {
+                **self.stream.snapshot(),
+                "cursor": len(self.ledger),
+                "requeued": self.ledger.requeued(),
+            }
+        )
 
-    # --- state ------------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
         """JSON-able."""
@@ -68,7 +86,10 @@ class PromptQueue:
 
     def beginning(self) -> dict[str, Any]:
         """The snapshot before the first draw."""
-        return {"stream": {**self.stream.snapshot(), "cursor": 0, "requeued": []}, "ledger": Ledger().snapshot()}
+        return {
+            "stream": {**self.stream.snapshot(), "cursor": 0, "requeued": []},
+            "ledger": Ledger().snapshot(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """What `snapshot` gave. Raises DataError for the snapshot of other prompts."""
@@ -78,7 +99,8 @@ class PromptQueue:
         self._restored = (self.ledger.last_step, self.ledger.snapshot())
 
     def keep_journal(self, path: Path, *, max_staleness: int = 0) -> None:
-        """From here on the journal is in `path`; what that says of the time after the restored state is marked as rewound.
+        """From here on the journal is in `path`; what that says of the time after the restored
+        state is marked as rewound.
 
         Args:
             max_staleness: the bound for the steps to come.

@@ -1,4 +1,6 @@
-"""Groups that are finished and that no step was trained on yet, and how the run checkpoint keeps them."""
+"""Groups that are finished and that no step was trained on yet, and how the run checkpoint keeps
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.group_runner import Group
 from rollout.collection.published_versions import Publication
 
-STALE = "stale"                 # why groups are given up that no step may train on any more
-ROLLED_BACK = "rolled_back"     # why groups are given up whose tokens come from weights that the run has gone back behind
+STALE = "stale"  # why groups are given up that no step may train on any more
+# why groups are given up whose tokens come from weights that the run has gone back behind
+ROLLED_BACK = "rolled_back"
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,15 @@ class BufferedGroup:
 
     @cached_property
     def encoded(self) -> dict[str, Any]:
-        """JSON-able; see `decode`. BufferedGroup with the group, since each hand-over may ask: about as much memory again."""
+        """JSON-able; see `decode`. BufferedGroup with the group, since each hand-over may ask:
+        about as much memory again.
+        """
         samples = base64.b64encode(encode_samples(self.group.samples)).decode()
-        return {"draw": self.group.draw, "policy_steps": [self.oldest, self.newest], "samples": samples}
+        return {
+            "draw": self.group.draw,
+            "policy_steps": [self.oldest, self.newest],
+            "samples": samples,
+        }
 
 
 class GroupBuffer:
@@ -64,7 +73,9 @@ class GroupBuffer:
         self._kept.clear()
 
     def ages(self) -> list[list[Any]]:
-        """[policy step of the oldest token, its draws], the oldest first: what `Scheduler.restore` takes as `finished`."""
+        """[policy step of the oldest token, its draws], the oldest first: what `Scheduler.restore`
+        takes as `finished`.
+        """
         ages: dict[int, list[int]] = {}
         for kept in self:
             ages.setdefault(kept.oldest, []).append(kept.group.draw)
@@ -79,16 +90,23 @@ def encode(groups: Iterable[BufferedGroup]) -> list[dict[str, Any]]:
 def decode(states: Sequence[Mapping[str, Any]]) -> list[BufferedGroup]:
     """What `encode` gave. Greedy responses are not kept: their reward is in the samples by then."""
     return [
-        BufferedGroup(Group(state["draw"], decode_samples(base64.b64decode(state["samples"]))), *state["policy_steps"])
+        BufferedGroup(
+            Group(state["draw"], decode_samples(base64.b64decode(state["samples"]))),
+            *state["policy_steps"],
+        )
         for state in states
     ]
 
 
-def settle(draws: PromptQueue, buffer: GroupBuffer, saved: Sequence[BufferedGroup], *, step: int) -> list[int]:
-    """After `draws` went back to the cut of `step`: which finished groups count. All other unsettled draws are given back.
+def settle(
+    draws: PromptQueue, buffer: GroupBuffer, saved: Sequence[BufferedGroup], *, step: int
+) -> list[int]:
+    """After `draws` went back to the cut of `step`: which finished groups count. All other
+    unsettled draws are given back.
 
-    Those that were saved with the cut, and those in `buffer` that were finished since, count unless a token of theirs was made
-    by weights that the run has gone back behind: of a policy step above `step`. The draws of these are returned.
+    Those that were saved with the cut, and those in `buffer` that were finished since, count unless
+    a token of theirs was made by weights that the run has gone back behind: of a policy step above
+    `step`. The draws of these are returned.
     """
     living = {kept.group.draw: kept for kept in buffer}
     buffer.clear()
@@ -108,14 +126,23 @@ def settle(draws: PromptQueue, buffer: GroupBuffer, saved: Sequence[BufferedGrou
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A moment between two steps. Cheap to take, since nothing in it changes any more; encoded where it is saved."""
+    """A moment between two steps. Cheap to take, since nothing in it changes any more; encoded
+    where it is saved.
+    """
 
     draws: dict[str, Any]
-    finished: Sequence[BufferedGroup] = ()               # and not trained on
+    finished: Sequence[BufferedGroup] = ()  # and not trained on
     publications: Sequence[Publication] = ()
 
     def encoded(self) -> dict[str, Any]:
         """JSON-able, with the publications that the groups' versions need."""
-        made_by = [span.version for kept in self.finished for one in kept.group.samples for span in one.versions]
-        needed = [astuple(one) for one in self.publications if made_by and one.version >= min(made_by)]
+        made_by = [
+            span.version
+            for kept in self.finished
+            for one in kept.group.samples
+            for span in one.versions
+        ]
+        needed = [
+            astuple(one) for one in self.publications if made_by and one.version >= min(made_by)
+        ]
         return {**self.draws, "ahead": {"groups": encode(self.finished), "versions": needed}}

@@ -1,4 +1,6 @@
-"""Work of the rollout thread that the trainer waits for, and leaves alone for a while when an engine waits for its weights."""
+"""Work of the rollout thread that the trainer waits for, and leaves alone for a while when an
+engine waits for its weights.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,28 @@ class Errand(Generic[T]):
     """
 
     def __init__(
-        self, thread: LoopThread, work: Coroutine[Any, Any, T], *, limit_s: float, what: str, stuck: Callable[[], str]
+        self,
+        thread: LoopThread,
+        work: Coroutine[Any, Any, T],
+        *,
+        limit_s: float,
+        what: str,
+        stuck: Callable[[], str],
     ) -> None:
-        self._thread, self._limit_s, self._what = thread, limit_s, what
+        self._thread = thread
+        self._limit_s = limit_s
+        self._what = what
         self._began = time.perf_counter()
         self._task = thread.call(_begun(within(limit_s, work, stuck)), seconds=limit_s, what=what)
 
     def done_before(self, other: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """Wait until it is done: True, or until `other()` is: False. Raises what the work raised; it is over then."""
+        """Wait until it is done: True, or until `other()` is: False. Raises what the work raised;
+        it is over then.
+        """
         try:
-            done = self._thread.call(_first(self._task, other), seconds=self._limit_s, what=self._what)
+            done = self._thread.call(
+                _first(self._task, other), seconds=self._limit_s, what=self._what
+            )
             if done:
                 self._task.result()
         except BaseException:
@@ -52,7 +66,9 @@ class Errand(Generic[T]):
     def drop(self) -> None:
         """End the work, if it goes on; who waits for it gets CancelledError."""
         if not self._task.done():
-            self._thread.call(_cancelled(self._task), seconds=DROP_S, what=f"giving up {self._what}")
+            self._thread.call(
+                _cancelled(self._task), seconds=DROP_S, what=f"giving up {self._what}"
+            )
 
 
 async def _begun(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

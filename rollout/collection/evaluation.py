@@ -12,17 +12,23 @@ from rollout.collection.group_runner import GroupRunner
 class Evaluation:
     """The first `num_prompts` draws of `runner`, all of them each time.
 
-    The random numbers (for a temperature above 0) depend on the prompt alone: the same in each evaluation.
+    The random numbers (for a temperature above 0) depend on the prompt alone: the same in each
+    evaluation.
     """
 
     def __init__(self, runner: GroupRunner, num_prompts: int) -> None:
-        self._runner, self._num_prompts = runner, num_prompts
+        self._runner = runner
+        self._num_prompts = num_prompts
 
     async def run(self) -> tuple[dict[str, float], list[Sample]]:
         """`eval/*`, and what it is measured on. Raises as `GroupRunner.run`."""
         failures = self._runner.failures
         before = replace(failures)
-        samples = [sample for group in await self._runner.run(range(self._num_prompts)) for sample in group.samples]
+        samples = [
+            sample
+            for group in await self._runner.run(range(self._num_prompts))
+            for sample in group.samples
+        ]
         return {
             **means(samples),
             "eval/reward_errors": float(failures.errors - before.errors),
@@ -35,7 +41,9 @@ class Evaluation:
 
 
 def means(samples: Sequence[Sample]) -> dict[str, float]:
-    """Over samples; `eval/accuracy` is the share that a verifier accepts, or else of rewards above 0."""
+    """Over samples; `eval/accuracy` is the share that a verifier accepts, or else of rewards above
+    0.
+    """
     n = len(samples)
     return {
         "eval/score": sum(s.reward for s in samples) / n,

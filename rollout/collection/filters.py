@@ -14,7 +14,9 @@ GroupFilter = Callable[[Sequence[Sample]], bool]
 
 
 def zero_variance(group: Sequence[Sample]) -> bool:
-    """Keep groups whose rewards differ (DAPO's dynamic sampling, arXiv:2503.14476): others have advantage 0 throughout."""
+    """Keep groups whose rewards differ (DAPO's dynamic sampling, arXiv:2503.14476): others have
+    advantage 0 throughout.
+    """
     return len({sample.reward for sample in group}) > 1
 
 
@@ -27,16 +29,16 @@ class FilterChain:
     def __init__(self, names: Sequence[str], *, samples_per_prompt: int) -> None:
         if "zero_variance" in names and samples_per_prompt == 1:
             raise ConfigError(
-                "rollout.filters: zero_variance drops every group when rollout.samples_per_prompt is 1; "
-                "raise it or remove the filter"
+                "rollout.filters: zero_variance drops every group when rollout.samples_per_prompt"
+                " is 1; raise it or remove the filter"
             )
         self._filters: dict[str, GroupFilter] = {}
         for name in names:
             short = name.rpartition(":")[2]
             if short in (STALE, ROLLED_BACK):
                 raise ConfigError(
-                    f"rollout.filters: {name} cannot be called {short!r}, under which the service counts groups of its own; "
-                    "rename the filter"
+                    f"rollout.filters: {name} cannot be called {short!r}, under which the service"
+                    " counts groups of its own; rename the filter"
                 )
             if short in self._filters:
                 raise ConfigError(f"rollout.filters: two filters are called {short!r}")
@@ -56,9 +58,14 @@ class FilterChain:
             try:
                 verdict = keeps(group)
             except Exception as error:
-                raise RunFailed(f"filter {name} failed on {group[0].prompt_id}: {type(error).__name__}: {error}") from error
+                raise RunFailed(
+                    f"filter {name} failed on {group[0].prompt_id}: {type(error).__name__}: {error}"
+                ) from error
             if not isinstance(verdict, bool):
-                raise RunFailed(f"filter {name} returned {verdict!r} for {group[0].prompt_id}, expected True (keep) or False")
+                raise RunFailed(
+                    f"filter {name} returned {verdict!r} for {group[0].prompt_id}, expected True"
+                    " (keep) or False"
+                )
             if not verdict:
                 return name
         return None

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-Member = tuple[int, bool]       # one workflow of a wave: its draw, and whether it makes the greedy baseline
+# one workflow of a wave: its draw, and whether it makes the greedy baseline
+Member = tuple[int, bool]
 
 
 @dataclass
@@ -52,9 +53,11 @@ class Group:
 
 @dataclass
 class GroupRunner:
-    """Runs one workflow over draws. With `batched`, engines get the whole wave at once, in the order of the draws.
+    """Runs one workflow over draws. With `batched`, engines get the whole wave at once, in the
+    order of the draws.
 
-    With `greedy`, the same workflow built to answer once at temperature 0, every draw runs it too: the mean reward of what
+    With `greedy`, the same workflow built to answer once at temperature 0, every draw runs it too:
+        the mean reward of what
     it returns becomes the `baseline_reward` of the draw's samples.
     """
 
@@ -69,8 +72,9 @@ class GroupRunner:
     greedy: Workflow | None = None
     # Fields that every sample but the greedy ones must have, with the key that asks for them.
     recorded: Mapping[str, str] = field(default_factory=dict)
-    failures: FailureCounts = field(default_factory=FailureCounts)     # of all waves so far
-    _stage: dict[Member, str] = field(default_factory=dict)             # of each workflow whose draw is unfinished
+    failures: FailureCounts = field(default_factory=FailureCounts)  # of all waves so far
+    # of each workflow whose draw is unfinished
+    _stage: dict[Member, str] = field(default_factory=dict)
 
     async def run(self, draws: Sequence[int]) -> list[Group]:
         """The groups of `draws`, in that order. If one fails, all are given up.
@@ -82,11 +86,14 @@ class GroupRunner:
         members = [(draw, greedy) for draw in draws for greedy in kinds]
         self._stage |= dict.fromkeys(members, "start")
         gate = LockstepBatcher(self.dispatcher.batch) if self.batched else None
-        generators = {member: gate.enter(member) if gate else self.dispatcher.one for member in members}
+        generators = {
+            member: gate.enter(member) if gate else self.dispatcher.one for member in members
+        }
 
         async def group(draw: int) -> Group:
             work = [self._samples((draw, kind), generators[draw, kind], gate) for kind in kinds]
-            made = await gather_or_cancel(*work) if len(work) > 1 else [await work[0]]      # a task apiece is not for nothing
+            # a task apiece is not for nothing
+            made = await gather_or_cancel(*work) if len(work) > 1 else [await work[0]]
             return await self._scored(Group(draw, *made))
 
         try:
@@ -97,7 +104,9 @@ class GroupRunner:
             if gate:
                 await gate.close()
 
-    async def _samples(self, member: Member, generate: Generate, gate: LockstepBatcher | None) -> list[Sample]:
+    async def _samples(
+        self, member: Member, generate: Generate, gate: LockstepBatcher | None
+    ) -> list[Sample]:
         """What one workflow makes of its prompt, unscored."""
         draw, greedy = member
         prompt = self.prompt_of(draw)
@@ -106,14 +115,18 @@ class GroupRunner:
             samples = await workflow(prompt, draw, self._staged(member, generate))
         except RlcoreError:
             raise
-        except asyncio.CancelledError as error:     # unnoticed, its draw would be started again and again
+        # unnoticed, its draw would be started again and again
+        except asyncio.CancelledError as error:
             if asked_to_end(asyncio.current_task()):
                 raise
             where = f"{prompt.prompt_id} (draw {draw})"
-            raise RunFailed(f"workflow {self.workflow_name} was cancelled from within on {where}") from error
+            raise RunFailed(
+                f"workflow {self.workflow_name} was cancelled from within on {where}"
+            ) from error
         except Exception as error:
             raise RunFailed(
-                f"workflow {self.workflow_name} failed on {prompt.prompt_id} (draw {draw}): {type(error).__name__}: {error}"
+                f"workflow {self.workflow_name} failed on {prompt.prompt_id} (draw {draw}):"
+                f" {type(error).__name__}: {error}"
             ) from error
         finally:
             if gate:
@@ -146,17 +159,24 @@ class GroupRunner:
         return staged
 
     def _check(self, samples: object, prompt: Prompt, greedy: bool) -> None:
-        if not isinstance(samples, list) or not samples or not all(isinstance(s, Sample) for s in samples):
+        if (
+            not isinstance(samples, list)
+            or not samples
+            or not all(isinstance(s, Sample) for s in samples)
+        ):
             raise RunFailed(
-                f"workflow {self.workflow_name} returned {type(samples).__name__} for {prompt.prompt_id}, "
-                "expected a list of at least one Sample"
+                f"workflow {self.workflow_name} returned {type(samples).__name__} for"
+                f" {prompt.prompt_id}, expected a list of at least one Sample"
             )
         try:
             for sample in samples:
                 sample.check_token_rewards()
                 for name, key in ({} if greedy else self.recorded).items():
                     if getattr(sample, name) is None:
-                        raise ValueError(f"{key} is on, but a sample has no {name}: give it those of its completions, joined")
+                        raise ValueError(
+                            f"{key} is on, but a sample has no {name}: give it those of its"
+                            " completions, joined"
+                        )
         except ValueError as error:
             raise RunFailed(f"workflow {self.workflow_name}: {error}") from error
 
@@ -167,12 +187,14 @@ class GroupRunner:
             sample.response_text = text
 
     def room(self, samples: int) -> int:
-        """Groups that engines would begin at once; where they batch call by call, those of one wave when none is at work.
+        """Groups that engines would begin at once; where they batch call by call, those of one wave
+        when none is at work.
 
         Args:
             samples: of a group.
         """
-        starting = sum(stage == "start" for stage in self._stage.values())      # and will soon ask for a generation
+        # and will soon ask for a generation
+        starting = sum(stage == "start" for stage in self._stage.values())
         kinds = 1 if self.greedy is None else 2
         if not self.batched:
             return (self.dispatcher.free_calls - starting) // kinds
@@ -184,20 +206,32 @@ class GroupRunner:
         parts = []
         for stages, party in (
             (("start", "workflow"), f"workflow {self.workflow_name}"),
-            (("generation",), self.dispatcher.waiting_for() or "the gate (other workflows have not asked for generation)"),
+            (
+                ("generation",),
+                self.dispatcher.waiting_for()
+                or "the gate (other workflows have not asked for generation)",
+            ),
             (("reward",), "the reward"),
         ):
-            at_them = (draw for (draw, _), stage in self._stage.items() if stage in stages and (of is None or draw in of))
+            at_them = (
+                draw
+                for (draw, _), stage in self._stage.items()
+                if stage in stages and (of is None or draw in of)
+            )
             draws = list(dict.fromkeys(at_them))
             if draws:
-                parts.append(f"{len(draws)} of the prompts wait for {party}, the first is {self.prompt_of(draws[0]).prompt_id}")
+                parts.append(
+                    f"{len(draws)} of the prompts wait for {party}, the first is"
+                    f" {self.prompt_of(draws[0]).prompt_id}"
+                )
         return "; ".join(parts) or "no prompt is unfinished"
 
 
-EVALUATION_SEED = 0x6576616C    # keeps evaluation's random numbers apart from training's
+EVALUATION_SEED = 0x6576616C  # keeps evaluation's random numbers apart from training's
 
 
-BASELINE_SEED = 0x67726565      # keeps the addresses of greedy requests apart from those of the samples beside them
+# keeps the addresses of greedy requests apart from those of the samples beside them
+BASELINE_SEED = 0x67726565
 
 
 PromptOf = Callable[[int], Prompt]
@@ -213,7 +247,9 @@ class Runners:
     scorer: Scorer
 
     def training(self, prompt_of: PromptOf, *, greedy_baseline: bool) -> GroupRunner:
-        rollout, seed, greedy = self.config.rollout, self.config.run.seed, self._greedy()
+        rollout = self.config.rollout
+        seed = self.config.run.seed
+        greedy = self._greedy()
         given = rollout.sampling
         policy = self.config.policy
         sampling = replace(
@@ -222,10 +258,13 @@ class Runners:
         )  # fmt: skip
         workflow = self._workflow(sampling, rollout.samples_per_prompt, seed)
         baseline = self._workflow(greedy, 1, seed + BASELINE_SEED) if greedy_baseline else None
-        return replace(self._runner(workflow, prompt_of, baseline), recorded=recorded_fields(self.config))
+        return replace(
+            self._runner(workflow, prompt_of, baseline), recorded=recorded_fields(self.config)
+        )
 
     def evaluation(self, prompt_of: PromptOf) -> GroupRunner:
-        given, seed = self.config.evaluation, self.config.run.seed + EVALUATION_SEED
+        given = self.config.evaluation
+        seed = self.config.run.seed + EVALUATION_SEED
         sampling = replace(self._greedy(given.max_new_tokens), temperature=given.temperature)
         return self._runner(self._workflow(sampling, given.samples_per_prompt, seed), prompt_of)
 
@@ -240,9 +279,13 @@ class Runners:
         )
 
     def _workflow(self, sampling: SamplingParams, samples: int, seed: int) -> Workflow:
-        return build_workflow(self.config.rollout.workflow, WorkflowContext(sampling, samples, seed, self.tokenizer))
+        return build_workflow(
+            self.config.rollout.workflow, WorkflowContext(sampling, samples, seed, self.tokenizer)
+        )
 
-    def _runner(self, workflow: Workflow, prompt_of: PromptOf, greedy: Workflow | None = None) -> GroupRunner:
+    def _runner(
+        self, workflow: Workflow, prompt_of: PromptOf, greedy: Workflow | None = None
+    ) -> GroupRunner:
         return GroupRunner(
             workflow=workflow,
             workflow_name=self.config.rollout.workflow,

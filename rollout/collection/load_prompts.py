@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def load_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, paths: Sequence[str], *, max_prompts: int | None = None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    paths: Sequence[str],
+    *,
+    max_prompts: int | None = None,
 ) -> PromptSet:
     """The first `max_prompts` of `paths`, tokenised.
 
@@ -38,10 +42,12 @@ def load_prompts(
 def _check_labels(config: Config, prompts: PromptSet) -> None:
     verifiers = [name for name, part in config.reward.parts.items() if part.function in VERIFIERS]
     if verifiers and config.data.label_key is None:
-        raise ConfigError(f"reward.parts.{verifiers[0]} compares with a label, but data.label_key is null")
+        raise ConfigError(
+            f"reward.parts.{verifiers[0]} compares with a label, but data.label_key is null"
+        )
     for example in prompts.examples if verifiers else ():
         if isinstance(example.label, bool) or not isinstance(example.label, str | int | float):
             raise DataError(
-                f"{example.where}: the label must be text or a number for reward.parts.{verifiers[0]}, "
-                f"got {type(example.label).__name__}"
+                f"{example.where}: the label must be text or a number for"
+                f" reward.parts.{verifiers[0]}, got {type(example.label).__name__}"
             )

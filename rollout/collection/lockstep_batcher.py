@@ -12,16 +12,17 @@ Waiting = tuple[GenerateRequest, "asyncio.Future[list[Completion]]"]
 
 
 class LockstepBatcher:
-    """Holds the generate calls of concurrent workflows until each live one waits, then passes them on as one batch.
+    """Holds the generate calls of concurrent workflows until each live one waits, then passes them
+    on as one batch.
 
-    The batch is sorted by address (draw, turn, first sample; equal ones by who entered first), so that it never depends on
-    who arrived first; a run that is resumed therefore sees the same batches. The price: in each round everybody waits for the
-    slowest workflow.
+    The batch is sorted by address (draw, turn, first sample; equal ones by who entered first), so
+    that it never depends on who arrived first; a run that is resumed therefore sees the same
+    batches. The price: in each round everybody waits for the slowest workflow.
     """
 
     def __init__(self, flush: Flush) -> None:
         self._flush = flush
-        self._members: dict[Hashable, list[Waiting]] = {}   # live workflow -> its calls that wait
+        self._members: dict[Hashable, list[Waiting]] = {}  # live workflow -> its calls that wait
         self._running: asyncio.Task[None] | None = None
 
     def enter(self, member: Hashable) -> Generate:
@@ -49,7 +50,8 @@ class LockstepBatcher:
         return [member for member, waiting in self._members.items() if not waiting]
 
     def _recheck(self) -> None:
-        # Deferred by one turn of the loop: calls that one workflow makes side by side belong to one batch.
+        # Deferred by one turn of the loop: calls that one workflow makes side by side belong to one
+        # batch.
         asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:

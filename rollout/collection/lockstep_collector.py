@@ -1,4 +1,6 @@
-"""The groups of one step, made when the step asks for them: nothing is generated while the trainer trains."""
+"""The groups of one step, made when the step asks for them: nothing is generated while the trainer
+trains.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,15 @@ from rollout.collection.buffer import STALE, BufferedGroup, Snapshot
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import Group, GroupRunner
 
-DRAWS_PER_GROUP = 16                            # a step gives up after so many draws for each group it needs
+# a step gives up after so many draws for each group it needs
+DRAWS_PER_GROUP = 16
 
 
 @dataclass
 class DropCounts:
     """What became of draws that were not trained on, up to one hand-over."""
 
-    dropped: Counter[str] = field(default_factory=Counter)     # by filter, or as stale
+    dropped: Counter[str] = field(default_factory=Counter)  # by filter, or as stale
     requeued: int = 0
     draws: int = 0
 
@@ -31,17 +34,21 @@ class DropCounts:
         reasons = [f"{name} dropped {count}" for name, count in self.dropped.most_common()]
         advice = []
         if self.dropped.keys() - {STALE}:
-            advice.append("use other prompts, a higher temperature, more rollout.samples_per_prompt or fewer rollout.filters")
+            advice.append(
+                "use other prompts, a higher temperature, more rollout.samples_per_prompt or fewer"
+                " rollout.filters"
+            )
         if STALE in self.dropped:
             advice.append(
-                "lower rollout.oversample or raise rollout.max_staleness (at an oversample of 1, only what an engine made with "
-                "weights of long ago is stale)"
+                "lower rollout.oversample or raise rollout.max_staleness (at an oversample of 1,"
+                " only what an engine made with weights of long ago is stale)"
             )
         if self.requeued:
             reasons.append(f"{self.requeued} were aborted by an engine")
             advice.append("look for why in the logs of the engines")
         return EmptyBatch(
-            f"step {step} has {found} of {wanted} groups after {self.draws} draws: {', '.join(reasons)}; {'; '.join(advice)}"
+            f"step {step} has {found} of {wanted} groups after {self.draws} draws:"
+            f" {', '.join(reasons)}; {'; '.join(advice)}"
         )
 
 
@@ -52,7 +59,7 @@ class StepGroups:
     groups: Sequence[Group]
     tally: DropCounts
     epoch: float
-    cut: Snapshot                                    # right after, before anything else is drawn
+    cut: Snapshot  # right after, before anything else is drawn
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -61,23 +68,34 @@ class StepGroups:
 
 
 class StepCollector:
-    """For `rollout.max_staleness` 0. Everything happens on the rollout loop while the trainer waits."""
+    """For `rollout.max_staleness` 0. Everything happens on the rollout loop while the trainer
+    waits.
+    """
 
-    def __init__(self, config: Config, draws: PromptQueue, runner: GroupRunner, filters: FilterChain) -> None:
-        self._config, self._draws, self._runner, self._filters = config.rollout, draws, runner, filters
+    def __init__(
+        self, config: Config, draws: PromptQueue, runner: GroupRunner, filters: FilterChain
+    ) -> None:
+        self._config = config.rollout
+        self._draws = draws
+        self._runner = runner
+        self._filters = filters
 
     async def collect(self, step: int) -> StepGroups:
-        """Draw waves of prompts until enough groups are kept; groups that are over go back to the stream.
+        """Draw waves of prompts until enough groups are kept; groups that are over go back to the
+        stream.
 
         Raises EmptyBatch where the filters leave too little.
         """
-        tally, wanted = DropCounts(), self._config.prompts_per_step
+        tally = DropCounts()
+        wanted = self._config.prompts_per_step
         kept: list[Group] = []
         while len(kept) < wanted:
             room = DRAWS_PER_GROUP * wanted - tally.draws
             if room <= 0:
                 raise tally.too_little(step, len(kept), wanted)
-            draws = self._draws.take(min(room, math.ceil((wanted - len(kept)) * self._config.oversample)))
+            draws = self._draws.take(
+                min(room, math.ceil((wanted - len(kept)) * self._config.oversample))
+            )
             tally.draws += len(draws)
             for group in await self._runner.run(draws):
                 self._sort_out(group, kept, tally)

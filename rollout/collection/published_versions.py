@@ -12,12 +12,14 @@ from rlcore.data.sample import Sample
 @dataclass(frozen=True)
 class Publication:
     version: int
-    step: int               # policy step: the number of updates behind the weights
-    incarnation: int        # how often the trainer was started before
+    step: int  # policy step: the number of updates behind the weights
+    incarnation: int  # how often the trainer was started before
 
 
 class PublishedVersions:
-    """The publications that succeeded, versions growing. One that failed was of the step of the next that did not."""
+    """The publications that succeeded, versions growing. One that failed was of the step of the
+    next that did not.
+    """
 
     def __init__(self) -> None:
         self._known: list[Publication] = []
@@ -25,7 +27,9 @@ class PublishedVersions:
     def add(self, publication: Publication) -> None:
         """Raises ValueError for a version that is not the newest: they never go back."""
         if self._known and publication.version <= self._known[-1].version:
-            raise ValueError(f"version {publication.version} after {self._known[-1].version}: versions only grow")
+            raise ValueError(
+                f"version {publication.version} after {self._known[-1].version}: versions only grow"
+            )
         self._known.append(publication)
 
     def of(self, version: int) -> Publication | None:
@@ -35,8 +39,15 @@ class PublishedVersions:
 
     def of_samples(self, samples: Iterable[Sample]) -> dict[int, int]:
         """The policy step of each version that made a token of `samples`, as far as it is known."""
-        found = {version: self.of(version) for version in {span.version for one in samples for span in one.versions}}
-        return {version: publication.step for version, publication in found.items() if publication is not None}
+        found = {
+            version: self.of(version)
+            for version in {span.version for one in samples for span in one.versions}
+        }
+        return {
+            version: publication.step
+            for version, publication in found.items()
+            if publication is not None
+        }
 
     @property
     def known(self) -> tuple[Publication, ...]:
@@ -45,5 +56,7 @@ class PublishedVersions:
 
     def learn(self, publications: Iterable[Sequence[int]]) -> None:
         """As `add`, of any that were made, given by their fields."""
-        merged = {one.version: one for one in (*(Publication(*one) for one in publications), *self._known)}
+        merged = {
+            one.version: one for one in (*(Publication(*one) for one in publications), *self._known)
+        }
         self._known = [merged[version] for version in sorted(merged)]

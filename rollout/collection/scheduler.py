@@ -1,18 +1,24 @@
-"""When to start groups of responses, and which of them the next step is trained on: a pure class, no clock, no I/O.
+"""When to start groups of responses, and which of them the next step is trained on: a pure class,
+no clock, no I/O.
 
-Words. A group is the samples of one draw of a prompt. Policy step p: the weights after p updates. Step s (from 1) trains the
-weights of policy step s - 1. A group of age class t has its oldest token from policy step t (in flight: it was started under
-t, and can only turn out younger). With `max_staleness` k it may be trained on by steps up to t + k + 1, and never later.
+Words. A group is the samples of one draw of a prompt. Policy step p: the weights after p updates.
+    Step s (from 1) trains the
+weights of policy step s - 1. A group of age class t has its oldest token from policy step t (in
+flight: it was started under t, and can only turn out younger). With `max_staleness` k it may be
+trained on by steps up to t + k + 1, and never later.
 
 Two rules give that bound without dropping anything:
 
-- A group is started only if the steps that will come in time have places for it and for everything started before it.
-- A step takes the oldest finished groups, but waits while taking them would leave more groups behind, in flight ones counted,
-  than the steps after it can take in time: earliest deadline first, as in scheduling (Liu and Layland, 1973). So the trainer
-  waits for a long response instead of leaving it behind, and no length of response is disfavoured.
+- A group is started only if the steps that will come in time have places for it and for everything
+    started before it.
+- A step takes the oldest finished groups, but waits while taking them would leave more groups
+  behind, in flight ones counted, than the steps after it can take in time: earliest deadline first,
+  as in scheduling (Liu and Layland, 1973). So the trainer waits for a long response instead of
+  leaving it behind, and no length of response is disfavoured.
 
-With `oversample` above 1 more is started than there are places, since filters will drop some. What they did not drop is kept
-for later steps; which of the groups of one class have the places is said by their draws, never by who finished first.
+With `oversample` above 1 more is started than there are places, since filters will drop some. What
+they did not drop is kept for later steps; which of the groups of one class have the places is said
+by their draws, never by who finished first.
 """
 
 from __future__ import annotations
@@ -34,7 +40,9 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.groups_per_step < 1 or self.max_staleness < 0 or not self.oversample >= 1:
-            raise ValueError(f"expected groups_per_step >= 1, max_staleness >= 0 and oversample >= 1, got {self}")
+            raise ValueError(
+                f"expected groups_per_step >= 1, max_staleness >= 0 and oversample >= 1, got {self}"
+            )
 
 
 @dataclass
@@ -51,7 +59,9 @@ class _AgeClass:
         """Of its first `count` draws, those in flight and those finished."""
         if count >= len(self):
             return self.in_flight, self.finished
-        low, high = 0, len(self.finished)       # how many of them are finished
+        # how many of them are finished
+        low = 0
+        high = len(self.finished)
         while low < high:
             middle = (low + high + 1) // 2
             if bisect_left(self.in_flight, self.finished[middle - 1]) + middle <= count:
@@ -70,15 +80,19 @@ class Scheduler:
     """
 
     def __init__(self, rules: Rules, *, policy_step: int = 0, steps_done: int = 0) -> None:
-        self.rules, self.policy_step, self.steps_done = rules, policy_step, steps_done
+        self.rules = rules
+        self.policy_step = policy_step
+        self.steps_done = steps_done
         self._classes: dict[int, _AgeClass] = {}
-        self._class_of: dict[int, int] = {}         # draw -> age class
+        self._class_of: dict[int, int] = {}  # draw -> age class
 
-    # --- starting ---------------------------------------------------------------------------------------------------
+    # --- starting ---------------------------------------------------------------------------------
 
     def room(self) -> int:
         """How many groups may be started now."""
-        places = (self.policy_step + self.rules.max_staleness + 1 - self.steps_done) * self.rules.groups_per_step
+        places = (
+            self.policy_step + self.rules.max_staleness + 1 - self.steps_done
+        ) * self.rules.groups_per_step
         free = places - self.num_finished
         return max(0, math.ceil(free * self.rules.oversample) - self.num_in_flight)
 
@@ -103,17 +117,19 @@ class Scheduler:
         age = self._classes[self._class_of[draw]]
         self._leave(draw, age.in_flight if _has(age.in_flight, draw) else age.finished)
 
-    # --- the next step ----------------------------------------------------------------------------------------------
+    # --- the next step ----------------------------------------------------------------------------
 
     def batch(self) -> list[int] | None:
         """The draws that the next step trains on, the oldest first; None while it has to wait."""
-        if self.num_finished < self.rules.groups_per_step:      # most calls
+        if self.num_finished < self.rules.groups_per_step:  # most calls
             return None
         chosen, _ = self._next()
         return chosen if len(chosen) == self.rules.groups_per_step else None
 
     def must_wait_for(self) -> list[int]:
-        """The groups in flight without which there is no next batch, the most urgent classes of them; [] if there is one."""
+        """The groups in flight without which there is no next batch, the most urgent classes of
+        them; [] if there is one.
+        """
         return self._next()[1]
 
     def hand_over(self, draws: Sequence[int]) -> None:
@@ -125,23 +141,31 @@ class Scheduler:
             if t is None or not _has(self._classes[t].finished, draw):
                 raise ValueError(f"draw {draw} is not finished")
             if t < self._oldest_allowed:
-                step, oldest = self.steps_done + 1, self._oldest_allowed
-                raise ValueError(f"draw {draw} is of policy step {t}, too old for step {step}: it takes {oldest} on")
+                step = self.steps_done + 1
+                oldest = self._oldest_allowed
+                raise ValueError(
+                    f"draw {draw} is of policy step {t}, too old for step {step}: it takes"
+                    f" {oldest} on"
+                )
             self._leave(draw, self._classes[t].finished)
         self.steps_done += 1
 
     def published(self, policy_step: int) -> None:
         """These weights are in force at the engines."""
         if policy_step < self.policy_step:
-            raise ValueError(f"policy step {policy_step} after {self.policy_step}: they never go back")
+            raise ValueError(
+                f"policy step {policy_step} after {self.policy_step}: they never go back"
+            )
         self.policy_step = policy_step
 
     def expired(self) -> list[int]:
-        """Groups, in flight or finished, that no step to come may train on. With `oversample` 1 there are none."""
+        """Groups, in flight or finished, that no step to come may train on. With `oversample` 1
+        there are none.
+        """
         late = [age for t, age in sorted(self._classes.items()) if t < self._oldest_allowed]
         return [draw for age in late for draw in sorted((*age.in_flight, *age.finished))]
 
-    # --- what there is ----------------------------------------------------------------------------------------------
+    # --- what there is ----------------------------------------------------------------------------
 
     @property
     def num_in_flight(self) -> int:
@@ -153,10 +177,12 @@ class Scheduler:
 
     @classmethod
     def restore(cls, rules: Rules, step: int, finished: Iterable[Sequence[Any]]) -> Scheduler:
-        """Of a run that goes on behind `step`, with nothing in flight; the rules may have changed since: see `expired`.
+        """Of a run that goes on behind `step`, with nothing in flight; the rules may have changed
+        since: see `expired`.
 
         Args:
-            finished: [policy step of the oldest token, its draws, sorted] of the groups that are there.
+            finished: [policy step of the oldest token, its draws, sorted] of the groups that are
+                there.
         """
         made = cls(rules, policy_step=step, steps_done=step)
         for t, draws in finished:
@@ -164,19 +190,23 @@ class Scheduler:
             made._class_of.update(dict.fromkeys(draws, t))
         return made
 
-    # --- inside -----------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _next(self) -> tuple[list[int], list[int]]:
-        """The finished draws of the next batch, or as many as there are; the draws in flight that it waits for, or none."""
+        """The finished draws of the next batch, or as many as there are; the draws in flight that
+        it waits for, or none.
+        """
         wanted = self.rules.groups_per_step
         chosen: list[int] = []
-        in_flight: list[int] = []       # of this class and older ones
+        in_flight: list[int] = []  # of this class and older ones
         for t, going, finished in self._placed():
             chosen += finished[: wanted - len(chosen)]
             in_flight += going
-            if len(chosen) == wanted:   # no class has more groups than places: the steps after the next can take the rest
+            # no class has more groups than places: the steps after the next can take the rest
+            if len(chosen) == wanted:
                 return chosen, []
-            if len(in_flight) > self._places(t) - wanted:       # they cannot: no younger group may go before these
+            # they cannot: no younger group may go before these
+            if len(in_flight) > self._places(t) - wanted:
                 break
         return chosen, in_flight
 
@@ -190,7 +220,9 @@ class Scheduler:
         return (t - self._oldest_allowed + 1) * self.rules.groups_per_step
 
     def _placed(self) -> Iterator[tuple[int, list[int], list[int]]]:
-        """(age class, draws in flight, draws finished) of the groups that have a place, the oldest class first."""
+        """(age class, draws in flight, draws finished) of the groups that have a place, the oldest
+        class first.
+        """
         placed = 0
         for t in sorted(t for t in self._classes if t >= self._oldest_allowed):
             age = self._classes[t]

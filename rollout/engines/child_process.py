@@ -15,15 +15,16 @@ import psutil
 
 from rlcore.errors import DeadlineExceeded, RunFailed, UserError
 
-TERMINATE_S = 5.0           # from the signal to stop to SIGKILL
-KILL_S = 10.0               # for the kernel to take it away
-LINE_LENGTH = 500           # of the log, shown: SGLang prints its whole configuration as one
-END_BYTES = 1 << 20         # of the log, read for that
-POLL_S = 0.02               # from one look at who is left to the next
+TERMINATE_S = 5.0  # from the signal to stop to SIGKILL
+KILL_S = 10.0  # for the kernel to take it away
+LINE_LENGTH = 500  # of the log, shown: SGLang prints its whole configuration as one
+END_BYTES = 1 << 20  # of the log, read for that
+POLL_S = 0.02  # from one look at who is left to the next
 
 
 class Child:
-    """One process, from its start to its end, in a process group of its own. Its output and errors go to `log`.
+    """One process, from its start to its end, in a process group of its own. Its output and errors
+    go to `log`.
 
     Whatever ends the process, what it has started in its group ends with it.
 
@@ -32,19 +33,34 @@ class Child:
         log_lines: are shown when it fails.
     """
 
-    def __init__(self, name: str, log: Path, *, stop_signal: signal.Signals = signal.SIGTERM, log_lines: int = 15) -> None:
-        self.name, self.log = name, log
+    def __init__(
+        self,
+        name: str,
+        log: Path,
+        *,
+        stop_signal: signal.Signals = signal.SIGTERM,
+        log_lines: int = 15,
+    ) -> None:
+        self.name = name
+        self.log = log
         self.process: asyncio.subprocess.Process | None = None
-        self._stop_signal, self._log_lines = stop_signal, log_lines
+        self._stop_signal = stop_signal
+        self._log_lines = log_lines
         self._exit: asyncio.Task[int] | None = None
 
     async def start(
-        self, command: Sequence[str], config: Callable[[int], bytes], *, timeout_s: float,
+        self,
+        command: Sequence[str],
+        config: Callable[[int], bytes],
+        *,
+        timeout_s: float,
         environment: Mapping[str, str] | None = None,
     ) -> int:
-        """Run `command`, give it `config(ready_fd)` on its input; the port that it reports as {"port": ...}.
+        """Run `command`, give it `config(ready_fd)` on its input; the port that it reports as
+        {"port": ...}.
 
-        Call it from a thread that lives as long as the process shall: Linux ends the process with the *thread* that made it.
+        Call it from a thread that lives as long as the process shall: Linux ends the process with
+            the *thread* that made it.
         May be called again after the process has ended.
 
         Args:
@@ -52,7 +68,8 @@ class Child:
 
         Raises:
             UserError: it reported {"error": ...} instead: what it was told is wrong.
-            RunFailed: it cannot be run, or ended before it was ready; then the message holds the last lines of its log.
+            RunFailed: it cannot be run, or ended before it was ready; then the message holds the
+                last lines of its log.
             DeadlineExceeded: it was not ready within `timeout_s` and was killed.
         """
         read_fd, write_fd = os.pipe()
@@ -61,9 +78,13 @@ class Child:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab") as log:
                 self.process = await asyncio.create_subprocess_exec(
-                    *command, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, pass_fds=(write_fd,),
+                    *command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(write_fd,),
                     env=own_environment() if environment is None else environment,
-                    start_new_session=True,     # Ctrl-C is for us to pass on
+                    start_new_session=True,  # Ctrl-C is for us to pass on
                 )
         except BaseException as error:
             reader.close()
@@ -85,12 +106,16 @@ class Child:
         assert self._exit is not None
         loop = asyncio.get_running_loop()
         stream = asyncio.StreamReader()
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), reader)
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), reader
+        )
         try:
             self.process.stdin.write(config)
             self.process.stdin.close()
-            line = asyncio.ensure_future(stream.readline())     # b"" when the process ends
-            done, _ = await asyncio.wait({line, self._exit}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            line = asyncio.ensure_future(stream.readline())  # b"" when the process ends
+            done, _ = await asyncio.wait(
+                {line, self._exit}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if line in done and line.result():
                 report = orjson.loads(line.result())
                 if "error" in report:
@@ -101,7 +126,8 @@ class Child:
                 await asyncio.wait({self._exit}, timeout=TERMINATE_S)
                 raise RunFailed(f"{self.name} ended before it was ready: {self.describe_end()}")
             raise DeadlineExceeded(
-                f"{self.name} was not ready within {timeout_s:g} s (rollout.engine.start_timeout_s); {self.last_words()}"
+                f"{self.name} was not ready within {timeout_s:g} s"
+                f" (rollout.engine.start_timeout_s); {self.last_words()}"
             )
         finally:
             transport.close()
@@ -127,7 +153,9 @@ class Child:
 
     def last_words(self) -> str:
         lines = _end_of(self.log).splitlines()[-self._log_lines :] if self.log.exists() else []
-        lines = [line if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]} ..." for line in lines]
+        lines = [
+            line if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]} ..." for line in lines
+        ]
         if not lines:
             return f"its log {self.log} is empty"
         return f"the end of its log {self.log}:\n  " + "\n  ".join(lines)
@@ -190,17 +218,19 @@ def _end_of(log: Path) -> str:
 
 async def _until_ended(process: asyncio.subprocess.Process) -> int:
     code = await process.wait()
-    _kill_group(process.pid)        # at once, before its number can be another's
+    _kill_group(process.pid)  # at once, before its number can be another's
     return code
 
 
 def _kill_group(group: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):     # nobody is left (macOS: but zombies)
+    with suppress(ProcessLookupError, PermissionError):  # nobody is left (macOS: but zombies)
         os.killpg(group, signal.SIGKILL)
 
 
 def members(group: int) -> list[int]:
-    """The processes of a process group that run, or are stopped; not those that only wait to be reaped."""
+    """The processes of a process group that run, or are stopped; not those that only wait to be
+    reaped.
+    """
     found = []
     for pid in psutil.pids():
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
@@ -209,15 +239,30 @@ def members(group: int) -> list[int]:
     return found
 
 
-RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"}
+RANK = {
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
 
 
 def without_rank() -> dict[str, str]:
     """Our environment without the trainer's rank, which is none of an engine's business."""
-    return {name: value for name, value in os.environ.items() if name not in RANK and not name.startswith("TORCHELASTIC_")}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in RANK and not name.startswith("TORCHELASTIC_")
+    }
 
 
 def own_environment() -> dict[str, str]:
     """As `without_rank`, with this checkout importable."""
     root = str(Path(__file__).resolve().parents[2])
-    return without_rank() | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return without_rank() | {
+        "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    }

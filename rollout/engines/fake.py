@@ -26,7 +26,11 @@ def random_reply(vocab_size: int) -> Reply:
 
     def reply(request: GenerateRequest, sample: int) -> list[int]:
         address = [request.seed, request.draw, sample, request.turn]
-        tokens = np.random.default_rng(address).integers(0, vocab_size, request.sampling.max_new_tokens).tolist()
+        tokens = (
+            np.random.default_rng(address)
+            .integers(0, vocab_size, request.sampling.max_new_tokens)
+            .tolist()
+        )
         stops = [i for i, token in enumerate(tokens) if token in request.sampling.stop_token_ids]
         return tokens[: stops[0] + 1] if stops else tokens
 
@@ -35,18 +39,21 @@ def random_reply(vocab_size: int) -> Reply:
 
 @dataclass(eq=False)
 class FakeEngine:
-    """Answers each call with `reply` after `delay_s`; raises `failure` instead when there is one. Keeps every call."""
+    """Answers each call with `reply` after `delay_s`; raises `failure` instead when there is one.
+    Keeps every call.
+    """
 
     reply: Reply
     name: str = "fake"
     delay_s: float = 0.0
     failure: Exception | None = None
-    abort_next: int = 0                         # so many calls end half-way, with finish reason "abort"
+    # so many calls end half-way, with finish reason "abort"
+    abort_next: int = 0
     version: int = 0
     transports: tuple[str, ...] = ("copy",)
     managed: bool = True
     ended: asyncio.Future[Any] | None = None
-    illness: Exception | None = None            # what a probe meets
+    illness: Exception | None = None  # what a probe meets
     lives: int = 0
     released: set[MemoryTag] = field(default_factory=set)
     calls: list[list[GenerateRequest]] = field(default_factory=list)
@@ -60,14 +67,17 @@ class FakeEngine:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         self.calls.append(list(requests))
         if self.released:
-            raise RunFailed(f"{self.name}: was asked to generate while {sorted(self.released)} are released")
+            raise RunFailed(
+                f"{self.name}: was asked to generate while {sorted(self.released)} are released"
+            )
         await asyncio.sleep(self.delay_s)
         if self.failure is not None:
             raise self.failure
         aborted = self.abort_next > 0
         self.abort_next = max(0, self.abort_next - 1)
         return [
-            [self._complete(request, place, aborted) for place in range(request.n)] for request in requests
+            [self._complete(request, place, aborted) for place in range(request.n)]
+            for request in requests
         ]
 
     def _complete(self, request: GenerateRequest, place: int, aborted: bool) -> Completion:
@@ -102,7 +112,9 @@ class FakeEngine:
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Raises RunFailed for what is released already: whoever does that has lost count."""
         if self.released & set(tags):
-            raise RunFailed(f"{self.name}: {sorted(self.released & set(tags))} are released already")
+            raise RunFailed(
+                f"{self.name}: {sorted(self.released & set(tags))} are released already"
+            )
         self.released |= set(tags)
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:

@@ -8,25 +8,36 @@ from rlcore.data.generation import GenerateRequest
 from rlcore.errors import UserError
 
 
-def check_request(request: GenerateRequest, *, vocab_size: int, total_tokens: int, limit: str) -> None:
+def check_request(
+    request: GenerateRequest, *, vocab_size: int, total_tokens: int, limit: str
+) -> None:
     """Raises UserError for what would otherwise fail deep inside the model.
 
     Args:
         total_tokens: of prompt and response together; `limit` says what sets this.
     """
-    what, sampling = f"draw {request.draw}", request.sampling
-    prompt, wanted = np.asarray(request.prompt), sampling.max_new_tokens
+    what = f"draw {request.draw}"
+    sampling = request.sampling
+    prompt = np.asarray(request.prompt)
+    wanted = sampling.max_new_tokens
     if prompt.ndim != 1 or len(prompt) == 0:
         raise UserError(f"{what}: the prompt has shape {prompt.shape}, expected at least one token")
     if prompt.min() < 0 or prompt.max() >= vocab_size:
-        raise UserError(f"{what}: a prompt token lies outside the model's vocabulary of {vocab_size}")
+        raise UserError(
+            f"{what}: a prompt token lies outside the model's vocabulary of {vocab_size}"
+        )
     if any(len(prefix.tokens) >= wanted for prefix in request.prefixes):
-        raise UserError(f"{what}: a prefix has all of max_new_tokens {wanted} already, nothing is left to make")
+        raise UserError(
+            f"{what}: a prefix has all of max_new_tokens {wanted} already, nothing is left to make"
+        )
     if wanted < 1:
         raise UserError(f"{what}: max_new_tokens is {wanted}, expected at least 1")
     if len(prompt) + wanted > total_tokens:
         raise UserError(
-            f"{what}: a prompt of {len(prompt)} tokens and max_new_tokens {wanted} exceed {limit} of {total_tokens}"
+            f"{what}: a prompt of {len(prompt)} tokens and max_new_tokens {wanted} exceed {limit}"
+            f" of {total_tokens}"
         )
     if not 0 < sampling.top_p <= 1 or not 0 <= sampling.temperature < float("inf"):
-        raise UserError(f"{what}: top_p must lie in (0, 1] and temperature be at least 0, got {sampling}")
+        raise UserError(
+            f"{what}: top_p must lie in (0, 1] and temperature be at least 0, got {sampling}"
+        )

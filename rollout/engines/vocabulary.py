@@ -18,7 +18,9 @@ def folder_vocab_size(folder: str) -> int:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ModelError(f"model: {folder} holds no config.json; model.path must be a Hugging Face folder") from None
+        raise ModelError(
+            f"model: {folder} holds no config.json; model.path must be a Hugging Face folder"
+        ) from None
     except json.JSONDecodeError as error:
         raise ModelError(f"model: {path} is not JSON: {error}") from error
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))

@@ -1,7 +1,9 @@
-"""Which engine answers which request, under `rollout.engine.request_timeout_s`; who answers when an engine fails.
+"""Which engine answers which request, under `rollout.engine.request_timeout_s`; who answers when an
+engine fails.
 
-A request has one future, that of the caller. When its engine fails, whatever that engine may still say is dropped and the
-request goes to another (or the same, started again), at most `rollout.engine.retries` times: it is answered exactly once.
+A request has one future, that of the caller. When its engine fails, whatever that engine may still
+say is dropped and the request goes to another (or the same, started again), at most
+`rollout.engine.retries` times: it is answered exactly once.
 """
 
 from __future__ import annotations
@@ -24,20 +26,28 @@ class Dispatcher:
     """Spreads requests over the engines of a fleet and watches each call."""
 
     def __init__(self, fleet: Fleet, config: EngineConfig) -> None:
-        self.fleet, self.config = fleet, config
-        self.retried = 0                        # requests that were sent again, so far
-        self._calls = 0                         # running
+        self.fleet = fleet
+        self.config = config
+        self.retried = 0  # requests that were sent again, so far
+        self._calls = 0  # running
         self._busy_since = 0.0
-        self._busy_s = 0.0                      # up to the last time that none was
+        self._busy_s = 0.0  # up to the last time that none was
 
     async def one(self, request: GenerateRequest) -> list[Completion]:
-        """To the least loaded engine, or where the conversation was before: for engines that batch continuously."""
-        return (await self._answer([request], (request.seed, request.draw), room=self.config.max_in_flight))[0]
+        """To the least loaded engine, or where the conversation was before: for engines that batch
+        continuously.
+        """
+        return (
+            await self._answer(
+                [request], (request.seed, request.draw), room=self.config.max_in_flight
+            )
+        )[0]
 
     async def batch(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """In calls of at most `max_batch` sequences, request i in share i mod n of n engines.
 
-        The calls are the same for the same requests, whoever is alive: so are the results of an engine that goes by them.
+        The calls are the same for the same requests, whoever is alive: so are the results of an
+            engine that goes by them.
         """
         n = len(self.fleet.members)
         results: list[list[Completion]] = [[] for _ in requests]
@@ -51,23 +61,29 @@ class Dispatcher:
         await gather_or_cancel(*(serve(share) for share in range(min(n, len(requests)))))
         return results
 
-    def _cut(self, share: Sequence[int], requests: Sequence[GenerateRequest]) -> Iterator[list[int]]:
+    def _cut(
+        self, share: Sequence[int], requests: Sequence[GenerateRequest]
+    ) -> Iterator[list[int]]:
         part: list[int] = []
         size = 0
         for i in share:
             if part and size + requests[i].n > self.config.max_batch:
                 yield part
-                part, size = [], 0
+                part = []
+                size = 0
             part.append(i)
             size += requests[i].n
         yield part
 
-    async def _answer(self, requests: Sequence[GenerateRequest], key: Hashable, *, room: int) -> list[list[Completion]]:
+    async def _answer(
+        self, requests: Sequence[GenerateRequest], key: Hashable, *, room: int
+    ) -> list[list[Completion]]:
         """From the first engine that gives it.
 
         Raises:
             UserError: a request is bad; no other engine is asked.
-            EngineFailed: the last of `retries` + 1 engines failed. NoEngineLeft: there is none to ask.
+            EngineFailed: the last of `retries` + 1 engines failed. NoEngineLeft: there is none to
+                ask.
         """
         for attempts_left in range(self.config.retries, -1, -1):
             lease = await self.fleet.lease(key, room=room)
@@ -82,11 +98,15 @@ class Dispatcher:
                 self.fleet.release(lease)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _call(self, lease: Lease, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        if lease.lost is not None:              # between the grant and here
+    async def _call(
+        self, lease: Lease, requests: Sequence[GenerateRequest]
+    ) -> list[list[Completion]]:
+        if lease.lost is not None:  # between the grant and here
             raise EngineFailed(lease.lost)
-        engine, limit = lease.member.engine, self.config.request_timeout_s
-        # A task and a `wait` for each request would cost as much as the rest of its way through here.
+        engine = lease.member.engine
+        limit = self.config.request_timeout_s
+        # A task and a `wait` for each request would cost as much as the rest of its way through
+        # here.
         lease.caller = asyncio.current_task()
         alarm = asyncio.get_running_loop().call_later(limit, lease.cut_call)
         self._begin(lease, len(requests))
@@ -97,10 +117,12 @@ class Dispatcher:
             if not lease.cut or cancelled_besides(lease.caller):
                 raise
         except RlcoreError:
-            if lease.lost is None:              # else that is why
+            if lease.lost is None:  # else that is why
                 raise
         except Exception as error:
-            raise RunFailed(f"engine {engine.name} failed: {type(error).__name__}: {error}") from error
+            raise RunFailed(
+                f"engine {engine.name} failed: {type(error).__name__}: {error}"
+            ) from error
         finally:
             self._end()
             alarm.cancel()
@@ -109,12 +131,13 @@ class Dispatcher:
             raise EngineFailed(lease.lost)
         if answers is None:
             raise EngineHangs(
-                f"engine {engine.name} did not answer {len(requests)} requests (the first: {requests[0].rid}) "
-                f"within {limit:g} s (rollout.engine.request_timeout_s)"
+                f"engine {engine.name} did not answer {len(requests)} requests (the first:"
+                f" {requests[0].rid}) within {limit:g} s (rollout.engine.request_timeout_s)"
             )
         if [len(a) for a in answers] != [r.n for r in requests]:
             raise EngineFailed(
-                f"engine {engine.name} gave {[len(a) for a in answers]} completions, asked were {[r.n for r in requests]}"
+                f"engine {engine.name} gave {[len(a) for a in answers]} completions, asked were"
+                f" {[r.n for r in requests]}"
             )
         return answers
 
@@ -136,16 +159,22 @@ class Dispatcher:
 
     @property
     def free_calls(self) -> int:
-        """That engines which batch continuously would take at once; those that wait are counted off."""
+        """That engines which batch continuously would take at once; those that wait are counted
+        off.
+        """
         return self.fleet.free(self.config.max_in_flight)
 
     @property
     def free_sequences(self) -> int:
-        """That engines which batch call by call would take at once: none while one of them is at work."""
+        """That engines which batch call by call would take at once: none while one of them is at
+        work.
+        """
         return 0 if self.fleet.busy else self.fleet.serving * self.config.max_batch
 
     def engines_of(self, seed: int, draws: Iterable[int]) -> dict[int, str]:
-        """Who answered each draw last, as far as that is known: whole batches and routers do not tell."""
+        """Who answered each draw last, as far as that is known: whole batches and routers do not
+        tell.
+        """
         if self.config.router_url is not None:
             return {}
         found = {draw: self.fleet.home((seed, draw)) for draw in draws}
@@ -157,7 +186,9 @@ class Dispatcher:
 
 
 def cancelled_besides(task: asyncio.Task[Any] | None) -> bool:
-    """Take our own cancellation of the running task back; whether somebody else wants it cancelled too."""
+    """Take our own cancellation of the running task back; whether somebody else wants it cancelled
+    too.
+    """
     if task is None or sys.version_info < (3, 11):
-        return False                            # Python 3.10 cannot tell
+        return False  # Python 3.10 cannot tell
     return task.uncancel() > 0

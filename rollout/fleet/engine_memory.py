@@ -1,4 +1,5 @@
-"""`rlcore.interfaces.EngineMemory`: engines give the device that they share with the trainer back, and take it again.
+"""`rlcore.interfaces.EngineMemory`: engines give the device that they share with the trainer back,
+and take it again.
 
     release     nobody is started any more; requests that are left end; the memory is given back
     restore     it is taken again; once nothing is released, engines generate, and those that died are started again
@@ -32,7 +33,8 @@ class FleetMemory:
     """
 
     def __init__(self, fleet: Fleet, config: EngineConfig, thread: LoopThread) -> None:
-        self._fleet, self._thread = fleet, thread
+        self._fleet = fleet
+        self._thread = thread
         self._released: set[MemoryTag] = set()
         self._limit = config.update_timeout_s
 
@@ -61,14 +63,22 @@ class FleetMemory:
         self._fleet.let_go()
         try:
             await self._fleet.candidates()
-        except NoEngineLeft as error:       # recovery: whoever needs one next says so, where the trainer can still save
+        # recovery: whoever needs one next says so, where the trainer can still save
+        except NoEngineLeft as error:
             logger.warning("%s", error)
 
     async def _step(
-        self, what: str, call: Callable[[Any], Awaitable[Any]], engines: Sequence[RolloutEngine] | None = None
+        self,
+        what: str,
+        call: Callable[[Any], Awaitable[Any]],
+        engines: Sequence[RolloutEngine] | None = None,
     ) -> None:
-        answers = await ask(self._fleet.running if engines is None else engines, what, call, self._limit)
-        await asyncio.gather(*(self._fleet.failed(engine, why) for engine, why in answers.failed.items()))
+        answers = await ask(
+            self._fleet.running if engines is None else engines, what, call, self._limit
+        )
+        await asyncio.gather(
+            *(self._fleet.failed(engine, why) for engine, why in answers.failed.items())
+        )
 
     def _call(self, work: Coroutine[Any, Any, None], what: str) -> None:
         # Every step keeps its own limit; an engine may have to start, or to come back, meanwhile.

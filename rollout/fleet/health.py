@@ -1,11 +1,13 @@
-"""The life of one engine, as a table of states and events. Pure: no I/O, no clock, no asyncio; `rollout/fleet/fleet.py` acts on it.
+"""The life of one engine, as a table of states and events. Pure: no I/O, no clock, no asyncio;
+`rollout/fleet/fleet.py` acts on it.
 
                  START             UP             DRAIN             PUBLISHED
         dead ----------> starting ----> stale ------------> draining ----------> serving
          ^                                ^                  |    ^                 |
          |  FAIL, from every state        +------ MISSED ----+    +----- DRAIN -----+
 
-Only a serving engine is given requests. A stale one runs, but has no whole version of the weights, or not the last one.
+Only a serving engine is given requests. A stale one runs, but has no whole version of the weights,
+or not the last one.
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ from enum import Enum
 
 from rlcore.config.sections.rollout import RestartConfig
 
-DOUBLINGS = 30          # of the pause before a restart; the float would overflow at a thousand
+DOUBLINGS = 30  # of the pause before a restart; the float would overflow at a thousand
 
 
 class State(str, Enum):
-    STARTING = "starting"       # its process comes up, or a server of somebody else's is looked at
-    STALE = "stale"             # it answers, and waits for a whole version of the weights
+    STARTING = "starting"  # its process comes up, or a server of somebody else's is looked at
+    STALE = "stale"  # it answers, and waits for a whole version of the weights
     SERVING = "serving"
-    DRAINING = "draining"       # in a publication: it gets no requests until that has ended well
-    DEAD = "dead"               # it does not run, or is not listened to
+    DRAINING = "draining"  # in a publication: it gets no requests until that has ended well
+    DEAD = "dead"  # it does not run, or is not listened to
 
     def __str__(self) -> str:
         return self.value
@@ -33,8 +35,8 @@ class Event(str, Enum):
     START = "start"
     UP = "up"
     DRAIN = "drain"
-    PUBLISHED = "published"     # it took a whole version and was resumed
-    MISSED = "missed"           # the publication was given up
+    PUBLISHED = "published"  # it took a whole version and was resumed
+    MISSED = "missed"  # the publication was given up
     FAIL = "fail"
 
 
@@ -42,7 +44,11 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
     State.DEAD: {Event.START: State.STARTING},
     State.STARTING: {Event.UP: State.STALE, Event.FAIL: State.DEAD},
     State.STALE: {Event.DRAIN: State.DRAINING, Event.FAIL: State.DEAD},
-    State.DRAINING: {Event.PUBLISHED: State.SERVING, Event.MISSED: State.STALE, Event.FAIL: State.DEAD},
+    State.DRAINING: {
+        Event.PUBLISHED: State.SERVING,
+        Event.MISSED: State.STALE,
+        Event.FAIL: State.DEAD,
+    },
     State.SERVING: {Event.DRAIN: State.DRAINING, Event.FAIL: State.DEAD},
 }
 
@@ -53,9 +59,9 @@ class Health:
 
     restart: RestartConfig
     state: State = State.DEAD
-    why: str = "it was not started"     # it is dead
-    lives: int = 0                      # times that it was started
-    barren: int = 0                     # lives, up to the last, that never came to serve
+    why: str = "it was not started"  # it is dead
+    lives: int = 0  # times that it was started
+    barren: int = 0  # lives, up to the last, that never came to serve
 
     def accepts(self, event: Event) -> bool:
         return event in TRANSITIONS[self.state]
@@ -68,7 +74,9 @@ class Health:
         """
         if not self.accepts(event):
             known = ", ".join(TRANSITIONS[self.state])
-            raise ValueError(f"an engine that is {self.state} cannot meet {event.name}; it can meet {known}")
+            raise ValueError(
+                f"an engine that is {self.state} cannot meet {event.name}; it can meet {known}"
+            )
         self.state = TRANSITIONS[self.state][event]
         if event is Event.START:
             self.lives += 1

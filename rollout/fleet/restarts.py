@@ -1,4 +1,6 @@
-"""One engine under watch: asked from time to time how it is; the end of its process is seen at once."""
+"""One engine under watch: asked from time to time how it is; the end of its process is seen at
+once.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,24 @@ from rollout.fleet.router import Member
 from rollout.weight_sync.base import describe
 
 
-async def watch(member: Member, down: asyncio.Future[str], config: EngineConfig, fail: Callable[[Member, str], None]) -> None:
-    """Until `down` is done, the present life of `member` being over. Calls `fail` with what is wrong, once.
+async def watch(
+    member: Member,
+    down: asyncio.Future[str],
+    config: EngineConfig,
+    fail: Callable[[Member, str], None],
+) -> None:
+    """Until `down` is done, the present life of `member` being over. Calls `fail` with what is
+    wrong, once.
 
-    In a publication only the end of its process counts: that keeps an engine busy, and has deadlines of its own.
+    In a publication only the end of its process counts: that keeps an engine busy, and has
+        deadlines of its own.
     """
     ended = member.engine.ended
     signs: set[asyncio.Future[Any]] = {down} if ended is None else {down, ended}
     while not down.done():
-        await asyncio.wait(signs, timeout=config.health_every_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            signs, timeout=config.health_every_s, return_when=asyncio.FIRST_COMPLETED
+        )
         gone = ended is not None and ended.done()
         if down.done() or (member.health.state is State.DRAINING and not gone):
             continue
@@ -33,8 +44,12 @@ async def watch(member: Member, down: asyncio.Future[str], config: EngineConfig,
 async def _illness(member: Member, limit_s: float) -> str | None:
     try:
         await within(
-            limit_s, member.engine.health(),
-            lambda: f"engine {member.name} did not answer a probe within {limit_s:g} s (rollout.engine.health_timeout_s)",
+            limit_s,
+            member.engine.health(),
+            lambda: (
+                f"engine {member.name} did not answer a probe within {limit_s:g} s"
+                " (rollout.engine.health_timeout_s)"
+            ),
         )
     except Exception as error:  # noqa: BLE001 - whatever a probe meets, the engine is not well and the watch goes on
         return describe(error)

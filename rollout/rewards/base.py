@@ -37,6 +37,12 @@ class RewardPart(Protocol):
 def checked(value: Any) -> Score:
     """A finite real number as float; anything else is a failure."""
     if not isinstance(value, Real | np.bool_):
-        return RewardFailure("error", f"returned {type(value).__name__} {str(value)[:80]!r}, expected a number")
+        return RewardFailure(
+            "error", f"returned {type(value).__name__} {str(value)[:80]!r}, expected a number"
+        )
     number = float(value)
-    return number if math.isfinite(number) else RewardFailure("error", f"returned {number}, expected a finite number")
+    return (
+        number
+        if math.isfinite(number)
+        else RewardFailure("error", f"returned {number}, expected a finite number")
+    )

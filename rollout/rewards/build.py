@@ -46,7 +46,7 @@ def _import_path(part: str, function: str) -> str:
         return POOLED[function]
     if ":" not in function:
         raise ConfigError(
-            f"reward.parts.{part}.function: {function!r} is unknown; known: exact_match, {', '.join(POOLED)}, "
-            "or package.module:function"
+            f"reward.parts.{part}.function: {function!r} is unknown; known: exact_match,"
+            f" {', '.join(POOLED)}, or package.module:function"
         )
     return function

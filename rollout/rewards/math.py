@@ -1,6 +1,7 @@
 """1 where the last answer in the response equals the label as mathematics (math-verify), else 0.
 
-Only worker processes import this: sympy may run for ever, and the pool's deadline is what ends it. math-verify's own time
+Only worker processes import this: sympy may run for ever, and the pool's deadline is what ends it.
+    math-verify's own time
 limits are signals, which fail off the main thread; they are switched off.
 """
 
@@ -12,7 +13,8 @@ from math_verify import parse, verify
 
 from rlcore.data.sample import Sample
 
-for _name in ("math_verify.parser", "math_verify.grader"):     # they warn once that their time limits are off
+# they warn once that their time limits are off
+for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
@@ -23,7 +25,9 @@ def math(sample: Sample) -> float:
         ValueError: the label is no mathematics; the sample then counts as a reward error.
     """
     label = str(sample.label)
-    gold = parse(label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}", parsing_timeout=None)
+    gold = parse(
+        label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}", parsing_timeout=None
+    )
     if not gold:
         raise ValueError(f"the label {label!r} cannot be parsed as mathematics")
     answer = parse(sample.response_text, parsing_timeout=None)

@@ -1,4 +1,6 @@
-"""A reward model: a Hugging Face sequence classifier with one output, batched, in a thread of its own."""
+"""A reward model: a Hugging Face sequence classifier with one output, batched, in a thread of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +29,26 @@ class ModelPart:
     Samples that wait while a batch runs form the next one, whichever group they belong to.
 
     Raises:
-        ModelError: the folder is no classifier with one output, or its vocabulary is not the policy's.
+        ModelError: the folder is no classifier with one output, or its vocabulary is not the
+            policy's.
     """
 
-    def __init__(self, name: str, config: RewardModelConfig, *, vocab_size: int, device: str | None = None) -> None:
+    def __init__(
+        self, name: str, config: RewardModelConfig, *, vocab_size: int, device: str | None = None
+    ) -> None:
         where = f"reward.parts.{name}.model.path"
         if not Path(config.path).is_dir():
             raise ModelError(f"{where}: {config.path} is not a folder")
         own = folder_vocab_size(config.path)
         if own != vocab_size:
             raise ModelError(
-                f"{where}: the reward model {config.path} has a vocabulary of {own}, the policy one of {vocab_size}; "
-                "they read the same token ids, so the sizes must agree"
+                f"{where}: the reward model {config.path} has a vocabulary of {own}, the policy one"
+                f" of {vocab_size}; they read the same token ids, so the sizes must agree"
             )
         self._batch_size = config.batch_size
-        self._device = torch.device(config.device or device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._device = torch.device(
+            config.device or device or ("cuda" if torch.cuda.is_available() else "cpu")
+        )
         self._model = load_classifier(config.path, where, self._device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
         self._pending: list[Pending] = []
@@ -58,12 +65,16 @@ class ModelPart:
         return list(await asyncio.gather(*futures))
 
     async def _work(self) -> None:
-        await asyncio.sleep(0)                  # let the groups that finish in this turn of the loop join the first batch
+        # let the groups that finish in this turn of the loop join the first batch
+        await asyncio.sleep(0)
         while self._pending:
-            batch, self._pending = self._pending[: self._batch_size], self._pending[self._batch_size :]
+            batch = self._pending[: self._batch_size]
+            self._pending = self._pending[self._batch_size :]
             loop = asyncio.get_running_loop()
             try:
-                scores = await loop.run_in_executor(self._thread, self.forward, [tokens for tokens, _ in batch])
+                scores = await loop.run_in_executor(
+                    self._thread, self.forward, [tokens for tokens, _ in batch]
+                )
             except Exception as error:  # noqa: BLE001 - out of memory, say: it belongs to those who wait, and ends the step
                 for _, future in batch:
                     if not future.done():
@@ -84,7 +95,9 @@ class ModelPart:
             mask[row, longest - len(tokens) :] = 1
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        logits = self._model(**{name: value.to(self._device) for name, value in inputs.items()}, use_cache=False).logits
+        logits = self._model(
+            **{name: value.to(self._device) for name, value in inputs.items()}, use_cache=False
+        ).logits
         scores: list[float] = logits[:, 0].float().cpu().tolist()
         return scores
 
@@ -95,11 +108,13 @@ class ModelPart:
 
 
 def load_classifier(folder: str, where: str, device: torch.device) -> Any:
-    """The classifier in `folder`, ready for left-padded batches. Raises ModelError if it has not exactly one output."""
+    """The classifier in `folder`, ready for left-padded batches. Raises ModelError if it has not
+    exactly one output.
+    """
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
-    logging.disable_progress_bar()      # the run has its own
+    logging.disable_progress_bar()  # the run has its own
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     try:
         model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -107,13 +122,20 @@ def load_classifier(folder: str, where: str, device: torch.device) -> Any:
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"{where}: {folder} is no sequence classifier that transformers can load ({reason})") from error
+        raise ModelError(
+            f"{where}: {folder} is no sequence classifier that transformers can load ({reason})"
+        ) from error
     if model.config.num_labels != 1:
-        raise ModelError(f"{where}: {folder} has {model.config.num_labels} outputs, a reward model has 1")
+        raise ModelError(
+            f"{where}: {folder} has {model.config.num_labels} outputs, a reward model has 1"
+        )
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise ModelError(f"{where}: {folder} lacks the weights of {missing}: it has no trained reward head")
-    # Batches are padded on the left, so the last position is always the last token: with this id, which no token has,
-    # transformers looks nowhere else. Padding on the right would be ambiguous where pad and eos are one id.
+        raise ModelError(
+            f"{where}: {folder} lacks the weights of {missing}: it has no trained reward head"
+        )
+    # Batches are padded on the left, so the last position is always the last token: with this id,
+    # which no token has, transformers looks nowhere else. Padding on the right would be ambiguous
+    # where pad and eos are one id.
     model.config.pad_token_id = -1
     return model.eval().requires_grad_(False).to(device)

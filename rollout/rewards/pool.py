@@ -1,6 +1,7 @@
 """Reward functions in processes of their own, each call under `reward.timeout_s`.
 
-A function may hang inside C code or eat all memory: only a process can be stopped. Each worker is a fresh interpreter,
+A function may hang inside C code or eat all memory: only a process can be stopped. Each worker is a
+    fresh interpreter,
 neither forked from a threaded parent nor re-importing the caller's main script.
 """
 
@@ -22,7 +23,7 @@ from rollout.asyncio_utils import CANCEL_S, within
 from rollout.rewards.base import RewardFailure, Score
 from rollout.rewards.worker import HEADER, pack
 
-START_TIMEOUT_S = 120.0                         # imports of the user's modules
+START_TIMEOUT_S = 120.0  # imports of the user's modules
 STREAM_LIMIT = 1 << 24
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -37,22 +38,34 @@ class Worker:
     async def start(cls, functions: Mapping[str, str]) -> Worker:
         """Raises ConfigError when a function cannot be imported, RunFailed when the process dies."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "rollout.rewards.worker",
+            sys.executable,
+            "-m",
+            "rollout.rewards.worker",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={
+                **os.environ,
+                **ONE_THREAD,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
             limit=STREAM_LIMIT,
-            start_new_session=True,             # a group of its own: Ctrl-C is ours, and `kill` takes grandchildren too
+            # a group of its own: Ctrl-C is ours, and `kill` takes grandchildren too
+            start_new_session=True,
         )
         worker = cls(process)
         try:
             problem = await within(
                 START_TIMEOUT_S,
                 worker._exchange({"functions": dict(functions), "sys_path": list(sys.path)}),
-                lambda: f"a reward worker has not imported {', '.join(functions.values())} in {START_TIMEOUT_S:.0f} s",
+                lambda: (
+                    f"a reward worker has not imported {', '.join(functions.values())} in"
+                    f" {START_TIMEOUT_S:.0f} s"
+                ),
             )
         except (EOFError, ConnectionError) as error:
-            raise RunFailed(f"a reward worker died at its start, exit code {await worker.kill()}: see the log") from error
+            raise RunFailed(
+                f"a reward worker died at its start, exit code {await worker.kill()}: see the log"
+            ) from error
         except BaseException:
             await worker.kill()
             raise
@@ -62,21 +75,27 @@ class Worker:
         return worker
 
     async def call(self, part: str, sample: Sample, timeout_s: float) -> Score:
-        """The score, or why there is none. After a timeout or a death the worker is of no further use."""
+        """The score, or why there is none. After a timeout or a death the worker is of no further
+        use.
+        """
         try:
             kind, value = await within(timeout_s, self._exchange((part, sample)), lambda: "")
         except DeadlineExceeded:
             await self.kill()
             return RewardFailure("timeout", f"no score after {timeout_s:g} s (reward.timeout_s)")
         except (EOFError, ConnectionError):
-            return RewardFailure("error", f"its worker process died with exit code {await self.kill()}")
+            return RewardFailure(
+                "error", f"its worker process died with exit code {await self.kill()}"
+            )
         except BaseException:
-            await self.kill()                   # an answer that nobody reads would be taken for the next one's
+            # an answer that nobody reads would be taken for the next one's
+            await self.kill()
             raise
         return float(value) if kind == "score" else RewardFailure("error", str(value))
 
     async def _exchange(self, message: object) -> Any:
-        stdin, stdout = self.process.stdin, self.process.stdout
+        stdin = self.process.stdin
+        stdout = self.process.stdout
         assert stdin is not None
         assert stdout is not None
         stdin.write(pack(message))
@@ -90,31 +109,38 @@ class Worker:
 
     async def kill(self) -> int:
         """End the process and whatever it started; its exit code."""
-        stdin, stdout = self.process.stdin, self.process.stdout
+        stdin = self.process.stdin
+        stdout = self.process.stdout
         assert stdin is not None
         assert stdout is not None
-        with suppress(ProcessLookupError):      # the whole group is gone
+        with suppress(ProcessLookupError):  # the whole group is gone
             os.killpg(self.process.pid, signal.SIGKILL)
         code = await self.process.wait()
         stdin.close()
         # Both pipes must be seen to close, or the transport outlives the loop.
-        await asyncio.wait([asyncio.ensure_future(stdout.read()), asyncio.ensure_future(_closed(stdin))], timeout=CANCEL_S)
+        await asyncio.wait(
+            [asyncio.ensure_future(stdout.read()), asyncio.ensure_future(_closed(stdin))],
+            timeout=CANCEL_S,
+        )
         return code
 
 
 async def _closed(stream: asyncio.StreamWriter) -> None:
-    with suppress(ConnectionError):             # the reader was killed
+    with suppress(ConnectionError):  # the reader was killed
         await stream.wait_closed()
 
 
 @dataclass
 class RewardPool:
-    """`size` workers that know `functions` ({part: import path}); one that dies or overruns its deadline is replaced."""
+    """`size` workers that know `functions` ({part: import path}); one that dies or overruns its
+    deadline is replaced.
+    """
 
     functions: Mapping[str, str]
     size: int
     timeout_s: float
-    _places: asyncio.Queue[Worker | None] = field(default_factory=asyncio.Queue)    # None: its worker must be started
+    # None: its worker must be started
+    _places: asyncio.Queue[Worker | None] = field(default_factory=asyncio.Queue)
     _workers: set[Worker] = field(default_factory=set)
     _starting: asyncio.Future[None] | None = None
 
@@ -125,8 +151,10 @@ class RewardPool:
         await self._starting
 
     async def _fill(self) -> None:
-        hired = await asyncio.gather(*(self._hire() for _ in range(self.size)), return_exceptions=True)
-        for worker in hired:                    # only now: whoever did start is known to `close`
+        hired = await asyncio.gather(
+            *(self._hire() for _ in range(self.size)), return_exceptions=True
+        )
+        for worker in hired:  # only now: whoever did start is known to `close`
             if isinstance(worker, BaseException):
                 raise worker
             self._places.put_nowait(worker)
@@ -162,13 +190,16 @@ class PooledPart:
     """One function of the pool."""
 
     def __init__(self, name: str, pool: RewardPool) -> None:
-        self._name, self._pool = name, pool
+        self._name = name
+        self._pool = pool
 
     async def start(self) -> None:
         await self._pool.start()
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return list(await asyncio.gather(*(self._pool.score(self._name, sample) for sample in samples)))
+        return list(
+            await asyncio.gather(*(self._pool.score(self._name, sample) for sample in samples))
+        )
 
     async def close(self) -> None:
         await self._pool.close()

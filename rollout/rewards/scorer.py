@@ -13,8 +13,9 @@ from rollout.rewards.base import RewardFailure, RewardPart, Score
 
 logger = logging.getLogger(__name__)
 
-VERIFIERS = ("exact_match", "math")             # parts whose score says right (> 0) or wrong
-MAX_WARNINGS = 20                               # failures that are logged one by one; all are counted
+VERIFIERS = ("exact_match", "math")  # parts whose score says right (> 0) or wrong
+# failures that are logged one by one; all are counted
+MAX_WARNINGS = 20
 
 
 @dataclass
@@ -24,14 +25,19 @@ class FailureCounts:
 
 
 class Scorer:
-    """Fills `reward`, `reward_parts` and, where a verifier is among the parts, `metadata["correct"]`.
+    """Fills `reward`, `reward_parts` and, where a verifier is among the parts,
+    `metadata["correct"]`.
 
-    A sample of which any part failed gets `reward.on_error`; its `metadata["reward_error"]` says why.
+    A sample of which any part failed gets `reward.on_error`; its `metadata["reward_error"]` says
+    why.
     """
 
     def __init__(self, config: RewardConfig, parts: Mapping[str, RewardPart]) -> None:
-        self._config, self._parts = config, dict(parts)
-        self._verifiers = [name for name, part in config.parts.items() if part.function in VERIFIERS]
+        self._config = config
+        self._parts = dict(parts)
+        self._verifiers = [
+            name for name, part in config.parts.items() if part.function in VERIFIERS
+        ]
         self._warnings = 0
 
     async def start(self) -> None:
@@ -47,19 +53,30 @@ class Scorer:
         return counts
 
     def _settle(self, sample: Sample, scores: Mapping[str, Score], counts: FailureCounts) -> None:
-        sample.reward_parts = {name: score for name, score in scores.items() if not isinstance(score, RewardFailure)}
-        failures = {name: score for name, score in scores.items() if isinstance(score, RewardFailure)}
+        sample.reward_parts = {
+            name: score for name, score in scores.items() if not isinstance(score, RewardFailure)
+        }
+        failures = {
+            name: score for name, score in scores.items() if isinstance(score, RewardFailure)
+        }
         if failures:
             sample.reward = self._config.on_error
-            sample.metadata["reward_error"] = "; ".join(f"{name}: {f.reason}" for name, f in failures.items())
+            sample.metadata["reward_error"] = "; ".join(
+                f"{name}: {f.reason}" for name, f in failures.items()
+            )
             timed_out = any(failure.kind == "timeout" for failure in failures.values())
             counts.timeouts += timed_out
             counts.errors += not timed_out
             self._warn(sample)
         else:
-            sample.reward = sum(self._config.parts[name].weight * score for name, score in sample.reward_parts.items())
+            sample.reward = sum(
+                self._config.parts[name].weight * score
+                for name, score in sample.reward_parts.items()
+            )
         if self._verifiers:
-            sample.metadata["correct"] = all(sample.reward_parts.get(name, 0.0) > 0 for name in self._verifiers)
+            sample.metadata["correct"] = all(
+                sample.reward_parts.get(name, 0.0) > 0 for name in self._verifiers
+            )
         if self._config.non_stop_penalty is not None and sample.finish_reason == "length":
             sample.reward = self._config.non_stop_penalty
 
@@ -67,8 +84,13 @@ class Scorer:
         self._warnings += 1
         if self._warnings <= MAX_WARNINGS:
             logger.warning(
-                "reward of sample %d of draw %d (%s) failed and is scored %g (reward.on_error): %s%s",
-                sample.index, sample.draw, sample.prompt_id, self._config.on_error, sample.metadata["reward_error"],
+                "reward of sample %d of draw %d (%s) failed and is scored %g (reward.on_error):"
+                " %s%s",
+                sample.index,
+                sample.draw,
+                sample.prompt_id,
+                self._config.on_error,
+                sample.metadata["reward_error"],
                 "; further failures are only counted" if self._warnings == MAX_WARNINGS else "",
             )
 

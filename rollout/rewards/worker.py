@@ -1,8 +1,9 @@
 """The worker process of the reward pool: `python -m rollout.rewards.worker`.
 
-It speaks frames over its standard streams: 4 bytes of length, then a pickle. First it gets its set-up
-({"functions": {part: import path}, "sys_path": [...]}) and answers None or an error text; then, for each
-(part, sample), it answers ("score", float) or ("error", text).
+It speaks frames over its standard streams: 4 bytes of length, then a pickle. First it gets its
+    set-up
+({"functions": {part: import path}, "sys_path": [...]}) and answers None or an error text; then, for
+each (part, sample), it answers ("score", float) or ("error", text).
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ def receive(stream: BinaryIO) -> Any:
 
 def main() -> None:
     die_with_parent()
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)                               # what a reward function prints goes to the log, not into the frames
+    requests = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
+    # what a reward function prints goes to the log, not into the frames
+    os.dup2(2, 1)
     try:
         setup = receive(requests)
         functions = load_functions(setup, answers)
@@ -57,7 +60,8 @@ def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, Callab
         for part, name in setup["functions"].items():
             functions[part] = load_object(name, {}, key=f"reward.parts.{part}.function")
     except ConfigError as error:
-        problem, functions = str(error), {}
+        problem = str(error)
+        functions = {}
     answers.write(pack(problem))
     answers.flush()
     return functions
@@ -74,7 +78,9 @@ def call(function: Callable[..., Any], sample: Any) -> tuple[str, Any]:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent is killed, even inside a call that never returns."""
+    """Ask the kernel to end this process when its parent is killed, even inside a call that never
+    returns.
+    """
     if sys.platform == "linux":
         import ctypes
         import signal

@@ -1,13 +1,16 @@
-"""How the bytes of one publication reach the engines: the seam between the transaction (rollout/weight_sync/publication.py) and its transports.
+"""How the bytes of one publication reach the engines: the seam between the transaction
+(rollout/weight_sync/publication.py) and its transports.
 
-A transport is chosen once for a run. Its methods run on the engines' event loop, one at a time, in this order:
+A transport is chosen once for a run. Its methods run on the engines' event loop, one at a time, in
+this order:
 
     open(engines, buckets)      once a transaction; every engine is paused and has its update open
     send(bucket, flat)          each bucket, in the one static order
     complete()                  when it returns, every engine holds all of them; `end_update` comes next
     close()                     connections are dropped, at the end of the run; what a failure left `open` drops
 
-Nothing here retries. An engine that fails is named in the answer; the transaction puts it out and runs again with the rest.
+Nothing here retries. An engine that fails is named in the answer; the transaction puts it out and
+runs again with the rest.
 """
 
 from __future__ import annotations
@@ -23,14 +26,17 @@ from rlcore.errors import RlcoreError
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import within
 
-GRACE_S = 10.0          # an engine keeps its own deadlines, ours come a little later
+GRACE_S = 10.0  # an engine keeps its own deadlines, ours come a little later
 
-Engine = Any            # an `rlcore.interfaces.RolloutEngine` with the verbs that the transport at hand needs
-Failures = dict[Engine, str]    # who did not do its part, and why
+# an `rlcore.interfaces.RolloutEngine` with the verbs that the transport at hand needs
+Engine = Any
+Failures = dict[Engine, str]  # who did not do its part, and why
 
 
 class Transport(Protocol):
-    """Raises PublicationFailed where it breaks by no engine's fault; an engine's fault is told in the answer."""
+    """Raises PublicationFailed where it breaks by no engine's fault; an engine's fault is told in
+    the answer.
+    """
 
     name: str
 
@@ -53,8 +59,12 @@ class Answers:
     failed: Failures = field(default_factory=dict)
 
 
-async def ask(engines: Sequence[Engine], what: str, call: Callable[[Any], Awaitable[Any]], seconds: float) -> Answers:
-    """`call(engine)` for every engine at once; each has `seconds`, and a little grace for its own deadline to speak first."""
+async def ask(
+    engines: Sequence[Engine], what: str, call: Callable[[Any], Awaitable[Any]], seconds: float
+) -> Answers:
+    """`call(engine)` for every engine at once; each has `seconds`, and a little grace for its own
+    deadline to speak first.
+    """
     answers = Answers()
 
     async def one(engine: Engine) -> None:

@@ -1,4 +1,6 @@
-"""Which transport carries the weights of a run: `rollout.engine.transport`, or what suits the engines at hand."""
+"""Which transport carries the weights of a run: `rollout.engine.transport`, or what suits the
+engines at hand.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,12 @@ from rollout.weight_sync.process_group import DistributedTransport
 from rollout.weight_sync.serialized import TensorTransport
 
 
-def choose_transport(config: Config, engines: Sequence[RolloutEngine], *, device: torch.device) -> Transport:
+def choose_transport(
+    config: Config, engines: Sequence[RolloutEngine], *, device: torch.device
+) -> Transport:
     """Raises ConfigError where the engines have no common way, or not the one that is configured."""
-    limit, probe = config.rollout.engine.update_timeout_s, config.rollout.engine.health_timeout_s
+    limit = config.rollout.engine.update_timeout_s
+    probe = config.rollout.engine.health_timeout_s
     name = choose_name(config.rollout.engine, [engine.transports for engine in engines])
     if name == "copy":
         return CopyTransport(timeout_s=limit)
@@ -31,9 +36,15 @@ def choose_transport(config: Config, engines: Sequence[RolloutEngine], *, device
         return TensorTransport(timeout_s=limit, probe_s=probe)
     tokenizer = config.model.tokenizer
     folders = WeightFolders(
-        shared_folder(config), model=Path(config.model.path), tokenizer=None if tokenizer is None else Path(tokenizer)
+        shared_folder(config),
+        model=Path(config.model.path),
+        tokenizer=None if tokenizer is None else Path(tokenizer),
     )
-    return DeltaTransport(folders, timeout_s=limit) if name == "delta" else DiskTransport(folders, timeout_s=limit)
+    return (
+        DeltaTransport(folders, timeout_s=limit)
+        if name == "delta"
+        else DiskTransport(folders, timeout_s=limit)
+    )
 
 
 def shared_folder(config: Config) -> Path:
@@ -43,18 +54,23 @@ def shared_folder(config: Config) -> Path:
 
 
 def choose_name(config: EngineConfig, offered: Sequence[Sequence[str]]) -> str:
-    """`auto`: the first way of the first engine that all have; where trainer and engines share GPUs, from memory to memory.
+    """`auto`: the first way of the first engine that all have; where trainer and engines share
+    GPUs, from memory to memory.
 
     Args:
         offered: each engine's ways, the preferred one first.
     """
     common = [name for name in offered[0] if all(name in others for others in offered)]
     if not common:
-        raise ConfigError(f"rollout.engine: no transport reaches all engines of this run; they take {list(map(list, offered))}")
+        raise ConfigError(
+            "rollout.engine: no transport reaches all engines of this run; they take"
+            f" {list(map(list, offered))}"
+        )
     if config.transport == "auto" or common == ["copy"]:
         return "tensor" if config.colocated and "tensor" in common else common[0]
     if config.transport not in common:
         raise ConfigError(
-            f"rollout.engine.transport: {config.transport} does not reach this run's engines; they take {', '.join(common)}"
+            f"rollout.engine.transport: {config.transport} does not reach this run's engines; they"
+            f" take {', '.join(common)}"
         )
     return config.transport

@@ -1,8 +1,10 @@
-"""Only what changed goes through the shared folder; each machine that runs engines keeps whole weights of its own.
+"""Only what changed goes through the shared folder; each machine that runs engines keeps whole
+weights of its own.
 
-The trainer writes a whole publication first, then changes (delta_files.py), and a whole one again when the changes since the
-last together are larger than it. Managed engines run on the trainer's machine and read the folder of its own follower.
-Where engines are given by URL, whoever runs them follows too (`rlcore engine`), and says so in the shared folder.
+The trainer writes a whole publication first, then changes (delta_files.py), and a whole one again
+when the changes since the last together are larger than it. Managed engines run on the trainer's
+machine and read the folder of its own follower. Where engines are given by URL, whoever runs them
+follows too (`rlcore engine`), and says so in the shared folder.
 """
 
 from __future__ import annotations
@@ -23,26 +25,31 @@ from rollout.weight_sync.follower import POLL_S, Follower, Note, read_notes
 class FollowedReader(FolderReader, Protocol):
     """An engine that reads the folder of a follower on its machine."""
 
-    managed: bool           # it runs on this machine
+    managed: bool  # it runs on this machine
     url: str
 
 
 class DeltaTransport(FolderTransport[DeltaWriter]):
-    """`rollout.weight_sync.base.Transport`: changes, with the checksum of every tensor that they make."""
+    """`rollout.weight_sync.base.Transport`: changes, with the checksum of every tensor that they
+    make.
+    """
 
     name = "delta"
 
     def __init__(self, folders: WeightFolders, *, timeout_s: float) -> None:
         super().__init__(folders, timeout_s=timeout_s)
         self._engines: list[FollowedReader] = []
-        self._snapshot: Snapshot | None = None      # what the next changes are counted from
-        self._since_whole = 0                       # bytes of changes since the last whole publication
+        self._snapshot: Snapshot | None = None  # what the next changes are counted from
+        # bytes of changes since the last whole publication
+        self._since_whole = 0
         self._follower: Follower | None = None
-        self.last: Manifest | None = None           # what was written last
+        self.last: Manifest | None = None  # what was written last
 
     async def open(self, engines: Sequence[FollowedReader], buckets: Sequence[Bucket]) -> Failures:
         self._engines = list(engines)
-        since, self._snapshot = self._snapshot, None        # back when it holds what was published
+        # back when it holds what was published
+        since = self._snapshot
+        self._snapshot = None
         whole = sum(bucket.num_bytes for bucket in buckets)
         if since is not None and (since.buckets != tuple(buckets) or self._since_whole > whole):
             since = None
@@ -54,10 +61,14 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
         self.last = manifest
         self._since_whole = 0 if manifest.base is None else self._since_whole + manifest.num_bytes
         number = number_of(folder)
-        local = await self._follow(number) if any(engine.managed for engine in self._engines) else None
+        local = (
+            await self._follow(number) if any(engine.managed for engine in self._engines) else None
+        )
 
         async def load(engine: FollowedReader) -> None:
-            await engine.load_folder(local if engine.managed and local else await self._followed(engine, number))
+            await engine.load_folder(
+                local if engine.managed and local else await self._followed(engine, number)
+            )
 
         answers = await ask(self._engines, "load_folder", load, 2 * self._timeout_s)
         if manifest.base is None:
@@ -92,11 +103,13 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
             limit = f"within {self._timeout_s:g} s (rollout.engine.update_timeout_s)"
             if not mine:
                 return (
-                    f"engine {engine.name}: nobody who follows {self._folders.root} named {engine.url} {limit}: start it with "
-                    "`rlcore engine` and the same rollout.engine.weights_dir, or set rollout.engine.transport to disk"
+                    f"engine {engine.name}: nobody who follows {self._folders.root} named"
+                    f" {engine.url} {limit}: start it with `rlcore engine` and the same"
+                    " rollout.engine.weights_dir, or set rollout.engine.transport to disk"
                 )
-            return f"engine {engine.name}: its follower on {mine[0].host} is at {mine[0].number}, expected {number} {limit}" + (
-                f": {mine[0].error}" if mine[0].error else ""
+            return (
+                f"engine {engine.name}: its follower on {mine[0].host} is at {mine[0].number},"
+                f" expected {number} {limit}" + (f": {mine[0].error}" if mine[0].error else "")
             )
 
         return await within(self._timeout_s, wait(), late)

@@ -1,9 +1,11 @@
 """What changed between two versions of a tensor, as bytes.
 
-After a small step most weights in bf16 are what they were, and the others differ in their low bits. So: the distances from
-one changed element to the next, and the exclusive or of old and new there; bytes of equal significance side by side, so that
-zstandard finds the zeros. At a learning rate of 1e-6 that takes about 2 % of the tensor. Applied twice it undoes itself: who
-applies it must know what it is applied to, and check the result.
+After a small step most weights in bf16 are what they were, and the others differ in their low bits.
+    So: the distances from
+one changed element to the next, and the exclusive or of old and new there; bytes of equal
+significance side by side, so that zstandard finds the zeros. At a learning rate of 1e-6 that takes
+about 2 % of the tensor. Applied twice it undoes itself: who applies it must know what it is applied
+to, and check the result.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
-BLOCK = 1 << 22                     # elements: bounds the memory, and a distance fits into 4 bytes
-_FRAME = struct.Struct("<II")       # of a block: changed elements, bytes that follow
-_LEVEL = 1                          # higher ones take longer and find no more
+BLOCK = 1 << 22  # elements: bounds the memory, and a distance fits into 4 bytes
+_FRAME = struct.Struct("<II")  # of a block: changed elements, bytes that follow
+_LEVEL = 1  # higher ones take longer and find no more
 
 
 class DeltaError(ValueError):
@@ -26,20 +28,29 @@ class DeltaError(ValueError):
 
 
 def encode(old: Bytes, new: Bytes, itemsize: int) -> bytes:
-    """The difference of two tensors of elements of `itemsize` bytes, uint8 [n] each; b"" where there is none."""
+    """The difference of two tensors of elements of `itemsize` bytes, uint8 [n] each; b"" where
+    there is none.
+    """
     if old.shape != new.shape:
         raise ValueError(f"got {old.shape} and {new.shape} bytes, expected the same number")
-    before, after = _elements(old, itemsize), _elements(new, itemsize)
-    frames = [_encode_block(before[at : at + BLOCK], after[at : at + BLOCK]) for at in range(0, len(before), BLOCK)]
+    before = _elements(old, itemsize)
+    after = _elements(new, itemsize)
+    frames = [
+        _encode_block(before[at : at + BLOCK], after[at : at + BLOCK])
+        for at in range(0, len(before), BLOCK)
+    ]
     return b"".join(frames) if any(len(frame) > _FRAME.size for frame in frames) else b""
 
 
 def apply(delta: bytes, tensor: Bytes, itemsize: int) -> None:
     """Change `tensor`, uint8 [n], in place. Raises DeltaError; the tensor is of no version then."""
-    elements, at = _elements(tensor, itemsize), 0
+    elements = _elements(tensor, itemsize)
+    at = 0
     for start in range(0, len(elements) if delta else 0, BLOCK):
         if at + _FRAME.size > len(delta):
-            raise DeltaError(f"{len(delta)} bytes of changes end before element {start} of {len(elements)}")
+            raise DeltaError(
+                f"{len(delta)} bytes of changes end before element {start} of {len(elements)}"
+            )
         count, size = _FRAME.unpack_from(delta, at)
         at += _FRAME.size
         _apply_block(delta[at : at + size], count, elements[start : start + BLOCK])
@@ -64,8 +75,11 @@ def _apply_block(body: bytes, count: int, elements: NDArray[np.integer]) -> None
     expected = count * (4 + elements.itemsize)
     try:
         claimed = zstandard.get_frame_parameters(body).content_size
-        if count > len(elements) or claimed != expected:        # before the memory is taken
-            raise DeltaError(f"{claimed} bytes of changes for {count} of {len(elements)} elements, expected {expected}")
+        if count > len(elements) or claimed != expected:  # before the memory is taken
+            raise DeltaError(
+                f"{claimed} bytes of changes for {count} of {len(elements)} elements, expected"
+                f" {expected}"
+            )
         raw = zstandard.ZstdDecompressor().decompress(body)
     except zstandard.ZstdError as error:
         raise DeltaError(f"the changes cannot be unpacked: {error}") from error

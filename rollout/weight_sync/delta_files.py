@@ -1,4 +1,5 @@
-"""The changes of one publication as a folder, and the record that says what a folder is applied to and what it makes.
+"""The changes of one publication as a folder, and the record that says what a folder is applied to
+and what it makes.
 
     update_000004/      a whole one: safetensors, config, manifest.json
     update_000005/      what changed since 4: changes.bin, manifest.json
@@ -26,17 +27,20 @@ from rollout.weight_sync.delta_codec import encode
 from rollout.weight_sync.folders import FullWriter, WeightFolders, number_of
 
 CHANGES = "changes.bin"
-_THREADS = 8                # hashing, comparing and packing let go of the interpreter's lock
+_THREADS = 8  # hashing, comparing and packing let go of the interpreter's lock
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What a folder holds."""
 
-    base: int | None                                    # the number that the changes apply to; None: it is a whole one
-    num_bytes: int                                      # that were written
-    fingerprints: dict[str, str]                        # of every tensor as it is now (rlcore.weights.fingerprint)
-    changes: dict[str, tuple[int, int]] = field(default_factory=dict)     # tensor -> (offset, size) in changes.bin
+    # the number that the changes apply to; None: it is a whole one
+    base: int | None
+    num_bytes: int  # that were written
+    # of every tensor as it is now (rlcore.weights.fingerprint)
+    fingerprints: dict[str, str]
+    # tensor -> (offset, size) in changes.bin
+    changes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -53,18 +57,21 @@ class Snapshot:
     """The publication that the next changes are counted from: a copy of all weights in host memory."""
 
     buckets: tuple[Bucket, ...]
-    flats: list[Tensor]                                 # uint8 [num_bytes] each
+    flats: list[Tensor]  # uint8 [num_bytes] each
     number: int = 0
 
 
 class DeltaWriter:
     """One publication, written whole where there is no `since`, else as what changed since then.
 
-    `since` is used up: its weights become the new ones while they are written. As with `FullWriter`, `finish` tells what went
+    `since` is used up: its weights become the new ones while they are written. As with
+        `FullWriter`, `finish` tells what went
     wrong in `add`.
     """
 
-    def __init__(self, folders: WeightFolders, buckets: Sequence[Bucket], since: Snapshot | None) -> None:
+    def __init__(
+        self, folders: WeightFolders, buckets: Sequence[Bucket], since: Snapshot | None
+    ) -> None:
         self._folders = folders
         self._base = since.number if since is not None else None
         self._snapshot = since or Snapshot(tuple(buckets), [])
@@ -81,7 +88,9 @@ class DeltaWriter:
             return
         with ThreadPoolExecutor(_THREADS) as pool:
             views = list(bucket.views(flat))
-            self._fingerprints |= zip([name for name, _ in views], pool.map(fingerprint, [view for _, view in views]))
+            self._fingerprints |= zip(
+                [name for name, _ in views], pool.map(fingerprint, [view for _, view in views])
+            )
             if self._full is not None:
                 self._full.add(bucket, flat)
                 self._snapshot.flats.append(flat.clone())
@@ -93,7 +102,8 @@ class DeltaWriter:
                 self._failure = error
 
     def _write_changes(self, bucket: Bucket, flat: Tensor, pool: ThreadPoolExecutor) -> None:
-        before, after = self._snapshot.flats[bucket.index], flat
+        before = self._snapshot.flats[bucket.index]
+        after = flat
 
         def difference(piece: tuple[TensorSpec, int]) -> bytes:
             spec, at = piece
@@ -102,7 +112,9 @@ class DeltaWriter:
 
         starts = np.cumsum([0, *(spec.num_bytes for spec in bucket.tensors)])
         with (self._aside / CHANGES).open("ab") as file:
-            for spec, delta in zip(bucket.tensors, pool.map(difference, zip(bucket.tensors, map(int, starts)))):
+            for spec, delta in zip(
+                bucket.tensors, pool.map(difference, zip(bucket.tensors, map(int, starts)))
+            ):
                 if delta:
                     file.write(delta)
                     self._changes[spec.name] = (self._size, len(delta))

@@ -1,4 +1,6 @@
-"""What the transports over a shared folder have in common: one writer a publication, which takes bucket after bucket."""
+"""What the transports over a shared folder have in common: one writer a publication, which takes
+bucket after bucket.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class FolderReader(Protocol):
     name: str
 
     async def load_folder(self, folder: Path) -> None:
-        """All weights of `folder` are in the model when this returns; the version is set by nobody yet."""
+        """All weights of `folder` are in the model when this returns; the version is set by nobody
+        yet.
+        """
         ...
 
 
@@ -39,12 +43,15 @@ W = TypeVar("W", bound=FolderWriter)
 
 
 class FolderTransport(Generic[W]):
-    """Everything that blocks on the disk runs in a thread; a writer that was not finished leaves nothing."""
+    """Everything that blocks on the disk runs in a thread; a writer that was not finished leaves
+    nothing.
+    """
 
     name: str
 
     def __init__(self, folders: WeightFolders, *, timeout_s: float) -> None:
-        self._folders, self._timeout_s = folders, timeout_s
+        self._folders = folders
+        self._timeout_s = timeout_s
         self._writer: W | None = None
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
@@ -59,40 +66,50 @@ class FolderTransport(Generic[W]):
         self._writer = None
 
     async def _begin(self, make: Callable[[], W]) -> None:
-        await FolderTransport.close(self)       # of a publication that was given up
+        await FolderTransport.close(self)  # of a publication that was given up
         self._writer = await asyncio.to_thread(make)
 
     def _take_writer(self) -> W:
         if self._writer is None:
             raise self._outside()
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         return writer
 
     def _outside(self) -> RunFailed:
-        return RunFailed(f"weights for transport {self.name} came outside a publication; call open first")
+        return RunFailed(
+            f"weights for transport {self.name} came outside a publication; call open first"
+        )
 
 
 _NAME = re.compile(r"update_(\d{6,})")
 
 
 class WeightFolders:
-    """`root/update_000001`, `update_000002`, ...: written aside and renamed. Numbers go on where an earlier run stopped.
+    """`root/update_000001`, `update_000002`, ...: written aside and renamed. Numbers go on where an
+    earlier run stopped.
 
-    Nothing is forced onto the disk: these files serve engines that run now, and a machine that loses its power restarts both
+    Nothing is forced onto the disk: these files serve engines that run now, and a machine that
+        loses its power restarts both
     sides from a checkpoint.
 
     Args:
-        model: the Hugging Face folder whose config.json goes along. tokenizer: likewise for the tokenizer's files.
+        model: the Hugging Face folder whose config.json goes along. tokenizer: likewise for the
+            tokenizer's files.
 
     Raises RunFailed, naming folder and bytes, where the system refuses.
     """
 
     def __init__(self, root: Path, *, model: Path, tokenizer: Path | None = None) -> None:
-        self.root, self._model, self._tokenizer = root.absolute(), model, tokenizer or model
+        self.root = root.absolute()
+        self._model = model
+        self._tokenizer = tokenizer or model
         self.last = max((number_of(path) for path in published(self.root)), default=0)
 
     def begin(self, num_bytes: int) -> Path:
-        """An empty folder aside, for about `num_bytes`; one that somebody left half-written is removed."""
+        """An empty folder aside, for about `num_bytes`; one that somebody left half-written is
+        removed.
+        """
         aside = self.root / f".update_{self.last + 1:06d}.partial"
         try:
             for old in self.root.glob(".update_*"):
@@ -103,8 +120,9 @@ class WeightFolders:
             raise self.refused(error) from error
         if free < num_bytes:
             raise RunFailed(
-                f"{self.root} (rollout.engine.weights_dir) has {free:,} bytes left, the weights need {num_bytes:,}: "
-                "make room, or choose a folder on a larger disk that the engines see too"
+                f"{self.root} (rollout.engine.weights_dir) has {free:,} bytes left, the weights"
+                f" need {num_bytes:,}: make room, or choose a folder on a larger disk that the"
+                " engines see too"
             )
         return aside
 
@@ -128,7 +146,9 @@ class WeightFolders:
             raise self.refused(error) from error
 
     def add_companions(self, aside: Path) -> None:
-        """config.json and the tokenizer's files, so that anything that reads Hugging Face folders reads this one."""
+        """config.json and the tokenizer's files, so that anything that reads Hugging Face folders
+        reads this one.
+        """
         try:
             shutil.copyfile(self._model / "config.json", aside / "config.json")
             copy_companions(aside, self._model, self._tokenizer)
@@ -136,17 +156,22 @@ class WeightFolders:
             raise self.refused(error) from error
 
     def refused(self, error: OSError) -> RunFailed:
-        return RunFailed(f"the weights could not be written to {self.root} (rollout.engine.weights_dir): {error}")
+        return RunFailed(
+            f"the weights could not be written to {self.root} (rollout.engine.weights_dir): {error}"
+        )
 
 
 class FullWriter:
-    """All tensors of one publication, one shard a bucket. What goes wrong in `add` is told by `finish`.
+    """All tensors of one publication, one shard a bucket. What goes wrong in `add` is told by
+    `finish`.
 
-    The trainer's other ranks are in the middle of sending: they must be heard to the end before anything is raised.
+    The trainer's other ranks are in the middle of sending: they must be heard to the end before
+    anything is raised.
     """
 
     def __init__(self, folders: WeightFolders, buckets: Sequence[Bucket]) -> None:
-        self._folders, self._buckets = folders, buckets
+        self._folders = folders
+        self._buckets = buckets
         self.aside = folders.begin(sum(bucket.num_bytes for bucket in buckets))
         self._shards = ShardWriter(self.aside, buckets)
         self._failure: OSError | None = None
@@ -196,7 +221,9 @@ def number_of(folder: Path) -> int:
 
 
 def check_sizes(folder: Path, shards: Iterable[Bucket]) -> None:
-    """Raises RunFailed unless each shard has the size that its tensors make: an engine dies of a file that ends early."""
+    """Raises RunFailed unless each shard has the size that its tensors make: an engine dies of a
+    file that ends early.
+    """
     shards = list(shards)
     writer = ShardWriter(folder, shards)
     for shard in shards:
@@ -204,14 +231,18 @@ def check_sizes(folder: Path, shards: Iterable[Bucket]) -> None:
         expected = len(header(shard)) + shard.num_bytes
         size = path.stat().st_size if path.is_file() else None
         if size != expected:
-            raise RunFailed(f"{path} is {'missing' if size is None else f'{size:,} bytes long'}, expected {expected:,} bytes")
+            raise RunFailed(
+                f"{path} is {'missing' if size is None else f'{size:,} bytes long'}, expected"
+                f" {expected:,} bytes"
+            )
 
 
 class DiskTransport(FolderTransport[FullWriter]):
-    """`rollout.weight_sync.base.Transport`: one folder a publication, which every engine loads at the end of it.
+    """`rollout.weight_sync.base.Transport`: one folder a publication, which every engine loads at
+    the end of it.
 
-    The folder must have the same path for the trainer and all engines. Older ones are removed when each engine that is
-    still served has loaded a newer one.
+    The folder must have the same path for the trainer and all engines. Older ones are removed when
+    each engine that is still served has loaded a newer one.
     """
 
     name = "disk"
@@ -219,7 +250,7 @@ class DiskTransport(FolderTransport[FullWriter]):
     def __init__(self, folders: WeightFolders, *, timeout_s: float) -> None:
         super().__init__(folders, timeout_s=timeout_s)
         self._engines: list[FolderReader] = []
-        self._loaded: dict[str, Path] = {}      # engine -> the folder that its weights came from
+        self._loaded: dict[str, Path] = {}  # engine -> the folder that its weights came from
 
     async def open(self, engines: Sequence[FolderReader], buckets: Sequence[Bucket]) -> Failures:
         await self._begin(lambda: FullWriter(self._folders, buckets))
@@ -228,7 +259,9 @@ class DiskTransport(FolderTransport[FullWriter]):
 
     async def complete(self) -> Failures:
         folder = await asyncio.to_thread(self._take_writer().finish)
-        answers = await ask(self._engines, "load_folder", lambda e: e.load_folder(folder), self._timeout_s)
+        answers = await ask(
+            self._engines, "load_folder", lambda e: e.load_folder(folder), self._timeout_s
+        )
         for engine in self._engines:
             if engine in answers.failed:
                 self._loaded.pop(engine.name, None)

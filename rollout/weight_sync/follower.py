@@ -1,8 +1,10 @@
-"""The engines' side of the `delta` transport: a local folder of whole weights that follows what the trainer publishes.
+"""The engines' side of the `delta` transport: a local folder of whole weights that follows what the
+trainer publishes.
 
-Whoever manages engines on a machine runs one (the trainer for its own, `rlcore engine` elsewhere). It copies the newest whole
-publication once, then applies changes in place; a tensor counts when its checksum is the one that the trainer wrote down.
-Where anything is missing or damaged it begins again from the whole publication.
+Whoever manages engines on a machine runs one (the trainer for its own, `rlcore engine` elsewhere).
+It copies the newest whole publication once, then applies changes in place; a tensor counts when its
+checksum is the one that the trainer wrote down. Where anything is missing or damaged it begins
+again from the whole publication.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from rollout.weight_sync.delta_files import Manifest, changed_bytes, tensor_at
 from rollout.weight_sync.folders import number_of, published
 
 POLL_S = 0.1
-NOTES = "followers"             # folder of the notes in which followers say how far they are
+NOTES = "followers"  # folder of the notes in which followers say how far they are
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,9 @@ class Follower:
         return number_of(folders[-1]) if folders else None
 
     def follow(self, number: int) -> Path:
-        """Bring `folder` to publication `number`. Raises RunFailed where the shared folder does not allow that."""
+        """Bring `folder` to publication `number`. Raises RunFailed where the shared folder does not
+        allow that.
+        """
         if self.number == number:
             return self.folder
         try:
@@ -64,12 +68,16 @@ class Follower:
                 self._walk(number)
                 return self.folder
         except Damaged as error:
-            logger.warning("%s: %s; starting again from the last whole publication", self.folder, error)
+            logger.warning(
+                "%s: %s; starting again from the last whole publication", self.folder, error
+            )
         self.number = None
         try:
             self._walk(number)
         except Damaged as error:
-            raise RunFailed(f"publication {number} in {self.shared} cannot be rebuilt in {self.folder}: {error}") from error
+            raise RunFailed(
+                f"publication {number} in {self.shared} cannot be rebuilt in {self.folder}: {error}"
+            ) from error
         return self.folder
 
     def close(self) -> None:
@@ -78,7 +86,9 @@ class Follower:
         self.number = None
 
     def _walk(self, number: int) -> None:
-        """From where we are, or else from the last whole publication, over each change up to `number`."""
+        """From where we are, or else from the last whole publication, over each change up to
+        `number`.
+        """
         steps: list[tuple[Path, Manifest]] = []
         at: int | None = number
         while at is not None and at != self.number:
@@ -96,7 +106,8 @@ class Follower:
                     self._change(folder, manifest)
             except (OSError, DeltaError, ValueError) as error:
                 raise Damaged(f"{folder}: {error}") from error
-            self.number, self._fingerprints = number_of(folder), manifest.fingerprints
+            self.number = number_of(folder)
+            self._fingerprints = manifest.fingerprints
 
     def _copy(self, folder: Path, manifest: Manifest) -> None:
         self.number = None
@@ -105,19 +116,26 @@ class Follower:
         free = shutil.disk_usage(self.folder.parent).free
         if free < manifest.num_bytes:
             raise RunFailed(
-                f"{self.folder} has {free:,} bytes left, the weights need {manifest.num_bytes:,}: make room there"
+                f"{self.folder} has {free:,} bytes left, the weights need {manifest.num_bytes:,}:"
+                " make room there"
             )
         shutil.copytree(folder, self.folder)
         self._places = find_tensors(self.folder)
         self._check(manifest, manifest.fingerprints)
 
     def _change(self, folder: Path, manifest: Manifest) -> None:
-        self.number = None          # until all changes are applied the folder is of no publication
+        self.number = None  # until all changes are applied the folder is of no publication
         for name in manifest.changes:
             place = self._places.get(name)
             if place is None:
-                raise Damaged(f"{folder} changes {name}, which the last whole publication does not have")
-            apply(changed_bytes(folder, manifest, name), self._map(place), place.spec.torch_dtype.itemsize)
+                raise Damaged(
+                    f"{folder} changes {name}, which the last whole publication does not have"
+                )
+            apply(
+                changed_bytes(folder, manifest, name),
+                self._map(place),
+                place.spec.torch_dtype.itemsize,
+            )
         self._check(manifest, manifest.changes)
         for name, wanted in manifest.fingerprints.items():
             if name not in manifest.changes and self._fingerprints.get(name) != wanted:
@@ -126,11 +144,15 @@ class Follower:
     def _check(self, manifest: Manifest, names: Iterable[str]) -> None:
         if self._places.keys() != manifest.fingerprints.keys():
             differ = sorted(self._places.keys() ^ manifest.fingerprints.keys())
-            raise Damaged(f"{self.folder} and the manifest name different tensors: {', '.join(differ[:5])}")
+            raise Damaged(
+                f"{self.folder} and the manifest name different tensors: {', '.join(differ[:5])}"
+            )
         for name in names:
             place = self._places[name]
             if fingerprint(tensor_at(self._map(place), place.spec)) != manifest.fingerprints[name]:
-                raise Damaged(f"{name} in {self.folder} does not have the checksum that was published")
+                raise Damaged(
+                    f"{name} in {self.folder} does not have the checksum that was published"
+                )
 
     def _map(self, place: TensorPlace) -> np.memmap[tuple[int], np.dtype[np.uint8]]:
         return np.memmap(place.path, np.uint8, "r+", place.offset, (place.spec.num_bytes,))
@@ -141,10 +163,10 @@ class Note:
     """How far a follower is, as it tells the trainer in the shared folder."""
 
     host: str
-    urls: list[str]             # of the engines that read its folder
+    urls: list[str]  # of the engines that read its folder
     number: int | None
     folder: str
-    error: str | None = None    # why it did not get further
+    error: str | None = None  # why it did not get further
 
 
 async def keep_following(shared: Path, urls: Sequence[str]) -> None:
@@ -157,13 +179,17 @@ async def keep_following(shared: Path, urls: Sequence[str]) -> None:
         while True:
             newest = await asyncio.to_thread(follower.newest)
             if newest is not None and newest != tried:
-                tried, error = newest, None
+                tried = newest
+                error = None
                 try:
                     await asyncio.to_thread(follower.follow, newest)
-                except RunFailed as failure:        # recovery: the trainer is told, the next publication may be whole
+                # recovery: the trainer is told, the next publication may be whole
+                except RunFailed as failure:
                     error = str(failure)
                     logger.warning("%s", failure)
-                note = Note(socket.gethostname(), list(urls), follower.number, str(follower.folder), error)
+                note = Note(
+                    socket.gethostname(), list(urls), follower.number, str(follower.folder), error
+                )
                 await asyncio.to_thread(write_atomic, note_path, json.dumps(asdict(note)).encode())
             await asyncio.sleep(POLL_S)
     finally:
@@ -176,7 +202,7 @@ def read_notes(shared: Path) -> list[Note]:
     for path in sorted((shared / NOTES).glob("*.json")):
         try:
             notes.append(Note(**json.loads(path.read_text())))
-        except FileNotFoundError:       # a follower that has just ended
+        except FileNotFoundError:  # a follower that has just ended
             continue
     return notes
 

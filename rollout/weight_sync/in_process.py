@@ -25,7 +25,10 @@ class CopyTransport:
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
         answers = await ask(
-            self._engines, "receive_bucket", lambda e: e.receive_bucket(bucket.index, flat), self._timeout_s
+            self._engines,
+            "receive_bucket",
+            lambda e: e.receive_bucket(bucket.index, flat),
+            self._timeout_s,
         )
         return answers.failed
 

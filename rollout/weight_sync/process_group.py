@@ -1,8 +1,10 @@
-"""Engines in other processes take each bucket over a process group: NCCL between different GPUs, else gloo.
+"""Engines in other processes take each bucket over a process group: NCCL between different GPUs,
+else gloo.
 
-Each engine has a group of its own with the trainer, and all send at once. In one group of all, those that wait for a member
-that hangs could not be freed from our side (neither gloo nor NCCL lets go of a collective whose other ranks are alive), and
-SGLang sets no deadline of its own. The price is that every engine's copy leaves the trainer's device.
+Each engine has a group of its own with the trainer, and all send at once. In one group of all,
+those that wait for a member that hangs could not be freed from our side (neither gloo nor NCCL lets
+go of a collective whose other ranks are alive), and SGLang sets no deadline of its own. The price
+is that every engine's copy leaves the trainer's device.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from rlcore.errors import DeadlineExceeded, EngineFailed, RunFailed
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, ask
 
-JOIN_S = 60.0           # for both sides to meet, at most
+JOIN_S = 60.0  # for both sides to meet, at most
 
 T = TypeVar("T")
 
@@ -36,18 +38,25 @@ class GroupEngine(Protocol):
     """An engine that can be in a process group for weights."""
 
     name: str
-    url: str                # where it is reached; the trainer is told to it as what it is on the way there
-    group_ranks: int        # how many ranks of the group are its own: one for each of its tensor-parallel ranks
-    in_group: str | None    # the name of the group that it is in; None again when it was started or connected anew
+    # where it is reached; the trainer is told to it as what it is on the way there
+    url: str
+    # how many ranks of the group are its own: one for each of its tensor-parallel ranks
+    group_ranks: int
+    # the name of the group that it is in; None again when it was started or connected anew
+    in_group: str | None
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
-        """Enter the group with the ranks from `rank` on, leaving the group before; returns when all of it are there."""
+        """Enter the group with the ranks from `rank` on, leaving the group before; returns when all
+        of it are there.
+        """
         ...
 
     async def receive_bucket(self, index: int, flat: None) -> None: ...
 
     async def health(self) -> dict[str, Any]:
-        """`gpu`: what tells its GPU from others', None on the CPU or where it shares one with the trainer."""
+        """`gpu`: what tells its GPU from others', None on the CPU or where it shares one with the
+        trainer.
+        """
         ...
 
 
@@ -63,9 +72,11 @@ class DistributedTransport:
     name = "distributed"
 
     def __init__(self, *, device: torch.device, timeout_s: float, probe_s: float) -> None:
-        self._device, self._timeout_s, self._probe_s = device, timeout_s, probe_s
+        self._device = device
+        self._timeout_s = timeout_s
+        self._probe_s = probe_s
         self._links: dict[Engine, Link] = {}
-        self._engines: list[Engine] = []        # of the transaction at hand
+        self._engines: list[Engine] = []  # of the transaction at hand
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
         """Groups that are whole from an earlier time are kept."""
@@ -81,7 +92,7 @@ class DistributedTransport:
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
         if all(self._links[engine].backend == "gloo" for engine in self._engines):
-            flat = flat.cpu()       # once for all
+            flat = flat.cpu()  # once for all
         return await self._on_links(lambda link: link.send(bucket, flat))
 
     async def complete(self) -> Failures:
@@ -90,7 +101,8 @@ class DistributedTransport:
     async def close(self) -> None:
         for link in self._links.values():
             link.close()
-        self._links, self._engines = {}, []
+        self._links = {}
+        self._engines = []
 
     async def _on_links(self, step: Callable[[Link], Any]) -> Failures:
         reasons = await asyncio.gather(*(step(self._links[engine]) for engine in self._engines))
@@ -107,17 +119,27 @@ def choose_backend(trainer: str | None, engine: str | None) -> Backend:
 
 
 class Link:
-    """The process group of the trainer, rank 0, and one engine. What it does tells why the engine failed, or None."""
+    """The process group of the trainer, rank 0, and one engine. What it does tells why the engine
+    failed, or None.
+    """
 
-    def __init__(self, engine: Engine, backend: Backend, device: torch.device, timeout_s: float) -> None:
-        self.engine, self.backend = engine, backend
-        self._device, self._timeout_s = device, timeout_s
+    def __init__(
+        self, engine: Engine, backend: Backend, device: torch.device, timeout_s: float
+    ) -> None:
+        self.engine = engine
+        self.backend = backend
+        self._device = device
+        self._timeout_s = timeout_s
         self.group: WeightGroup | None = None
 
     @property
     def is_whole(self) -> bool:
         """Not where the engine was started again since: its new process knows of no group."""
-        return self.group is not None and self.group.is_open and self.group.address.name == self.engine.in_group
+        return (
+            self.group is not None
+            and self.group.is_open
+            and self.group.address.name == self.engine.in_group
+        )
 
     async def join(self) -> str | None:
         """Make the group unless it is there."""
@@ -126,10 +148,13 @@ class Link:
         limit = min(self._timeout_s, JOIN_S)
         try:
             host, store, port = await asyncio.to_thread(self._meeting_place)
-        except (EngineFailed, OSError, dist.DistError) as error:     # recovery: without this engine, by the caller
+        # recovery: without this engine, by the caller
+        except (EngineFailed, OSError, dist.DistError) as error:
             return f"engine {self.engine.name} cannot be met: {error}"
         size = 1 + self.engine.group_ranks
-        address = GroupAddress(host, port, size, self.backend, self._timeout_s, f"weights-{secrets.token_hex(8)}")
+        address = GroupAddress(
+            host, port, size, self.backend, self._timeout_s, f"weights-{secrets.token_hex(8)}"
+        )
         meeting = in_thread(lambda: WeightGroup(address, 0, device=self._device, store=store))
         why = await self._asked("join_group", lambda e: e.join_group(address, 1), limit)
         if why is not None:
@@ -137,7 +162,7 @@ class Link:
             return why
         try:
             self.group = await meeting
-        except RunFailed as error:      # recovery: as above
+        except RunFailed as error:  # recovery: as above
             return str(error)
         return None
 
@@ -150,17 +175,21 @@ class Link:
         assert group is not None, "open the transport first"
         sending = in_thread(lambda: group.send(flat))
         try:
-            why = await self._asked("receive_bucket", lambda e: e.receive_bucket(bucket.index, None), self._timeout_s)
-        except asyncio.CancelledError:      # half a bucket is on its way: the group is of no use to the next publication
+            why = await self._asked(
+                "receive_bucket", lambda e: e.receive_bucket(bucket.index, None), self._timeout_s
+            )
+        # half a bucket is on its way: the group is of no use to the next publication
+        except asyncio.CancelledError:
             self.close()
             raise
-        if why is not None:             # nobody waits for our side, which may hang until its own deadline
+        # nobody waits for our side, which may hang until its own deadline
+        if why is not None:
             sending.add_done_callback(lambda done: done.exception())
             self.close()
             return why
         try:
             await sending
-        except RunFailed as error:      # recovery: as above
+        except RunFailed as error:  # recovery: as above
             self.close()
             return str(error)
         return None
@@ -175,9 +204,13 @@ class Link:
 
 
 def own_address(url: str) -> str:
-    """The address under which the server at `url` reaches this machine: the one that packets to it carry. Sends none."""
+    """The address under which the server at `url` reaches this machine: the one that packets to it
+    carry. Sends none.
+    """
     parts = urlsplit(url)
-    family, kind, protocol, _, there = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    family, kind, protocol, _, there = socket.getaddrinfo(
+        parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
+    )[0]
     with socket.socket(family, kind, protocol) as way:
         way.connect(there)
         address = str(way.getsockname()[0])
@@ -191,14 +224,16 @@ def close_late(meeting: asyncio.Future[WeightGroup]) -> None:
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """The result of `work` in a thread of its own, which may outlive us: it ends at a deadline that nobody waits for."""
+    """The result of `work` in a thread of its own, which may outlive us: it ends at a deadline that
+    nobody waits for.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def tell(result: T | None, error: BaseException | None) -> None:
         if not future.cancelled():
             if error is None:
-                future.set_result(result)       # type: ignore[arg-type]
+                future.set_result(result)  # type: ignore[arg-type]
             else:
                 future.set_exception(error)
 
@@ -207,9 +242,9 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         error: BaseException | None = None
         try:
             result = work()
-        except BaseException as failure:    # noqa: BLE001 - recovery: for whoever waits, who would else wait forever
+        except BaseException as failure:  # noqa: BLE001 - recovery: for whoever waits, who would else wait forever
             error = failure
-        if not loop.is_closed():        # else nobody waits any more
+        if not loop.is_closed():  # else nobody waits any more
             loop.call_soon_threadsafe(tell, result, error)
 
     threading.Thread(target=run, name="weights", daemon=True).start()
@@ -222,7 +257,7 @@ Backend = Literal["gloo", "nccl"]
 POLL_S = 0.001
 
 
-WATCHDOG_FACTOR = 4     # NCCL's own watchdog ends the process: it must come well after our deadline
+WATCHDOG_FACTOR = 4  # NCCL's own watchdog ends the process: it must come well after our deadline
 
 
 @dataclass(frozen=True)
@@ -233,25 +268,38 @@ class GroupAddress:
     port: int
     world_size: int
     backend: Backend
-    timeout_s: float        # for the meeting, and for each broadcast
-    name: str = "weights"   # SGLang makes no second group of a name, not even of a dead trainer's
+    timeout_s: float  # for the meeting, and for each broadcast
+    name: str = "weights"  # SGLang makes no second group of a name, not even of a dead trainer's
 
 
 class WeightGroup:
     """One member of the group. Making it blocks until all members are there.
 
-    Raises DeadlineExceeded when they are not within `address.timeout_s`, RunFailed when the connection breaks.
+    Raises DeadlineExceeded when they are not within `address.timeout_s`, RunFailed when the
+    connection breaks.
     """
 
-    def __init__(self, address: GroupAddress, rank: int, *, device: torch.device, store: dist.Store | None = None) -> None:
-        self.address, self.rank, self.device = address, rank, device
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2     # that received last, the one before
+    def __init__(
+        self,
+        address: GroupAddress,
+        rank: int,
+        *,
+        device: torch.device,
+        store: dist.Store | None = None,
+    ) -> None:
+        self.address = address
+        self.rank = rank
+        self.device = device
+        # that received last, the one before
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self._group: Any = None
         self._store: dist.Store | None = None
         limit = timedelta(seconds=address.timeout_s)
         try:
             if store is None:
-                store = dist.TCPStore(address.host, address.port, None, False, limit, wait_for_workers=False)
+                store = dist.TCPStore(
+                    address.host, address.port, None, False, limit, wait_for_workers=False
+                )
             self._group = make_group(address, rank, store)
         except (dist.DistError, RuntimeError) as error:
             raise self._failure("the weight group did not come together", error) from error
@@ -262,7 +310,8 @@ class WeightGroup:
         self._broadcast(flat.to(self._group_device).contiguous())
 
     def receive(self, num_bytes: int, into: Tensor | None = None) -> Tensor:
-        """The others: uint8 [num_bytes], in `into` if it is where the group's bytes come, else in a buffer of our own.
+        """The others: uint8 [num_bytes], in `into` if it is where the group's bytes come, else in a
+        buffer of our own.
 
         That buffer is overwritten by the next call but one.
         """
@@ -281,8 +330,12 @@ class WeightGroup:
         return self._group is not None
 
     def close(self) -> None:
-        """Break the connections, from any thread: who still waits, on this side or the other, gets an error."""
-        group, self._group, self._store = self._group, None, None
+        """Break the connections, from any thread: who still waits, on this side or the other, gets
+        an error.
+        """
+        group = self._group
+        self._group = None
+        self._store = None
         if group is not None:
             group.abort()
 
@@ -291,7 +344,7 @@ class WeightGroup:
         return self.device if self.address.backend == "nccl" else torch.device("cpu")
 
     def _broadcast(self, flat: Tensor) -> None:
-        group = self._group         # `close` may come from another thread meanwhile
+        group = self._group  # `close` may come from another thread meanwhile
         if group is None:
             raise RunFailed("the weight group is closed")
         deadline = time.monotonic() + self.address.timeout_s
@@ -307,12 +360,24 @@ class WeightGroup:
             work.wait()
         except RuntimeError as error:
             self.close()
-            raise self._failure(f"a broadcast of {len(flat)} bytes of weights failed", error) from error
+            raise self._failure(
+                f"a broadcast of {len(flat)} bytes of weights failed", error
+            ) from error
 
     def _failure(self, what: str, error: Exception) -> RunFailed:
-        kind = DeadlineExceeded if "time" in str(error).lower() and "out" in str(error).lower() else RunFailed
-        where = f"rank {self.rank} of {self.address.world_size} at {self.address.host}:{self.address.port}"
-        return kind(f"{what} ({where}, limit {self.address.timeout_s:.0f} s, rollout.engine.update_timeout_s): {error}")
+        kind = (
+            DeadlineExceeded
+            if "time" in str(error).lower() and "out" in str(error).lower()
+            else RunFailed
+        )
+        where = (
+            f"rank {self.rank} of {self.address.world_size} at"
+            f" {self.address.host}:{self.address.port}"
+        )
+        return kind(
+            f"{what} ({where}, limit {self.address.timeout_s:.0f} s,"
+            f" rollout.engine.update_timeout_s): {error}"
+        )
 
 
 def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
@@ -322,9 +387,11 @@ def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
 
 
 def make_group(address: GroupAddress, rank: int, store: dist.Store) -> Any:
-    """A bare backend, registered nowhere. NCCL needs engine and trainer on different GPUs (not run on any GPU yet).
+    """A bare backend, registered nowhere. NCCL needs engine and trainer on different GPUs (not run
+    on any GPU yet).
 
-    The prefixes are those under which SGLang's `init_custom_process_group` and torch below it look for the other members.
+    The prefixes are those under which SGLang's `init_custom_process_group` and torch below it look
+    for the other members.
     """
     limit = timedelta(seconds=address.timeout_s)
     device = "cuda" if address.backend == "nccl" else "cpu"
@@ -336,9 +403,11 @@ def make_group(address: GroupAddress, rank: int, store: dist.Store) -> Any:
         options._timeout = limit * WATCHDOG_FACTOR
         return dist.ProcessGroupNCCL(store, rank, address.world_size, options)
     if rank > 0 and not is_loopback(address.host):
-        return dist.ProcessGroupGloo(store, rank, address.world_size, limit)    # picks the interface of the host name
-    # Rank 0 is at `host`; its host's name may stand for the loopback interface, where others do not reach it.
-    local = dist.ProcessGroupGloo._Options()    # type: ignore[attr-defined]
+        # picks the interface of the host name
+        return dist.ProcessGroupGloo(store, rank, address.world_size, limit)
+    # Rank 0 is at `host`; its host's name may stand for the loopback interface, where others do not
+    # reach it.
+    local = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     local._devices = [dist.ProcessGroupGloo.create_device(hostname=address.host)]
     local._timeout = limit
     return dist.ProcessGroupGloo(store, rank, address.world_size, local)

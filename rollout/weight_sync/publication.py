@@ -1,13 +1,15 @@
 """`rlcore.interfaces.WeightSink` over engines: the trainer's side of a publication.
 
-The trainer's main thread calls it and blocks; everything happens on the engines' asyncio loop, in another thread. The bytes go
-by one transport (rollout/transports); this page is the order of things around them, and what a failure means:
+The trainer's main thread calls it and blocks; everything happens on the engines' asyncio loop, in
+another thread. The bytes go by one transport (rollout/transports); this page is the order of things
+around them, and what a failure means:
 
     prepare     pause, begin      the others go on without an engine that fails here
     send        the buckets       PublicationFailed: the caller runs the whole transaction again with the engines left
     finish      end, verify, set the version, resume      the others have a whole version and go on
 
-Whoever fails is out until it took a whole publication, and is never resumed on part of one. The others stay paused meanwhile.
+Whoever fails is out until it took a whole publication, and is never resumed on part of one. The
+others stay paused meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from rollout.weight_sync.choose import choose_transport
 
 KILL_S = 30.0
 CLOSE_S = 30.0
-LAST_RESORT = 6         # of the longest limit: then the loop itself is stuck
+LAST_RESORT = 6  # of the longest limit: then the loop itself is stuck
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -41,7 +43,9 @@ class Participants(Protocol):
     """Who takes part in publications. Called on the engines' loop."""
 
     async def candidates(self) -> Sequence[RolloutEngine]:
-        """Those alive, with whole weights or without. Raises RunFailed when there are none and none will come back."""
+        """Those alive, with whole weights or without. Raises RunFailed when there are none and none
+        will come back.
+        """
         ...
 
     async def stale(self) -> Sequence[RolloutEngine]:
@@ -61,7 +65,9 @@ class Participants(Protocol):
         ...
 
     async def out(self, engine: RolloutEngine, why: str) -> None:
-        """It missed a part. Returns when it holds up nobody any more. Raises RunFailed when none is left for good."""
+        """It missed a part. Returns when it holds up nobody any more. Raises RunFailed when none is
+        left for good.
+        """
         ...
 
 
@@ -74,24 +80,33 @@ class WeightPublication:
     """
 
     def __init__(
-        self, config: Config, members: Participants, loop: asyncio.AbstractEventLoop, *,
+        self,
+        config: Config,
+        members: Participants,
+        loop: asyncio.AbstractEventLoop,
+        *,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._config, self._members, self._loop = config, members, loop
+        self._config = config
+        self._members = members
+        self._loop = loop
         self._device = torch.device(device)
         self._mode = config.rollout.on_update
         self._limit = config.rollout.engine.update_timeout_s
         self._probe = config.rollout.engine.health_timeout_s
-        self._patience = config.rollout.engine.request_timeout_s       # to pause, requests in flight may have to end
+        # to pause, requests in flight may have to end
+        self._patience = config.rollout.engine.request_timeout_s
         engine = config.rollout.engine
-        self._comeback = comeback_s(engine, engine_place_s(config))     # where no engine is up
+        self._comeback = comeback_s(engine, engine_place_s(config))  # where no engine is up
         self._verify_every = config.rollout.engine.verify_every
-        self._unverified = 0                                    # publications since the last comparison of checksums
-        self._expectation: WeightExpectation | None = None      # of the publication at hand, where it is to be verified
+        # publications since the last comparison of checksums
+        self._unverified = 0
+        # of the publication at hand, where it is to be verified
+        self._expectation: WeightExpectation | None = None
         self._transport: Transport | None = None
-        self._taking: list[RolloutEngine] = []      # part in the transaction at hand
+        self._taking: list[RolloutEngine] = []  # part in the transaction at hand
 
-    # --- the transaction, for the trainer's thread -----------------------------------------------------------------
+    # --- the transaction, for the trainer's thread ------------------------------------------------
 
     def prepare(self, buckets: Sequence[Bucket], *, only_stale: bool = False) -> None:
         """Pause, agree on the members and the layout, open the update.
@@ -112,7 +127,9 @@ class WeightPublication:
         self._call(self._finish(version))
 
     def cancel(self) -> None:
-        """The engines stay paused, and refuse to generate until a whole update came. Those well keep their connections."""
+        """The engines stay paused, and refuse to generate until a whole update came. Those well
+        keep their connections.
+        """
         self._call(self._give_up())
 
     async def _give_up(self) -> None:
@@ -120,14 +137,16 @@ class WeightPublication:
             self._members.missed(engine)
 
     def close(self) -> None:
-        """For the end of a run, whatever that is: it hides no error, and does not wait for a loop that is stuck."""
+        """For the end of a run, whatever that is: it hides no error, and does not wait for a loop
+        that is stuck.
+        """
         if self._transport is not None:
             try:
                 self._call(self._transport.close(), CLOSE_S)
-            except DeadlineExceeded as error:       # recovery: connections end with the process
+            except DeadlineExceeded as error:  # recovery: connections end with the process
                 logger.warning("%s", error)
 
-    # --- its steps, on the engines' loop ---------------------------------------------------------------------------
+    # --- its steps, on the engines' loop ----------------------------------------------------------
 
     async def _prepare(self, buckets: Sequence[Bucket], only_stale: bool) -> None:
         members = self._members
@@ -135,7 +154,8 @@ class WeightPublication:
         if not self._taking:
             raise PublicationFailed("no engine waits for weights")
         due = self._verify_every and self._unverified % self._verify_every == 0
-        self._expectation = self._taking[0].expectation() if due else None      # all engines of a run keep weights alike
+        # all engines of a run keep weights alike
+        self._expectation = self._taking[0].expectation() if due else None
         for engine in self._taking:
             members.draining(engine)
         await self._step("health", lambda e: e.health(), self._probe)
@@ -143,19 +163,24 @@ class WeightPublication:
         await self._step("begin_update", lambda e: e.begin_update(buckets), self._limit)
         if self._transport is None:
             self._transport = choose_transport(self._config, self._taking, device=self._device)
-        await self._all_or_again(self._transport.open(self._taking, buckets), "the way of the weights was not opened")
+        await self._all_or_again(
+            self._transport.open(self._taking, buckets), "the way of the weights was not opened"
+        )
 
     async def _send(self, bucket: Bucket, flat: Tensor) -> None:
         assert self._transport is not None
         if self._expectation is not None:
             await asyncio.to_thread(expect, self._expectation, bucket, flat)
         await self._all_or_again(
-            self._transport.send(bucket, flat), f"bucket {bucket.index} was not taken by all engines"
+            self._transport.send(bucket, flat),
+            f"bucket {bucket.index} was not taken by all engines",
         )
 
     async def _finish(self, version: int) -> None:
         assert self._transport is not None
-        await self._all_or_again(self._transport.complete(), "the weights were not taken by all engines")
+        await self._all_or_again(
+            self._transport.complete(), "the weights were not taken by all engines"
+        )
         await self._step("end_update", lambda e: e.end_update(), self._limit)
         if self._expectation is not None:
             await self._compare(self._expectation)
@@ -168,11 +193,17 @@ class WeightPublication:
     async def _compare(self, expectation: WeightExpectation) -> None:
         said = await self._step("checksum", lambda e: e.checksum(), self._limit)
         problems = {engine: expectation.problem(one) for engine, one in said.items()}
-        await self._out({
-            engine: f"its weights differ from what was sent: {problem}" for engine, problem in problems.items() if problem
-        })
+        await self._out(
+            {
+                engine: f"its weights differ from what was sent: {problem}"
+                for engine, problem in problems.items()
+                if problem
+            }
+        )
 
-    async def _step(self, what: str, call: Callable[[Any], Awaitable[Any]], seconds: float) -> dict[Any, Any]:
+    async def _step(
+        self, what: str, call: Callable[[Any], Awaitable[Any]], seconds: float
+    ) -> dict[Any, Any]:
         """Results of the engines that are left; those that fail are out."""
         answers = await ask(self._taking, what, call, seconds)
         await self._out(answers.failed)
@@ -191,15 +222,22 @@ class WeightPublication:
             self._taking.remove(engine)
         await asyncio.gather(*(self._members.out(engine, why) for engine, why in failed.items()))
         if not self._taking:
-            raise PublicationFailed(f"no engine takes the new weights: {'; '.join(failed.values())}")
+            raise PublicationFailed(
+                f"no engine takes the new weights: {'; '.join(failed.values())}"
+            )
 
-    # --- between the threads ---------------------------------------------------------------------------------------
+    # --- between the threads ----------------------------------------------------------------------
 
     def _call(self, work: Coroutine[Any, Any, T], limit: float | None = None) -> T:
         """Every step keeps its own limits; this one is for a loop that does not run."""
         if limit is None:
             limit = LAST_RESORT * (max(self._limit, self._patience, self._comeback) + GRACE_S)
-        return call_on(self._loop, work, limit, f"the engines' event loop did nothing for {limit:g} s: something blocks it")
+        return call_on(
+            self._loop,
+            work,
+            limit,
+            f"the engines' event loop did nothing for {limit:g} s: something blocks it",
+        )
 
 
 def expect(expectation: WeightExpectation, bucket: Bucket, flat: Tensor) -> None:
@@ -211,8 +249,8 @@ class StaticParticipants:
     """`Participants` that are never started again: who fails is ended and forgotten."""
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
-        self.engines = list(engines)            # those left
-        self.dropped: dict[str, str] = {}       # engine: why
+        self.engines = list(engines)  # those left
+        self.dropped: dict[str, str] = {}  # engine: why
 
     async def candidates(self) -> Sequence[RolloutEngine]:
         return self.engines

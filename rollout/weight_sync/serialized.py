@@ -1,7 +1,8 @@
 """SGLang engines on the trainer's host take each bucket out of the body of a request.
 
-On CUDA the body holds IPC handles, and the bytes go from GPU memory to GPU memory; this has never been run. On the CPU it holds
-the bytes themselves. Either way the server unpickles it, by a list of what it lets in; what is said here is on that list.
+On CUDA the body holds IPC handles, and the bytes go from GPU memory to GPU memory; this has never
+been run. On the CPU it holds the bytes themselves. Either way the server unpickles it, by a list of
+what it lets in; what is said here is on that list.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from torch.multiprocessing import reductions
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, ask
 
-DEVICE = 6              # where the device stands among the arguments of torch's `rebuild_cuda_tensor`
+# where the device stands among the arguments of torch's `rebuild_cuda_tensor`
+DEVICE = 6
 
 
 class BodyEngine(Protocol):
     """An engine that takes weights in the body of a request."""
 
     name: str
-    group_ranks: int        # its tensor-parallel ranks, each of which takes a payload
+    group_ranks: int  # its tensor-parallel ranks, each of which takes a payload
 
     async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None: ...
 
@@ -48,7 +50,8 @@ class TensorTransport:
     name = "tensor"
 
     def __init__(self, *, timeout_s: float, probe_s: float) -> None:
-        self._timeout_s, self._probe_s = timeout_s, probe_s
+        self._timeout_s = timeout_s
+        self._probe_s = probe_s
         self._engines: list[Engine] = []
         self._by_handle = False
 
@@ -61,7 +64,10 @@ class TensorTransport:
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
         payloads = await asyncio.to_thread(self._payloads, bucket, flat)
         answers = await ask(
-            self._engines, "receive_serialized", lambda e: e.receive_serialized(bucket.index, payloads[e]), self._timeout_s
+            self._engines,
+            "receive_serialized",
+            lambda e: e.receive_serialized(bucket.index, payloads[e]),
+            self._timeout_s,
         )
         return answers.failed
 
@@ -72,10 +78,16 @@ class TensorTransport:
         self._engines = []
 
     def _payloads(self, bucket: Bucket, flat: Tensor) -> dict[Engine, list[str]]:
-        """Bytes are the same for all and packed once; a handle counts its readers, so each reader gets its own."""
+        """Bytes are the same for all and packed once; a handle counts its readers, so each reader
+        gets its own.
+        """
         if flat.is_cuda and self._by_handle:
-            torch.cuda.current_stream(flat.device).synchronize()       # the readers know nothing of our stream
-            return {engine: [by_handle(bucket, flat) for _ in range(engine.group_ranks)] for engine in self._engines}
+            # the readers know nothing of our stream
+            torch.cuda.current_stream(flat.device).synchronize()
+            return {
+                engine: [by_handle(bucket, flat) for _ in range(engine.group_ranks)]
+                for engine in self._engines
+            }
         payload = by_value(bucket, flat)
         return {engine: [payload] * engine.group_ranks for engine in self._engines}
 
@@ -93,19 +105,31 @@ def by_handle(bucket: Bucket, flat: Tensor) -> str:
 
 
 def flattened(bucket: Bucket, flat: Tensor) -> dict[str, Any]:
-    """What SGLang's `flattened_bucket` looks like; its server reads the attributes of the metadata, not their class."""
-    metadata, at = [], 0
+    """What SGLang's `flattened_bucket` looks like; its server reads the attributes of the metadata,
+    not their class.
+    """
+    metadata = []
+    at = 0
     for spec in bucket.tensors:
         end = at + spec.num_bytes
-        metadata.append(SimpleNamespace(
-            name=spec.name, shape=torch.Size(spec.shape), dtype=spec.torch_dtype, start_idx=at, end_idx=end, numel=end - at
-        ))
+        metadata.append(
+            SimpleNamespace(
+                name=spec.name,
+                shape=torch.Size(spec.shape),
+                dtype=spec.torch_dtype,
+                start_idx=at,
+                end_idx=end,
+                numel=end - at,
+            )
+        )
         at = end
     return {"flattened_tensor": flat, "metadata": metadata}
 
 
 class HandlePickler(pickle.Pickler):
-    """Tensors as CUDA IPC handles, with the GPU by its identity: trainer and engine may number them otherwise."""
+    """Tensors as CUDA IPC handles, with the GPU by its identity: trainer and engine may number them
+    otherwise.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -1,10 +1,12 @@
-"""What an engine holds, told by what it was sent: one whole version of the weights, or nothing it may generate with.
+"""What an engine holds, told by what it was sent: one whole version of the weights, or nothing it
+may generate with.
 
     empty -> updating -> unversioned -> ready
                ^  ^ ______________________/
                |   (a failure on the way leaves it `updating`: stale until a whole update came)
 
-From each of them its memory can be released: the weights are gone then, and once it is restored it is `empty` again.
+From each of them its memory can be released: the weights are gone then, and once it is restored it
+    is `empty` again.
 """
 
 from __future__ import annotations
@@ -15,31 +17,40 @@ from typing import Literal
 from rlcore.errors import EngineFailed
 from rlcore.weights import Bucket
 
-SHOWN = 5       # items listed in an error
+SHOWN = 5  # items listed in an error
 
 State = Literal["empty", "updating", "unversioned", "ready", "released"]
 
 
 class WeightState:
-    """The updates of engine `name`, step by step. Raises EngineFailed for a step that is out of order."""
+    """The updates of engine `name`, step by step. Raises EngineFailed for a step that is out of
+    order.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.state: State = "empty"
         self.version: int | None = None
-        self._buckets: tuple[Bucket, ...] | None = None     # of the update at hand, where there is one
+        # of the update at hand, where there is one
+        self._buckets: tuple[Bucket, ...] | None = None
         self._received: set[int] = set()
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """Open an update. From here on the weights are nobody's version."""
         if self.state == "released":
-            raise EngineFailed(f"{self.name}: the memory of its weights is released; restore it before an update")
-        self.state, self._buckets, self._received = "updating", tuple(buckets), set()
+            raise EngineFailed(
+                f"{self.name}: the memory of its weights is released; restore it before an update"
+            )
+        self.state = "updating"
+        self._buckets = tuple(buckets)
+        self._received = set()
 
     def open_buckets(self) -> tuple[Bucket, ...]:
         """Of the update at hand. Raises outside one."""
         if self.state != "updating" or self._buckets is None:
-            raise EngineFailed(f"{self.name}: weights came outside an update; call begin_update first")
+            raise EngineFailed(
+                f"{self.name}: weights came outside an update; call begin_update first"
+            )
         return self._buckets
 
     def bucket(self, index: int) -> Bucket:
@@ -63,8 +74,9 @@ class WeightState:
         missing = sorted(set(range(len(self._buckets))) - self._received)
         if missing:
             raise EngineFailed(
-                f"{self.name}: the update ended without bucket{'s' * (len(missing) > 1)} {shorten(missing)} "
-                f"of {len(self._buckets)}; the engine is stale until a whole update comes"
+                f"{self.name}: the update ended without bucket{'s' * (len(missing) > 1)}"
+                f" {shorten(missing)} of {len(self._buckets)}; the engine is stale until a whole"
+                " update comes"
             )
 
     def end(self) -> None:
@@ -73,26 +85,40 @@ class WeightState:
         self.state = "unversioned"
 
     def check_version(self, version: int) -> None:
-        """Raises EngineFailed unless the weights are whole, and `version` is not behind the one before."""
+        """Raises EngineFailed unless the weights are whole, and `version` is not behind the one
+        before.
+        """
         if self.state not in ("unversioned", "ready"):
-            raise EngineFailed(f"{self.name}: version {version} cannot be set, the weights are {self.state}")
+            raise EngineFailed(
+                f"{self.name}: version {version} cannot be set, the weights are {self.state}"
+            )
         if self.version is not None and version < self.version:
-            raise EngineFailed(f"{self.name}: version {version} after {self.version}: versions never go back")
+            raise EngineFailed(
+                f"{self.name}: version {version} after {self.version}: versions never go back"
+            )
 
     def set_version(self, version: int) -> None:
         """Put the new weights in force as `version`, a counter that never goes back."""
         self.check_version(version)
-        self.version, self.state = version, "ready"
+        self.version = version
+        self.state = "ready"
 
     def require_ready(self) -> int:
         """The version in force. Raises EngineFailed when there is none."""
         if self.state == "ready" and self.version is not None:
             return self.version
         if self.state == "empty":
-            raise EngineFailed(f"{self.name}: no weights were published to this engine yet, it cannot generate")
+            raise EngineFailed(
+                f"{self.name}: no weights were published to this engine yet, it cannot generate"
+            )
         if self.state == "released":
-            raise EngineFailed(f"{self.name}: the memory of its weights is released, it cannot generate")
-        raise EngineFailed(f"{self.name}: its weights are stale ({self.state}): publish a whole update before generating")
+            raise EngineFailed(
+                f"{self.name}: the memory of its weights is released, it cannot generate"
+            )
+        raise EngineFailed(
+            f"{self.name}: its weights are stale ({self.state}): publish a whole update before"
+            " generating"
+        )
 
     def release(self) -> None:
         """Their memory is given back."""

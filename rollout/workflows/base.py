@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkflowContext:
-    """A workflow class is constructed with one of these: how to sample, and where its random numbers are addressed.
+    """A workflow class is constructed with one of these: how to sample, and where its random
+    numbers are addressed.
 
-    A run constructs several: for training, for evaluation, and for the greedy baseline of an estimator that needs one.
+    A run constructs several: for training, for evaluation, and for the greedy baseline of an
+        estimator that needs one.
     Requests of two of them are told apart by `seed` alone.
     """
 
@@ -29,11 +31,10 @@ class WorkflowContext:
     tokenizer: PreTrainedTokenizerBase
 
 
-
-
 def make_sample(prompt: Prompt, draw: int, index: int, completion: Completion) -> Sample:
     """One prompt and one completion as a sample; text and reward are filled in later."""
-    size, made = len(prompt.tokens), len(completion.tokens)
+    size = len(prompt.tokens)
+    made = len(completion.tokens)
     mask = np.zeros(size + made, dtype=np.uint8)
     mask[size:] = 1
     return Sample(
@@ -41,7 +42,8 @@ def make_sample(prompt: Prompt, draw: int, index: int, completion: Completion) -
         index=index,
         prompt_id=prompt.prompt_id,
         group_id=draw,
-        rollout_id=(draw << 20) + index,         # unique in a run, whatever the number of samples a draw
+        # unique in a run, whatever the number of samples a draw
+        rollout_id=(draw << 20) + index,
         tokens=np.concatenate([prompt.tokens, completion.tokens]),
         loss_mask=mask,
         rollout_logprobs=completion.logprobs,

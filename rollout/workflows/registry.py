@@ -14,5 +14,7 @@ def build_workflow(name: str, context: WorkflowContext) -> Workflow:
     Raises:
         ConfigError: there is no such workflow.
     """
-    workflow: Workflow = load_object(name, {"single_turn": SingleTurn}, key="rollout.workflow")(context)
+    workflow: Workflow = load_object(name, {"single_turn": SingleTurn}, key="rollout.workflow")(
+        context
+    )
     return workflow

@@ -19,4 +19,7 @@ class SingleTurn:
         request = GenerateRequest(
             prompt.tokens, context.sampling, draw, n=context.samples_per_prompt, seed=context.seed
         )
-        return [make_sample(prompt, draw, i, completion) for i, completion in enumerate(await generate(request))]
+        return [
+            make_sample(prompt, draw, i, completion)
+            for i, completion in enumerate(await generate(request))
+        ]

@@ -1,7 +1,8 @@
-"""What each rank of test_checkpoint.py does in one case: train and save, or load; then export, step and export.
+"""What each rank of test_checkpoint.py does in one case: train and save, or load; then export, step
+and export.
 
-A step's gradient is a Hugging Face folder times a number, so it is the same under every layout, and without clipping AdamW
-works element by element: all layouts must agree to the bit.
+A step's gradient is a Hugging Face folder times a number, so it is the same under every layout, and
+without clipping AdamW works element by element: all layouts must agree to the bit.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from backends.megatron.cpu.shim import importing_megatron
 with importing_megatron():
     from backends.megatron.checkpoint.optimizer_state import METADATA
     from backends.megatron.checkpoint.save_load import Saved, load_checkpoint, save_checkpoint
-    from backends.megatron.model.gpt import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
+    from backends.megatron.model.gpt import (
+        build_chunks,
+        in_dtype,
+        padded_vocab_size,
+        transformer_config,
+        with_gradients,
+    )
     from backends.megatron.parallel.state import ParallelState
     from backends.megatron.training.optimizer import ScheduledOptimizer
     from backends.megatron.weights.export import WeightExporter, export_hf
@@ -38,15 +45,26 @@ class Trained:
     """One model with its optimizer, and the folder that its gradients are made of."""
 
     def __init__(
-        self, name: str, source: Path, variant: dict[str, Any], layout: ParallelConfig, parallel: ParallelState
+        self,
+        name: str,
+        source: Path,
+        variant: dict[str, Any],
+        layout: ParallelConfig,
+        parallel: ParallelState,
     ) -> None:
         arch = read_architecture(source)
         config = transformer_config(arch, layout, variant["dtype"], torch.device("cpu"), {})
         built = build(arch, config, layout, value_head=name == "critic")
         load_hf(built, arch, source, parallel)
-        modules = with_gradients(in_dtype(built, config), config, distributed_optimizer=variant["distributed"])
+        modules = with_gradients(
+            in_dtype(built, config), config, distributed_optimizer=variant["distributed"]
+        )
         optimizer_config = OptimizerConfig(
-            lr=0.01, warmup_steps=2, weight_decay=0.1, clip_grad=0, distributed=variant["distributed"]
+            lr=0.01,
+            warmup_steps=2,
+            weight_decay=0.1,
+            clip_grad=0,
+            distributed=variant["distributed"],
         )
         self.optimizer = ScheduledOptimizer(
             optimizer_config, modules, params_dtype=DTYPES[variant["dtype"]], total_steps=10
@@ -56,7 +74,9 @@ class Trained:
         if variant.get("optimizer_state"):
             blank_config = transformer_config(arch, layout, "fp32", torch.device("cpu"), {})
             self.blank = build(arch, blank_config, layout, value_head=name == "critic")
-        self.source, self.parallel, self.dtype = source, parallel, DTYPES[variant["dtype"]]
+        self.source = source
+        self.parallel = parallel
+        self.dtype = DTYPES[variant["dtype"]]
         self.gradients = read_gradients(modules, arch, source, parallel)
 
     def step(self, number: int) -> None:
@@ -66,16 +86,26 @@ class Trained:
 
     def export(self, folder: Path) -> None:
         """The weights; where the variant asks for it, the optimizer's state beside them."""
-        chunks, arch, head = self.saved.chunks, self.saved.arch, self.saved.head
+        chunks = self.saved.chunks
+        arch = self.saved.arch
+        head = self.saved.head
         exporter = WeightExporter(chunks, arch, self.parallel, dtype=self.dtype, head=head)
         export_hf(exporter, folder / self.saved.name)
         if self.blank:
             export_state(
-                folder / f"{self.saved.name}_optimizer", self.optimizer, chunks, self.blank, arch, self.parallel, head=head
+                folder / f"{self.saved.name}_optimizer",
+                self.optimizer,
+                chunks,
+                self.blank,
+                arch,
+                self.parallel,
+                head=head,
             )
 
 
-def build(arch: Architecture, config: Any, layout: ParallelConfig, *, value_head: bool) -> list[Any]:
+def build(
+    arch: Architecture, config: Any, layout: ParallelConfig, *, value_head: bool
+) -> list[Any]:
     padded = padded_vocab_size(arch.vocab_size, 1, layout.tensor)
     return build_chunks(arch, config, padded_vocab=padded, value_head=value_head, seed=1)
 
@@ -95,16 +125,23 @@ def read_gradients(
 
 @contextmanager
 def numbered_optimizers() -> Iterator[None]:
-    """Inside, names are those of a checkpoint that was written without `chained_optim_avoid_prefix`."""
+    """Inside, names are those of a checkpoint that was written without
+    `chained_optim_avoid_prefix`.
+    """
     METADATA["chained_optim_avoid_prefix"] = False
     yield
     METADATA["chained_optim_avoid_prefix"] = True
 
 
-def train_and_save_or_load(job: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
+def train_and_save_or_load(
+    job: dict[str, Any], layout: ParallelConfig, parallel: ParallelState
+) -> None:
     """Two steps and a save, or a load; then a third step. Exports before and after it."""
     variant = job["variant"]
-    models = [Trained(name, Path(path), variant, layout, parallel) for name, path in job["sources"].items()]
+    models = [
+        Trained(name, Path(path), variant, layout, parallel)
+        for name, path in job["sources"].items()
+    ]
     saved = [model.saved for model in models]
     if "save" in job:
         for model in models:

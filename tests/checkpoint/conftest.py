@@ -1,4 +1,6 @@
-"""All gloo worlds of this folder: started once, one a size, each going through every case of its layouts."""
+"""All gloo worlds of this folder: started once, one a size, each going through every case of its
+layouts.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,26 @@ def _convert_cases(outputs: Outputs, layout: str) -> list[tuple[str, dict[str, A
             "target": str(outputs.export(layout, name)),
             "dtype": "bf16" if MODELS[name][2] == torch.bfloat16 else "fp32",
             "head": "value" if name == "reward" else "lm",
-            "divisible_by": 64 if name == "qwen3" else 1,       # at TP 2 one rank holds padding alone
+            # at TP 2 one rank holds padding alone
+            "divisible_by": 64 if name == "qwen3" else 1,
             "bucket_bytes": 3000 if name == "llama" else 1 << 20,
-            "alone_bytes": 1 << 20 if name in ("llama", "qwen3") else 300,     # some parts of a bucket go by themselves
+            # some parts of a bucket go by themselves
+            "alone_bytes": 1 << 20 if name in ("llama", "qwen3") else 300,
             "shard_bytes": 20_000 if name in ("llama", "qwen2") else 1 << 20,
         })
         for name in MODELS
     ]  # fmt: skip
 
 
-def _checkpoint_case(outputs: Outputs, variant: str, source: str, target: str = "") -> tuple[str, dict[str, Any]]:
+def _checkpoint_case(
+    outputs: Outputs, variant: str, source: str, target: str = ""
+) -> tuple[str, dict[str, Any]]:
     models = _models(outputs, variant)
     if target.startswith(OTHER_KIND):
-        models["variant"] = {**models["variant"], "distributed": not models["variant"]["distributed"]}
+        models["variant"] = {
+            **models["variant"],
+            "distributed": not models["variant"]["distributed"],
+        }
     return "checkpoint", {
         **models,
         "load" if target else "save": str(outputs.checkpoint(variant, source)),
@@ -52,18 +61,29 @@ def _refused_case(outputs: Outputs, name: str, case: Refused) -> tuple[str, dict
         "copy": str(folder / "checkpoint"),
         "damage": case.damage,
         "result": str(folder / "result"),
-        **({"weights_of": case.weights_of, "export": str(folder / "export")} if case.weights_of else {}),
+        **(
+            {"weights_of": case.weights_of, "export": str(folder / "export")}
+            if case.weights_of
+            else {}
+        ),
     }
 
 
 def _models(outputs: Outputs, variant: str) -> dict[str, Any]:
     policy = str(outputs.model(VARIANTS[variant]["policy"]))
-    return {"variant": VARIANTS[variant], "sources": {"policy": policy, "critic": str(outputs.model("reward"))}}
+    return {
+        "variant": VARIANTS[variant],
+        "sources": {"policy": policy, "critic": str(outputs.model("reward"))},
+    }
 
 
 def _asked_for(session: pytest.Session) -> list[tuple[str, str, str]]:
     """Those of LOADS that a test of this session looks at."""
-    params = [item.callspec.params for item in session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    params = [
+        item.callspec.params
+        for item in session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
     asked = {tuple(found.get(name) for name in ("variant", "source", "target")) for found in params}
     return [load for load in LOADS if load in asked]
 
@@ -77,13 +97,21 @@ def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for size, world in WORLDS.items():
         plan = []
         for layout in world.saves:
-            plan.append((layout, [_checkpoint_case(outputs, variant, layout) for variant in VARIANTS]))
+            plan.append(
+                (layout, [_checkpoint_case(outputs, variant, layout) for variant in VARIANTS])
+            )
         for layout in world.layouts:
-            loaded = [_checkpoint_case(outputs, *load) for load in loads if load[2].removeprefix(OTHER_KIND) == layout]
+            loaded = [
+                _checkpoint_case(outputs, *load)
+                for load in loads
+                if load[2].removeprefix(OTHER_KIND) == layout
+            ]
             plan.append((layout, _convert_cases(outputs, layout) + loaded))
         for name, case in REFUSED.items():
             if case.layout in world.layouts:
                 plan.append((case.layout, [_refused_case(outputs, name, case)]))
         payload = [{"layout": LAYOUTS[layout], "cases": cases} for layout, cases in plan]
-        run_world(Path(__file__).with_name("world_ranks.py"), size, outputs.root / f"world{size}", payload)
+        run_world(
+            Path(__file__).with_name("world_ranks.py"), size, outputs.root / f"world{size}", payload
+        )
     return outputs

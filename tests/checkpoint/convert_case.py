@@ -13,7 +13,12 @@ from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
-    from backends.megatron.model.gpt import build_chunks, in_dtype, padded_vocab_size, transformer_config
+    from backends.megatron.model.gpt import (
+        build_chunks,
+        in_dtype,
+        padded_vocab_size,
+        transformer_config,
+    )
     from backends.megatron.parallel.state import ParallelState
     from backends.megatron.weights import export
     from backends.megatron.weights.export import WeightExporter, export_hf
@@ -22,19 +27,30 @@ from rlcore.weights import DTYPES
 
 
 def convert(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
-    source, head = Path(case["source"]), case["head"]
+    source = Path(case["source"])
+    head = case["head"]
     arch = read_architecture(source, bridge=case.get("bridge", "none"))
     config = transformer_config(arch, layout, case["dtype"], torch.device("cpu"), {})
     padded = padded_vocab_size(arch.vocab_size, case["divisible_by"], layout.tensor)
-    chunks = in_dtype(build_chunks(arch, config, padded_vocab=padded, value_head=head == "value"), config)
+    chunks = in_dtype(
+        build_chunks(arch, config, padded_vocab=padded, value_head=head == "value"), config
+    )
     kept = load_hf(chunks, arch, source, parallel)
-    assert kept == ([] if arch.head == head or not parallel.is_last_stage else ["value_head.weight"])
+    assert kept == (
+        [] if arch.head == head or not parallel.is_last_stage else ["value_head.weight"]
+    )
     export._ALONE_BYTES = case["alone_bytes"]
     exporter = WeightExporter(
-        chunks, arch, parallel, dtype=DTYPES[case["dtype"]], head=head, bucket_bytes=case["bucket_bytes"]
+        chunks,
+        arch,
+        parallel,
+        dtype=DTYPES[case["dtype"]],
+        head=head,
+        bucket_bytes=case["bucket_bytes"],
     )
     export_hf(exporter, Path(case["target"]), max_shard_bytes=case["shard_bytes"])
-    # The second round goes through the reused buffers; the next bucket must not be put together in the one that is in use.
+    # The second round goes through the reused buffers; the next bucket must not be put together in
+    # the one that is in use.
     fine = {}
     for number, (bucket, flat) in enumerate(exporter.export_buckets()):
         assert bucket.index == number
@@ -45,7 +61,9 @@ def convert(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelStat
             assert torch.equal(flat, before)
             fine |= bucket.views(before)
     assert number == len(exporter.buckets) - 1
-    coarse = WeightExporter(chunks, arch, parallel, dtype=torch.float16, head=head, bucket_bytes=case["bucket_bytes"])
+    coarse = WeightExporter(
+        chunks, arch, parallel, dtype=torch.float16, head=head, bucket_bytes=case["bucket_bytes"]
+    )
     for bucket, flat in coarse.export_buckets():
         for name, tensor in bucket.views(flat) if flat is not None else ():
             assert torch.equal(tensor, fine[name].to(tensor.dtype)), name

@@ -14,7 +14,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2_etp1": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
     "ep2_etp2": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2},
     "ep2_pp2": {"expert": 2, "pipeline": 2},
-    "ep2_pp2_uneven": {"expert": 2, "pipeline": 2, "first_stage_layers": 1},    # no experts on the first stage
+    # no experts on the first stage
+    "ep2_pp2_uneven": {"expert": 2, "pipeline": 2, "first_stage_layers": 1},
 }
 
 # The first layer is dense.
@@ -27,13 +28,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16_distributed": {"dtype": "bf16", "distributed": True},
 }
 
-# As Megatron names the state without `chained_optim_avoid_prefix`: the state of two optimizers is numbered.
+# As Megatron names the state without `chained_optim_avoid_prefix`: the state of two optimizers is
+# numbered.
 NUMBERED = "numbered"
 
 # (variant saved, under, variant loaded, under)
 Case = tuple[str, str, str, str]
 
-# Worlds one after the other, each going through its layouts in order: (ranks, layouts to save under, layouts to load under).
+# Worlds one after the other, each going through its layouts in order: (ranks, layouts to save
+# under, layouts to load under).
 Worlds = list[tuple[int, tuple[str, ...], tuple[str, ...]]]
 
 DEFAULT_WORLDS: Worlds = [(2, ("dp2", "ep2"), ("dp2", "ep2"))]
@@ -66,7 +69,12 @@ _FULL_PAIRS = [
     ("ep2_cp2", "tp2_sequence"), ("tp2_sequence", "ep2"), ("one", "ep2_etp2"), ("ep2_etp1", "one"),
 ]  # fmt: skip
 # Every pair of layouts once in each dtype, half of them into an optimizer of the other kind.
-_KINDS = [(variant, into) for variant in VARIANTS for into in VARIANTS if VARIANTS[variant]["dtype"] == VARIANTS[into]["dtype"]]
+_KINDS = [
+    (variant, into)
+    for variant in VARIANTS
+    for into in VARIANTS
+    if VARIANTS[variant]["dtype"] == VARIANTS[into]["dtype"]
+]
 FULL_CASES: list[Case] = [
     (variant, source, into, target)
     for number, (source, target) in enumerate(_FULL_PAIRS)

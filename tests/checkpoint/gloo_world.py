@@ -1,4 +1,6 @@
-"""Real gloo ranks for tests: one process a rank, a deadline for all of them, and the failing rank's own words."""
+"""Real gloo ranks for tests: one process a rank, a deadline for all of them, and the failing rank's
+own words.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,22 @@ from tests.interpreters import start
 ROOT = Path(__file__).parents[2]
 
 
-def run_world(script: Path, size: int, folder: Path, payload: Any, *, deadline_s: float = 240) -> None:
-    """Run `script` as ranks 0..size-1; each gets `payload` by `join_world`. Fails with the log of a rank that failed."""
+def run_world(
+    script: Path, size: int, folder: Path, payload: Any, *, deadline_s: float = 240
+) -> None:
+    """Run `script` as ranks 0..size-1; each gets `payload` by `join_world`. Fails with the log of a
+    rank that failed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "payload.json").write_text(json.dumps(payload))
     started = []
     for rank in range(size):
-        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "OMP_NUM_THREADS": "1",
+        }
         environment["PYTHONPATH"] = str(ROOT)
         started.append(start(script, [str(folder)], environment, folder / f"rank{rank}.log"))
     try:
@@ -40,7 +51,9 @@ def run_world(script: Path, size: int, folder: Path, payload: Any, *, deadline_s
             process.kill()
             process.wait()
     failed = [rank for rank, process in enumerate(started) if process.returncode]
-    logs = "\n".join(f"--- rank {rank}\n{(folder / f'rank{rank}.log').read_text()[-4000:]}" for rank in failed)
+    logs = "\n".join(
+        f"--- rank {rank}\n{(folder / f'rank{rank}.log').read_text()[-4000:]}" for rank in failed
+    )
     assert not failed, f"{script.name}: ranks {failed} failed or outlived {deadline_s} s\n{logs}"
 
 

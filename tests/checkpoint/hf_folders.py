@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-VOCAB = 31                  # odd, so that TP 2 pads it
+VOCAB = 31  # odd, so that TP 2 pads it
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -35,12 +35,24 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}, torch.float32),
     "qwen3": ("Qwen3Config", {"head_dim": 16}, torch.float32),
     "qwen3_tied": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}, torch.bfloat16),
-    "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}, torch.float32),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+        torch.float32,
+    ),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16}, torch.bfloat16),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}, torch.float32),
     "deepseek_v3": ("DeepseekV3Config", LATENT, torch.bfloat16),
-    "deepseek_v3_plain": ("DeepseekV3Config", {**LATENT, "q_lora_rank": None, "tie_word_embeddings": True}, torch.float32),
-    "reward": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True, "num_labels": 1}, torch.float32),
+    "deepseek_v3_plain": (
+        "DeepseekV3Config",
+        {**LATENT, "q_lora_rank": None, "tie_word_embeddings": True},
+        torch.float32,
+    ),
+    "reward": (
+        "Qwen3Config",
+        {"head_dim": 16, "tie_word_embeddings": True, "num_labels": 1},
+        torch.float32,
+    ),
 }
 
 # The same for families that come through `model.bridge`.
@@ -52,19 +64,25 @@ BRIDGED: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
 
 
 def write_model(name: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """Random weights (biases and norms too), in several shards, with the files that a tokenizer leaves beside them."""
+    """Random weights (biases and norms too), in several shards, with the files that a tokenizer
+    leaves beside them.
+    """
     import transformers
 
     kind, keys, dtype = (MODELS | BRIDGED)[name]
     config = getattr(transformers, kind)(**{**SIZES, **keys, **overrides, "pad_token_id": 0})
-    auto = transformers.AutoModelForSequenceClassification if "num_labels" in keys else transformers.AutoModelForCausalLM
+    auto = (
+        transformers.AutoModelForSequenceClassification
+        if "num_labels" in keys
+        else transformers.AutoModelForCausalLM
+    )
     torch.manual_seed(len(name) + 100 * seed)
     model = auto.from_config(config).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
         for router in model.modules():
-            if hasattr(router, "e_score_correction_bias"):      # fp32 in every folder
+            if hasattr(router, "e_score_correction_bias"):  # fp32 in every folder
                 router.e_score_correction_bias = torch.randn(router.num_experts)
     model.save_pretrained(folder, max_shard_size="20KB")
     (folder / "tokenizer.json").write_text("{}")

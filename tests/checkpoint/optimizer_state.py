@@ -1,6 +1,8 @@
-"""A model's optimizer state as whole tensors under Hugging Face names, put together without any code of checkpoints.
+"""A model's optimizer state as whole tensors under Hugging Face names, put together without any
+code of checkpoints.
 
-The state of every parameter is copied into a blank fp32 model of the same layout, which is then exported.
+The state of every parameter is copied into a blank fp32 model of the same layout, which is then
+exported.
 """
 
 from __future__ import annotations
@@ -24,18 +26,22 @@ with importing_megatron():
     from backends.megatron.training.optimizer import ScheduledOptimizer
     from backends.megatron.weights.export import WeightExporter, export_hf
 
-KEYS = ("param", "exp_avg", "exp_avg_sq")       # the first: the fp32 masters
+KEYS = ("param", "exp_avg", "exp_avg_sq")  # the first: the fp32 masters
 
 
 def export_state(
     folder: Path, optimizer: ScheduledOptimizer, modules: Sequence[nn.Module], blank: Sequence[nn.Module],
     arch: Architecture, parallel: ParallelState, *, head: str,
 ) -> None:  # fmt: skip
-    """One folder a key. Collective. Also checks that every parameter's step count is the optimizer's, in its own tensor."""
+    """One folder a key. Collective. Also checks that every parameter's step count is the
+    optimizer's, in its own tensor.
+    """
     counts = [state["step"] for part in optimizer.parts for state in part.optimizer.state.values()]
     assert {float(count) for count in counts} <= {float(optimizer.steps_taken)}
     assert len({count.data_ptr() for count in counts}) == len(counts)
-    states = [_whole_state(optimizer, parameter) for _, parameter, _ in owned_parameters(modules, arch)]
+    states = [
+        _whole_state(optimizer, parameter) for _, parameter, _ in owned_parameters(modules, arch)
+    ]
     exporter = WeightExporter(blank, arch, parallel, dtype=torch.float32, head=head)
     for key in KEYS:
         for (_, parameter, _), state in zip(owned_parameters(blank, arch), states, strict=True):
@@ -44,7 +50,9 @@ def export_state(
 
 
 def _whole_state(optimizer: ScheduledOptimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """All of this rank's parameter, which the distributed optimizer cuts over the data-parallel ranks."""
+    """All of this rank's parameter, which the distributed optimizer cuts over the data-parallel
+    ranks.
+    """
     for part in optimizer.parts:
         if isinstance(part, DistributedOptimizer):
             if any(parameter in buffer.param_index_map for buffer in part.buffers):
@@ -58,7 +66,7 @@ def _whole_state(optimizer: ScheduledOptimizer, parameter: nn.Parameter) -> dict
 
 def _gathered(part: DistributedOptimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
     whole = {key: torch.zeros(parameter.numel()) for key in KEYS}
-    if parameter in part.model_param_group_index_map:       # this rank has a piece of it
+    if parameter in part.model_param_group_index_map:  # this rank has a piece of it
         piece = part._get_model_param_range_map(parameter)["param"]
         own = part._get_main_param_and_optimizer_states(parameter)
         for key in KEYS:

@@ -24,13 +24,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class World:
-    layouts: tuple[str, ...]                # under each: convert every model, load checkpoints
-    saves: tuple[str, ...] = ()             # before that, save a checkpoint of every variant under each
+    layouts: tuple[str, ...]  # under each: convert every model, load checkpoints
+    # before that, save a checkpoint of every variant under each
+    saves: tuple[str, ...] = ()
 
 
 WORLDS = {
     1: World(("one",), saves=("one",)),
-    2: World(("tp2", "tp2_sequence", "pp2", "vpp2", "pp2_uneven", "dp2", "cp2"), saves=("tp2", "vpp2", "dp2", "cp2")),
+    2: World(
+        ("tp2", "tp2_sequence", "pp2", "vpp2", "pp2_uneven", "dp2", "cp2"),
+        saves=("tp2", "vpp2", "dp2", "cp2"),
+    ),
     4: World(("tp2_pp2", "tp2_dp2", "ep2_pp2")),
 }
 
@@ -41,7 +45,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"policy": "llama_tied", "dtype": "bf16", "distributed": False},
     "bf16_distributed": {"policy": "qwen3_tied", "dtype": "bf16", "distributed": True},
     # The policy is saved before its first step.
-    "critic_warmup": {"policy": "qwen3", "dtype": "fp32", "distributed": False, "critic_warmup": True},
+    "critic_warmup": {
+        "policy": "qwen3",
+        "dtype": "fp32",
+        "distributed": False,
+        "critic_warmup": True,
+    },
 }
 
 # (saved under, loaded under)
@@ -56,13 +65,15 @@ OTHER_KIND_PAIRS = [("one", "dp2"), ("dp2", "tp2"), ("vpp2", "cp2"), ("tp2", "tp
 OTHER_KIND = "other_kind_"
 
 
-# (variant, saved under, loaded as): the last is a layout, with `OTHER_KIND` before it for the other kind of optimizer.
+# (variant, saved under, loaded as): the last is a layout, with `OTHER_KIND` before it for the other
+# kind of optimizer.
 LOADS = [
     (variant, source, target)
     for variant in VARIANTS
     for source, target in PAIRS + [(a, OTHER_KIND + b) for a, b in OTHER_KIND_PAIRS]
 ]
-# Every pair has these two in every run of the tests, and a third of the others; the rest with --full.
+# Every pair has these two in every run of the tests, and a third of the others; the rest with
+# --full.
 ALWAYS = ("fp32", "bf16_distributed")
 
 
@@ -72,14 +83,16 @@ def is_usual(load: tuple[str, str, str]) -> bool:
 
 @dataclass(frozen=True)
 class Refused:
-    """A checkpoint of variant `saved`, damaged, loaded into the models of variant `into` (or into `models`)."""
+    """A checkpoint of variant `saved`, damaged, loaded into the models of variant `into` (or into
+    `models`).
+    """
 
-    words: tuple[str, ...]                  # that the error must have; none: it loads
+    words: tuple[str, ...]  # that the error must have; none: it loads
     damage: str = "none"
     saved: str = "fp32"
     into: str = "fp32"
     models: dict[str, str] = field(default_factory=dict)
-    weights_of: str = ""                    # load only the weights, of this model of the checkpoint
+    weights_of: str = ""  # load only the weights, of this model of the checkpoint
     layout: str = "one"
 
 

@@ -1,4 +1,6 @@
-"""What each rank does in one case: damage a copy of a checkpoint and try to load it, or save to a full disk; keep the words."""
+"""What each rank does in one case: damage a copy of a checkpoint and try to load it, or save to a
+full disk; keep the words.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ import torch.distributed as dist
 from checkpoint_case import Trained
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from backends.megatron.checkpoint.save_load import MANIFEST, Saved, load_checkpoint, load_weights, save_checkpoint
+from backends.megatron.checkpoint.save_load import (
+    MANIFEST,
+    Saved,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+)
 from backends.megatron.parallel.state import ParallelState
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import RlcoreError
@@ -60,7 +68,10 @@ def try_refused(case: dict[str, Any], layout: ParallelConfig, parallel: Parallel
         shutil.copytree(case["load"], folder)
         DAMAGES[case["damage"]](folder)
     dist.barrier()
-    models = [Trained(name, Path(path), case["variant"], layout, parallel) for name, path in case["sources"].items()]
+    models = [
+        Trained(name, Path(path), case["variant"], layout, parallel)
+        for name, path in case["sources"].items()
+    ]
     try:
         if "weights_of" in case:
             for model in models:
@@ -78,13 +89,16 @@ def try_refused(case: dict[str, Any], layout: ParallelConfig, parallel: Parallel
 
 
 def try_full_disk(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
-    """The last rank's disk is full after some tensors. Write `result` once a rank: the error's class and message."""
+    """The last rank's disk is full after some tensors. Write `result` once a rank: the error's
+    class and message.
+    """
     (source,) = case["sources"].values()
     model = Trained("policy", Path(source), case["variant"], layout, parallel)
     model.step(0)
-    real, written = filesystem_async._write_item, 0
+    real = filesystem_async._write_item
+    written = 0
 
-    @functools.wraps(real)      # Megatron looks at its signature
+    @functools.wraps(real)  # Megatron looks at its signature
     def until_full(*args: Any, **options: Any) -> Any:
         nonlocal written
         written += 1
@@ -103,4 +117,4 @@ def try_full_disk(case: dict[str, Any], layout: ParallelConfig, parallel: Parall
         filesystem_async._write_item = real
     Path(f"{case['result']}.rank{parallel.rank}").write_text(outcome)
     assert not (Path(case["save"]) / MANIFEST).exists()
-    model.step(1)       # training is unharmed
+    model.step(1)  # training is unharmed

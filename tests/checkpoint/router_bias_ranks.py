@@ -1,4 +1,6 @@
-"""One rank of test_router_bias.py: trains and saves under the first layout, loads and exports under each."""
+"""One rank of test_router_bias.py: trains and saves under the first layout, loads and exports under
+each.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,19 @@ from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron, megatron_device
 
 with importing_megatron():
-    from backends.megatron.checkpoint.save_load import Saved, load_checkpoint, load_weights, save_checkpoint
-    from backends.megatron.model.gpt import build_chunks, in_dtype, padded_vocab_size, transformer_config, with_gradients
+    from backends.megatron.checkpoint.save_load import (
+        Saved,
+        load_checkpoint,
+        load_weights,
+        save_checkpoint,
+    )
+    from backends.megatron.model.gpt import (
+        build_chunks,
+        in_dtype,
+        padded_vocab_size,
+        transformer_config,
+        with_gradients,
+    )
     from backends.megatron.parallel.state import ParallelState, destroy_parallel, init_parallel
     from backends.megatron.training.optimizer import ScheduledOptimizer
     from backends.megatron.weights.export import WeightExporter, export_hf
@@ -30,7 +43,10 @@ def build(source: Path, layout: ParallelConfig, parallel: ParallelState, dtype: 
     load_hf(built, arch, source, parallel)
     modules = with_gradients(built, config, distributed_optimizer=False)
     optimizer = ScheduledOptimizer(
-        OptimizerConfig(lr=0.5, weight_decay=0.1, clip_grad=0), modules, params_dtype=DTYPES[dtype], total_steps=10
+        OptimizerConfig(lr=0.5, weight_decay=0.1, clip_grad=0),
+        modules,
+        params_dtype=DTYPES[dtype],
+        total_steps=10,
     )
     return Saved("policy", arch, modules, optimizer)
 
@@ -41,7 +57,8 @@ def export(model: Saved, parallel: ParallelState, dtype: str, folder: Path) -> N
 
 def main() -> None:
     payload = join_world()
-    root, dtype = Path(payload["root"]), payload["dtype"]
+    root = Path(payload["root"])
+    dtype = payload["dtype"]
     for name, keys in payload["layouts"].items():
         layout = ParallelConfig(**keys)
         with megatron_device("cpu"):
@@ -49,7 +66,7 @@ def main() -> None:
             if name == payload["saved_under"]:
                 model = build(Path(payload["source"]), layout, parallel, dtype)
                 assert model.optimizer is not None
-                assert not model.optimizer.step().skipped       # no gradient, but weight decay
+                assert not model.optimizer.step().skipped  # no gradient, but weight decay
                 save_checkpoint(root / "checkpoint", [model], parallel)
                 export(model, parallel, dtype, root / "saved")
             model = build(Path(payload["other"]), layout, parallel, dtype)

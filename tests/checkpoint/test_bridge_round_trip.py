@@ -1,4 +1,6 @@
-"""A family that comes through `model.bridge`: Hugging Face -> Megatron -> Hugging Face, bit for bit, over real gloo ranks."""
+"""A family that comes through `model.bridge`: Hugging Face -> Megatron -> Hugging Face, bit for
+bit, over real gloo ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case = {"source": str(root / "source"), "bridge": "mbridge", "head": "lm", "dtype": "bf16", "divisible_by": 1,
             "bucket_bytes": 1 << 20, "alone_bytes": 300, "shard_bytes": 1 << 20}  # fmt: skip
     plan = [
-        {"layout": LAYOUTS[name], "cases": [("convert", {**case, "target": str(root / name)})]} for name in NAMES
+        {"layout": LAYOUTS[name], "cases": [("convert", {**case, "target": str(root / name)})]}
+        for name in NAMES
     ]
     run_world(Path(__file__).with_name("world_ranks.py"), 2, root / "world", plan)
     return root
@@ -30,7 +33,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", NAMES)
 def test_round_trip_is_bit_equal(layout: str, root: Path) -> None:
-    before, after = ({name.split("/")[-1]: t for name, t in read_weights(root / f).items()} for f in ("source", layout))
+    before, after = (
+        {name.split("/")[-1]: t for name, t in read_weights(root / f).items()}
+        for f in ("source", layout)
+    )
     assert after.keys() == before.keys()
     assert len(before) > 100
     for name, tensor in before.items():
@@ -41,6 +47,8 @@ def test_round_trip_is_bit_equal(layout: str, root: Path) -> None:
 def test_transformers_loads_the_export(root: Path) -> None:
     import transformers
 
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(root / NAMES[0], output_loading_info=True)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        root / NAMES[0], output_loading_info=True
+    )
     assert type(model).__name__ == "Glm4MoeForCausalLM"
     assert not any(info[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))

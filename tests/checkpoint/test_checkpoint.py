@@ -1,4 +1,6 @@
-"""Checkpoints saved under one layout and loaded under others: weights and the next step equal to the bit."""
+"""Checkpoints saved under one layout and loaded under others: weights and the next step equal to
+the bit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from backends.megatron.checkpoint.save_load import saved_layout
     ("variant", "source", "target"),
     [pytest.param(*load, marks=() if is_usual(load) else pytest.mark.full) for load in LOADS],
 )
-def test_load_and_next_step_are_bit_equal(outputs: Outputs, variant: str, source: str, target: str) -> None:
+def test_load_and_next_step_are_bit_equal(
+    outputs: Outputs, variant: str, source: str, target: str
+) -> None:
     """The next step uses both moments and the step count, so they are equal too."""
     for when in ("before", "after"):
         expected = read_weights(outputs.trained(when, variant, source))
@@ -28,7 +32,9 @@ def test_load_and_next_step_are_bit_equal(outputs: Outputs, variant: str, source
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_step_changes_every_weight(outputs: Outputs, variant: str) -> None:
     """Else the equalities above would show nothing."""
-    before, after = (read_weights(outputs.trained(when, variant, "one")) for when in ("before", "after"))
+    before, after = (
+        read_weights(outputs.trained(when, variant, "one")) for when in ("before", "after")
+    )
     assert before
     for name, tensor in before.items():
         assert not torch.equal(after[name], tensor), name
@@ -39,7 +45,9 @@ def test_a_checkpoint_tells_its_layout(outputs: Outputs) -> None:
     for source in {source for source, _ in PAIRS}:
         parallel = LAYOUTS[source]
         told = saved_layout(outputs.checkpoint(variant, source))
-        assert told.startswith(f"TP {parallel.get('tensor', 1)} x PP {parallel.get('pipeline', 1)} x DP ")
+        assert told.startswith(
+            f"TP {parallel.get('tensor', 1)} x PP {parallel.get('pipeline', 1)} x DP "
+        )
 
 
 @pytest.mark.parametrize("name", [name for name, case in REFUSED.items() if case.words])
@@ -56,12 +64,16 @@ def test_refused_on_every_rank(outputs: Outputs, name: str) -> None:
 
 
 def test_weights_alone(outputs: Outputs) -> None:
-    """Under another TP, in another dtype, and the policy's as the critic's, whose head keeps its values."""
+    """Under another TP, in another dtype, and the policy's as the critic's, whose head keeps its
+    values.
+    """
     saved = read_weights(outputs.trained("before", "fp32", "one") / "policy")
     for name in ("weights_at_tp2", "weights_in_bf16", "critic_from_policy"):
         folder = outputs.refused(name)
         assert (folder / "result.rank0").read_text() == "loaded"
-        got = read_weights(folder / "export" / ("critic" if name == "critic_from_policy" else "policy"))
+        got = read_weights(
+            folder / "export" / ("critic" if name == "critic_from_policy" else "policy")
+        )
         dtype = torch.bfloat16 if name == "weights_in_bf16" else torch.float32
         for key, tensor in saved.items():
             if key != "./lm_head.weight" or name != "critic_from_policy":

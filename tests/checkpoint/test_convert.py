@@ -16,7 +16,8 @@ LAYOUTS = [layout for world in WORLDS.values() for layout in world.layouts]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_round_trip_is_bit_equal(layout: str, name: str, outputs: Outputs) -> None:
-    before, after = read_weights(outputs.model(name)), read_weights(outputs.export(layout, name))
+    before = read_weights(outputs.model(name))
+    after = read_weights(outputs.export(layout, name))
     assert before
     assert after.keys() == before.keys()
     for key, tensor in before.items():
@@ -28,14 +29,22 @@ def test_round_trip_is_bit_equal(layout: str, name: str, outputs: Outputs) -> No
 def test_transformers_loads_the_export(name: str, outputs: Outputs) -> None:
     import transformers
 
-    auto = transformers.AutoModelForSequenceClassification if name == "reward" else transformers.AutoModelForCausalLM
+    auto = (
+        transformers.AutoModelForSequenceClassification
+        if name == "reward"
+        else transformers.AutoModelForCausalLM
+    )
     model, info = auto.from_pretrained(outputs.export("tp2", name), output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
     original = auto.from_pretrained(outputs.model(name))
     for (key, a), b in zip(model.state_dict().items(), original.state_dict().values()):
-        assert a.dtype == b.dtype == (torch.float32 if key.endswith("e_score_correction_bias") else MODELS[name][2])
+        assert (
+            a.dtype
+            == b.dtype
+            == (torch.float32 if key.endswith("e_score_correction_bias") else MODELS[name][2])
+        )
         assert torch.equal(a, b), key
     tokens = torch.tensor([[1, 5, 30, 2]])
     assert torch.equal(model(tokens).logits, original(tokens).logits)
@@ -47,7 +56,9 @@ def test_shards_index_and_companions(outputs: Outputs) -> None:
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
     assert len(shards) > 2
     assert sorted(set(index["weight_map"].values())) == shards
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in read_weights(folder).values())
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for tensor in read_weights(folder).values()
+    )
     assert (folder / "tokenizer.json").exists()
     assert (folder / "chat_template.jinja").exists()
     assert (folder / "generation_config.json").exists()

@@ -1,4 +1,6 @@
-"""Models with experts: weights and every tensor of the optimizer's state go from any layout to any other, bit for bit."""
+"""Models with experts: weights and every tensor of the optimizer's state go from any layout to any
+other, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,17 @@ def test_state_and_next_step_are_bit_equal(outputs: Outputs, case: Case) -> None
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)       # the first of them has all worlds to wait for
+@pytest.mark.timeout(900)  # the first of them has all worlds to wait for
 @pytest.mark.parametrize("case", FULL_CASES, ids="-".join)
 def test_from_every_layout(full_outputs: Outputs, case: Case) -> None:
     check(full_outputs, case)
 
 
 def test_a_checkpoint_tells_how_experts_lay(outputs: Outputs) -> None:
-    told = [saved_layout(outputs.checkpoint(variant, source)) for variant, source, *_ in DEFAULT_CASES[:2]]
+    told = [
+        saved_layout(outputs.checkpoint(variant, source))
+        for variant, source, *_ in DEFAULT_CASES[:2]
+    ]
     assert told == ["TP 1 x PP 1 x DP 2 x CP 1", "TP 1 x PP 1 x DP 2 x CP 1 x EP 2 x ETP 1"]
 
 
@@ -60,7 +65,9 @@ def test_a_checkpoint_tells_how_experts_lay(outputs: Outputs) -> None:
 def test_a_damaged_one_is_refused_on_every_rank(outputs: Outputs, damage: str) -> None:
     for rank in (0, 1):
         outcome = (outputs.refused(damage) / f"result.rank{rank}").read_text()
-        assert outcome.startswith(f"ModelError: checkpoint {outputs.refused(damage) / 'checkpoint'}")
+        assert outcome.startswith(
+            f"ModelError: checkpoint {outputs.refused(damage) / 'checkpoint'}"
+        )
         assert DAMAGED[damage] in outcome
         assert "\n" not in outcome
 
@@ -74,13 +81,17 @@ def test_a_full_disk_of_one_rank_is_told_by_every_rank(outputs: Outputs) -> None
 
 
 def check(outputs: Outputs, case: Case) -> None:
-    """Loaded equals saved: weights, masters, both moments, before and after one more step, which changes them all."""
+    """Loaded equals saved: weights, masters, both moments, before and after one more step, which
+    changes them all.
+    """
     variant, source, into, target = case
     saved, loaded = ({
         when: read_weights(folder(outputs, when, variant, source, *other)) for when in ("before", "after")
     } for other in ((), (into, target)))  # fmt: skip
     names = saved["before"].keys()
-    assert {name.split("/")[1] for name in names if name.startswith("policy_optimizer/")} == set(KEYS)
+    assert {name.split("/")[1] for name in names if name.startswith("policy_optimizer/")} == set(
+        KEYS
+    )
     assert sum("experts" in name for name in names) > 4 * len(KEYS)
     for when in ("before", "after"):
         assert loaded[when].keys() == names
@@ -104,10 +115,18 @@ def _run(root: Path, worlds: Worlds, cases: Sequence[Case], *, damaged: bool = F
             variants = dict.fromkeys(variant for variant, source, *_ in cases if source == layout)
             payload.append(_entry(layout, [_job(outputs, variant, layout) for variant in variants]))
         for layout in loads:
-            payload.append(_entry(layout, [_job(outputs, *case) for case in cases if case[3] == layout]))
+            payload.append(
+                _entry(layout, [_job(outputs, *case) for case in cases if case[3] == layout])
+            )
         if damaged:
             payload.append({"layout": LAYOUTS[DAMAGED_SOURCE[1]], "cases": _damaged(outputs)})
-        run_world(Path(__file__).with_name("world_ranks.py"), size, outputs.root / f"world{number}", payload, deadline_s=480)
+        run_world(
+            Path(__file__).with_name("world_ranks.py"),
+            size,
+            outputs.root / f"world{number}",
+            payload,
+            deadline_s=480,
+        )
     return outputs
 
 
@@ -120,12 +139,18 @@ def _job(outputs: Outputs, variant: str, source: str, *loaded: str) -> dict[str,
         "variant": variant_of(loaded[0] if loaded else variant),
         "sources": {"policy": str(outputs.model(MODEL[0]))},
         "load" if loaded else "save": str(outputs.checkpoint(variant, source)),
-        **{when: str(folder(outputs, when, variant, source, *loaded)) for when in ("before", "after")},
+        **{
+            when: str(folder(outputs, when, variant, source, *loaded))
+            for when in ("before", "after")
+        },
     }
 
 
 def _damaged(outputs: Outputs) -> list[tuple[str, dict[str, Any]]]:
-    common = {"variant": variant_of(DAMAGED_SOURCE[0]), "sources": {"policy": str(outputs.model(MODEL[0]))}}
+    common = {
+        "variant": variant_of(DAMAGED_SOURCE[0]),
+        "sources": {"policy": str(outputs.model(MODEL[0]))},
+    }
     damaged = [
         ("refused", {
             **common, "load": str(outputs.checkpoint(*DAMAGED_SOURCE)), "copy": str(outputs.refused(damage) / "checkpoint"),
@@ -134,4 +159,7 @@ def _damaged(outputs: Outputs) -> list[tuple[str, dict[str, Any]]]:
         for damage in DAMAGED
     ]  # fmt: skip
     full = outputs.refused("full_disk")
-    return [*damaged, ("full_disk", {**common, "save": str(full / "checkpoint"), "result": str(full / "result")})]
+    return [
+        *damaged,
+        ("full_disk", {**common, "save": str(full / "checkpoint"), "result": str(full / "result")}),
+    ]

@@ -1,4 +1,6 @@
-"""The bias of a sigmoid router is no parameter, and still in every checkpoint and export: whole, in fp32, under any layout."""
+"""The bias of a sigmoid router is no parameter, and still in every checkpoint and export: whole, in
+fp32, under any layout.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from hf_folders import write_model
 from plan import LAYOUTS
 from world_outputs import read_weights
 
-NAMES = ("pp2", "tp2_sequence", "ep2", "cp2")       # saved under the first
+NAMES = ("pp2", "tp2_sequence", "ep2", "cp2")  # saved under the first
 BIAS = "e_score_correction_bias"
 
 
@@ -24,14 +26,17 @@ def test_a_checkpoint_brings_the_bias(dtype: str, tmp_path: Path) -> None:
         "layouts": {name: LAYOUTS[name] for name in NAMES},
     }  # fmt: skip
     run_world(Path(__file__).with_name("router_bias_ranks.py"), 2, tmp_path / "world", payload)
-    before, saved = read_weights(source), read_weights(tmp_path / "saved")
+    before = read_weights(source)
+    saved = read_weights(tmp_path / "saved")
     biases = [name for name in before if name.endswith(BIAS)]
     assert len(biases) == 3
     for name in biases:
         assert saved[name].dtype == torch.float32
         assert torch.equal(saved[name], before[name]), "no step may move it"
         assert not torch.equal(saved[name], read_weights(other)[name])
-    assert not torch.equal(saved["./lm_head.weight"].float(), before["./lm_head.weight"].float()), "the step did nothing"
+    assert not torch.equal(saved["./lm_head.weight"].float(), before["./lm_head.weight"].float()), (
+        "the step did nothing"
+    )
     for layout in NAMES:
         got = read_weights(tmp_path / layout)
         assert got.keys() == saved.keys()

@@ -12,7 +12,12 @@ from backends.megatron.cpu.shim import megatron_device
 from backends.megatron.parallel.state import destroy_parallel, init_parallel
 from rlcore.config.sections.policy import ParallelConfig
 
-KINDS = {"convert": convert, "checkpoint": train_and_save_or_load, "refused": try_refused, "full_disk": try_full_disk}
+KINDS = {
+    "convert": convert,
+    "checkpoint": train_and_save_or_load,
+    "refused": try_refused,
+    "full_disk": try_full_disk,
+}
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""What a run must show that generated ahead of its trainer: books that balance, and no token that was too old."""
+"""What a run must show that generated ahead of its trainer: books that balance, and no token that
+was too old.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,12 @@ from rollout.accounting.audit import audit
 
 
 def ages(folder: Path, step: int) -> list[list[int]]:
-    """Of each sample of `step`, the staleness of its parts, by what was recorded and, independently, by versions.jsonl."""
-    step_of = {version.version: version.step for version in read_versions(folder / "versions.jsonl")}
+    """Of each sample of `step`, the staleness of its parts, by what was recorded and,
+    independently, by versions.jsonl.
+    """
+    step_of = {
+        version.version: version.step for version in read_versions(folder / "versions.jsonl")
+    }
     found = []
     for record in read_rollouts(folder / "rollouts" / f"step_{step:06d}.jsonl.zst"):
         spans = Sample.from_record(record).versions
@@ -23,10 +29,14 @@ def ages(folder: Path, step: int) -> list[list[int]]:
 
 
 def check(folder: Path, *, steps: int, staleness: int) -> list[int]:
-    """Books that balance, whole steps, no token above the bound. Returns the staleness of every part of a sample."""
+    """Books that balance, whole steps, no token above the bound. Returns the staleness of every
+    part of a sample.
+    """
     found = audit(RunDirectory(folder))
     assert found.contradictions == []
     assert found.steps == found.recorded == steps
-    everything = [age for step in range(1, steps + 1) for parts in ages(folder, step) for age in parts]
+    everything = [
+        age for step in range(1, steps + 1) for parts in ages(folder, step) for age in parts
+    ]
     assert 0 <= min(everything) <= max(everything) <= staleness
     return everything

@@ -1,4 +1,6 @@
-"""An estimator for test_colocated.py, by import path: it ends the engine's process while the trainer has the device."""
+"""An estimator for test_colocated.py, by import path: it ends the engine's process while the
+trainer has the device.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,24 @@ from rlcore.algorithms.estimators.grpo import GRPO
 
 
 class EngineKiller:
-    """GRPO; at its second call every engine that is a child of this process is killed, once for each `marker`."""
+    """GRPO; at its second call every engine that is a child of this process is killed, once for
+    each `marker`.
+    """
 
     def __init__(self, marker: str) -> None:
-        self.exact, self.marker, self.calls = GRPO(), Path(marker), 0
+        self.exact = GRPO()
+        self.marker = Path(marker)
+        self.calls = 0
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         self.calls += 1
         if self.calls == 2 and not self.marker.exists():
             self.marker.touch()
-            engines = [p for p in psutil.Process(os.getpid()).children() if "rollout.engines.embedded.server" in p.cmdline()]
+            engines = [
+                p
+                for p in psutil.Process(os.getpid()).children()
+                if "rollout.engines.embedded.server" in p.cmdline()
+            ]
             assert engines
             for engine in engines:
                 engine.kill()

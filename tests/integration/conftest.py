@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))     # lab
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # lab
 
 from lab import Lab
 from rank_runs import RankRuns
@@ -24,7 +24,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Runs]:
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> Iterator[Runs]:
     """Each module has its own: names of runs are its own too."""
     runs = Runs(tmp_path_factory.mktemp(Path(request.path).stem), tiny_model)
     yield runs

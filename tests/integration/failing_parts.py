@@ -11,14 +11,14 @@ import torch
 from rlcore.algorithms import Advantages, EstimatorInputs, PolicyLoss, PolicyLossInputs
 from rlcore.data.sample import Sample
 
-# --- filters ----------------------------------------------------------------------------------------------------------
+# --- filters --------------------------------------------------------------------------------------
 
 
 def drops_all(group: Sequence[Sample]) -> bool:
     return False
 
 
-# --- estimators and losses --------------------------------------------------------------------------------------------
+# --- estimators and losses ------------------------------------------------------------------------
 
 
 class Zero:

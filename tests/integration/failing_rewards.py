@@ -21,7 +21,14 @@ def hangs(sample: Sample) -> Any:
     time.sleep(1000)
 
 
-WAYS = {0: lambda _: float("nan"), 1: lambda _: "good", 2: lambda _: None, 3: raises, 4: dies, 5: hangs}
+WAYS = {
+    0: lambda _: float("nan"),
+    1: lambda _: "good",
+    2: lambda _: None,
+    3: raises,
+    4: dies,
+    5: hangs,
+}
 
 
 def one_way_each(sample: Sample) -> Any:

@@ -1,4 +1,6 @@
-"""Runs of the whole loop in this process, on a model of 2 layers: about a second each, once everything is imported."""
+"""Runs of the whole loop in this process, on a model of 2 layers: about a second each, once
+everything is imported.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from rlcore import cli
 from rlcore.runs.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-LEARNING = ("policy.optimizer.lr=3e-3",)    # large enough that a few steps move the policy visibly
+LEARNING = ("policy.optimizer.lr=3e-3",)  # large enough that a few steps move the policy visibly
 
 
 @dataclass(frozen=True)
@@ -54,22 +56,24 @@ class Run:
 
 
 class Lab:
-    """A folder with a model, a reward model, addition problems and the configuration that all runs share.
+    """A folder with a model, a reward model, addition problems and the configuration that all runs
+    share.
 
-    Rewards come from the reward model: they differ between any two responses, and cost no worker process.
+    Rewards come from the reward model: they differ between any two responses, and cost no worker
+        process.
     """
 
     def __init__(self, folder: Path, model: Path) -> None:
         sys.path.insert(0, str(ROOT / "examples" / "addition"))
         from make_data import make
 
-        self.folder, self.model = folder, model
+        self.folder = folder
+        self.model = model
         self.reward_model = folder / "reward_model"
         make_classifier(model, self.reward_model)
         make(folder / "data")
         self.base = folder / "base.yaml"
-        self.base.write_text(
-            f"""
+        self.base.write_text(f"""
 run: {{dir: {folder / "runs"}, threads: 1}}
 model: {{path: {model}, dtype: fp32}}
 data: {{paths: {folder / "data" / "train.jsonl"}}}
@@ -78,8 +82,7 @@ rollout: {{prompts_per_step: 4, samples_per_prompt: 4, sampling: {{max_new_token
 reward: {{parts: {{liked: {{model: {{path: {self.reward_model}}}}}}}}}
 training: {{steps: 3}}
 tracking: {{show_samples: 0}}
-"""
-        )
+""")
 
     def train(self, name: str, *arguments: str) -> Run:
         """`rlcore train base.yaml run.name=NAME ARGUMENTS`."""
@@ -93,14 +96,17 @@ tracking: {{show_samples: 0}}
 
     def command(self, *arguments: str, name: str = "") -> Run:
         """Any `rlcore` command."""
-        out, err = io.StringIO(), io.StringIO()
+        out = io.StringIO()
+        err = io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
             code = cli.main(list(arguments))
         return Run(code, out.getvalue(), err.getvalue(), self.folder / "runs" / name)
 
 
 def make_classifier(model: Path, folder: Path, *, seed: int = 5) -> None:
-    """A sequence classifier with one output on the architecture of `model`, with weights of its own."""
+    """A sequence classifier with one output on the architecture of `model`, with weights of its
+    own.
+    """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     config = AutoConfig.from_pretrained(model, num_labels=1)

@@ -1,12 +1,15 @@
-"""Runs `rlcore ARGUMENTS` with several ranks without paying for the imports again: `python rank_driver.py`, a job a line.
+"""Runs `rlcore ARGUMENTS` with several ranks without paying for the imports again: `python
+rank_driver.py`, a job a line.
 
-Everything is imported here once; each job is forked from this process, and so are its ranks, ahead of time: the supervisor
-then hands them the environment and the arguments with which it would have started `python -m rlcore`. A rank is the
-supervisor's child, as always. The answer to a job says how it ended and which processes it left behind.
+Everything is imported here once; each job is forked from this process, and so are its ranks, ahead
+of time: the supervisor then hands them the environment and the arguments with which it would have
+started `python -m rlcore`. A rank is the supervisor's child, as always. The answer to a job says
+how it ended and which processes it left behind.
 
     {"arguments": [...], "ranks": 2, "log": PATH}    ->  {"code": 1, "orphans": [], "orphans_seconds": 0.1}
 
-PATH gets what the job and its ranks write to the terminal, PATH.pids the process ids: the supervisor's, then the ranks'.
+PATH gets what the job and its ranks write to the terminal, PATH.pids the process ids: the
+    supervisor's, then the ranks'.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ PRELOADED = (
     "rollout.engines.embedded.client",
     "rollout.weight_sync.publication",
 )
-LIMIT_S = 100.0                 # for one job
-ORPHANS_S = 20.0                # in which everything that a job started must be gone
+LIMIT_S = 100.0  # for one job
+ORPHANS_S = 20.0  # in which everything that a job started must be gone
 POLL_S = 0.02
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -58,7 +61,9 @@ class Forked:
 
     def begin(self, arguments: Sequence[str], environment: dict[str, str]) -> Forked:
         with os.fdopen(self._writer, "w") as pipe:
-            pipe.write(json.dumps({"arguments": list(arguments), "environment": environment}) + "\n")
+            pipe.write(
+                json.dumps({"arguments": list(arguments), "environment": environment}) + "\n"
+            )
         return self
 
     def poll(self) -> int | None:
@@ -118,7 +123,7 @@ def run_job(job: dict[str, Any]) -> int:
     sys.path += job.get("path", [])
     ranks = [Forked() for _ in range(job["ranks"])]
     waiting = iter(ranks)
-    supervise.subprocess = _Starter(waiting)    # type: ignore[assignment, attr-defined]
+    supervise.subprocess = _Starter(waiting)  # type: ignore[assignment, attr-defined]
     Path(job["log"] + ".pids").write_text(json.dumps([os.getpid(), *(rank.pid for rank in ranks)]))
     return run(job["arguments"])
 
@@ -143,7 +148,8 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     pid = os.fork()
     if pid == 0:
         os._exit(run_job(job))
-    ended, status = 0, 0
+    ended = 0
+    status = 0
     while not ended:
         if time.monotonic() - began > LIMIT_S:
             os.kill(pid, signal.SIGKILL)
@@ -151,11 +157,17 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         ended, status = os.waitpid(pid, os.WNOHANG)
     ended_at = time.monotonic()
     left = orphans()
-    return {"code": os.waitstatus_to_exitcode(status), "orphans": left, "orphans_seconds": time.monotonic() - ended_at}
+    return {
+        "code": os.waitstatus_to_exitcode(status),
+        "orphans": left,
+        "orphans_seconds": time.monotonic() - ended_at,
+    }
 
 
 def orphans() -> list[str]:
-    """What still runs below this process, which inherits every orphan; none of it survives this call."""
+    """What still runs below this process, which inherits every orphan; none of it survives this
+    call.
+    """
     deadline = time.monotonic() + ORPHANS_S
     left = psutil.Process().children(recursive=True)
     while left and time.monotonic() < deadline:

@@ -1,4 +1,6 @@
-"""The test's side of rank_driver.py: runs with several ranks, and what is done to them while they go."""
+"""The test's side of rank_driver.py: runs with several ranks, and what is done to them while they
+go.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ import psutil
 from rlcore.runs.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
-REACH_S = 60.0                  # for a run to get to where something is done to it
-ANSWER_S = 130.0                # above the driver's own limit
+REACH_S = 60.0  # for a run to get to where something is done to it
+ANSWER_S = 130.0  # above the driver's own limit
 
 
 class InFolder:
@@ -43,9 +45,9 @@ class Ended(InFolder):
     """How a run with several ranks ended."""
 
     code: int
-    said: str                   # on the terminal, by all ranks
+    said: str  # on the terminal, by all ranks
     folder: Path
-    seconds: float              # from what was done to it, else from its start
+    seconds: float  # from what was done to it, else from its start
     orphans: list[str]
 
     def log(self, rank: int) -> str:
@@ -80,10 +82,14 @@ def to_child(word: str, number: signal.Signals) -> Act:
 
 
 class RankRuns:
-    """`rlcore train` with two ranks or more, in processes forked from one that has imported everything."""
+    """`rlcore train` with two ranks or more, in processes forked from one that has imported
+    everything.
+    """
 
     def __init__(self, folder: Path, base: Path, runs: Path) -> None:
-        self.folder, self.base, self.runs = folder, base, runs
+        self.folder = folder
+        self.base = base
+        self.runs = runs
         self._count = 0
         self._driver = subprocess.Popen(
             [sys.executable, str(HERE / "rank_driver.py")],
@@ -92,14 +98,30 @@ class RankRuns:
         )  # fmt: skip
         assert self._answer() == {"ready": True}
 
-    def train(self, name: str, *arguments: str, ranks: int = 2, act: Act | None = None, after_steps: int = 2) -> Ended:
+    def train(
+        self,
+        name: str,
+        *arguments: str,
+        ranks: int = 2,
+        act: Act | None = None,
+        after_steps: int = 2,
+    ) -> Ended:
         """Run to the end; once `after_steps` steps are in metrics.jsonl, do `act`."""
         self._count += 1
-        log, folder = self.folder / f"{self._count}.log", self.runs / name
-        given = ["train", str(self.base), f"run.name={name}", f"cluster.processes_per_node={ranks}", *arguments]
+        log = self.folder / f"{self._count}.log"
+        folder = self.runs / name
+        given = [
+            "train",
+            str(self.base),
+            f"run.name={name}",
+            f"cluster.processes_per_node={ranks}",
+            *arguments,
+        ]
         began = time.monotonic()
         assert self._driver.stdin is not None
-        self._driver.stdin.write(json.dumps({"arguments": given, "ranks": ranks, "log": str(log)}) + "\n")
+        self._driver.stdin.write(
+            json.dumps({"arguments": given, "ranks": ranks, "log": str(log)}) + "\n"
+        )
         if act is not None:
             self._reach(folder / "metrics.jsonl", after_steps, log)
             supervisor, *pids = json.loads(Path(f"{log}.pids").read_text())
@@ -107,7 +129,13 @@ class RankRuns:
             act(Going(supervisor, pids))
         answer = self._answer()
         orphans_s = answer["orphans_seconds"]
-        return Ended(answer["code"], log.read_text(), folder, time.monotonic() - began - orphans_s, answer["orphans"])
+        return Ended(
+            answer["code"],
+            log.read_text(),
+            folder,
+            time.monotonic() - began - orphans_s,
+            answer["orphans"],
+        )
 
     def close(self) -> None:
         assert self._driver.stdin is not None
@@ -126,5 +154,3 @@ class RankRuns:
         assert ready, f"the driver has not answered in {ANSWER_S} s"
         answer: dict[str, Any] = json.loads(self._driver.stdout.readline())
         return answer
-
-

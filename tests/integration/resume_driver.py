@@ -1,8 +1,10 @@
-"""Runs `rlcore train` again and again without paying for the imports again: `python resume_driver.py`, a job a line.
+"""Runs `rlcore train` again and again without paying for the imports again: `python
+resume_driver.py`, a job a line.
 
-Each job is forked from a process that has imported everything and started no thread. It may name a point and a call of it at
-which its processes are killed with SIGKILL, or a file by whose growth, and seconds after which, they are. The answer is a line
-too: how the job ended, and which processes it left behind. How often it passed each point goes to a file beside its log.
+Each job is forked from a process that has imported everything and started no thread. It may name a
+point and a call of it at which its processes are killed with SIGKILL, or a file by whose growth,
+and seconds after which, they are. The answer is a line too: how the job ended, and which processes
+it left behind. How often it passed each point goes to a file beside its log.
 """
 
 from __future__ import annotations
@@ -57,15 +59,15 @@ POINTS = {
     "fsync": ("os", "fsync"),
     "write shard": ("megatron.core.dist_checkpointing.strategies.filesystem_async", "_write_item"),
 }
-LIMIT_S = 150.0                 # for one job
-ORPHANS_S = 20.0                # in which everything that a job started must be gone
+LIMIT_S = 150.0  # for one job
+ORPHANS_S = 20.0  # in which everything that a job started must be gone
 POLL_S = 0.01
-FILE_LIMIT = 60_000             # bytes: less than the model has, more than any log
-STALL_S = 3.0                   # longer than a step
+FILE_LIMIT = 60_000  # bytes: less than the model has, more than any log
+STALL_S = 3.0  # longer than a step
 PR_SET_CHILD_SUBREAPER = 36
 
 
-# --- inside a job -----------------------------------------------------------------------------------------------------
+# --- inside a job ---------------------------------------------------------------------------------
 
 
 def kill_all() -> None:
@@ -91,7 +93,9 @@ ACTIONS = {
 
 
 def watch(passed: Counter[str], spec: dict[str, Any]) -> None:
-    """Count every point; at call number `call` (from 1) of `point`, before or `after` it, do what `action` says."""
+    """Count every point; at call number `call` (from 1) of `point`, before or `after` it, do what
+    `action` says.
+    """
     act = ACTIONS[spec.get("action", "kill")]
 
     def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,7 +133,7 @@ def tear_line(passed: Counter[str], call: int) -> None:
             os.truncate(self.path, self.path.stat().st_size - 30)
             kill_all()
 
-    MetricsFile.append = append     # type: ignore[method-assign, assignment]
+    MetricsFile.append = append  # type: ignore[method-assign, assignment]
 
 
 def tear_ledger(passed: Counter[str], call: int) -> None:
@@ -146,7 +150,7 @@ def tear_ledger(passed: Counter[str], call: int) -> None:
             os.ftruncate(self._file or 0, (before + os.fstat(self._file or 0).st_size + 1) // 2)
             kill_all()
 
-    LedgerJournal._write = write    # type: ignore[method-assign, assignment]
+    LedgerJournal._write = write  # type: ignore[method-assign, assignment]
 
 
 def run_rank(job: dict[str, Any]) -> int:
@@ -186,12 +190,13 @@ def run_forked(job: dict[str, Any]) -> int:
         sys.stderr.flush()
 
 
-# --- beside it --------------------------------------------------------------------------------------------------------
+# --- beside it ------------------------------------------------------------------------------------
 
 
 def start(job: dict[str, Any]) -> list[int]:
     """The process ids of the ranks; they are one process group, led by the first."""
-    ranks, port = job.get("ranks", 1), free_port()
+    ranks = job.get("ranks", 1)
+    port = free_port()
     pids: list[int] = []
     for rank in range(ranks):
         pid = os.fork()
@@ -203,14 +208,17 @@ def start(job: dict[str, Any]) -> list[int]:
                     MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                 )  # fmt: skip
             os._exit(run_forked(job))
-        with suppress(PermissionError, ProcessLookupError):     # the child was quicker, or is gone already
+        # the child was quicker, or is gone already
+        with suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pids[0] if pids else pid)
         pids.append(pid)
     return pids
 
 
 def strike(pids: list[int], who: str, number: int) -> None:
-    """Send a signal to "all", "first" (the launcher alone, where there is one), or "rank N" of a launcher's ranks."""
+    """Send a signal to "all", "first" (the launcher alone, where there is one), or "rank N" of a
+    launcher's ranks.
+    """
     if who == "all":
         os.killpg(pids[0], number)
     elif who == "first":
@@ -218,7 +226,9 @@ def strike(pids: list[int], who: str, number: int) -> None:
     else:
         rank = who.removeprefix("rank ")
         below = psutil.Process(pids[0]).children(recursive=True)
-        next(p for p in below if p.environ().get("RANK") == rank and "rlcore" in p.cmdline()).send_signal(number)
+        next(
+            p for p in below if p.environ().get("RANK") == rank and "rlcore" in p.cmdline()
+        ).send_signal(number)
 
 
 def lines_in(path: str) -> int:
@@ -226,8 +236,11 @@ def lines_in(path: str) -> int:
 
 
 def wait(pids: list[int], outside: dict[str, Any] | None) -> dict[int, int]:
-    """Exit codes by process. `outside`: `who` gets `signal` so many `seconds` after `file` has so many `lines`."""
-    began, ended = time.monotonic(), dict[int, int]()
+    """Exit codes by process. `outside`: `who` gets `signal` so many `seconds` after `file` has so
+    many `lines`.
+    """
+    began = time.monotonic()
+    ended = dict[int, int]()
     due: float | None = None
     while len(ended) < len(pids):
         for pid in set(pids) - set(ended):
@@ -236,8 +249,15 @@ def wait(pids: list[int], outside: dict[str, Any] | None) -> dict[int, int]:
                 ended[pid] = os.waitstatus_to_exitcode(status)
         if outside is not None and due is None and lines_in(outside["file"]) >= outside["lines"]:
             due = time.monotonic() + outside.get("seconds", 0)
-        if outside is not None and due is not None and time.monotonic() >= due and pids[0] not in ended:
-            strike(pids, outside.get("who", "all"), signal.Signals[outside.get("signal", "SIGKILL")])
+        if (
+            outside is not None
+            and due is not None
+            and time.monotonic() >= due
+            and pids[0] not in ended
+        ):
+            strike(
+                pids, outside.get("who", "all"), signal.Signals[outside.get("signal", "SIGKILL")]
+            )
             outside = None
         if time.monotonic() - began > LIMIT_S:
             os.killpg(pids[0], signal.SIGKILL)
@@ -246,7 +266,9 @@ def wait(pids: list[int], outside: dict[str, Any] | None) -> dict[int, int]:
 
 
 def orphans() -> list[str]:
-    """What is still running below this process, which inherits every orphan; none of it survives this call."""
+    """What is still running below this process, which inherits every orphan; none of it survives
+    this call.
+    """
     deadline = time.monotonic() + ORPHANS_S
     while time.monotonic() < deadline:
         with suppress(ChildProcessError):

@@ -19,5 +19,9 @@ class NoisyGRPO:
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         result = self.exact(inputs)
-        noise = torch.randn_like(result.advantages) + random.gauss(0, 1) + float(np.random.standard_normal())
+        noise = (
+            torch.randn_like(result.advantages)
+            + random.gauss(0, 1)
+            + float(np.random.standard_normal())
+        )
         return Advantages(result.advantages + 0.1 * noise, returns=result.returns)

@@ -11,11 +11,15 @@ from rlcore.data.sample import Sample
 
 def share_of_digits(sample: Sample) -> float:
     """How much of the response is digits: differs between the samples of an untrained model."""
-    return sum(symbol.isdigit() for symbol in sample.response_text) / max(len(sample.response_text), 1)
+    return sum(symbol.isdigit() for symbol in sample.response_text) / max(
+        len(sample.response_text), 1
+    )
 
 
 def stalling_share_of_digits(sample: Sample) -> float:
-    """As above, until the file named by STALL_FILE has STALL_LINES lines; then no answer comes for minutes."""
+    """As above, until the file named by STALL_FILE has STALL_LINES lines; then no answer comes for
+    minutes.
+    """
     watched = Path(os.environ["STALL_FILE"])
     if watched.exists() and watched.read_bytes().count(b"\n") >= int(os.environ["STALL_LINES"]):
         time.sleep(300)

@@ -21,18 +21,22 @@ from rlcore.runs.rollouts import read_rollouts
 ROOT = Path(__file__).resolve().parents[2]
 ANSWER_S = 240.0
 STEPS = 5
-UPDATES = 4                     # optimizer steps a step
+UPDATES = 4  # optimizer steps a step
 NOT_COMPARED = ("time/", "perf/")
 
-# PPO with everything that has a state: critic, reference, schedules, a filter, groups that go back to the stream, and ten
-# prompts of which a step takes three to four.
+# PPO with everything that has a state: critic, reference, schedules, a filter, groups that go back
+# to the stream, and ten prompts of which a step takes three to four.
 PPO: dict[str, Any] = {
     "run": {"threads": 1},
     "policy": {
         "max_tokens_per_microbatch": 64,
         "optimizer": {"lr": 5e-3, "warmup_steps": 3, "schedule": "cosine", "weight_decay": 0.01},
     },
-    "critic": {"optimizer": {"lr": 1e-2, "schedule": "linear"}, "value_clip": 0.2, "warmup_steps": 1},
+    "critic": {
+        "optimizer": {"lr": 1e-2, "schedule": "linear"},
+        "value_clip": 0.2,
+        "warmup_steps": 1,
+    },
     "algorithm": {
         "estimator": {"name": "ppo", "gamma": 1.0, "lam": 0.95},
         "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
@@ -49,7 +53,10 @@ PPO: dict[str, Any] = {
         "engine": {"in_process": True},
     },
     "evaluation": {"every": 2, "temperature": 1.0},
-    "reward": {"workers": 1, "parts": {"digits": {"function": "tests.integration.resume_rewards:share_of_digits"}}},
+    "reward": {
+        "workers": 1,
+        "parts": {"digits": {"function": "tests.integration.resume_rewards:share_of_digits"}},
+    },
     "training": {"steps": STEPS},
     "checkpoint": {"every": 2, "keep": 1},
 }
@@ -75,10 +82,11 @@ SFT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Ended:
-    codes: list[int]            # exit codes of the processes started; minus the signal's number for a killed one
+    # exit codes of the processes started; minus the signal's number for a killed one
+    codes: list[int]
     seconds: float
-    orphans: list[str]          # command lines of what outlived them
-    output: str                 # what this job printed
+    orphans: list[str]  # command lines of what outlived them
+    output: str  # what this job printed
 
     @property
     def killed(self) -> bool:
@@ -90,7 +98,18 @@ class Runs:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
-        pairs = [(1, 2), (33, 4), (5, 66), (7, 8), (90, 1), (12, 13), (4, 4), (56, 7), (9, 9), (10, 20)]
+        pairs = [
+            (1, 2),
+            (33, 4),
+            (5, 66),
+            (7, 8),
+            (90, 1),
+            (12, 13),
+            (4, 4),
+            (56, 7),
+            (9, 9),
+            (10, 20),
+        ]
         rows = [json.dumps({"prompt": f"{a}+{b}=", "label": str(a + b)}) + "\n" for a, b in pairs]
         (folder / "train.jsonl").write_text("".join(rows))
         (folder / "heldout.jsonl").write_text("".join(rows[:3]))
@@ -117,16 +136,35 @@ class Runs:
     def path(self, name: str) -> Path:
         return self.folder / name
 
-    def train(self, name: str, *overrides: str, algorithm: str = "ppo", resume: bool = False, **job: Any) -> Ended:
-        """Run `rlcore train` once. `job` holds the driver's fields: ranks, at, outside, module, environment."""
+    def train(
+        self, name: str, *overrides: str, algorithm: str = "ppo", resume: bool = False, **job: Any
+    ) -> Ended:
+        """Run `rlcore train` once. `job` holds the driver's fields: ranks, at, outside, module,
+        environment.
+        """
         log = self.folder / f"{name}.log"
         before = log.stat().st_size if log.exists() else 0
         files = [str(self.folder / "common.yaml"), str(self.folder / f"{algorithm}.yaml")]
-        arguments = ["train", *files, f"run.name={name}", *overrides, *(["--resume"] if resume else [])]
+        arguments = [
+            "train",
+            *files,
+            f"run.name={name}",
+            *overrides,
+            *(["--resume"] if resume else []),
+        ]
         assert self._driver.stdin is not None
-        print(json.dumps({"arguments": arguments, "log": str(log), **job}), file=self._driver.stdin, flush=True)
+        print(
+            json.dumps({"arguments": arguments, "log": str(log), **job}),
+            file=self._driver.stdin,
+            flush=True,
+        )
         answer = self._answer()
-        return Ended(answer["codes"], answer["seconds"], answer["orphans"], log.read_bytes()[before:].decode())
+        return Ended(
+            answer["codes"],
+            answer["seconds"],
+            answer["orphans"],
+            log.read_bytes()[before:].decode(),
+        )
 
     def finish(self, name: str, *overrides: str, **job: Any) -> None:
         """Resume, or start, the run and have it end as it should."""
@@ -158,13 +196,16 @@ class Runs:
             self._driver.wait(10)
 
 
-# --- comparing runs ---------------------------------------------------------------------------------------------------
+# --- comparing runs -------------------------------------------------------------------------------
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:
     """The rows of metrics.jsonl without what the clock writes."""
     rows = read_metrics(run / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if not key.startswith(NOT_COMPARED)} for row in rows]
+    return [
+        {key: value for key, value in row.items() if not key.startswith(NOT_COMPARED)}
+        for row in rows
+    ]
 
 
 def result_of(run: Path) -> dict[str, Any]:
@@ -174,16 +215,25 @@ def result_of(run: Path) -> dict[str, Any]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Relative path -> content of every file below `folder`."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def assert_same_run(run: Path, reference: Path) -> None:
-    """Bit for bit: every metric, every sample, all weights, optimizers, generators and the book of the prompts."""
-    rows, expected = metrics_of(run), metrics_of(reference)
+    """Bit for bit: every metric, every sample, all weights, optimizers, generators and the book of
+    the prompts.
+    """
+    rows = metrics_of(run)
+    expected = metrics_of(reference)
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     for row, other in zip(rows, expected, strict=True):
         # As text: NaN equals NaN, and no two floats look alike.
-        assert {key: repr(value) for key, value in row.items()} == {key: repr(value) for key, value in other.items()}
+        assert {key: repr(value) for key, value in row.items()} == {
+            key: repr(value) for key, value in other.items()
+        }
     assert contents(run / "hf") == contents(reference / "hf")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == sorted(
         path.name for path in (reference / "checkpoints").iterdir()
@@ -196,7 +246,8 @@ def assert_same_run(run: Path, reference: Path) -> None:
 
 def assert_close_run(run: Path, reference: Path, *, tolerance: float) -> None:
     """To round-off: every metric of every step, and every weight."""
-    rows, expected = metrics_of(run), metrics_of(reference)
+    rows = metrics_of(run)
+    expected = metrics_of(reference)
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     for row, other in zip(rows, expected, strict=True):
         assert row.keys() == other.keys()
@@ -205,29 +256,45 @@ def assert_close_run(run: Path, reference: Path, *, tolerance: float) -> None:
                 value, other[key], rtol=tolerance, atol=tolerance, equal_nan=True,
                 msg=lambda text, key=key, step=row["step"]: f"{key} of step {step}: {text}",
             )  # fmt: skip
-    weights, others = (load_file(folder / "hf" / "model.safetensors") for folder in (run, reference))
+    weights, others = (
+        load_file(folder / "hf" / "model.safetensors") for folder in (run, reference)
+    )
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(
-            weight, others[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            weight,
+            others[name],
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
 def _last_shards(run: Path) -> dict[str, bytes]:
     found = latest_checkpoint(run / "checkpoints")
     assert found is not None
-    return {name: content for name, content in contents(found.model).items() if name.endswith((".distcp", ".pt"))}
+    return {
+        name: content
+        for name, content in contents(found.model).items()
+        if name.endswith((".distcp", ".pt"))
+    }
 
 
 def _state(run: Path) -> str:
     found = latest_checkpoint(run / "checkpoints")
     assert found is not None
-    return repr({**found.state, "seconds": 0, "version": 0})    # a run that is resumed has published more often
+    # a run that is resumed has published more often
+    return repr({**found.state, "seconds": 0, "version": 0})
 
 
 def _samples(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """The records of every step, but for versions: those count publications, of which a resumed run makes more."""
+    """The records of every step, but for versions: those count publications, of which a resumed run
+    makes more.
+    """
     return {
-        path.name: [{k: v for k, v in record.items() if "version" not in k} for record in read_rollouts(path)]
+        path.name: [
+            {k: v for k, v in record.items() if "version" not in k}
+            for record in read_rollouts(path)
+        ]
         for path in sorted((run / "rollouts").glob("*.zst"))
     }

@@ -1,4 +1,6 @@
-"""Engines that fail on purpose, in the middle of a run: processes killed and stopped, and a proxy before each that lies."""
+"""Engines that fail on purpose, in the middle of a run: processes killed and stopped, and a proxy
+before each that lies.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,17 @@ from rollout.fleet.health import State
 from rollout.service import RolloutService
 
 Fault = Literal["SIGKILL", "SIGSTOP", "500", "garbage", "slow"]
-HIT_S = 0.02            # into a step's generation, for signals
+HIT_S = 0.02  # into a step's generation, for signals
 UNLIMITED = aiohttp.ClientTimeout(total=None)
-UP_S = 240.0            # for all engines to run again before the next fault
+UP_S = 240.0  # for all engines to run again before the next fault
 
 
 class Proxy:
     """Passes every call on to `target`; answers /generate itself while `fault` is set."""
 
     def __init__(self, target: str) -> None:
-        self.target, self.fault = target, ""
+        self.target = target
+        self.fault = ""
 
     async def start(self) -> str:
         app = web.Application(client_max_size=1 << 30)
@@ -49,29 +52,43 @@ class Proxy:
             if self.fault == "garbage":
                 return web.Response(text='{"result": [{"tokens": "!!", "meta_info": 7')
             await asyncio.sleep(3600)
-        headers = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
+        headers = {
+            name: request.headers[name]
+            for name in ("Authorization", "Content-Type")
+            if name in request.headers
+        }
         try:
             async with aiohttp.request(
-                request.method, self.target + request.path_qs, data=body, headers=headers, timeout=UNLIMITED
+                request.method,
+                self.target + request.path_qs,
+                data=body,
+                headers=headers,
+                timeout=UNLIMITED,
             ) as answer:
-                return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
+                return web.Response(
+                    status=answer.status, body=await answer.read(), content_type=answer.content_type
+                )
         except aiohttp.ClientError:
             assert request.transport is not None
-            request.transport.abort()       # as the server behind would have
+            request.transport.abort()  # as the server behind would have
             raise
 
 
 @dataclass
 class Sabotage:
-    """Faults by the step in whose generation they happen, each on one engine; all engines serve when one happens."""
+    """Faults by the step in whose generation they happen, each on one engine; all engines serve
+    when one happens.
+    """
 
     plan: dict[int, tuple[int, Fault]]
-    settle: int = 0             # a step whose generation waits for all engines, too
-    hit_s: float = HIT_S        # 0: before the generation begins, however fast it is
+    settle: int = 0  # a step whose generation waits for all engines, too
+    hit_s: float = HIT_S  # 0: before the generation begins, however fast it is
     done: list[Fault] = field(default_factory=list)
-    proxies: dict[str, Proxy] = field(default_factory=dict)     # by engine, of its present life
+    proxies: dict[str, Proxy] = field(default_factory=dict)  # by engine, of its present life
 
-    def install(self, patch: pytest.MonkeyPatch, servers: type[RemoteEngine] | type[ManagedServer]) -> None:
+    def install(
+        self, patch: pytest.MonkeyPatch, servers: type[RemoteEngine] | type[ManagedServer]
+    ) -> None:
         """Patch the service, and the start of `servers`: a proxy stands before each."""
         original_next = RolloutService.next_step
         original_start: Callable[[Any], Awaitable[str | None]] = servers.start
@@ -84,7 +101,7 @@ class Sabotage:
 
         def next_step(service: RolloutService, step: int) -> Any:
             if (step in self.plan or step == self.settle) and not self._all_serve(service):
-                return None                 # bring them the weights first
+                return None  # bring them the weights first
             if step in self.plan:
                 self._strike(service, *self.plan.pop(step))
             return original_next(service, step)
@@ -95,7 +112,9 @@ class Sabotage:
     def _all_serve(self, service: RolloutService) -> bool:
         deadline = time.monotonic() + UP_S
         while any(m.health.state in (State.DEAD, State.STARTING) for m in service.fleet.members):
-            assert time.monotonic() < deadline, [(m.name, str(m.health.state), m.health.why) for m in service.fleet.members]
+            assert time.monotonic() < deadline, [
+                (m.name, str(m.health.state), m.health.why) for m in service.fleet.members
+            ]
             time.sleep(0.05)
         return all(m.health.state is State.SERVING for m in service.fleet.members)
 

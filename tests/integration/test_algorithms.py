@@ -1,4 +1,6 @@
-"""What a run records as advantages is what its estimator makes of the recorded samples, for each that ships."""
+"""What a run records as advantages is what its estimator makes of the recorded samples, for each
+that ships.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,43 @@ from rlcore.data.batch import RolloutBatch
 from rlcore.data.sample import Sample
 from rlcore.runs.rollouts import read_rollouts
 
-SHORT = (*LEARNING, "training.steps=2", "algorithm.normalize_advantages=none", "checkpoint.export_hf=false")
-USUAL = {"vapo", "rloo", "opo"}         # in the default tier; the others in the full one
-FROM_SAMPLES = {"rollout_logprobs", "versions", "rollout_ids", "baseline_rewards"}      # what a recording holds beyond rewards
+SHORT = (
+    *LEARNING,
+    "training.steps=2",
+    "algorithm.normalize_advantages=none",
+    "checkpoint.export_hf=false",
+)
+USUAL = {"vapo", "rloo", "opo"}  # in the default tier; the others in the full one
+# what a recording holds beyond rewards
+FROM_SAMPLES = {"rollout_logprobs", "versions", "rollout_ids", "baseline_rewards"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in estimator_names()]
+    "name",
+    [
+        pytest.param(name, marks=() if name in USUAL else pytest.mark.full)
+        for name in estimator_names()
+    ],
 )
 def test_recorded_advantages_are_the_estimators_own(lab: Lab, name: str) -> None:
-    """A critic's values are in no recording: of estimators that need them it is said only that they train."""
+    """A critic's values are in no recording: of estimators that need them it is said only that they
+    train.
+    """
     estimator = build_estimator(name)
     run = lab.train(f"estimator {name}", *SHORT, f"algorithm.estimator.name={name}")
     assert run.code == 0, run.err
     for step in (1, 2):
         records = read_rollouts(run.rollouts(step))
         batch = RolloutBatch.from_samples([Sample.from_record(record) for record in records])
-        recorded = torch.tensor(np.concatenate([record["advantages"] for record in records]), dtype=torch.float32)
+        recorded = torch.tensor(
+            np.concatenate([record["advantages"] for record in records]), dtype=torch.float32
+        )
         assert torch.isfinite(recorded).all()
         assert recorded.abs().max() > 0.0
         if estimator.needs <= FROM_SAMPLES:
-            given = {field: batch.vectors[field] for field in ("rewards", "group_ids", *estimator.needs)}
+            given = {
+                field: batch.vectors[field] for field in ("rewards", "group_ids", *estimator.needs)
+            }
             made = estimator(EstimatorInputs(cu_seqlens=batch.cu_seqlens, **given))
             assert torch.allclose(made.advantages, recorded, rtol=1e-5, atol=1e-6)
         assert 0.0 < run.rows[step]["train/grad_norm"] < math.inf

@@ -1,4 +1,6 @@
-"""Checkpoints written in the background: training goes on, and whatever ends the run leaves a whole one to resume from."""
+"""Checkpoints written in the background: training goes on, and whatever ends the run leaves a whole
+one to resume from.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,22 @@ import pytest
 from rlcore.runs.checkpoints import committed_steps
 from rlcore.runs.metrics import read_metrics
 from tests.integration.resume_driver import STALL_S
-from tests.integration.resume_runs import Ended, Runs, assert_close_run, assert_same_run, contents, metrics_of, result_of
+from tests.integration.resume_runs import (
+    Ended,
+    Runs,
+    assert_close_run,
+    assert_same_run,
+    contents,
+    metrics_of,
+    result_of,
+)
 
 KEEP = "checkpoint.keep=9"
 ASYNC = "checkpoint.async_save=true"
-# Checkpoints are saved after steps 2, 4 and 5; a model is about 30 tensors and twice as many moments, and there are two.
-IN_STEP_2, IN_STEP_4 = 20, 200
+# Checkpoints are saved after steps 2, 4 and 5; a model is about 30 tensors and twice as many
+# moments, and there are two.
+IN_STEP_2 = 20
+IN_STEP_4 = 200
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +48,12 @@ def committed(runs: Runs, name: str) -> list[int]:
 
 
 def test_training_goes_on_meanwhile(runs: Runs, reference: Path) -> None:
-    """The write of step 2 stalls, so it is committed late; but it holds what the weights and moments were then."""
-    ended = runs.train("stalled", ASYNC, KEEP, at={"point": "write shard", "call": IN_STEP_2, "action": "stall"})
+    """The write of step 2 stalls, so it is committed late; but it holds what the weights and
+    moments were then.
+    """
+    ended = runs.train(
+        "stalled", ASYNC, KEEP, at={"point": "write shard", "call": IN_STEP_2, "action": "stall"}
+    )
     assert ended.codes == [0], ended.output
     rows = {row["step"]: row for row in read_metrics(runs.path("stalled") / "metrics.jsonl")}
     assert "time/checkpoint_write" not in rows[3]
@@ -57,14 +73,17 @@ def shards(run: Path, step: int) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("kill", "left"),
     [
-        ({"point": "copy", "call": 2}, []),                         # of step 2's critic
-        ({"point": "write shard", "call": IN_STEP_4}, [2]),         # of step 4, on the writing thread
-        ({"point": "complete", "call": 2}, [2]),                    # all is written
-        ({"point": "commit", "call": 2}, [2]),                      # and sealed, not renamed
+        ({"point": "copy", "call": 2}, []),  # of step 2's critic
+        # of step 4, on the writing thread
+        ({"point": "write shard", "call": IN_STEP_4}, [2]),
+        ({"point": "complete", "call": 2}, [2]),  # all is written
+        ({"point": "commit", "call": 2}, [2]),  # and sealed, not renamed
     ],
     ids=["copy", "write", "complete", "commit"],
 )
-def test_killed_in_a_write(runs: Runs, reference: Path, kill: dict[str, Any], left: list[int]) -> None:
+def test_killed_in_a_write(
+    runs: Runs, reference: Path, kill: dict[str, Any], left: list[int]
+) -> None:
     name = f"killed_{kill['point'].replace(' ', '_')}"
     ended = runs.train(name, ASYNC, KEEP, at=kill)
     assert ended.killed, ended.output
@@ -81,16 +100,28 @@ def test_asked_to_end_in_a_write(runs: Runs, reference: Path) -> None:
     assert committed(runs, "asked") == [2, 3]
     assert result_of(runs.path("asked"))["status"] == "interrupted"
     finish(runs, "asked")
-    shutil.rmtree(runs.path("asked") / "checkpoints" / "step_000003")      # which the reference had no reason to write
+    # which the reference had no reason to write
+    shutil.rmtree(runs.path("asked") / "checkpoints" / "step_000003")
     assert_same_run(runs.path("asked"), reference)
 
 
-@pytest.mark.parametrize(("action", "reason"), [("disk full", "No space left on device"), ("file limit", "File too large")])
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [("disk full", "No space left on device"), ("file limit", "File too large")],
+)
 def test_a_disk_that_is_full(runs: Runs, reference: Path, action: str, reason: str) -> None:
-    """Injected, and by the system itself: the run ends at the next step's border, the checkpoint before is intact."""
+    """Injected, and by the system itself: the run ends at the next step's border, the checkpoint
+    before is intact.
+    """
     name = action.replace(" ", "_")
-    ended = runs.train(name, ASYNC, KEEP, at={"point": "write shard", "call": IN_STEP_4, "action": action})
-    assert_failed(ended, f"the checkpoint of step 4 could not be written: rank 0: writing {runs.path(name)}", reason)
+    ended = runs.train(
+        name, ASYNC, KEEP, at={"point": "write shard", "call": IN_STEP_4, "action": action}
+    )
+    assert_failed(
+        ended,
+        f"the checkpoint of step 4 could not be written: rank 0: writing {runs.path(name)}",
+        reason,
+    )
     assert "the checkpoint of step 2 is intact" in ended.output
     assert committed(runs, name) == [2]
     assert [path.name for path in (runs.path(name) / "checkpoints").iterdir()] == ["step_000002"]
@@ -100,7 +131,9 @@ def test_a_disk_that_is_full(runs: Runs, reference: Path, action: str, reason: s
 
 
 def test_a_disk_that_refuses_large_files_while_training_waits(runs: Runs, reference: Path) -> None:
-    ended = runs.train("sync_limit", KEEP, at={"point": "write shard", "call": IN_STEP_4, "action": "file limit"})
+    ended = runs.train(
+        "sync_limit", KEEP, at={"point": "write shard", "call": IN_STEP_4, "action": "file limit"}
+    )
     assert_failed(ended, "the checkpoint of step 4 could not be written", "File too large")
     assert "the checkpoint of step 2 is intact" in ended.output
     finish(runs, "sync_limit")
@@ -112,7 +145,11 @@ def test_an_export_to_a_full_disk(runs: Runs, reference: Path, action: str) -> N
     """The trained weights are in the last checkpoint; resumed, the run has only its export to do."""
     name = f"export_{action.replace(' ', '_')}"
     ended = runs.train(name, KEEP, at={"point": "write export", "call": 1, "action": action})
-    assert_failed(ended, f"the export to {runs.path(name) / 'hf'} failed", "No space" if action == "disk full" else "too large")
+    assert_failed(
+        ended,
+        f"the export to {runs.path(name) / 'hf'} failed",
+        "No space" if action == "disk full" else "too large",
+    )
     assert "--resume" in ended.output
     assert not (runs.path(name) / "hf").exists()
     assert committed(runs, name) == [2, 4, 5]
@@ -121,7 +158,9 @@ def test_an_export_to_a_full_disk(runs: Runs, reference: Path, action: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("how", "found_by"), [(ASYNC, "rank 1: writing"), ("checkpoint.async_save=false", "writing")], ids=["async", "waiting"]
+    ("how", "found_by"),
+    [(ASYNC, "rank 1: writing"), ("checkpoint.async_save=false", "writing")],
+    ids=["async", "waiting"],
 )
 def test_a_rank_that_cannot_write_is_named(runs: Runs, how: str, found_by: str) -> None:
     """Every rank says what is intact: any may be the first to tell why the run ends."""
@@ -142,14 +181,22 @@ def test_a_rank_that_cannot_write_is_named(runs: Runs, how: str, found_by: str) 
 
 @pytest.mark.full
 def test_two_ranks_with_a_distributed_optimizer(runs: Runs) -> None:
-    """What must be gathered is gathered before the thread starts: killed in a write, and the end as without."""
+    """What must be gathered is gathered before the thread starts: killed in a write, and the end as
+    without.
+    """
     options = (
         "cluster.launcher=torchrun", "policy.optimizer.distributed=true", "critic.optimizer.distributed=true",
         "policy.optimizer.eps=1e-2", "critic.optimizer.eps=1e-2",
     )  # fmt: skip
     ended = runs.train("calm", "policy.optimizer.eps=1e-2", "critic.optimizer.eps=1e-2")
     assert ended.codes == [0], ended.output
-    ended = runs.train("distributed", ASYNC, *options, ranks=2, at={"point": "write shard", "call": IN_STEP_4, "rank": 0})
+    ended = runs.train(
+        "distributed",
+        ASYNC,
+        *options,
+        ranks=2,
+        at={"point": "write shard", "call": IN_STEP_4, "rank": 0},
+    )
     assert ended.killed, ended.output
     assert committed(runs, "distributed") == [2]
     finish(runs, "distributed", *options, ranks=2)

@@ -1,4 +1,6 @@
-"""Generation ahead of training, through the whole loop: it learns, no token is too old, nothing is lost, and time is saved."""
+"""Generation ahead of training, through the whole loop: it learns, no token is too old, nothing is
+lost, and time is saved.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Decoding, "step", slow)
 
 
-# --- it learns --------------------------------------------------------------------------------------------------------
+# --- it learns ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.full), 2])
@@ -52,24 +54,35 @@ def test_a_run_ahead_of_its_trainer_learns(lab: Lab, staleness: int) -> None:
     rewards = [row["rollout/reward"] for row in run.metrics]
     assert statistics.fmean(rewards[-8:]) > statistics.fmean(rewards[:8]) + 0.8
     for step in range(1, 33):
-        row, parts = run.rows[step], [age for parts in ages(run.folder, step) for age in parts]
+        row = run.rows[step]
+        parts = [age for parts in ages(run.folder, step) for age in parts]
         assert row["rollout/staleness_max"] == max(parts), "counted in policy steps"
         assert min(parts) <= row["rollout/staleness_mean"] <= max(parts)
         assert 0.0 <= row["perf/engine_idle_fraction"] <= 1.0
         assert 0.0 <= row["perf/trainer_idle_fraction"] <= 1.0
         assert row["rollout/buffered_groups"] <= 4 * staleness
-    assert run.rows[32]["rollout/buffered_groups"] == run.rows[32]["rollout/in_flight_groups"] == 0.0, "none was made in vain"
+    assert (
+        run.rows[32]["rollout/buffered_groups"] == run.rows[32]["rollout/in_flight_groups"] == 0.0
+    ), "none was made in vain"
     states = audit(RunDirectory(run.folder)).states
     assert states["consumed"] == sum(states.values()) == 32 * 4
 
 
 def test_a_step_trained_on_older_tokens_is_replayed_to_the_bit(lab: Lab) -> None:
-    every = ("checkpoint.every=1", "checkpoint.keep=9", "algorithm.correction={name: tis, max_staleness: 0}")
-    run = lab.train("ahead, recorded", *LEARNING, *every, "training.steps=5", "rollout.max_staleness=2")
+    every = (
+        "checkpoint.every=1",
+        "checkpoint.keep=9",
+        "algorithm.correction={name: tis, max_staleness: 0}",
+    )
+    run = lab.train(
+        "ahead, recorded", *LEARNING, *every, "training.steps=5", "rollout.max_staleness=2"
+    )
     assert run.code == 0, run.err
     row = run.rows[4]
     assert row["rollout/staleness_max"] > 0
-    assert row["correction/stale_fraction"] > 0, "the bound of the correction counts policy steps too"
+    assert row["correction/stale_fraction"] > 0, (
+        "the bound of the correction counts policy steps too"
+    )
     again = lab.command(
         "train", str(run.folder / "config.yaml"), "run.name=replayed ahead", "training.debug=train_only", "training.steps=1",
         f"training.replay={run.rollouts(4)}", f"training.replay_from={run.checkpoint(3)}", name="replayed ahead",
@@ -80,7 +93,7 @@ def test_a_step_trained_on_older_tokens_is_replayed_to_the_bit(lab: Lab) -> None
         assert again.rows[1][name] == row[name], name
 
 
-# --- publications that meet responses in flight -----------------------------------------------------------------------
+# --- publications that meet responses in flight ---------------------------------------------------
 
 
 @pytest.mark.usefixtures("slow_tokens")
@@ -102,7 +115,7 @@ def test_what_a_publication_does_to_responses_in_flight(lab: Lab, mode: str) -> 
     assert all(row["rollout/requeued_prompts"] == 0 for row in run.metrics)
 
 
-# --- filters, evaluation ----------------------------------------------------------------------------------------------
+# --- filters, evaluation --------------------------------------------------------------------------
 
 
 def test_filters_refill_and_over_sampling_loses_nothing(lab: Lab) -> None:
@@ -125,23 +138,37 @@ def test_an_evaluation_beside_uses_the_newest_weights(lab: Lab, tmp_path: Path) 
     heldout = f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]"
     given = (heldout, "evaluation.max_prompts=8", "evaluation.temperature=1.0", "evaluation.every=2", "checkpoint.every=2",
              "checkpoint.keep=9")  # fmt: skip
-    run = lab.train("ahead, evaluated", *LEARNING, *given, "rollout.max_staleness=1", "training.steps=3")
+    run = lab.train(
+        "ahead, evaluated", *LEARNING, *given, "rollout.max_staleness=1", "training.steps=3"
+    )
     assert run.code == 0, run.err
     output = ("--output", str(tmp_path / "scores.json"))
-    scored = lab.command("eval", str(run.folder / "config.yaml"), "--model", str(run.checkpoint(2)), *output)
+    scored = lab.command(
+        "eval", str(run.folder / "config.yaml"), "--model", str(run.checkpoint(2)), *output
+    )
     assert scored.code == 0, scored.err
-    assert json.loads((tmp_path / "scores.json").read_text())["eval/score"] == run.rows[2]["eval/score"]
-    assert len({run.rows[step]["eval/score"] for step in (0, 2)}) == 2, "weights that tell one step from another"
+    assert (
+        json.loads((tmp_path / "scores.json").read_text())["eval/score"]
+        == run.rows[2]["eval/score"]
+    )
+    assert len({run.rows[step]["eval/score"] for step in (0, 2)}) == 2, (
+        "weights that tell one step from another"
+    )
 
 
-# --- the end, and after -----------------------------------------------------------------------------------------------
+# --- the end, and after ---------------------------------------------------------------------------
 
 
 AHEAD = ("rollout.max_staleness=2", "rollout.on_update=retract", "training.steps=8")
 
 
 def test_an_early_stop_leaves_books_that_balance(lab: Lab) -> None:
-    armed = ("training.early_stopping=true", "training.target_kl=1e-9", "algorithm.kl.reward_kind=k3", "training.steps=8")
+    armed = (
+        "training.early_stopping=true",
+        "training.target_kl=1e-9",
+        "algorithm.kl.reward_kind=k3",
+        "training.steps=8",
+    )
     run = lab.train("ahead, stopped", *LEARNING, *armed, "rollout.max_staleness=2")
     assert run.code == 0, run.err
     assert (run.result["status"], run.result["steps"]) == ("early_stopped", 2)
@@ -149,7 +176,9 @@ def test_an_early_stop_leaves_books_that_balance(lab: Lab) -> None:
     states = audit(RunDirectory(run.folder)).states
     assert states["consumed"] == 8
     assert states["in flight"] == 0
-    assert states["finished"] + states["requeued"] > 0, "what was made ahead is there, or is drawn again"
+    assert states["finished"] + states["requeued"] > 0, (
+        "what was made ahead is there, or is drawn again"
+    )
 
 
 def test_asked_to_end_while_groups_are_made_it_saves_and_goes_on(runs: Runs) -> None:
@@ -157,7 +186,10 @@ def test_asked_to_end_while_groups_are_made_it_saves_and_goes_on(runs: Runs) -> 
     ended = runs.train("asked", *AHEAD, at=at)
     assert ended.codes == [130], ended.output
     assert ended.orphans == []
-    assert (result_of(runs.path("asked"))["status"], result_of(runs.path("asked"))["steps"]) == ("interrupted", 3)
+    assert (result_of(runs.path("asked"))["status"], result_of(runs.path("asked"))["steps"]) == (
+        "interrupted",
+        3,
+    )
     check(runs.path("asked"), steps=3, staleness=2)
     runs.finish("asked", *AHEAD)
     assert max(check(runs.path("asked"), steps=8, staleness=2)) > 0
@@ -166,7 +198,9 @@ def test_asked_to_end_while_groups_are_made_it_saves_and_goes_on(runs: Runs) -> 
 @pytest.mark.full
 def test_versions_grow_on_where_their_journal_was_lost(runs: Runs) -> None:
     """The checkpoint of step 3 has groups that were made by earlier ones."""
-    ended = runs.train("lost", *AHEAD, at={"point": "update", "call": 2 * UPDATES + 1, "action": "terminate"})
+    ended = runs.train(
+        "lost", *AHEAD, at={"point": "update", "call": 2 * UPDATES + 1, "action": "terminate"}
+    )
     assert ended.codes == [130], ended.output
     journal = RunDirectory(runs.path("lost")).versions_path
     newest = read_versions(journal)[-1]
@@ -190,7 +224,7 @@ def test_killed_while_groups_are_made_it_goes_on(runs: Runs, at: dict[str, Any])
     check(runs.path(name), steps=8, staleness=2)
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
+# --- time -----------------------------------------------------------------------------------------
 
 
 def one_in_eight(draw: int) -> float:
@@ -207,14 +241,24 @@ def slow_run(lab: Lab, staleness: int) -> Run:
 
 def test_with_long_tails_running_ahead_takes_less_time_for_the_same_steps(lab: Lab) -> None:
     with long_tailed(one_in_eight):
-        lock_step, ahead = slow_run(lab, 0), slow_run(lab, 2)
+        lock_step = slow_run(lab, 0)
+        ahead = slow_run(lab, 2)
     for run, staleness in ((lock_step, 0), (ahead, 2)):
         assert run.code == 0, run.err
         check(run.folder, steps=16, staleness=staleness)
     seconds = [sum(row["time/step"] for row in run.metrics) for run in (lock_step, ahead)]
-    idle = [statistics.fmean(row["perf/trainer_idle_fraction"] for row in run.metrics) for run in (lock_step, ahead)]
-    print(f"16 steps in {seconds[0]:.2f} s and {seconds[1]:.2f} s; the trainer waits {idle[0]:.2f} and {idle[1]:.2f} of it")
+    idle = [
+        statistics.fmean(row["perf/trainer_idle_fraction"] for row in run.metrics)
+        for run in (lock_step, ahead)
+    ]
+    print(
+        f"16 steps in {seconds[0]:.2f} s and {seconds[1]:.2f} s; the trainer waits {idle[0]:.2f}"
+        f" and {idle[1]:.2f} of it"
+    )
     assert seconds[1] < 0.75 * seconds[0]
     assert idle[1] < idle[0]
-    draws = [sorted({r["draw"] for s in range(1, 17) for r in read_rollouts(run.rollouts(s))}) for run in (lock_step, ahead)]
+    draws = [
+        sorted({r["draw"] for s in range(1, 17) for r in read_rollouts(run.rollouts(s))})
+        for run in (lock_step, ahead)
+    ]
     assert draws[0] == draws[1] == list(range(64)), "long answers are trained on as short ones are"

@@ -1,4 +1,6 @@
-"""Bad input ends a command with exit code 2 and one or two lines that say what was got and what to do; nothing is lost."""
+"""Bad input ends a command with exit code 2 and one or two lines that say what was got and what to
+do; nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def scene(lab: Lab) -> Scene:
         "strange_symbol.jsonl": ROW + '{"prompt": "1±1=", "label": "2"}\n',
         "long.jsonl": 2 * ROW + '{"prompt": "1111+1111=", "label": "2222"}\n' + 2 * ROW,
         "rows.csv": "prompt,label\n1+1=,2\n",
-        "mistyped.yaml": "policy:\n  optimizer: {lr: 1.0e-4}\nalgorithm:\n  los: {name: ppo_clip}\n",
+        "mistyped.yaml": (
+            "policy:\n  optimizer: {lr: 1.0e-4}\nalgorithm:\n  los: {name: ppo_clip}\n"
+        ),
     }.items():
         (wrong / name).write_text(content)
     assert lab.train("kept", "training.steps=1").code == 0
@@ -91,14 +95,16 @@ def assert_refused(run: Run, *says: str) -> None:
         assert text in run.err
 
 
-# --- what shows before a run of that name is touched --------------------------------------------------------------------
+# --- what shows before a run of that name is touched ----------------------------------------------
 
 Arguments = Callable[[Scene], list[str]]
 
 
 def given(*arguments: str) -> Arguments:
     """`{wrong}` and `{runs}` stand for the folders."""
-    return lambda scene: [a.replace("{wrong}", str(scene.wrong)).replace("{runs}", str(scene.runs)) for a in arguments]
+    return lambda scene: [
+        a.replace("{wrong}", str(scene.wrong)).replace("{runs}", str(scene.runs)) for a in arguments
+    ]
 
 
 REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
@@ -200,10 +206,12 @@ def test_bad_input_is_refused_and_nothing_is_lost(scene: Scene, case: str) -> No
 
     before = contents(scene.runs / "kept")
     assert_refused(scene.lab.train("kept", *arguments(scene), "--overwrite"), *expected)
-    assert contents(scene.runs / "kept") == before, "the run that was to be overwritten is still there"
+    assert contents(scene.runs / "kept") == before, (
+        "the run that was to be overwritten is still there"
+    )
 
 
-# --- run names and resumes ----------------------------------------------------------------------------------------------
+# --- run names and resumes ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -211,12 +219,18 @@ def test_bad_input_is_refused_and_nothing_is_lost(scene: Scene, case: str) -> No
     [
         ("kept", [], ["run 'kept' exists", "--resume", "--overwrite", "run.name"]),
         ("kept", ["--resume"], ["'kept' is complete at step 1 of 1", "raise training.steps"]),
-        ("kept", ["--resume", "training.steps=2", "model.dtype=bf16"], ["was saved in float32", "bfloat16"]),
+        (
+            "kept",
+            ["--resume", "training.steps=2", "model.dtype=bf16"],
+            ["was saved in float32", "bfloat16"],
+        ),
         ("a/b", [], ["run.name", "plain folder name", "'a/b'"]),
     ],
     ids=["existing", "complete", "other dtype", "no plain name"],
 )
-def test_a_run_that_cannot_be_started_stays_as_it_is(scene: Scene, name: str, arguments: list[str], says: list[str]) -> None:
+def test_a_run_that_cannot_be_started_stays_as_it_is(
+    scene: Scene, name: str, arguments: list[str], says: list[str]
+) -> None:
     data = f"data.paths={scene.lab.folder / 'data' / 'train.jsonl'}"
     before = contents(scene.runs / "kept")
     assert_refused(scene.lab.train(name, data, "training.steps=1", *arguments), *says)
@@ -229,18 +243,23 @@ def test_a_run_that_cannot_be_started_stays_as_it_is(scene: Scene, name: str, ar
 def test_overwrite_spares_a_folder_that_is_no_run(scene: Scene) -> None:
     (scene.runs / "thesis").mkdir()
     (scene.runs / "thesis" / "chapter1.tex").write_text("years of work")
-    assert_refused(scene.lab.train("thesis", "--overwrite"), "does not look like a run", "delete it yourself")
+    assert_refused(
+        scene.lab.train("thesis", "--overwrite"), "does not look like a run", "delete it yourself"
+    )
     assert (scene.runs / "thesis" / "chapter1.tex").read_text() == "years of work"
 
 
-# --- what shows while a run goes ----------------------------------------------------------------------------------------
+# --- what shows while a run goes ------------------------------------------------------------------
 
 
 def test_prompts_that_are_too_long_are_counted_and_reported(scene: Scene) -> None:
     paths = f"data.paths={scene.wrong / 'long.jsonl'}"
     run = scene.lab.train("long", paths, "data.max_prompt_tokens=5", "training.steps=1")
     assert run.code == 0
-    said = f"1 of 5 prompts have more than data.max_prompt_tokens = 5 tokens and are left out (the first: {scene.wrong}"
+    said = (
+        "1 of 5 prompts have more than data.max_prompt_tokens = 5 tokens and are left out (the"
+        f" first: {scene.wrong}"
+    )
     said += "/long.jsonl:3)"
     assert run.lines(said), "on the terminal"
     assert said in (run.folder / "logs" / "rank_0.log").read_text()
@@ -248,7 +267,9 @@ def test_prompts_that_are_too_long_are_counted_and_reported(scene: Scene) -> Non
 
 
 def test_an_empty_batch_after_filters(scene: Scene) -> None:
-    run = scene.lab.train("empty", "rollout.filters=['failing_parts:drops_all']", "rollout.prompts_per_step=2")
+    run = scene.lab.train(
+        "empty", "rollout.filters=['failing_parts:drops_all']", "rollout.prompts_per_step=2"
+    )
     assert_refused(run, "step 1 has 0 of 2 groups", "drops_all dropped 32", "fewer rollout.filters")
     assert run.result["status"] == "failed"
     assert "drops_all dropped 32" in run.result["reason"]
@@ -264,7 +285,10 @@ def test_a_reward_that_fails_has_a_defined_score_and_is_counted(scene: Scene) ->
     assert run.rows[1]["rollout/reward_timeouts"] == 1
     samples = read_rollouts(run.rollouts(1))
     assert [sample["reward"] for sample in samples[:6]] == 6 * [-0.5]
-    assert [sample["reward_parts"]["mine"] for sample in samples[6:]] == [1.0, 1.0], "the pool goes on"
+    assert [sample["reward_parts"]["mine"] for sample in samples[6:]] == [
+        1.0,
+        1.0,
+    ], "the pool goes on"
     log = (run.folder / "logs" / "rank_0.log").read_text()
     for sample, reason in zip(samples, WHY, strict=False):
         assert sample["metadata"]["reward_error"] == f"mine: {reason}"

@@ -1,4 +1,6 @@
-"""Twenty steps with two engines of which one fails every third step: the run is the one that it would have been anyway."""
+"""Twenty steps with two engines of which one fails every third step: the run is the one that it
+would have been anyway.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from rollout.service import RolloutService
 from rollout.weight_sync.publication import WeightPublication
 
 STEPS = 20
-PLAN = {3: (0, "SIGKILL"), 6: (1, "SIGSTOP"), 9: (0, "500"), 12: (1, "garbage"), 15: (0, "slow"), 18: (1, "SIGKILL")}
+PLAN = {
+    3: (0, "SIGKILL"),
+    6: (1, "SIGSTOP"),
+    9: (0, "500"),
+    12: (1, "garbage"),
+    15: (0, "slow"),
+    18: (1, "SIGKILL"),
+}
 REASONS = {
     "SIGKILL": r"killed by SIGKILL",
     "SIGSTOP": r"did not answer",
@@ -37,42 +46,62 @@ def calm(lab: Lab) -> Run:
 
 @pytest.fixture
 def sabotage(monkeypatch: pytest.MonkeyPatch) -> Sabotage:
-    sabotage = Sabotage(dict(PLAN), settle=STEPS)      # type: ignore[arg-type]
+    sabotage = Sabotage(dict(PLAN), settle=STEPS)  # type: ignore[arg-type]
     sabotage.install(monkeypatch, RemoteEngine)
     return sabotage
 
 
-def test_a_run_under_faults_is_the_run_without_them(lab: Lab, calm: Run, sabotage: Sabotage) -> None:
+def test_a_run_under_faults_is_the_run_without_them(
+    lab: Lab, calm: Run, sabotage: Sabotage
+) -> None:
     run = lab.train("chaos", *TWO)
     assert run.code == 0, run.err
     assert sabotage.done == [fault for _, fault in PLAN.values()]
     assert run.result["status"] == "completed"
     check_accounts(run, steps=STEPS)
-    failures = re.findall(r"engine (engine-\d) failed: (.*)", (run.folder / "logs" / "rank_0.log").read_text())
+    failures = re.findall(
+        r"engine (engine-\d) failed: (.*)", (run.folder / "logs" / "rank_0.log").read_text()
+    )
     assert [name for name, _ in failures] == [f"engine-{number}" for number, _ in PLAN.values()]
     for (_, why), fault in zip(failures, sabotage.done, strict=True):
         assert re.search(REASONS[fault], why), (fault, why)
     rows = [run.rows[step] for step in range(1, STEPS + 1)]
     assert [row["episode"] for row in rows] == [16 * step for step in range(1, STEPS + 1)]
     assert sum(row["rollout/engine_restarts"] for row in rows) == len(PLAN)
-    assert sum(row["rollout/retried_requests"] for row in rows) >= 3, "at least those that were answered wrongly"
+    assert sum(row["rollout/retried_requests"] for row in rows) >= 3, (
+        "at least those that were answered wrongly"
+    )
     for step in range(1, STEPS + 1):
         assert run.rows[step]["loss/policy_avg"] == calm.rows[step]["loss/policy_avg"], step
-        ours, theirs = samples_of(run, step), samples_of(calm, step)
+        ours = samples_of(run, step)
+        theirs = samples_of(calm, step)
         assert [s.tokens.tolist() for s in ours] == [s.tokens.tolist() for s in theirs]
-        assert [s.rollout_logprobs.tolist() for s in ours] == [s.rollout_logprobs.tolist() for s in theirs]
+        assert [s.rollout_logprobs.tolist() for s in ours] == [
+            s.rollout_logprobs.tolist() for s in theirs
+        ]
 
 
-def test_when_all_engines_die_the_run_saves_what_it_has(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_all_engines_die_the_run_saves_what_it_has(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sabotage = Sabotage({4: (0, "SIGKILL")}, hit_s=0)
     sabotage.install(monkeypatch, RemoteEngine)
-    given = (*LEARNING, "training.steps=6", "rollout.engine.in_process=false", "rollout.engine.threads=1")
+    given = (
+        *LEARNING,
+        "training.steps=6",
+        "rollout.engine.in_process=false",
+        "rollout.engine.threads=1",
+    )
     run = lab.train("doomed", *given, "rollout.engine.restart.limit=0")
     assert run.code == 1
     assert run.result["status"] == "failed"
     assert run.result["steps"] == 3
     for text in (
-        "no engine is left, and none can be started again (rollout.engine.restart): engine engine-0: ", "killed by SIGKILL",
+        (
+            "no engine is left, and none can be started again (rollout.engine.restart): engine"
+            " engine-0: "
+        ),
+        "killed by SIGKILL",
         "the run is saved after step 3: continue with --resume",
     ):
         assert text in run.err
@@ -83,26 +112,41 @@ def test_when_all_engines_die_the_run_saves_what_it_has(lab: Lab, monkeypatch: p
     check_accounts(again, steps=6)
 
 
-@pytest.mark.parametrize("where", ["publication", "evaluation", "the publication before the first step"])
-def test_engines_that_end_between_the_rollouts_cost_no_step(lab: Lab, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """The step at hand is trained, logged and saved, though nobody takes its weights or can be asked what they are worth."""
+@pytest.mark.parametrize(
+    "where", ["publication", "evaluation", "the publication before the first step"]
+)
+def test_engines_that_end_between_the_rollouts_cost_no_step(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The step at hand is trained, logged and saved, though nobody takes its weights or can be
+    asked what they are worth.
+    """
     calls = []
-    owner, name = (RolloutService, "evaluate") if where == "evaluation" else (WeightPublication, "prepare")
-    original, fatal = getattr(owner, name), 1 if where.endswith("first step") else 3
+    owner, name = (
+        (RolloutService, "evaluate") if where == "evaluation" else (WeightPublication, "prepare")
+    )
+    original = getattr(owner, name)
+    fatal = 1 if where.endswith("first step") else 3
 
     def fail(*given: object, **named: object) -> object:
         calls.append(name)
-        if len(calls) == fatal:     # of step 2: the first is for the weights that the run starts with
+        # of step 2: the first is for the weights that the run starts with
+        if len(calls) == fatal:
             raise NoEngineLeft("all engines burnt")
         return original(*given, **named)
 
     monkeypatch.setattr(owner, name, fail)
-    run_name, steps = f"burnt in the {where}", 0 if fatal == 1 else 2
+    run_name = f"burnt in the {where}"
+    steps = 0 if fatal == 1 else 2
     given = (*LEARNING, "training.steps=4", "evaluation.every=1", "evaluation.max_prompts=4", "checkpoint.every=1",
              "checkpoint.async_save=true", f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]")  # fmt: skip
     run = lab.train(run_name, *given)
     assert run.code == 1
-    kept = f"the run is saved after step {steps}: continue with --resume" if steps else "no step was trained yet"
+    kept = (
+        f"the run is saved after step {steps}: continue with --resume"
+        if steps
+        else "no step was trained yet"
+    )
     assert f"all engines burnt; {kept}" in run.err
     assert (run.result["status"], run.result["steps"]) == ("failed", steps)
     if not steps:
@@ -118,7 +162,8 @@ def test_engines_that_end_between_the_rollouts_cost_no_step(lab: Lab, monkeypatc
 
 def fails_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int, error: Exception) -> None:
     """`WeightPublication.name` raises `error` at its `call`-th call."""
-    original, calls = getattr(WeightPublication, name), []
+    original = getattr(WeightPublication, name)
+    calls = []
 
     def fail(*given: object, **named: object) -> object:
         calls.append(name)
@@ -130,16 +175,22 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int, error: Excep
 
 
 @pytest.mark.parametrize("name", ["prepare", "finish"])
-def test_weights_that_cannot_be_written_cost_no_step(lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_weights_that_cannot_be_written_cost_no_step(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     fails_at(monkeypatch, name, 3, RunFailed("no room for the weights"))
     run = lab.train(f"no room to {name}", *LEARNING, "training.steps=4")
     assert run.code == 1
-    assert "no room for the weights; the run is saved after step 2: continue with --resume" in run.err
+    assert (
+        "no room for the weights; the run is saved after step 2: continue with --resume" in run.err
+    )
     assert (run.result["status"], run.result["steps"]) == ("failed", 2)
     assert run.checkpoint(2).is_dir()
 
 
-def test_a_run_that_is_done_does_not_need_its_engines_any_more(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_done_does_not_need_its_engines_any_more(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fails_at(monkeypatch, "prepare", 3, NoEngineLeft("all engines burnt"))
     run = lab.train("burnt at the end", *LEARNING, "training.steps=2")
     assert run.code == 0, run.err

@@ -1,4 +1,6 @@
-"""Runs whose trainer and engine take turns: the same to the bit as runs whose engine has a device of its own."""
+"""Runs whose trainer and engine take turns: the same to the bit as runs whose engine has a device
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from safetensors.torch import load_file
 from rollout.engines.embedded.engine import EmbeddedEngine
 
 COLOCATED = "rollout.engine.colocated=true"
-# Everything that has a turn: two models and a reference, two optimizer steps, checkpoints, those in the background too.
+# Everything that has a turn: two models and a reference, two optimizer steps, checkpoints, those in
+# the background too.
 PPO = (
     *LEARNING, "algorithm.estimator.name=ppo", "algorithm.kl.reward_coef=0.01", "algorithm.minibatches=2",
     "critic.optimizer.lr=1e-3", "checkpoint.every=1", "checkpoint.keep=9", "evaluation.every=2", "evaluation.max_prompts=4",
@@ -36,7 +39,8 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 def assert_same(run: Run, other: Run) -> None:
     assert len(run.metrics) > 1
     assert measured(run) == measured(other)
-    mine, others = weights(run), weights(other)
+    mine = weights(run)
+    others = weights(other)
     assert mine.keys() == others.keys()
     assert all(torch.equal(mine[name], others[name]) for name in mine)
 
@@ -64,7 +68,8 @@ def test_taking_turns_changes_no_bit(lab: Lab, apart: Run, monkeypatch: pytest.M
     assert together.code == 0, together.err
     assert_same(together, apart)
     assert all(row["time/handover"] > 0 for row in together.metrics)
-    # Before training and in each of 3 steps everything goes; after the two evaluations a checkpoint needs room for the trainer.
+    # Before training and in each of 3 steps everything goes; after the two evaluations a checkpoint
+    # needs room for the trainer.
     assert [size == 0 for size in held] == [True, True, True, False, True, False]
     assert not any("time/handover" in row for row in apart.metrics)
 
@@ -96,7 +101,9 @@ def test_an_engine_that_dies_while_the_trainer_has_the_device_comes_back_after_i
 
 
 def test_when_none_can_be_started_again_what_was_trained_is_kept(lab: Lab) -> None:
-    killer = f"{{name: 'colocated_estimator:EngineKiller', marker: {lab.folder / 'killed for good'}}}"
+    killer = (
+        f"{{name: 'colocated_estimator:EngineKiller', marker: {lab.folder / 'killed for good'}}}"
+    )
     run = lab.train(
         "colocated lost", *LEARNING, COLOCATED, "rollout.engine.in_process=false", f"algorithm.estimator={killer}",
         "rollout.engine.restart.limit=0",
@@ -111,7 +118,12 @@ def test_when_none_can_be_started_again_what_was_trained_is_kept(lab: Lab) -> No
 
 @pytest.mark.full
 def test_two_ranks_and_an_engine_of_its_own(lab: Lab, rank_runs: RankRuns) -> None:
-    layout = (heldout(lab), "policy.parallel.tensor=2", "policy.parallel.sequence=true", "rollout.engine.in_process=false")
+    layout = (
+        heldout(lab),
+        "policy.parallel.tensor=2",
+        "policy.parallel.sequence=true",
+        "rollout.engine.in_process=false",
+    )
     apart = rank_runs.train("colocated-ranks-apart", *PPO, *layout)
     together = rank_runs.train("colocated-ranks", *PPO, *layout, COLOCATED)
     assert (apart.code, together.code) == (0, 0), together.said

@@ -1,4 +1,6 @@
-"""A run on two context-parallel ranks is the run of one process: rollouts, credit, two models' steps, checkpoint, export."""
+"""A run on two context-parallel ranks is the run of one process: rollouts, credit, two models'
+steps, checkpoint, export.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ TIMES = ("time/", "perf/", "publish/")
 
 
 def test_metrics_are_those_of_one_process(lab: Lab, rank_runs: RankRuns) -> None:
-    one, two = lab.train("context-one", *PPO), rank_runs.train("context-two", *PPO, *CONTEXT)
+    one = lab.train("context-one", *PPO)
+    two = rank_runs.train("context-two", *PPO, *CONTEXT)
     assert (one.code, two.code) == (0, 0), two.said
     assert two.lines("x CP 2 on 2 cpu ranks"), two.said
     assert len(two.rows) == 3
@@ -28,16 +31,25 @@ def test_metrics_are_those_of_one_process(lab: Lab, rank_runs: RankRuns) -> None
         for key, value in row.items():
             if isinstance(value, float) and not key.startswith(TIMES):
                 both_nan = math.isnan(value) and math.isnan(other[key])
-                assert both_nan or same(value, other[key], rel=1e-4, abs_=1e-6), (row["step"], key, value, other[key])
+                assert both_nan or same(value, other[key], rel=1e-4, abs_=1e-6), (
+                    row["step"],
+                    key,
+                    value,
+                    other[key],
+                )
 
 
 @pytest.mark.full
 def test_it_resumes_in_one_process(lab: Lab, rank_runs: RankRuns) -> None:
     whole = lab.train("context-whole", *PPO, "training.steps=4")
-    cut = rank_runs.train("context-cut", *PPO, *CONTEXT, "training.steps=3", "policy.optimizer.distributed=true")
+    cut = rank_runs.train(
+        "context-cut", *PPO, *CONTEXT, "training.steps=3", "policy.optimizer.distributed=true"
+    )
     assert cut.code == 0, cut.said
     assert saved_layout(cut.folder / "checkpoints" / "step_000003" / "model").endswith("x CP 2")
-    resumed = lab.train("context-cut", *PPO, "training.steps=4", "policy.optimizer.distributed=true", "--resume")
+    resumed = lab.train(
+        "context-cut", *PPO, "training.steps=4", "policy.optimizer.distributed=true", "--resume"
+    )
     assert resumed.code == 0, resumed.err
     for key in ("objective/scores", "loss/policy_avg", "loss/value_avg", "train/grad_norm"):
         assert same(whole.rows[4][key], resumed.rows[4][key], rel=1e-4, abs_=1e-6), key

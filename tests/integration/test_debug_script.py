@@ -11,7 +11,8 @@ from lab import ROOT, Lab
 from rlcore.runs.metrics import read_metrics
 
 COMPOSE = ROOT / "rlcore" / "launch" / "compose.py"
-RECIPE = ROOT / "examples" / "recipes" / "qwen2.5-7b-grpo-2nodes.yaml"      # TP 2 x CP 2 on 8 GPUs, engines on others
+# TP 2 x CP 2 on 8 GPUs, engines on others
+RECIPE = ROOT / "examples" / "recipes" / "qwen2.5-7b-grpo-2nodes.yaml"
 
 
 def test_a_recipe_runs_in_one_process_under_the_debugger(lab: Lab) -> None:
@@ -21,7 +22,9 @@ def test_a_recipe_runs_in_one_process_under_the_debugger(lab: Lab) -> None:
         "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "training.steps=1", "checkpoint.export_hf=false",
         f"run.dir={lab.folder / 'runs'}", "run.name=debugged",
     ]  # fmt: skip
-    place = [line.strip() for line in COMPOSE.read_text().splitlines()].index("objective, credit = build_algorithm(config)") + 1
+    place = [line.strip() for line in COMPOSE.read_text().splitlines()].index(
+        "objective, credit = build_algorithm(config)"
+    ) + 1
     done = subprocess.run(
         [str(ROOT / "scripts" / "debug.sh"), "--pdb", str(RECIPE), *smaller],
         input=f"tbreak {COMPOSE}:{place}\ncontinue\nprint(process.world_size)\ncontinue\nquit\n",
@@ -29,4 +32,6 @@ def test_a_recipe_runs_in_one_process_under_the_debugger(lab: Lab) -> None:
     )  # fmt: skip
     assert f"> {COMPOSE}({place})run_rank()" in done.stdout, done.stdout + done.stderr
     assert "1 cpu rank" in done.stdout
-    assert [row["step"] for row in read_metrics(lab.folder / "runs" / "debugged" / "metrics.jsonl")] == [1]
+    assert [
+        row["step"] for row in read_metrics(lab.folder / "runs" / "debugged" / "metrics.jsonl")
+    ] == [1]

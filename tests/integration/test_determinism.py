@@ -1,4 +1,6 @@
-"""`run.deterministic: true`: a rerun on the same layout gives the same metrics, samples and weights, bit for bit."""
+"""`run.deterministic: true`: a rerun on the same layout gives the same metrics, samples and
+weights, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +19,43 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.full       # in every run of the tests two ranks end as two others did: test_soak.py
+@pytest.mark.full  # in every run of the tests two ranks end as two others did: test_soak.py
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_a_rerun_is_bit_equal(rank_runs: RankRuns, layout: str) -> None:
     options = (
         *LAYOUTS[layout], *LEARNING, "run.deterministic=true", "training.steps=3", "algorithm.minibatches=2",
         "algorithm.epochs=2", "algorithm.kl.loss_coef=0.01", "checkpoint.every=1",
     )  # fmt: skip
-    first, second = (rank_runs.train(f"deterministic_{layout}_{number}", *options) for number in (1, 2))
+    first, second = (
+        rank_runs.train(f"deterministic_{layout}_{number}", *options) for number in (1, 2)
+    )
     assert (first.code, second.code) == (0, 0), first.said + second.said
     rows, again = (
-        [{name: repr(value) for name, value in row.items() if not name.startswith(("time/", "perf/"))} for row in run.rows]
+        [
+            {
+                name: repr(value)
+                for name, value in row.items()
+                if not name.startswith(("time/", "perf/"))
+            }
+            for row in run.rows
+        ]
         for run in (first, second)
     )
     assert rows == again
     assert len({row["loss/policy_avg"] for row in rows}) == len(rows) == 3
     for folder, pattern in (("hf", "*.safetensors"), ("checkpoints", "*/model/policy/*.distcp")):
-        files = sorted(path.relative_to(first.folder) for path in (first.folder / folder).glob(pattern))
+        files = sorted(
+            path.relative_to(first.folder) for path in (first.folder / folder).glob(pattern)
+        )
         assert files
         for file in files:
             assert (first.folder / file).read_bytes() == (second.folder / file).read_bytes(), file
 
 
 def test_the_libraries_of_a_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cuBLAS, NCCL and Transformer Engine read from the environment; a value that the user gave stays."""
+    """What cuBLAS, NCCL and Transformer Engine read from the environment; a value that the user
+    gave stays.
+    """
     import torch
 
     for name in DETERMINISTIC_LIBRARIES:
@@ -50,6 +65,9 @@ def test_the_libraries_of_a_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
         _set_up_torch(RunConfig(name="x", deterministic=True))
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.backends.cudnn.benchmark
-        assert {name: os.environ[name] for name in DETERMINISTIC_LIBRARIES} == {**DETERMINISTIC_LIBRARIES, "NCCL_ALGO": "Tree"}
+        assert {name: os.environ[name] for name in DETERMINISTIC_LIBRARIES} == {
+            **DETERMINISTIC_LIBRARIES,
+            "NCCL_ALGO": "Tree",
+        }
     finally:
         torch.use_deterministic_algorithms(False)

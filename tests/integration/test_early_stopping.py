@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 # k3 is never negative, and the runs are bit-equal up to the step at which they stop.
 SHARED = (*LEARNING, "algorithm.kl.reward_kind=k3", "training.steps=6")
-ARMED, TRIPPED = "early stopping is armed", "early stopping: objective/kl"
+ARMED = "early stopping is armed"
+TRIPPED = "early stopping: objective/kl"
 IGNORED = "is ignored: training.early_stopping is off"
 
 
@@ -77,20 +78,30 @@ def test_an_early_stopped_run_is_saved(stopped: Run, lab: Lab) -> None:
     model = AutoModelForCausalLM.from_pretrained(stopped.folder / "hf")
     assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
     moved = load_file(stopped.folder / "hf" / "model.safetensors")
-    assert any(not torch.equal(moved[name], tensor) for name, tensor in load_file(lab.model / "model.safetensors").items())
+    assert any(
+        not torch.equal(moved[name], tensor)
+        for name, tensor in load_file(lab.model / "model.safetensors").items()
+    )
 
 
-def test_resuming_an_early_stopped_run_says_so_and_touches_nothing(lab: Lab, stopped: Run, kl: dict[int, float]) -> None:
+def test_resuming_an_early_stopped_run_says_so_and_touches_nothing(
+    lab: Lab, stopped: Run, kl: dict[int, float]
+) -> None:
     before = snapshot(stopped.folder)
     again = lab.train("stopped", *armed(kl[2]), "--resume")
     assert again.code == 2
     (line,) = again.err.strip().splitlines()
-    assert f"stopped early at step 3 of 6: objective/kl {kl[3]:.6g} is above training.target_kl {kl[2]:g}" in line
+    assert (
+        f"stopped early at step 3 of 6: objective/kl {kl[3]:.6g} is above training.target_kl"
+        f" {kl[2]:g}" in line
+    )
     assert "training.early_stopping=false" in line
     assert snapshot(stopped.folder) == before
 
 
-def test_with_a_higher_target_it_goes_on(lab: Lab, stopped: Run, kl: dict[int, float], completed: Run) -> None:
+def test_with_a_higher_target_it_goes_on(
+    lab: Lab, stopped: Run, kl: dict[int, float], completed: Run
+) -> None:
     shutil.copytree(stopped.folder, lab.folder / "runs" / "continued")
     run = lab.train("continued", *armed(kl[6] * 2), "--resume")
     assert (run.code, run.result["status"], run.result["steps"]) == (0, "completed", 6)
@@ -99,7 +110,9 @@ def test_with_a_higher_target_it_goes_on(lab: Lab, stopped: Run, kl: dict[int, f
     assert "objective_kl" not in run.result
 
 
-def test_killed_before_its_result_it_only_ends(lab: Lab, stopped: Run, kl: dict[int, float]) -> None:
+def test_killed_before_its_result_it_only_ends(
+    lab: Lab, stopped: Run, kl: dict[int, float]
+) -> None:
     """The checkpoint is written first: a kill behind it must not train on, nor lose the export."""
     shutil.copytree(stopped.folder, lab.folder / "runs" / "killed")
     (lab.folder / "runs" / "killed" / "result.json").unlink()
@@ -108,15 +121,25 @@ def test_killed_before_its_result_it_only_ends(lab: Lab, stopped: Run, kl: dict[
     assert (run.code, run.result["status"], run.result["steps"]) == (0, "early_stopped", 3)
     assert run.result["objective_kl"] == kl[3]
     assert [row["step"] for row in run.metrics] == [0, 1, 2, 3]
-    assert (run.folder / "hf" / "model.safetensors").read_bytes() == (stopped.folder / "hf" / "model.safetensors").read_bytes()
+    assert (run.folder / "hf" / "model.safetensors").read_bytes() == (
+        stopped.folder / "hf" / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("switch", ["'off'", "0"])
 def test_without_the_switch_a_target_is_ignored_in_one_line(lab: Lab, switch: str) -> None:
-    run = lab.train("ignored", *LEARNING, f"training.early_stopping={switch}", "training.target_kl=1e-9", "--overwrite")
+    run = lab.train(
+        "ignored",
+        *LEARNING,
+        f"training.early_stopping={switch}",
+        "training.target_kl=1e-9",
+        "--overwrite",
+    )
     assert (run.code, run.result["status"]) == (0, "completed")
     assert [len(run.lines(text)) for text in (IGNORED, ARMED, TRIPPED)] == [1, 0, 0]
-    assert "objective/kl" not in run.rows[3], "the reference is not loaded for a target that is ignored"
+    assert "objective/kl" not in run.rows[3], (
+        "the reference is not loaded for a target that is ignored"
+    )
 
 
 def test_no_positive_target_is_refused_before_anything_starts(lab: Lab) -> None:
@@ -151,12 +174,15 @@ def test_max_update_kl_ends_the_updates_of_a_step(lab: Lab) -> None:
     assert max(row["policy/approxkl_avg"] for row in free.metrics) > 1e-6
     limited = lab.train("limited", *several, "training.max_update_kl=1e-12")
     assert limited.code == 0
-    # The first update of a batch sees a ratio of 1; the second one is the first that can exceed the limit.
+    # The first update of a batch sees a ratio of 1; the second one is the first that can exceed the
+    # limit.
     assert [row["train/optimizer_steps"] for row in limited.metrics] == [2, 2]
 
 
 def test_all_ranks_stop_at_the_same_step(rank_runs: RankRuns) -> None:
-    """Two data-parallel ranks: the limit of an update and the end of the run are the same for both, or one would hang."""
+    """Two data-parallel ranks: the limit of an update and the end of the run are the same for both,
+    or one would hang.
+    """
     run = rank_runs.train(
         "stopped-ranks", *armed(1e-9), "training.max_update_kl=1e-12", "algorithm.minibatches=2", "algorithm.epochs=2",
         "rollout.engine.in_process=true", "cluster.collective_timeout_s=60",
@@ -170,4 +196,8 @@ def test_all_ranks_stop_at_the_same_step(rank_runs: RankRuns) -> None:
 def snapshot(folder: Path) -> dict[str, bytes]:
     """Every file but logs and the lock."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.parent.name != "logs"}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in files
+        if path.parent.name != "logs"
+    }

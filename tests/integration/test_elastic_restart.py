@@ -1,4 +1,6 @@
-"""torchrun starts ranks that failed again (`--max-restarts`): the run goes on from its last checkpoint, as if undisturbed."""
+"""torchrun starts ranks that failed again (`--max-restarts`): the run goes on from its last
+checkpoint, as if undisturbed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def undisturbed(rank_runs: RankRuns) -> Ended:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def assert_ended_as(run: Launched, other: Ended) -> None:
@@ -36,14 +42,17 @@ def assert_ended_as(run: Launched, other: Ended) -> None:
     for row, expected in zip(run.rows, other.rows, strict=True):
         for key, value in row.items():
             assert key.startswith(("time/", "perf/")) or value == expected[key], (row["step"], key)
-    own, expected_weights = weights(run.folder / "hf"), weights(other.folder / "hf")
+    own = weights(run.folder / "hf")
+    expected_weights = weights(other.folder / "hf")
     assert own.keys() == expected_weights.keys()
     assert all(torch.equal(own[name], tensor) for name, tensor in expected_weights.items())
     assert run.processes() == []
 
 
-@pytest.mark.full       # as test_soak.py
-def test_a_killed_rank_is_started_again_and_the_run_ends_as_undisturbed(launcher: Launcher, undisturbed: Ended) -> None:
+@pytest.mark.full  # as test_soak.py
+def test_a_killed_rank_is_started_again_and_the_run_ends_as_undisturbed(
+    launcher: Launcher, undisturbed: Ended
+) -> None:
     run = launcher.two_nodes("rank-comes-back", *SETTINGS, restarts=1)
     run.reach(5)
     run.rank(1).kill()
@@ -53,7 +62,9 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_undisturbed(launcher
 
 
 @pytest.mark.full
-def test_a_lost_node_that_comes_back_joins_the_next_attempt(launcher: Launcher, undisturbed: Ended) -> None:
+def test_a_lost_node_that_comes_back_joins_the_next_attempt(
+    launcher: Launcher, undisturbed: Ended
+) -> None:
     """Its new agent counts restarts from 0, the other node's goes on counting."""
     run = launcher.two_nodes("node-comes-back", *SETTINGS, restarts=2)
     run.reach(4)
@@ -68,15 +79,23 @@ def test_a_first_start_on_an_existing_run_stays_refused_however_often_it_is_trie
     launcher: Launcher, undisturbed: Ended
 ) -> None:
     before = (undisturbed.folder / "metrics.jsonl").read_bytes()
-    run = launcher.two_nodes("never-restarted", *SETTINGS, f"training.steps={STEPS + 1}", restarts=1)
+    run = launcher.two_nodes(
+        "never-restarted", *SETTINGS, f"training.steps={STEPS + 1}", restarts=1
+    )
     assert run.wait() == [1, 1], run.said
     assert run.said.count("run 'never-restarted' exists") == 4, "each node, each time"
     assert (undisturbed.folder / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.full
-def test_a_run_ahead_of_its_trainer_loses_nothing_when_it_is_started_again(launcher: Launcher) -> None:
-    ahead = ("rollout.max_staleness=2", "rollout.on_update=retract", "algorithm.correction={name: tis}")
+def test_a_run_ahead_of_its_trainer_loses_nothing_when_it_is_started_again(
+    launcher: Launcher,
+) -> None:
+    ahead = (
+        "rollout.max_staleness=2",
+        "rollout.on_update=retract",
+        "algorithm.correction={name: tis}",
+    )
     run = launcher.two_nodes("ahead-comes-back", *SETTINGS, *ahead, restarts=1)
     run.reach(5)
     run.rank(1).kill()
@@ -87,9 +106,12 @@ def test_a_run_ahead_of_its_trainer_loses_nothing_when_it_is_started_again(launc
 
 
 @pytest.mark.full
-def test_overwriting_is_done_once(launcher: Launcher, undisturbed: Ended, rank_runs: RankRuns) -> None:
+def test_overwriting_is_done_once(
+    launcher: Launcher, undisturbed: Ended, rank_runs: RankRuns
+) -> None:
     assert rank_runs.train("overwritten", *SETTINGS, "training.steps=1").code == 0
-    noticed = "cluster.heartbeat_timeout_s=20"     # rank 1 may wait for a word of rank 0 when that dies, in no collective
+    # rank 1 may wait for a word of rank 0 when that dies, in no collective
+    noticed = "cluster.heartbeat_timeout_s=20"
     run = launcher.two_nodes("overwritten", *SETTINGS, "--overwrite", noticed, restarts=1)
     run.reach(5)
     run.rank(0).kill()

@@ -1,4 +1,6 @@
-"""A run whose engine does not sample from the policy that is trained: refused at its first step, warned about later."""
+"""A run whose engine does not sample from the policy that is trained: refused at its first step,
+warned about later.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,21 @@ from rlcore.data.generation import Completion, GenerateRequest
 from rollout.engines.embedded.engine import EmbeddedEngine
 
 GAP = "rollout/train_rollout_logprob_diff"
-SEVERAL = ("algorithm.minibatches=2", "algorithm.old_logprobs=rollout", "checkpoint.export_hf=false")
+SEVERAL = (
+    "algorithm.minibatches=2",
+    "algorithm.old_logprobs=rollout",
+    "checkpoint.export_hf=false",
+)
 
 
 def falsify(monkeypatch: pytest.MonkeyPatch, *, from_call: int) -> None:
     """Log-probs as of another temperature, from that call on."""
-    generate, calls = EmbeddedEngine.generate, [0]
+    generate = EmbeddedEngine.generate
+    calls = [0]
 
-    async def falsified(self: EmbeddedEngine, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+    async def falsified(
+        self: EmbeddedEngine, requests: Sequence[GenerateRequest]
+    ) -> list[list[Completion]]:
         calls[0] += 1
         groups = await generate(self, requests)
         if calls[0] < from_call:
@@ -37,19 +46,33 @@ def test_log_probs_of_another_temperature_end_the_run_before_anything_is_trained
     assert run.code == 1
     assert run.result["status"] == "failed"
     (said,) = [line for line in run.err.splitlines() if line.startswith("rlcore: ")]
-    assert said.startswith("rlcore: step 1: log-probs differ from the trainer's: those of engine embedded by ")
+    assert said.startswith(
+        "rlcore: step 1: log-probs differ from the trainer's: those of engine embedded by "
+    )
     assert "rollout.sampling.temperature" in said
     assert not run.metrics
     monkeypatch.undo()
     assert lab.train("falsified", *LEARNING, "--overwrite").code == 0
 
 
-def test_what_goes_wrong_later_is_a_warning_in_the_steps_that_are_compared(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_later_is_a_warning_in_the_steps_that_are_compared(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     falsify(monkeypatch, from_call=2)
-    run = lab.train("falsified later", *LEARNING, *SEVERAL, "training.steps=4", "rollout.engine.logprobs_every=2")
+    run = lab.train(
+        "falsified later",
+        *LEARNING,
+        *SEVERAL,
+        "training.steps=4",
+        "rollout.engine.logprobs_every=2",
+    )
     assert run.code == 0, run.err
-    assert [line.partition(": ")[0] for line in run.lines("log-probs differ from")] == ["WARNING step 2", "WARNING step 4"]
-    # Where a batch gets several updates and no pass, only steps that are compared measure the difference.
+    assert [line.partition(": ")[0] for line in run.lines("log-probs differ from")] == [
+        "WARNING step 2",
+        "WARNING step 4",
+    ]
+    # Where a batch gets several updates and no pass, only steps that are compared measure the
+    # difference.
     assert {step for step, row in run.rows.items() if GAP in row} == {1, 2, 4}
     assert run.rows[1][GAP] < 1e-5 < 0.5 < run.rows[2][GAP]
     assert {f"{GAP}_max", f"{GAP}_kl"} < set(run.rows[2])
@@ -67,11 +90,16 @@ def test_a_resumed_run_compares_its_first_step(lab: Lab, monkeypatch: pytest.Mon
 def test_the_comparison_changes_no_bit(lab: Lab) -> None:
     """It may cost a pass, which no step of the optimizer sees."""
     often, never = (
-        lab.train(f"compared every {steps}", *LEARNING, f"rollout.engine.logprobs_every={steps}") for steps in (1, 0)
+        lab.train(f"compared every {steps}", *LEARNING, f"rollout.engine.logprobs_every={steps}")
+        for steps in (1, 0)
     )
     for step in (1, 2, 3):
         rows = [
-            {name: value for name, value in run.rows[step].items() if not name.startswith(("time/", "perf/"))}
+            {
+                name: value
+                for name, value in run.rows[step].items()
+                if not name.startswith(("time/", "perf/"))
+            }
             for run in (often, never)
         ]
         assert rows[0] == rows[1]

@@ -1,4 +1,6 @@
-"""What the engine records per token: keep-sets under top-p, and the experts of its routers; over the wire too, for both."""
+"""What the engine records per token: keep-sets under top-p, and the experts of its routers; over
+the wire too, for both.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from rlcore.runs.rollouts import read_rollouts
 TOP_P = (*LEARNING, "rollout.sampling.top_p=0.6", "rollout.sampling.top_k=12", "algorithm.minibatches=2", "training.steps=2",
          "algorithm.kl.loss_coef=0.1", "algorithm.estimator.name=remax")  # fmt: skip
 KEEP = "policy.logprobs.keep_sets=true"
-GAP, LOGPROBS = "rollout/train_rollout_logprob_diff", "rollout_logprobs"
+GAP = "rollout/train_rollout_logprob_diff"
+LOGPROBS = "rollout_logprobs"
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +29,33 @@ def test_the_trainer_agrees_with_the_engine_on_truncated_responses(lab: Lab, kep
     whole = lab.train("no_keep_sets", *TOP_P, "training.steps=1")
     assert whole.lines("trained on as if they came from the whole one")
     assert all(row[GAP] < 1e-5 for row in kept.metrics)
-    # The same responses, since they do not depend on what is told of them; over fewer tokens each is more probable.
+    # The same responses, since they do not depend on what is told of them; over fewer tokens each
+    # is more probable.
     pairs = zip(read_rollouts(kept.rollouts(1)), read_rollouts(whole.rollouts(1)), strict=True)
-    assert all(a["tokens"] == b["tokens"] and sum(a[LOGPROBS]) > sum(b[LOGPROBS]) + 0.1 for a, b in pairs)
+    assert all(
+        a["tokens"] == b["tokens"] and sum(a[LOGPROBS]) > sum(b[LOGPROBS]) + 0.1 for a, b in pairs
+    )
     assert kept.rows[1]["policy/entropy_avg"] < whole.rows[1]["policy/entropy_avg"] - 0.1
     samples = [Sample.from_record(record) for record in read_rollouts(kept.rollouts(2))]
-    assert all(sample.sampling_mask is not None and sample.sampling_mask.counts.max(initial=0) <= 12 for sample in samples)
-    assert any(sample.sampling_mask is not None and sample.sampling_mask.counts.any() for sample in samples)
+    assert all(
+        sample.sampling_mask is not None and sample.sampling_mask.counts.max(initial=0) <= 12
+        for sample in samples
+    )
+    assert any(
+        sample.sampling_mask is not None and sample.sampling_mask.counts.any() for sample in samples
+    )
 
 
 def test_a_replay_scores_the_recorded_sets(lab: Lab, kept: Run) -> None:
     given = ("training.debug=train_only", "training.steps=1", f"training.replay={kept.rollouts(2)}",
              f"training.replay_from={kept.checkpoint(1)}")  # fmt: skip
-    replay = lab.command("train", str(kept.folder / "config.yaml"), "run.name=keep_sets_again", *given, name="keep_sets_again")
+    replay = lab.command(
+        "train",
+        str(kept.folder / "config.yaml"),
+        "run.name=keep_sets_again",
+        *given,
+        name="keep_sets_again",
+    )
     assert replay.code == 0, replay.err
     for name in (GAP, "loss/policy_avg", "train/grad_norm", "rollout/kl", "policy/entropy_avg"):
         assert replay.rows[1][name] == kept.rows[2][name], name
@@ -50,7 +67,12 @@ def test_a_replay_scores_the_recorded_sets(lab: Lab, kept: Run) -> None:
 @pytest.mark.full
 def test_the_experts_of_the_engine_are_replayed(lab: Lab) -> None:
     folder = lab.folder / "routed"
-    init_model(folder, ModelSpec(family="qwen3_moe", hidden=32, layers=2, heads=4, kv_heads=2, intermediate=32, experts=4))
+    init_model(
+        folder,
+        ModelSpec(
+            family="qwen3_moe", hidden=32, layers=2, heads=4, kv_heads=2, intermediate=32, experts=4
+        ),
+    )
     model = (f"model.path={folder}", "policy.routing_replay=engine")
     run = lab.train("routed", *TOP_P, *model, KEEP, "rollout.engine.in_process=false")
     assert run.code == 0, run.err
@@ -58,7 +80,10 @@ def test_the_experts_of_the_engine_are_replayed(lab: Lab) -> None:
     # Two optimizer steps a batch: the weights of the second are not the engine's any more.
     assert all(0 <= row["train/routing_replay_changed"] < 1 for row in run.metrics)
     samples = [Sample.from_record(record) for record in read_rollouts(run.rollouts(1))]
-    assert all(one.routed_experts is not None and one.routed_experts.shape == (len(one.tokens) - 1, 2, 2) for one in samples)
+    assert all(
+        one.routed_experts is not None and one.routed_experts.shape == (len(one.tokens) - 1, 2, 2)
+        for one in samples
+    )
     given = ("training.debug=train_only", "training.steps=1", f"training.replay={run.rollouts(1)}")
     replay = lab.train("routed again", *TOP_P, *model, KEEP, *given)
     assert replay.code == 0, replay.err

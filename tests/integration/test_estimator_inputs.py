@@ -1,4 +1,5 @@
-"""What estimators need beyond the outcome reward, in whole runs: greedy baselines, a teacher, process rewards.
+"""What estimators need beyond the outcome reward, in whole runs: greedy baselines, a teacher,
+process rewards.
 
 Each is compared with transformers in float64 on the weights that made the samples.
 """
@@ -23,8 +24,14 @@ from rlcore.runs.rollouts import read_rollouts
 EVERY_WEIGHT = ("checkpoint.every=1", "checkpoint.keep=9", "checkpoint.export_hf=false")
 REMAX = (*LEARNING, *EVERY_WEIGHT, "algorithm.estimator.name=remax")
 # Nothing discounted to or from other tokens: each advantage is its token's own reward.
-ALONE = (*LEARNING, *EVERY_WEIGHT, "algorithm.estimator={name: reinforce++, gamma: 0.0}", "algorithm.normalize_advantages=none")
-NEW_TOKENS, EOS = 6, 1
+ALONE = (
+    *LEARNING,
+    *EVERY_WEIGHT,
+    "algorithm.estimator={name: reinforce++, gamma: 0.0}",
+    "algorithm.normalize_advantages=none",
+)
+NEW_TOKENS = 6
+EOS = 1
 
 
 def records_of(run: Run | Ended, step: int) -> list[dict[str, Any]]:
@@ -36,7 +43,9 @@ def samples_of(run: Run | Ended, step: int) -> list[Sample]:
 
 
 def advantages_of(run: Run | Ended, step: int) -> list[Tensor]:
-    return [torch.tensor(record["advantages"], dtype=torch.float64) for record in records_of(run, step)]
+    return [
+        torch.tensor(record["advantages"], dtype=torch.float64) for record in records_of(run, step)
+    ]
 
 
 def policy_before(lab: Lab, run: Run, step: int) -> Path:
@@ -59,7 +68,7 @@ def replay(lab: Lab, run: Run, step: int, *arguments: str) -> Run:
     )  # fmt: skip
 
 
-# --- the greedy baseline ----------------------------------------------------------------------------------------------
+# --- the greedy baseline --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +77,21 @@ def remax(lab: Lab) -> Run:
 
 
 @torch.no_grad()
-def greedy_rewards(model: Path, judge: Path, prompts: list[tuple[int, ...]]) -> dict[tuple[int, ...], float]:
+def greedy_rewards(
+    model: Path, judge: Path, prompts: list[tuple[int, ...]]
+) -> dict[tuple[int, ...], float]:
     """The reward model's score of the most likely response to each prompt."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     reward = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float64)
-    reward.config.pad_token_id = None       # one sequence at a time: its last token is its last
+    reward.config.pad_token_id = None  # one sequence at a time: its last token is its last
     scores = {}
     for prompt in prompts:
         tokens = torch.tensor([prompt])
-        while tokens.shape[1] < len(prompt) + NEW_TOKENS and (tokens.shape[1] == len(prompt) or tokens[0, -1] != EOS):
+        while tokens.shape[1] < len(prompt) + NEW_TOKENS and (
+            tokens.shape[1] == len(prompt) or tokens[0, -1] != EOS
+        ):
             tokens = torch.cat([tokens, policy(tokens).logits[:, -1:].argmax(-1)], 1)
         scores[prompt] = float(reward(tokens).logits[0, 0])
     return scores
@@ -91,13 +104,17 @@ def prompt_of(sample: Sample) -> tuple[int, ...]:
 def assert_baselines(lab: Lab, run: Run | Ended, step: int, policy: Path) -> list[float]:
     samples = samples_of(run, step)
     assert len(samples) == 16, "the greedy responses are not among the samples"
-    expected = greedy_rewards(policy, lab.reward_model, list(dict.fromkeys(map(prompt_of, samples))))
+    expected = greedy_rewards(
+        policy, lab.reward_model, list(dict.fromkeys(map(prompt_of, samples)))
+    )
     assert len(set(expected.values())) > 1
     baselines = []
     for sample, advantages in zip(samples, advantages_of(run, step), strict=True):
         assert sample.baseline_reward is not None
         assert same(sample.baseline_reward, expected[prompt_of(sample)], rel=1e-4, abs_=1e-5)
-        assert torch.allclose(advantages, torch.tensor(sample.reward - sample.baseline_reward).double(), atol=1e-6)
+        assert torch.allclose(
+            advantages, torch.tensor(sample.reward - sample.baseline_reward).double(), atol=1e-6
+        )
         baselines.append(sample.baseline_reward)
     return baselines
 
@@ -105,7 +122,8 @@ def assert_baselines(lab: Lab, run: Run | Ended, step: int, policy: Path) -> lis
 def test_the_baseline_is_the_reward_of_the_greedy_response(lab: Lab, remax: Run) -> None:
     assert remax.code == 0, remax.err
     for step in (1, 2, 3):
-        baselines, row = assert_baselines(lab, remax, step, policy_before(lab, remax, step)), remax.rows[step]
+        baselines = assert_baselines(lab, remax, step, policy_before(lab, remax, step))
+        row = remax.rows[step]
         assert same(row["rollout/baseline_reward"], float(np.mean(baselines)))
         assert row["episode"] == 16 * step
         assert row["train/grad_norm"] > 0.0
@@ -123,8 +141,13 @@ def test_other_estimators_cost_no_greedy_response(lab: Lab, remax: Run) -> None:
 
 
 def unversioned(run: Run, step: int) -> list[dict[str, Any]]:
-    """The records, but for the versions: those count publications, of which a resumed run makes one more."""
-    return [{key: value for key, value in record.items() if "version" not in key} for record in records_of(run, step)]
+    """The records, but for the versions: those count publications, of which a resumed run makes one
+    more.
+    """
+    return [
+        {key: value for key, value in record.items() if "version" not in key}
+        for record in records_of(run, step)
+    ]
 
 
 def test_a_resumed_run_has_the_same_baselines(lab: Lab, remax: Run) -> None:
@@ -138,11 +161,16 @@ def test_a_resumed_run_has_the_same_baselines(lab: Lab, remax: Run) -> None:
 def test_a_replay_knows_the_baselines(lab: Lab, remax: Run) -> None:
     again = replay(lab, remax, 2)
     assert again.code == 0, again.err
-    for name in ("rollout/baseline_reward", "loss/policy_avg", "train/grad_norm", "objective/scores"):
+    for name in (
+        "rollout/baseline_reward",
+        "loss/policy_avg",
+        "train/grad_norm",
+        "objective/scores",
+    ):
         assert again.rows[1][name] == remax.rows[2][name], name
 
 
-# --- the teacher ------------------------------------------------------------------------------------------------------
+# --- the teacher ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -156,15 +184,25 @@ def warm(lab: Lab) -> Path:
 @pytest.fixture(scope="module")
 def larger(lab: Lab) -> Path:
     folder = lab.folder / "larger"
-    init_model(folder, ModelSpec(hidden=48, layers=3, heads=4, kv_heads=4, intermediate=80, tied=False, seed=9))
+    init_model(
+        folder,
+        ModelSpec(hidden=48, layers=3, heads=4, kv_heads=4, intermediate=80, tied=False, seed=9),
+    )
     return folder
 
 
-def assert_taught(run: Run | Ended, step: int, policy: Path, teacher: Path, *, temperature: float = 1.0) -> None:
-    """With `ALONE` and a coefficient of 0.5: the token's own reward, and the outcome on the last token."""
+def assert_taught(
+    run: Run | Ended, step: int, policy: Path, teacher: Path, *, temperature: float = 1.0
+) -> None:
+    """With `ALONE` and a coefficient of 0.5: the token's own reward, and the outcome on the last
+    token.
+    """
     samples = samples_of(run, step)
-    own, taught = logprobs(policy, samples, temperature), logprobs(teacher, samples, temperature)
-    for sample, advantages, mine, theirs in zip(samples, advantages_of(run, step), own, taught, strict=True):
+    own = logprobs(policy, samples, temperature)
+    taught = logprobs(teacher, samples, temperature)
+    for sample, advantages, mine, theirs in zip(
+        samples, advantages_of(run, step), own, taught, strict=True
+    ):
         expected = 0.5 * (theirs - mine)
         expected[-1] += sample.reward
         assert torch.allclose(advantages, expected, atol=2e-5), (advantages, expected)
@@ -173,8 +211,12 @@ def assert_taught(run: Run | Ended, step: int, policy: Path, teacher: Path, *, t
 
 @pytest.mark.parametrize(
     ("teacher", "offload", "temperature"),
-    [("larger", False, 0.7), ("larger", True, 1.0), ("warm", True, 1.0),
-     pytest.param("warm", False, 1.0, marks=pytest.mark.full)],
+    [
+        ("larger", False, 0.7),
+        ("larger", True, 1.0),
+        ("warm", True, 1.0),
+        pytest.param("warm", False, 1.0, marks=pytest.mark.full),
+    ],
 )
 def test_each_token_earns_what_the_teacher_thinks_of_it(
     lab: Lab, teacher: str, offload: bool, temperature: float, request: pytest.FixtureRequest
@@ -182,7 +224,12 @@ def test_each_token_earns_what_the_teacher_thinks_of_it(
     """coef x (teacher - policy), and the outcome on the last token; tempered as the samples were."""
     folder: Path = request.getfixturevalue(teacher)
     distil = (f"teacher={{path: {folder}, offload: {offload}}}", "algorithm.distillation.coef=0.5")
-    run = lab.train(f"taught by {teacher} {offload}", *ALONE, *distil, f"rollout.sampling.temperature={temperature}")
+    run = lab.train(
+        f"taught by {teacher} {offload}",
+        *ALONE,
+        *distil,
+        f"rollout.sampling.temperature={temperature}",
+    )
     assert run.code == 0, run.err
     assert run.lines("models     policy + teacher")
     for step in (1, 3):
@@ -194,10 +241,14 @@ def test_each_token_earns_what_the_teacher_thinks_of_it(
 
 
 @pytest.mark.full
-def test_ranks_share_the_teacher_as_they_do_the_policy(lab: Lab, rank_runs: RankRuns, larger: Path) -> None:
+def test_ranks_share_the_teacher_as_they_do_the_policy(
+    lab: Lab, rank_runs: RankRuns, larger: Path
+) -> None:
     """Two ranks, tensor-parallel; the teacher is offloaded, the engine is a process of its own."""
     distil = (f"teacher={{path: {larger}, offload: true}}", "algorithm.distillation.coef=0.5")
-    run = rank_runs.train("taught ranks", *ALONE, *distil, "policy.parallel.tensor=2", "training.steps=2")
+    run = rank_runs.train(
+        "taught ranks", *ALONE, *distil, "policy.parallel.tensor=2", "training.steps=2"
+    )
     assert run.code == 0, run.said
     assert_taught(run, 1, lab.model, larger)
     remax = rank_runs.train("remax ranks", *REMAX, "policy.parallel.tensor=2", "training.steps=1")
@@ -207,7 +258,11 @@ def test_ranks_share_the_teacher_as_they_do_the_policy(lab: Lab, rank_runs: Rank
 
 def test_the_policy_learns_from_the_teacher_alone(lab: Lab, warm: Path) -> None:
     """With a reward of weight 0: the KL to the teacher on the policy's own samples falls."""
-    distil = (f"teacher.path={warm}", "algorithm.distillation.coef=1.0", "reward.parts.liked.weight=0")
+    distil = (
+        f"teacher.path={warm}",
+        "algorithm.distillation.coef=1.0",
+        "reward.parts.liked.weight=0",
+    )
     run = lab.train("student", "policy.optimizer.lr=1e-2", *distil, "algorithm.estimator={name: reinforce++, gamma: 0.0}",
                     "training.steps=40", "rollout.prompts_per_step=8", "algorithm.normalize_advantages=none",
                     "checkpoint.export_hf=false")  # fmt: skip
@@ -217,14 +272,23 @@ def test_the_policy_learns_from_the_teacher_alone(lab: Lab, warm: Path) -> None:
         """Mean of policy - teacher over tokens, which is minus the advantage."""
         return -float(torch.cat([torch.cat(advantages_of(run, step)) for step in steps]).mean())
 
-    first, last = divergence(range(1, 4)), divergence(range(38, 41))
+    first = divergence(range(1, 4))
+    last = divergence(range(38, 41))
     assert first > 0.3
     assert last < 0.5 * first, (first, last)
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(lab: Lab, tmp_path: Path) -> None:
-    init_model(tmp_path / "other", ModelSpec(alphabet=ALPHABETS["ascii"], hidden=32, layers=2, heads=4, kv_heads=2))
-    refused = lab.train("other vocabulary", *ALONE, f"teacher.path={tmp_path / 'other'}", "algorithm.distillation.coef=1")
+    init_model(
+        tmp_path / "other",
+        ModelSpec(alphabet=ALPHABETS["ascii"], hidden=32, layers=2, heads=4, kv_heads=2),
+    )
+    refused = lab.train(
+        "other vocabulary",
+        *ALONE,
+        f"teacher.path={tmp_path / 'other'}",
+        "algorithm.distillation.coef=1",
+    )
     assert refused.code == 2
     (line,) = refused.err.strip().splitlines()
     assert "teacher.path" in line
@@ -233,7 +297,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(lab: Lab, tmp_path: Path) ->
     assert not refused.folder.exists()
 
 
-# --- process rewards --------------------------------------------------------------------------------------------------
+# --- process rewards ------------------------------------------------------------------------------
 
 WORKFLOW = """
 import numpy as np

@@ -1,4 +1,6 @@
-"""Each estimator and each policy loss that ships takes a real step: through the engine, the ranks and the optimizer."""
+"""Each estimator and each policy loss that ships takes a real step: through the engine, the ranks
+and the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,24 @@ from rlcore.config.derived import GROUP_ESTIMATORS, SHAPED_REWARDS
 
 ESTIMATORS = sorted(GROUP_ESTIMATORS | SHAPED_REWARDS)
 LOSSES = [name for name in policy_loss_names() if name != "sft"]
-PAIRS = [(ESTIMATORS[i % len(ESTIMATORS)], LOSSES[i % len(LOSSES)]) for i in range(max(len(ESTIMATORS), len(LOSSES)))]
+PAIRS = [
+    (ESTIMATORS[i % len(ESTIMATORS)], LOSSES[i % len(LOSSES)])
+    for i in range(max(len(ESTIMATORS), len(LOSSES)))
+]
 
-# Two mini-batches, twice: the last three optimizer steps see a policy that has moved. Nothing is clipped away at once.
+# Two mini-batches, twice: the last three optimizer steps see a policy that has moved. Nothing is
+# clipped away at once.
 STEPS = ("training.steps=1", "algorithm.epochs=2", "algorithm.minibatches=2", "algorithm.kl.loss_coef=0.01",
          "algorithm.kl.loss_unbiased=true", "checkpoint.export_hf=false")  # fmt: skip
 
 
 @pytest.mark.parametrize(("estimator", "loss"), PAIRS)
 def test_a_step(lab: Lab, estimator: str, loss: str) -> None:
-    corrected = () if loss == "decoupled_ppo" else ("algorithm.correction={name: icepop, max_staleness: 0}",)
+    corrected = (
+        ()
+        if loss == "decoupled_ppo"
+        else ("algorithm.correction={name: icepop, max_staleness: 0}",)
+    )
     shaped = ("algorithm.kl.reward_coef=0.05",) if estimator in SHAPED_REWARDS else ()
     named = (f"algorithm.estimator.name={estimator}", f"algorithm.loss.name={loss}")
     run = lab.train(f"{estimator} {loss}", *STEPS, *named, *corrected, *shaped)

@@ -1,4 +1,6 @@
-"""A worker that dies or hangs ends the run: its rank, the end of its log, a non-zero exit within a deadline, and no orphan."""
+"""A worker that dies or hangs ends the run: its rank, the end of its log, a non-zero exit within a
+deadline, and no orphan.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,16 @@ from lab import Lab
 from rank_runs import Act, Ended, Going, RankRuns, to_child, to_rank
 
 FOREVER = ("training.steps=100000", "policy.parallel.tensor=2")
-IN_PROCESS = ("rollout.engine.in_process=true",)        # no engine process to start: quicker
-HEARTBEAT_S, REQUEST_S, COLLECTIVE_S = 4, 3, 3
+IN_PROCESS = ("rollout.engine.in_process=true",)  # no engine process to start: quicker
+HEARTBEAT_S = 4
+REQUEST_S = 3
+COLLECTIVE_S = 3
 
 
 def assert_failed(run: Ended, *says: str, within_s: float, reason: str = "") -> None:
-    """Exit code 1, `says` on the terminal and `reason` in result.json, in time, and nothing left behind."""
+    """Exit code 1, `says` on the terminal and `reason` in result.json, in time, and nothing left
+    behind.
+    """
     assert run.code == 1, run.said
     for text in says:
         assert text in run.said
@@ -35,17 +41,21 @@ def last_lines(run: Ended, rank: int) -> list[str]:
     return [line.strip() for line in run.said.partition(head)[2].strip().splitlines()]
 
 
-# --- trainer processes --------------------------------------------------------------------------------------------------
+# --- trainer processes ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed(rank_runs: RankRuns, rank: int) -> None:
-    run = rank_runs.train(f"killed-{rank}", *FOREVER, *IN_PROCESS, act=to_rank(rank, signal.SIGKILL))
+    run = rank_runs.train(
+        f"killed-{rank}", *FOREVER, *IN_PROCESS, act=to_rank(rank, signal.SIGKILL)
+    )
     assert_failed(run, f"rank {rank} failed: it was killed by SIGKILL", within_s=10)
     assert "INFO rlcore.trainer.loop: step " in last_lines(run, rank)[-1]
     assert len(run.lines("rlcore: ")) == 1, "said once"
     assert "Traceback" not in run.said
-    assert f"rank {rank} failed: it was killed by SIGKILL" in run.log(1 - rank), "the other rank's log says why it left"
+    assert f"rank {rank} failed: it was killed by SIGKILL" in run.log(1 - rank), (
+        "the other rank's log says why it left"
+    )
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
@@ -54,19 +64,31 @@ def test_a_rank_that_is_stopped(rank_runs: RankRuns, rank: int) -> None:
         f"stopped-{rank}", *FOREVER, *IN_PROCESS, f"cluster.heartbeat_timeout_s={HEARTBEAT_S}",
         act=to_rank(rank, signal.SIGSTOP),
     )  # fmt: skip
-    silent = f"rank {rank} failed: it has been silent for {HEARTBEAT_S} s (cluster.heartbeat_timeout_s: {HEARTBEAT_S})"
+    silent = (
+        f"rank {rank} failed: it has been silent for {HEARTBEAT_S} s (cluster.heartbeat_timeout_s:"
+        f" {HEARTBEAT_S})"
+    )
     assert_failed(run, f"{silent}; it was at: ", within_s=HEARTBEAT_S + 12)
     assert "INFO rlcore.trainer.loop: step " in last_lines(run, rank)[-1]
     assert "Traceback" not in run.said
 
 
 def test_an_exception_on_one_rank(rank_runs: RankRuns) -> None:
-    run = rank_runs.train("raises", *FOREVER, *IN_PROCESS, "algorithm.loss={name: 'failing_parts:Rank1Raises'}")
-    assert_failed(run, "rank 1 failed: ArithmeticError: only rank 1 sees this (", "failing_parts.py", within_s=30)
+    run = rank_runs.train(
+        "raises", *FOREVER, *IN_PROCESS, "algorithm.loss={name: 'failing_parts:Rank1Raises'}"
+    )
+    assert_failed(
+        run,
+        "rank 1 failed: ArithmeticError: only rank 1 sees this (",
+        "failing_parts.py",
+        within_s=30,
+    )
     shown = last_lines(run, 1)
     assert shown[-1] == "ArithmeticError: only rank 1 sees this", "the end of the log is the error"
     assert any("in fail" in line for line in shown), "with its traceback"
-    assert "Traceback" not in run.log(0).replace("this rank ends", ""), "rank 0 knows that the fault is not its own"
+    assert "Traceback" not in run.log(0).replace("this rank ends", ""), (
+        "rank 0 knows that the fault is not its own"
+    )
 
 
 @pytest.mark.full
@@ -76,7 +98,9 @@ def test_a_rank_that_others_wait_for_shows_where_it_is(rank_runs: RankRuns) -> N
         "hangs", *FOREVER, *IN_PROCESS, "algorithm.loss={name: 'failing_parts:Rank1Hangs'}",
         f"cluster.collective_timeout_s={COLLECTIVE_S}",
     )  # fmt: skip
-    waited = "rank 0 waited for its peers in a collective for longer than cluster.collective_timeout_s"
+    waited = (
+        "rank 0 waited for its peers in a collective for longer than cluster.collective_timeout_s"
+    )
     assert_failed(run, waited, within_s=COLLECTIVE_S + 30)
     assert "trainer rank 1 failed: it did not come to where the others waited for it" in run.said
     assert any("failing_parts.py" in line and "in fail" in line for line in last_lines(run, 1))
@@ -84,25 +108,33 @@ def test_a_rank_that_others_wait_for_shows_where_it_is(rank_runs: RankRuns) -> N
 
 @pytest.mark.full
 def test_a_plugin_that_raises_on_rank_0(rank_runs: RankRuns) -> None:
-    run = rank_runs.train("estimator", *FOREVER, *IN_PROCESS, "algorithm.estimator={name: 'failing_parts:RaisesInStep2'}")
+    run = rank_runs.train(
+        "estimator",
+        *FOREVER,
+        *IN_PROCESS,
+        "algorithm.estimator={name: 'failing_parts:RaisesInStep2'}",
+    )
     assert run.code == 1
     assert run.result["status"] == "failed"
     assert run.result["steps"] == 1
     assert run.result["reason"].startswith("ZeroDivisionError: no samples of this kind (")
-    assert run.said.rstrip().endswith("ZeroDivisionError: no samples of this kind"), "a plugin's bug comes with its traceback"
+    assert run.said.rstrip().endswith("ZeroDivisionError: no samples of this kind"), (
+        "a plugin's bug comes with its traceback"
+    )
     assert run.log(0).rstrip().endswith("ZeroDivisionError: no samples of this kind")
     assert "rank 0 failed: ZeroDivisionError: no samples of this kind" in run.log(1)
     assert run.orphans == []
 
 
-# --- processes below rank 0 ---------------------------------------------------------------------------------------------
+# --- processes below rank 0 -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("number", "says", "within_s"),
     [
         pytest.param(signal.SIGKILL, "killed by SIGKILL", 10.0, marks=pytest.mark.full),
-        # Whether a request, a step of a publication or the question for its health comes first is chance.
+        # Whether a request, a step of a publication or the question for its health comes first is
+        # chance.
         pytest.param(signal.SIGSTOP, "did not answer", 30.0, marks=pytest.mark.full),
     ],
     ids=["killed", "stopped"],
@@ -120,14 +152,16 @@ def test_without_an_engine_the_run_saves_and_ends(
     steps = run.result["steps"]
     assert steps == run.rows[-1]["step"] >= 2
     assert f"the run is saved after step {steps}: continue with --resume" in run.said
-    assert [folder.name for folder in sorted((run.folder / "checkpoints").iterdir())] == [f"step_{steps:06d}"]
+    assert [folder.name for folder in sorted((run.folder / "checkpoints").iterdir())] == [
+        f"step_{steps:06d}"
+    ]
 
     again = rank_runs.train(f"engine-{number.name}", f"training.steps={steps + 2}", "--resume")
     assert again.code == 0, again.said
     assert [row["step"] for row in again.rows] == list(range(1, steps + 3))
 
 
-@pytest.mark.full       # as test_soak.py, where its steps are those of the undisturbed run
+@pytest.mark.full  # as test_soak.py, where its steps are those of the undisturbed run
 def test_an_engine_that_is_killed_comes_back_with_the_weights(rank_runs: RankRuns) -> None:
     """The only engine: both ranks wait for rollouts when it gets the version at hand once more."""
     run = rank_runs.train(
@@ -159,7 +193,7 @@ def test_a_reward_worker_that_is_killed_is_replaced(rank_runs: RankRuns) -> None
     assert run.orphans == []
 
 
-# --- the supervisor -----------------------------------------------------------------------------------------------------
+# --- the supervisor -------------------------------------------------------------------------------
 
 
 def to_supervisor(number: signal.Signals, *, after_s: float = 0.0) -> Act:
@@ -173,13 +207,19 @@ def to_supervisor(number: signal.Signals, *, after_s: float = 0.0) -> Act:
 def test_nothing_outlives_a_supervisor_that_is_killed(rank_runs: RankRuns) -> None:
     """Not even ranks that are stuck: one in its plugin, the other in a collective."""
     hanging = "algorithm.loss={name: 'failing_parts:Rank1Hangs'}"
-    run = rank_runs.train("orphaned", *FOREVER, *IN_PROCESS, hanging, act=to_supervisor(signal.SIGKILL, after_s=1))
+    run = rank_runs.train(
+        "orphaned", *FOREVER, *IN_PROCESS, hanging, act=to_supervisor(signal.SIGKILL, after_s=1)
+    )
     assert run.code == -signal.SIGKILL
     assert run.orphans == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
-def test_a_signal_to_the_supervisor_ends_the_run_in_peace(rank_runs: RankRuns, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
+def test_a_signal_to_the_supervisor_ends_the_run_in_peace(
+    rank_runs: RankRuns, number: signal.Signals
+) -> None:
     run = rank_runs.train(f"signal-{number.name}", *FOREVER, *IN_PROCESS, act=to_supervisor(number))
     assert run.code == 130, run.said
     assert run.result["status"] == "interrupted"
@@ -187,7 +227,7 @@ def test_a_signal_to_the_supervisor_ends_the_run_in_peace(rank_runs: RankRuns, n
     assert run.orphans == []
 
 
-# --- bad input with several ranks ---------------------------------------------------------------------------------------
+# --- bad input with several ranks -----------------------------------------------------------------
 
 
 def bad_row(folder: Path) -> str:
@@ -200,17 +240,24 @@ def bad_row(folder: Path) -> str:
     ("kind", "says"),
     [
         ("seen by rank 0", "bad_row.jsonl:2"),
-        ("seen by every rank", "policy.megatron.num_layrs: megatron.core's TransformerConfig has no such field"),
+        (
+            "seen by every rank",
+            "policy.megatron.num_layrs: megatron.core's TransformerConfig has no such field",
+        ),
         ("seen while the run goes", "drops_all dropped"),
     ],
 )
-def test_bad_input_is_said_once(rank_runs: RankRuns, lab: Lab, tmp_path: Path, kind: str, says: str) -> None:
+def test_bad_input_is_said_once(
+    rank_runs: RankRuns, lab: Lab, tmp_path: Path, kind: str, says: str
+) -> None:
     wrong = {
         "seen by rank 0": bad_row(tmp_path),
         "seen by every rank": "policy.megatron.num_layrs=2",
         "seen while the run goes": "rollout.filters=['failing_parts:drops_all']",
     }[kind]
-    run = rank_runs.train("bad-input", "policy.parallel.tensor=2", *IN_PROCESS, wrong, "--overwrite")
+    run = rank_runs.train(
+        "bad-input", "policy.parallel.tensor=2", *IN_PROCESS, wrong, "--overwrite"
+    )
     assert run.code == 2, run.said
     assert [says in line for line in run.lines("rlcore: ")] == [True]
     assert "Traceback" not in run.said

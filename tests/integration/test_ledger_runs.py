@@ -1,4 +1,6 @@
-"""`rlcore ledger` on real runs: it balances after every kill and every resume, and says what does not where it does not."""
+"""`rlcore ledger` on real runs: it balances after every kill and every resume, and says what does
+not where it does not.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ from rollout.accounting.audit import Audit, audit
 from rollout.accounting.journal_reader import read_journal
 from tests.integration.resume_runs import STEPS, UPDATES, Ended, Runs
 
-# Where a run dies, by what a resume then finds: nothing, a step that was begun, a checkpoint that was begun, or everything.
+# Where a run dies, by what a resume then finds: nothing, a step that was begun, a checkpoint that
+# was begun, or everything.
 KILLS: dict[str, list[dict[str, Any]]] = {
     "before_a_checkpoint": [{"point": "rollouts", "call": 2}, {"point": "version", "call": 2, "after": True}],
     "inside_a_step": [{"point": "rollouts", "call": 4, "after": True}, {"point": "samples", "call": 1}],
     "around_a_checkpoint": [
-        {"point": "journal cut", "call": 2},                    # step 2 has consumed its draws, nobody says so
+        # step 2 has consumed its draws, nobody says so
+        {"point": "journal cut", "call": 2},
         {"point": "state", "call": 1, "after": True},
         {"point": "commit", "call": 2, "after": True},
     ],
@@ -49,7 +53,12 @@ def whole(runs: Runs) -> Ended:
 
 def test_a_whole_run(runs: Runs, whole: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     found = balanced(runs.path("whole"))
-    assert (found.steps, found.checkpoint, found.recorded, found.restarts) == (STEPS, STEPS, STEPS, 0)
+    assert (found.steps, found.checkpoint, found.recorded, found.restarts) == (
+        STEPS,
+        STEPS,
+        STEPS,
+        0,
+    )
     assert found.states["consumed"] == 3 * STEPS
     assert found.states["in flight"] == found.states["finished"] == 0
     assert sum(found.states.values()) == found.draws
@@ -79,20 +88,27 @@ def test_killed_and_resumed(runs: Runs, whole: Ended, where: str) -> None:
     # The journal knows more than the reference's; what counts of it is the same.
     assert found.restarts >= len(KILLS[where])
     assert found.rewound > 0
-    journals = [read_journal(runs.path(name) / "ledger.jsonl").at(STEPS) for name in (where, "whole")]
+    journals = [
+        read_journal(runs.path(name) / "ledger.jsonl").at(STEPS) for name in (where, "whole")
+    ]
     assert journals[0] is not None
     assert journals[1] is not None
     assert journals[0].snapshot() == journals[1].snapshot()
 
 
 def test_killed_while_generation_runs_ahead(runs: Runs) -> None:
-    """Groups are in flight and in the buffer at every kill; those in the buffer of the checkpoint are trained on after all."""
-    ahead, trained = ("rollout.max_staleness=2", "rollout.oversample=1"), 0
+    """Groups are in flight and in the buffer at every kill; those in the buffer of the checkpoint
+    are trained on after all.
+    """
+    ahead = ("rollout.max_staleness=2", "rollout.oversample=1")
+    trained = 0
     saved: list[int] = []
     for number, kill in enumerate((
-        {"point": "update", "call": 2 * UPDATES + 2},           # of step 3, behind the checkpoint of step 2
+        # of step 3, behind the checkpoint of step 2
+        {"point": "update", "call": 2 * UPDATES + 2},
         {"point": "journal cut", "call": 1},
-        {"point": "state", "call": 1, "after": True},           # the checkpoint of step 4 is being written
+        # the checkpoint of step 4 is being written
+        {"point": "state", "call": 1, "after": True},
         {"point": "commit", "call": 1, "after": True},
     )):  # fmt: skip
         ended = runs.train("ahead", *ahead, resume=number > 0, at=kill)
@@ -109,9 +125,12 @@ def test_killed_while_generation_runs_ahead(runs: Runs) -> None:
     history = read_journal(runs.path("ahead") / "ledger.jsonl")
     assert saved
     for draw in saved:
-        life = [transition for _, transition, _, rewound_by in history.life(draw) if rewound_by is None]
+        life = [
+            transition for _, transition, _, rewound_by in history.life(draw) if rewound_by is None
+        ]
         assert life == ["drawn", "finished", "consumed"]
-    assert trained > STEPS                                      # some steps were done more than once
+    # some steps were done more than once
+    assert trained > STEPS
     # Another bound from here on; steps before it are held to theirs.
     runs.finish("ahead", "rollout.max_staleness=0", f"training.steps={STEPS + 1}")
     told = balanced(runs.path("ahead"))
@@ -122,7 +141,10 @@ def test_killed_while_generation_runs_ahead(runs: Runs) -> None:
 
 def test_a_journal_that_is_lost_or_damaged_costs_its_past_alone(runs: Runs, whole: Ended) -> None:
     """The checkpoint has the ledger: the run goes on from there, and its new journal balances."""
-    for name, harm in (("lost", Path.unlink), ("damaged", lambda path: path.write_bytes(b"{}\n" + path.read_bytes()))):
+    for name, harm in (
+        ("lost", Path.unlink),
+        ("damaged", lambda path: path.write_bytes(b"{}\n" + path.read_bytes())),
+    ):
         runs.train(name, at={"point": "update", "call": 2 * UPDATES + 1})
         harm(runs.path(name) / "ledger.jsonl")
         runs.finish(name)
@@ -130,7 +152,7 @@ def test_a_journal_that_is_lost_or_damaged_costs_its_past_alone(runs: Runs, whol
         assert (runs.path(name) / "ledger.jsonl.damaged").exists() == (name == "damaged")
 
 
-# --- what contradicts what --------------------------------------------------------------------------------------------
+# --- what contradicts what ------------------------------------------------------------------------
 
 
 def entries(run: Path) -> list[dict[str, Any]]:
@@ -152,7 +174,9 @@ def lose_a_draw(run: Path) -> None:
 
 
 def consume_twice(run: Path) -> None:
-    rewrite(run, lambda found: consumed(found, 4)["consumed"].append(consumed(found, 3)["consumed"][0]))
+    rewrite(
+        run, lambda found: consumed(found, 4)["consumed"].append(consumed(found, 3)["consumed"][0])
+    )
 
 
 def forget_a_cut(run: Path) -> None:
@@ -171,7 +195,9 @@ def train_twice(run: Path) -> None:
     """Step 4 again on what step 3 had."""
     paths = RunDirectory(run)
     records = read_rollouts(paths.rollouts_path(3))
-    write_rollouts(paths.rollouts_path(4), 4, [Sample.from_record(one) for one in records], version=4)
+    write_rollouts(
+        paths.rollouts_path(4), 4, [Sample.from_record(one) for one in records], version=4
+    )
 
 
 def lie_about_versions(run: Path) -> None:
@@ -184,7 +210,10 @@ def lie_about_versions(run: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lose_a_draw, "is consumed by step 3 in the checkpoint of step 5 and finished in the journal"),
+        (
+            lose_a_draw,
+            "is consumed by step 3 in the checkpoint of step 5 and finished in the journal",
+        ),
         (consume_twice, "is consumed by step 3, expected finished"),
         (forget_a_cut, "the journal has no cut of step 5, of which there is a checkpoint"),
         (forget_a_step, "the cut of step 4, while the last step that consumed draws is 3"),
@@ -194,7 +223,12 @@ def lie_about_versions(run: Path) -> None:
     ],
 )
 def test_what_does_not_balance_is_named(
-    runs: Runs, whole: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None], said: str
+    runs: Runs,
+    whole: Ended,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    harm: Callable[[Path], None],
+    said: str,
 ) -> None:
     run = tmp_path / "harmed"
     shutil.copytree(runs.path("whole"), run)

@@ -1,4 +1,6 @@
-"""Debug modes, replays, evaluation, export, supervised fine-tuning, reward models: each through the whole loop."""
+"""Debug modes, replays, evaluation, export, supervised fine-tuning, reward models: each through the
+whole loop.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from rlcore.data.sample import Sample
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
 
-PPO = ("algorithm.estimator={name: ppo, lam: 1.0}", "critic.optimizer.lr=1e-3", "algorithm.kl.reward_kind=k3")
+PPO = (
+    "algorithm.estimator={name: ppo, lam: 1.0}",
+    "critic.optimizer.lr=1e-3",
+    "algorithm.kl.reward_kind=k3",
+)
 EVERY_WEIGHT = ("checkpoint.every=1", "checkpoint.keep=9")
 PROMPTS = "evaluation.max_prompts=8"
 
@@ -39,29 +45,45 @@ def samples_of(run: Run, step: int) -> list[Sample]:
 @pytest.fixture(scope="module")
 def trained(lab: Lab) -> Run:
     """GRPO with a checkpoint of every step and evaluations before, during and after."""
-    return lab.train("trained", *LEARNING, *EVERY_WEIGHT, heldout(lab), PROMPTS, "evaluation.every=2")
+    return lab.train(
+        "trained", *LEARNING, *EVERY_WEIGHT, heldout(lab), PROMPTS, "evaluation.every=2"
+    )
 
 
 @pytest.fixture(scope="module")
 def with_critic(lab: Lab) -> Run:
     """PPO from a reward model, two optimizer steps a batch, KL in reward and loss, entropy bonus."""
-    terms = ("algorithm.kl.reward_coef=0.1", "algorithm.kl.loss_coef=0.1", "algorithm.entropy_coef=0.01")
+    terms = (
+        "algorithm.kl.reward_coef=0.1",
+        "algorithm.kl.loss_coef=0.1",
+        "algorithm.entropy_coef=0.01",
+    )
     critic = (f"critic.path={lab.reward_model}", "critic.value_clip=0.5", "algorithm.minibatches=2")
     return lab.train("critic", *LEARNING, *EVERY_WEIGHT, *PPO, *terms, *critic)
 
 
-# --- debug modes ------------------------------------------------------------------------------------------------------
+# --- debug modes ----------------------------------------------------------------------------------
 
 
 def test_rollout_only_generates_and_scores_and_trains_nothing(lab: Lab) -> None:
-    run = lab.train("rollouts", *LEARNING, "training.debug=rollout_only", "algorithm.kl.monitor=true")
+    run = lab.train(
+        "rollouts", *LEARNING, "training.debug=rollout_only", "algorithm.kl.monitor=true"
+    )
     assert (run.code, run.result["status"], run.result["steps"]) == (0, "completed", 3)
     for row in run.metrics:
-        assert {"rollout/reward", "val/sequence_lengths", "rollout/ess", "rollout/train_rollout_logprob_diff"} <= set(row)
+        assert {
+            "rollout/reward",
+            "val/sequence_lengths",
+            "rollout/ess",
+            "rollout/train_rollout_logprob_diff",
+        } <= set(row)
         assert row["rollout/kl"] == 0.0
-        assert not any(name.startswith(("loss/", "policy/", "train/", "time/training")) for name in row)
+        assert not any(
+            name.startswith(("loss/", "policy/", "train/", "time/training")) for name in row
+        )
     assert all(len(samples_of(run, step)) == 16 for step in (1, 2, 3))
-    before, after = weights(lab.model), weights(run.folder / "hf")
+    before = weights(lab.model)
+    after = weights(run.folder / "hf")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
@@ -72,9 +94,15 @@ def training_metrics(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.startswith(others)}
 
 
-@pytest.mark.parametrize(("source", "step"), [("trained", 2), ("with_critic", 2), ("with_critic", 3)])
-def test_a_replayed_step_is_the_step(lab: Lab, source: str, step: int, request: pytest.FixtureRequest) -> None:
-    """Bit for bit, on the checkpoint before it: weights, optimizer, critic and the cut into mini-batches are the same."""
+@pytest.mark.parametrize(
+    ("source", "step"), [("trained", 2), ("with_critic", 2), ("with_critic", 3)]
+)
+def test_a_replayed_step_is_the_step(
+    lab: Lab, source: str, step: int, request: pytest.FixtureRequest
+) -> None:
+    """Bit for bit, on the checkpoint before it: weights, optimizer, critic and the cut into
+    mini-batches are the same.
+    """
     run: Run = request.getfixturevalue(source)
     name = f"replay of {source} {step}"
     replay = lab.command(
@@ -82,7 +110,8 @@ def test_a_replayed_step_is_the_step(lab: Lab, source: str, step: int, request: 
         f"training.replay={run.rollouts(step)}", f"training.replay_from={run.checkpoint(step - 1)}", name=name,
     )  # fmt: skip
     assert replay.code == 0, replay.err
-    again, first = training_metrics(replay.rows[1]), training_metrics(run.rows[step])
+    again = training_metrics(replay.rows[1])
+    first = training_metrics(run.rows[step])
     assert again == first
     assert {"loss/policy_avg", "train/grad_norm", "rollout/reward"} <= set(again)
     assert [record["tokens"] for record in read_rollouts(replay.rollouts(1))] == [
@@ -91,8 +120,14 @@ def test_a_replayed_step_is_the_step(lab: Lab, source: str, step: int, request: 
 
 
 def test_a_step_is_trained_on_again_and_again(lab: Lab, trained: Run) -> None:
-    """From the run's initial weights, with no engine: the policy moves away from the one that made the samples."""
-    again = ("training.debug=train_only", f"training.replay={trained.rollouts(1)}", "training.steps=6")
+    """From the run's initial weights, with no engine: the policy moves away from the one that made
+    the samples.
+    """
+    again = (
+        "training.debug=train_only",
+        f"training.replay={trained.rollouts(1)}",
+        "training.steps=6",
+    )
     replay = lab.train("again", *LEARNING, *again)
     assert replay.code == 0, replay.err
     losses = [row["loss/policy_avg"] for row in replay.metrics]
@@ -109,8 +144,14 @@ def test_a_replay_that_cannot_be_says_so(lab: Lab, trained: Run, tmp_path: Path)
     given = f"training.replay={trained.rollouts(1)}"
     for overrides, text in (
         ([f"training.replay={tmp_path / 'none.zst'}", "training.debug=train_only"], "none.zst"),
-        ([f"training.replay={tmp_path / 'damaged.jsonl.zst'}", "training.debug=train_only"], "not a readable rollout file"),
-        ([given, "training.debug=train_only", f"training.replay_from={tmp_path / 'none'}"], "training.replay_from"),
+        (
+            [f"training.replay={tmp_path / 'damaged.jsonl.zst'}", "training.debug=train_only"],
+            "not a readable rollout file",
+        ),
+        (
+            [given, "training.debug=train_only", f"training.replay_from={tmp_path / 'none'}"],
+            "training.replay_from",
+        ),
         ([f"training.replay={other}", "training.debug=train_only"], "something else than samples"),
         ([given], "training.debug"),
         (["training.debug=train_only"], "training.replay"),
@@ -123,7 +164,7 @@ def test_a_replay_that_cannot_be_says_so(lab: Lab, trained: Run, tmp_path: Path)
         assert not refused.folder.exists()
 
 
-# --- evaluation and export --------------------------------------------------------------------------------------------
+# --- evaluation and export ------------------------------------------------------------------------
 
 
 def test_a_run_is_evaluated_before_during_and_after(trained: Run) -> None:
@@ -138,8 +179,14 @@ def test_eval_agrees_on_run_checkpoint_and_folder(lab: Lab, trained: Run, tmp_pa
     for name, model in (("run", trained.folder), ("checkpoint", trained.checkpoint(3)), ("hf", trained.folder / "hf"),
                         ("step 2", trained.checkpoint(2)), ("before", lab.model)):  # fmt: skip
         # The configuration names other weights, which --model must win over.
-        given = (str(trained.folder / "config.yaml"), f"policy.checkpoint={trained.checkpoint(1)}", "tracking.show_samples=1")
-        done = lab.command("eval", *given, "--model", str(model), "--output", str(tmp_path / "scores.json"))
+        given = (
+            str(trained.folder / "config.yaml"),
+            f"policy.checkpoint={trained.checkpoint(1)}",
+            "tracking.show_samples=1",
+        )
+        done = lab.command(
+            "eval", *given, "--model", str(model), "--output", str(tmp_path / "scores.json")
+        )
         assert done.code == 0, done.err
         scores[name] = json.loads((tmp_path / "scores.json").read_text())
         assert done.lines("eval/score")
@@ -147,7 +194,9 @@ def test_eval_agrees_on_run_checkpoint_and_folder(lab: Lab, trained: Run, tmp_pa
     assert scores["run"] == scores["checkpoint"] == scores["hf"]
     assert scores["run"]["samples"] == 8
     for name, step in (("run", 3), ("step 2", 2), ("before", 0)):
-        logged = {key: value for key, value in trained.rows[step].items() if key.startswith("eval/")}
+        logged = {
+            key: value for key, value in trained.rows[step].items() if key.startswith("eval/")
+        }
         assert {key: value for key, value in scores[name].items() if key != "samples"} == logged
 
 
@@ -160,7 +209,9 @@ def test_export_of_a_run_is_its_hf_folder(lab: Lab, trained: Run, tmp_path: Path
         assert files(tmp_path / name) == files(trained.folder / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "of run")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "of run")
-    answer = model.generate(**tokenizer("12+34=", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    answer = model.generate(
+        **tokenizer("12+34=", return_tensors="pt"), max_new_tokens=4, do_sample=False
+    )
     assert answer.shape[1] > 6
 
     again = lab.command("export", str(trained.folder), str(tmp_path / "of run"))
@@ -170,7 +221,9 @@ def test_export_of_a_run_is_its_hf_folder(lab: Lab, trained: Run, tmp_path: Path
 
 
 def test_an_export_keeps_the_models_dtype(lab: Lab) -> None:
-    """An engine in bf16 beside a trainer in fp32: what is published is rounded, what is kept is not."""
+    """An engine in bf16 beside a trainer in fp32: what is published is rounded, what is kept is
+    not.
+    """
     run = lab.train("bf16 engine", *LEARNING, "rollout.engine.dtype=bf16", "training.steps=1")
     assert run.code == 0, run.err
     assert {tensor.dtype for tensor in weights(run.folder / "hf").values()} == {torch.float32}
@@ -181,17 +234,26 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# --- supervised fine-tuning -------------------------------------------------------------------------------------------
+# --- supervised fine-tuning -----------------------------------------------------------------------
 
 
 def test_supervised_fine_tuning(lab: Lab) -> None:
-    run = lab.sft("sft", "training.steps=25", "policy.optimizer.lr=5e-3", "tracking.show_samples=2", "tracking.show_every=1")
+    run = lab.sft(
+        "sft",
+        "training.steps=25",
+        "policy.optimizer.lr=5e-3",
+        "tracking.show_samples=2",
+        "tracking.show_every=1",
+    )
     assert (run.code, run.result["status"]) == (0, "completed")
     losses = [row["loss/policy_avg"] for row in run.metrics]
     assert losses[-1] < 0.7 * losses[0]
     assert 2.5 < run.rows[1]["val/sequence_lengths"] < 4.5, "the answer and its end, not the prompt"
     for row in run.metrics:
-        assert not any(name.startswith(("rollout/", "objective/scores", "objective/rlhf", "eval/")) for name in row)
+        assert not any(
+            name.startswith(("rollout/", "objective/scores", "objective/rlhf", "eval/"))
+            for name in row
+        )
     assert not run.lines("sample of step")
     assert not run.lines("reward")
     assert run.lines("loss")
@@ -207,7 +269,7 @@ def test_a_supervised_run_can_be_evaluated_and_says_that_it_does_not_itself(lab:
     assert done.lines("eval/accuracy")
 
 
-# --- reward models ----------------------------------------------------------------------------------------------------
+# --- reward models --------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -215,7 +277,9 @@ def classifier_scores(lab: Lab, sample: Sample) -> torch.Tensor:
     """[T] the reward model's head at every position."""
     from transformers import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained(lab.reward_model, dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        lab.reward_model, dtype=torch.float32
+    )
     hidden = model.model(torch.from_numpy(sample.tokens).long()[None]).last_hidden_state
     scores: torch.Tensor = model.score(hidden)[0, :, 0]
     return scores
@@ -231,18 +295,21 @@ def test_a_critic_starts_as_the_reward_model(lab: Lab) -> None:
     """Its first loss and explained variance are those of the reward model's head before each token."""
     run = lab.train("critic start", *PPO, f"critic.path={lab.reward_model}", "training.steps=1")
     assert run.code == 0, run.err
-    values, returns = [], []
+    values = []
+    returns = []
     for sample in samples_of(run, 1):
         positions = torch.from_numpy(sample.loss_mask).nonzero()[:, 0]
         values.append(classifier_scores(lab, sample)[positions - 1])
-        returns.append(torch.full_like(values[-1], sample.reward))      # gamma = lambda = 1, no KL in the reward
-    v, r = torch.cat(values).double(), torch.cat(returns).double()
+        # gamma = lambda = 1, no KL in the reward
+        returns.append(torch.full_like(values[-1], sample.reward))
+    v = torch.cat(values).double()
+    r = torch.cat(returns).double()
     row = run.rows[1]
     assert same(row["val/explained_variance"], float(1 - (r - v).var() / r.var()), rel=1e-3)
     assert same(row["loss/value_avg"], float(0.5 * (v - r).square().mean()), rel=1e-3)
 
 
-# --- one thing each ---------------------------------------------------------------------------------------------------
+# --- one thing each -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -253,10 +320,16 @@ def torchs_choice() -> Iterator[None]:
 
 @pytest.mark.usefixtures("torchs_choice")
 def test_deterministic_runs_are_bit_equal(lab: Lab) -> None:
-    runs = [lab.train(f"deterministic {i}", *LEARNING, "run.deterministic=true", "run.threads=2") for i in (1, 2)]
+    runs = [
+        lab.train(f"deterministic {i}", *LEARNING, "run.deterministic=true", "run.threads=2")
+        for i in (1, 2)
+    ]
     assert torch.are_deterministic_algorithms_enabled()
     rows = [
-        [{name: value for name, value in row.items() if not name.startswith(("time/", "perf/"))} for row in run.metrics]
+        [
+            {name: value for name, value in row.items() if not name.startswith(("time/", "perf/"))}
+            for row in run.metrics
+        ]
         for run in runs
     ]
     assert rows[0] == rows[1]
@@ -265,11 +338,18 @@ def test_deterministic_runs_are_bit_equal(lab: Lab) -> None:
 
 def model_with_experts(lab: Lab) -> Path:
     folder = lab.folder / "with_experts"
-    init_model(folder, ModelSpec(family="qwen3_moe", hidden=32, layers=2, heads=4, kv_heads=2, intermediate=32, experts=4))
+    init_model(
+        folder,
+        ModelSpec(
+            family="qwen3_moe", hidden=32, layers=2, heads=4, kv_heads=2, intermediate=32, experts=4
+        ),
+    )
     return folder
 
 
-def test_every_metric_is_defined_and_every_definition_is_written(lab: Lab, trained: Run, with_critic: Run) -> None:
+def test_every_metric_is_defined_and_every_definition_is_written(
+    lab: Lab, trained: Run, with_critic: Run
+) -> None:
     verified = lab.train(
         "verified", *LEARNING, heldout(lab), PROMPTS, "rollout.filters=[zero_variance]", "algorithm.loss.dual_clip=3.0",
         "reward.parts.right.function=exact_match", "algorithm.old_logprobs=recompute", "training.steps=3",
@@ -284,7 +364,12 @@ def test_every_metric_is_defined_and_every_definition_is_written(lab: Lab, train
     assert experts.code == 0, experts.err
     ahead = lab.train("ahead of its trainer", "rollout.max_staleness=1", "training.steps=1")
     assert ahead.code == 0, ahead.err
-    written = {name for run in (trained, with_critic, verified, experts, ahead) for row in run.metrics for name in row}
+    written = {
+        name
+        for run in (trained, with_critic, verified, experts, ahead)
+        for row in run.metrics
+        for name in row
+    }
     assert {name for name in written if metric_spec(name) is None} == set()
     everything = {name for name in METRICS if "<" not in name}
     assert everything - written == set()
@@ -292,7 +377,11 @@ def test_every_metric_is_defined_and_every_definition_is_written(lab: Lab, train
 
 
 def test_runs_of_this_session_write_nothing_undefined(lab: Lab, trained: Run) -> None:
-    rows = [row for path in (lab.folder / "runs").glob("*/metrics.jsonl") for row in Run(0, "", "", path.parent).metrics]
+    rows = [
+        row
+        for path in (lab.folder / "runs").glob("*/metrics.jsonl")
+        for row in Run(0, "", "", path.parent).metrics
+    ]
     assert len(rows) > 3
     assert {name for row in rows for name in row if metric_spec(name) is None} == set()
 

@@ -1,4 +1,6 @@
-"""Algorithms that live in other packages: found by entry point and by import path, and trained with."""
+"""Algorithms that live in other packages: found by entry point and by import path, and trained
+with.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,11 @@ def installed(folder: Path) -> Path:
     info = site / "ranked_rl-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ranked-rl\nVersion: 1.0\n")
-    estimator, loss = "ranked = ranked_rl.estimators:Ranked", "vanilla = ranked_rl.losses:Vanilla"
-    (info / "entry_points.txt").write_text(f"[rlcore.estimators]\n{estimator}\n\n[rlcore.policy_losses]\n{loss}\n")
+    estimator = "ranked = ranked_rl.estimators:Ranked"
+    loss = "vanilla = ranked_rl.losses:Vanilla"
+    (info / "entry_points.txt").write_text(
+        f"[rlcore.estimators]\n{estimator}\n\n[rlcore.policy_losses]\n{loss}\n"
+    )
     return site
 
 
@@ -80,15 +85,25 @@ def test_the_estimator_is_short() -> None:
 def test_an_installed_package_is_found_by_its_entry_points(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a process of its own, as a user runs it: nothing but an installed package tells rlcore of it."""
+    """In a process of its own, as a user runs it: nothing but an installed package tells rlcore of
+    it.
+    """
     site = installed(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "rlcore", "train", str(lab.base), "run.name=entry point", *LEARNING,
                "algorithm.estimator={name: ranked, scale: 2.0}", "algorithm.loss.name=vanilla"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path
+    )
     run = Run(done.returncode, done.stdout, done.stderr, lab.folder / "runs" / "entry point")
     assert_trained_with_ranks(run, 2.0)
-    assert all(row["policy/surprise_avg"] > 1.0 for row in run.metrics), "a metric of the plugin's own"
+    assert all(row["policy/surprise_avg"] > 1.0 for row in run.metrics), (
+        "a metric of the plugin's own"
+    )
 
     monkeypatch.syspath_prepend(site)
     listed = lab.command("algorithms").out
@@ -96,7 +111,9 @@ def test_an_installed_package_is_found_by_its_entry_points(
     assert "scale: float = 1.0" in listed
 
 
-def test_the_same_class_by_its_import_path(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_class_by_its_import_path(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "by_path.py").write_text(ESTIMATOR)
     monkeypatch.syspath_prepend(tmp_path)
     named = ("algorithm.estimator.name=by_path:Ranked", "algorithm.estimator.scale=0.5")
@@ -116,10 +133,16 @@ def test_the_same_class_by_its_import_path(lab: Lab, tmp_path: Path, monkeypatch
         assert not refused.folder.exists()
 
 
-def test_the_readmes_example_works_as_printed(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readmes_example_works_as_printed(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     readme = (ROOT / "README.md").read_text()
     code = re.search(r"```python\n# (my_package/credit\.py)\n(.*?)```", readme, re.DOTALL)
-    command = re.search(r"^    rlcore train grpo\.yaml (algorithm\.estimator\.name=my_package\S+)$", readme, re.MULTILINE)
+    command = re.search(
+        r"^    rlcore train grpo\.yaml (algorithm\.estimator\.name=my_package\S+)$",
+        readme,
+        re.MULTILINE,
+    )
     assert code is not None
     assert command is not None
     assert len(code[2].strip().splitlines()) <= 15
@@ -129,7 +152,12 @@ def test_the_readmes_example_works_as_printed(lab: Lab, tmp_path: Path, monkeypa
     check = re.search(r'^    python -c "(.*my_package.*)"$', readme, re.MULTILINE)
     assert check is not None
     report = subprocess.run(
-        [sys.executable, "-c", check[1]], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", check[1]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert "0 skipped" in report.stdout
     run = lab.train("readme", *LEARNING, command[1])
@@ -138,7 +166,9 @@ def test_the_readmes_example_works_as_printed(lab: Lab, tmp_path: Path, monkeypa
         assert set(record["advantages"]) <= {0.0, 1.0}
     by_group: dict[int, list[tuple[float, float]]] = {}
     for record in read_rollouts(run.rollouts(3)):
-        by_group.setdefault(record["group_id"], []).append((record["reward"], record["advantages"][0]))
+        by_group.setdefault(record["group_id"], []).append(
+            (record["reward"], record["advantages"][0])
+        )
     assert len(by_group) == 4
     assert all(max(group)[1] == 1.0 and min(group)[1] == 0.0 for group in by_group.values())
 

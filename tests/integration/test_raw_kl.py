@@ -1,4 +1,6 @@
-"""The KL in the log is the raw KL: transformers finds the same from the saved weights, whatever the estimator does."""
+"""The KL in the log is the raw KL: transformers finds the same from the saved weights, whatever the
+estimator does.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ COEF = 0.3
 class Fresh:
     """KL of one step's samples, by transformers in float64 from the weights before the step."""
 
-    per_token: float        # mean over trainable tokens
-    per_sequence: float     # mean over sequences of the token sum
+    per_token: float  # mean over trainable tokens
+    per_sequence: float  # mean over sequences of the token sum
 
 
 def estimate(kind: str, d: Tensor) -> Tensor:
@@ -40,20 +42,34 @@ def fresh_kl(lab: Lab, run: Run, step: int, kind: str) -> Fresh:
             assert lab.command("export", str(run.checkpoint(step - 1)), str(policy)).code == 0
     pairs = zip(logprobs(policy, samples), logprobs(lab.model, samples), strict=True)
     kl = [estimate(kind, own - reference) for own, reference in pairs]
-    return Fresh(float(torch.cat(kl).mean()), float(torch.stack([values.sum() for values in kl]).mean()))
+    return Fresh(
+        float(torch.cat(kl).mean()), float(torch.stack([values.sum() for values in kl]).mean())
+    )
 
 
 def assert_raw(lab: Lab, run: Run, kind: str, *, coef: float) -> None:
     assert run.code == 0, run.err
     for step in (2, 3):
-        row, fresh = run.rows[step], fresh_kl(lab, run, step, kind)
+        row = run.rows[step]
+        fresh = fresh_kl(lab, run, step, kind)
         assert fresh.per_token != 0.0
-        assert same(row["rollout/kl"], fresh.per_token, rel=1e-3, abs_=1e-6), (row["rollout/kl"], fresh)
-        assert same(row["objective/kl"], fresh.per_sequence, rel=1e-3, abs_=5e-6), (row["objective/kl"], fresh)
+        assert same(row["rollout/kl"], fresh.per_token, rel=1e-3, abs_=1e-6), (
+            row["rollout/kl"],
+            fresh,
+        )
+        assert same(row["objective/kl"], fresh.per_sequence, rel=1e-3, abs_=5e-6), (
+            row["objective/kl"],
+            fresh,
+        )
         assert row["objective/non_score_reward"] == -coef * row["objective/kl"]
-        assert same(row["objective/rlhf_reward"], row["objective/scores"] + row["objective/non_score_reward"])
+        assert same(
+            row["objective/rlhf_reward"],
+            row["objective/scores"] + row["objective/non_score_reward"],
+        )
         assert row["rollout/kl_clamped_share"] == 0.0
-    assert run.rows[1]["rollout/kl"] == 0.0, "before the first step the policy is the reference, bit for bit"
+    assert run.rows[1]["rollout/kl"] == 0.0, (
+        "before the first step the policy is the reference, bit for bit"
+    )
 
 
 PPO = ("algorithm.estimator.name=ppo", "critic.optimizer.lr=1e-3")
@@ -61,16 +77,34 @@ PPO = ("algorithm.estimator.name=ppo", "critic.optimizer.lr=1e-3")
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("k1", ()), ("k2", ("algorithm.minibatches=2", "algorithm.old_logprobs=rollout")), ("k3", ("critic.warmup_steps=1",))],
+    [
+        ("k1", ()),
+        ("k2", ("algorithm.minibatches=2", "algorithm.old_logprobs=rollout")),
+        ("k3", ("critic.warmup_steps=1",)),
+    ],
 )
-def test_ppo_with_kl_in_the_reward_logs_the_raw_kl(lab: Lab, kind: str, options: tuple[str, ...]) -> None:
-    """Neither the shaping of rewards, nor several optimizer steps, nor steps that train the critic alone change it."""
+def test_ppo_with_kl_in_the_reward_logs_the_raw_kl(
+    lab: Lab, kind: str, options: tuple[str, ...]
+) -> None:
+    """Neither the shaping of rewards, nor several optimizer steps, nor steps that train the critic
+    alone change it.
+    """
     coefficient = (f"algorithm.kl.reward_coef={COEF}", f"algorithm.kl.reward_kind={kind}")
-    run = lab.train(f"ppo-{kind}", *LEARNING, *EVERY_WEIGHT, *PPO, *coefficient, *options, "algorithm.kl.loss_coef=0.05")
+    run = lab.train(
+        f"ppo-{kind}",
+        *LEARNING,
+        *EVERY_WEIGHT,
+        *PPO,
+        *coefficient,
+        *options,
+        "algorithm.kl.loss_coef=0.05",
+    )
     if "critic.warmup_steps=1" in options:
         assert run.rows[2]["rollout/kl"] == 0.0
         assert "policy/approxkl_avg" not in run.rows[1]
-        assert same(run.rows[3]["rollout/kl"], fresh_kl(lab, run, 3, kind).per_token, rel=1e-3, abs_=1e-6)
+        assert same(
+            run.rows[3]["rollout/kl"], fresh_kl(lab, run, 3, kind).per_token, rel=1e-3, abs_=1e-6
+        )
     else:
         assert_raw(lab, run, kind, coef=COEF)
 
@@ -78,42 +112,68 @@ def test_ppo_with_kl_in_the_reward_logs_the_raw_kl(lab: Lab, kind: str, options:
 @pytest.mark.parametrize(
     "options",
     [
-        ("algorithm.kl.monitor=true",),                                     # measured by the one update itself
+        # measured by the one update itself
+        ("algorithm.kl.monitor=true",),
         ("algorithm.kl.loss_coef=0.2",),
         ("algorithm.kl.monitor=true", "algorithm.minibatches=2", "algorithm.old_logprobs=rollout"),
         ("algorithm.kl.monitor=true", *PPO, "critic.warmup_steps=1"),
     ],
     ids=["monitor", "loss", "several updates", "critic warm-up"],
 )
-def test_watched_kl_is_the_same_kl(lab: Lab, options: tuple[str, ...], request: pytest.FixtureRequest) -> None:
+def test_watched_kl_is_the_same_kl(
+    lab: Lab, options: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
     name = request.node.callspec.id
-    run = lab.train(name, *LEARNING, *EVERY_WEIGHT, "algorithm.kl.reward_kind=k3", "training.steps=4", *options)
+    run = lab.train(
+        name, *LEARNING, *EVERY_WEIGHT, "algorithm.kl.reward_kind=k3", "training.steps=4", *options
+    )
     assert run.code == 0, run.err
     assert all(set(row) >= KL_METRICS for row in run.metrics)
     if name != "critic warm-up":
         assert_raw(lab, run, "k3", coef=0.0)
-    row, fresh = run.rows[4], fresh_kl(lab, run, 4, "k3")
+    row = run.rows[4]
+    fresh = fresh_kl(lab, run, 4, "k3")
     assert same(row["rollout/kl"], fresh.per_token, rel=1e-3, abs_=1e-6)
     assert same(row["objective/kl"], fresh.per_sequence, rel=1e-3, abs_=5e-6)
 
 
 def test_a_pass_of_its_own_and_the_update_measure_the_same(lab: Lab) -> None:
-    shared = (*LEARNING, "algorithm.kl.monitor=true", "algorithm.kl.reward_kind=k3", "checkpoint.export_hf=false")
+    shared = (
+        *LEARNING,
+        "algorithm.kl.monitor=true",
+        "algorithm.kl.reward_kind=k3",
+        "checkpoint.export_hf=false",
+    )
     by_update = lab.train("by update", *shared)
     by_pass = lab.train("by pass", *shared, "algorithm.old_logprobs=recompute")
     gap = "rollout/train_rollout_logprob_diff"
     for step in (1, 2, 3):
-        for name in (*KL_METRICS, "objective/entropy", "policy/entropy_avg", gap, f"{gap}_max", f"{gap}_kl", "rollout/ess"):
+        for name in (
+            *KL_METRICS,
+            "objective/entropy",
+            "policy/entropy_avg",
+            gap,
+            f"{gap}_max",
+            f"{gap}_kl",
+            "rollout/ess",
+        ):
             assert same(by_update.rows[step][name], by_pass.rows[step][name]), name
 
 
 def test_an_update_that_is_not_the_only_one_measures_nothing_of_the_batch(lab: Lab) -> None:
-    """The later ones see a policy that has moved: what is defined for the policy before the step is absent instead."""
-    several = ("algorithm.minibatches=2", "algorithm.old_logprobs=rollout", "checkpoint.export_hf=false")
+    """The later ones see a policy that has moved: what is defined for the policy before the step is
+    absent instead.
+    """
+    several = (
+        "algorithm.minibatches=2",
+        "algorithm.old_logprobs=rollout",
+        "checkpoint.export_hf=false",
+    )
     run = lab.train("moved", *LEARNING, *several)
     for row in run.metrics:
         assert not {"objective/entropy", *KL_METRICS} & set(row)
-        assert ("rollout/train_rollout_logprob_diff" in row) == (row["step"] == 1)      # compared with the engine's in a pass
+        # compared with the engine's in a pass
+        assert ("rollout/train_rollout_logprob_diff" in row) == (row["step"] == 1)
         assert {"policy/entropy_avg", "policy/approxkl_avg"} <= set(row)
 
 
@@ -160,7 +220,9 @@ class NoTargets:
 def test_an_estimator_that_breaks_a_rule_ends_the_run_in_one_line(
     lab: Lab, name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 1: the run had begun. What can be seen before it begins is bad input, with exit code 2."""
+    """Exit code 1: the run had begun. What can be seen before it begins is bad input, with exit
+    code 2.
+    """
     (tmp_path / "kl_plugins.py").write_text(BAD_ESTIMATORS)
     monkeypatch.syspath_prepend(tmp_path)
     run = lab.train(f"bad-{name}", f"algorithm.estimator.name=kl_plugins:{name}")

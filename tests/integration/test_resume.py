@@ -1,6 +1,7 @@
 """A run that is killed, wherever, and resumed is the run that was never disturbed.
 
-With one process and one thread bit for bit: metrics, samples, weights, optimizers, generators, the book of the prompts.
+With one process and one thread bit for bit: metrics, samples, weights, optimizers, generators, the
+    book of the prompts.
 Over several ranks, and from one layout to another, to round-off.
 """
 
@@ -28,13 +29,15 @@ from tests.integration.resume_runs import (
 
 SEED = 5
 
-# Each is one run that is killed several times: at a point, at which call of it since the last start, before or after it.
-# Checkpoints are written after steps 2, 4 and 5; together they cover each thing that a kill can leave half done.
+# Each is one run that is killed several times: at a point, at which call of it since the last
+# start, before or after it. Checkpoints are written after steps 2, 4 and 5; together they cover
+# each thing that a kill can leave half done.
 KILLS: dict[str, list[dict[str, Any]]] = {
     "before_there_is_a_checkpoint": [
         {"point": "version", "call": 1, "after": True},
         {"point": "update", "call": UPDATES + 2},
-        {"point": "shards", "call": 2},                     # the policy's are written, the critic's not
+        # the policy's are written, the critic's not
+        {"point": "shards", "call": 2},
     ],
     "in_the_log": [
         {"point": "torn line", "call": 4},                  # in the middle of step 3's metrics
@@ -42,8 +45,10 @@ KILLS: dict[str, list[dict[str, Any]]] = {
     ],
     "in_a_checkpoint": [
         {"point": "write shard", "call": 200},              # of step 4
-        {"point": "flush", "call": 1, "after": True},       # the same again: all written, not renamed
-        {"point": "prune", "call": 1},                      # and again: renamed, the one of step 2 not deleted
+        # the same again: all written, not renamed
+        {"point": "flush", "call": 1, "after": True},
+        # and again: renamed, the one of step 2 not deleted
+        {"point": "prune", "call": 1},
     ],
     "after_the_last_step": [
         {"point": "export", "call": 1, "after": True},
@@ -64,15 +69,16 @@ def undisturbed(runs: Runs) -> Ended:
 def test_the_reference_has_everything_in_play(runs: Runs, undisturbed: Ended) -> None:
     rows = metrics_of(runs.path("reference"))
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
-    assert rows[1]["objective/kl"] == 0 < rows[STEPS]["objective/kl"]       # the reference stays, the policy leaves it
-    assert rows[2]["epoch"] < 1 < rows[STEPS]["epoch"]                      # reshuffled in between
+    # the reference stays, the policy leaves it
+    assert rows[1]["objective/kl"] == 0 < rows[STEPS]["objective/kl"]
+    assert rows[2]["epoch"] < 1 < rows[STEPS]["epoch"]  # reshuffled in between
     assert sum(row["rollout/requeued_prompts"] for row in rows[1:]) > 0
     assert len({row["lr"] for row in rows[2:]}) == STEPS - 1
     assert all(row["train/optimizer_steps"] == UPDATES for row in rows[1:])
     assert "eval/score" in rows[2]
 
 
-# --- one process ------------------------------------------------------------------------------------------------------
+# --- one process ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", KILLS)
@@ -90,21 +96,30 @@ def _completed(run: Path) -> bool:
 
 
 def kill_at_times(runs: Runs, name: str, draw: random.Random, kills: int) -> int:
-    """Kill the run at times drawn over all that it has still to do, resume it in between, then let it end. How often it died.
+    """Kill the run at times drawn over all that it has still to do, resume it in between, then let
+    it end. How often it died.
 
-    A time is a publication, of which each step makes one, and a delay of up to a step: so it means the same on a busy machine.
+    A time is a publication, of which each step makes one, and a delay of up to a step: so it means
+        the same on a busy machine.
     """
     step_s = result_of(runs.path("reference"))["seconds"] / STEPS
-    versions, killed = runs.path(name) / "versions.jsonl", 0
+    versions = runs.path(name) / "versions.jsonl"
+    killed = 0
     for number in range(kills):
         before = versions.read_bytes().count(b"\n") if versions.exists() else 0
-        publication = draw.randint(1, 1 + STEPS - max(committed_steps(runs.path(name) / "checkpoints"), default=0))
-        outside = {"file": str(versions), "lines": before + publication, "seconds": draw.uniform(0, step_s)}
+        publication = draw.randint(
+            1, 1 + STEPS - max(committed_steps(runs.path(name) / "checkpoints"), default=0)
+        )
+        outside = {
+            "file": str(versions),
+            "lines": before + publication,
+            "seconds": draw.uniform(0, step_s),
+        }
         ended = runs.train(name, resume=number > 0, outside=outside)
         killed += ended.killed
         assert not ended.orphans
         assert ended.killed or ended.codes == [0], ended.output
-        if _completed(runs.path(name)):     # killed after its last word, or not at all
+        if _completed(runs.path(name)):  # killed after its last word, or not at all
             break
     else:
         runs.finish(name)
@@ -126,7 +141,8 @@ def test_killed_at_many_times(runs: Runs, undisturbed: Ended, number: int) -> No
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(25))
 def test_killed_at_points_drawn_from_a_seed(runs: Runs, undisturbed: Ended, number: int) -> None:
-    draw, name = random.Random(1000 + number), f"point_{number}"
+    draw = random.Random(1000 + number)
+    name = f"point_{number}"
     passed = runs.passed("reference")
     point = draw.choice(sorted(passed))
     kill = {"point": point, "call": draw.randint(1, passed[point]), "after": draw.random() < 0.5}
@@ -136,15 +152,21 @@ def test_killed_at_points_drawn_from_a_seed(runs: Runs, undisturbed: Ended, numb
     assert_same_run(runs.path(name), runs.path("reference"))
 
 
-def test_random_numbers_and_the_initial_policy_outlive_a_kill(runs: Runs, undisturbed: Ended) -> None:
-    """The reference is the checkpoint that the run began with: not what was resumed, nor what its run has trained since."""
+def test_random_numbers_and_the_initial_policy_outlive_a_kill(
+    runs: Runs, undisturbed: Ended
+) -> None:
+    """The reference is the checkpoint that the run began with: not what was resumed, nor what its
+    run has trained since.
+    """
     shutil.copytree(runs.path("reference"), runs.path("start"))
     start = f"policy.checkpoint={runs.path('start')}"
     runs.finish("grpo", start, algorithm="grpo")
     rows = metrics_of(runs.path("grpo"))
     assert rows[1]["objective/kl"] == 0 < rows[3]["objective/kl"] < rows[STEPS]["objective/kl"]
 
-    for number, kill in enumerate(({"point": "update", "call": 2 * UPDATES + 3}, {"point": "state", "call": 2})):
+    for number, kill in enumerate(
+        ({"point": "update", "call": 2 * UPDATES + 3}, {"point": "state", "call": 2})
+    ):
         ended = runs.train("grpo_killed", start, algorithm="grpo", resume=number > 0, at=kill)
         assert ended.killed, ended.output
         runs.finish("start", f"training.steps={STEPS + 1 + number}", "checkpoint.keep=9")
@@ -166,7 +188,9 @@ def test_supervised_fine_tuning_killed(runs: Runs) -> None:
 
 
 def test_asked_to_end(runs: Runs, undisturbed: Ended) -> None:
-    ended = runs.train("asked", at={"point": "update", "call": 2 * UPDATES + 1, "action": "terminate"})
+    ended = runs.train(
+        "asked", at={"point": "update", "call": 2 * UPDATES + 1, "action": "terminate"}
+    )
     assert ended.codes == [130], ended.output
     result = result_of(runs.path("asked"))
     assert (result["status"], result["steps"]) == ("interrupted", 3)
@@ -178,10 +202,14 @@ def test_asked_to_end(runs: Runs, undisturbed: Ended) -> None:
 
 def unowned(run: Path) -> dict[str, bytes]:
     """What is in a run's folder beside its log and the mark of who holds it."""
-    return {name: content for name, content in contents(run).items() if name != ".lock" and not name.startswith("logs/")}
+    return {
+        name: content
+        for name, content in contents(run).items()
+        if name != ".lock" and not name.startswith("logs/")
+    }
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_a_complete_run_has_nothing_to_resume(runs: Runs, undisturbed: Ended) -> None:
@@ -206,13 +234,17 @@ def test_a_dtype_that_cannot_be_loaded(runs: Runs, undisturbed: Ended) -> None:
     assert_same_run(runs.path("plain"), runs.path("reference"))
 
 
-# --- a full disk ------------------------------------------------------------------------------------------------------
+# --- a full disk ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "point", [{"point": "write shard", "call": 200}, {"point": "flush", "call": 2}], ids=["shard", "flush"]
+    "point",
+    [{"point": "write shard", "call": 200}, {"point": "flush", "call": 2}],
+    ids=["shard", "flush"],
 )
-def test_a_full_disk_leaves_the_last_checkpoint(runs: Runs, undisturbed: Ended, point: dict[str, Any]) -> None:
+def test_a_full_disk_leaves_the_last_checkpoint(
+    runs: Runs, undisturbed: Ended, point: dict[str, Any]
+) -> None:
     name = "full_" + point["point"].replace(" ", "_")
     message = fail_of_a_full_disk(runs, name, point)
     assert "the checkpoint of step 4 could not be written" in message
@@ -238,15 +270,21 @@ def fail_of_a_full_disk(runs: Runs, name: str, point: dict[str, Any]) -> str:
     return message
 
 
-# --- several ranks and other layouts ----------------------------------------------------------------------------------
+# --- several ranks and other layouts --------------------------------------------------------------
 
-# AdamW divides by the square root of the second moment: where that is tiny it makes any round-off as large as the learning
-# rate, and two layouts part within three steps. With this eps they stay together.
+# AdamW divides by the square root of the second moment: where that is tiny it makes any round-off
+# as large as the learning rate, and two layouts part within three steps. With this eps they stay
+# together.
 CALM = ("policy.optimizer.eps=1e-2", "critic.optimizer.eps=1e-2")
 TP2 = (*CALM, "policy.parallel.tensor=2", "cluster.launcher=torchrun")
 PP2 = (*CALM, "policy.parallel.pipeline=2", "cluster.launcher=torchrun")
 DP2 = (*CALM, "cluster.launcher=torchrun")
-LAUNCHED = (*CALM, "policy.parallel.tensor=2", "cluster.processes_per_node=2", "rollout.engine.in_process=false")
+LAUNCHED = (
+    *CALM,
+    "policy.parallel.tensor=2",
+    "cluster.processes_per_node=2",
+    "rollout.engine.in_process=false",
+)
 ROUND_OFF = 1e-5
 
 
@@ -265,8 +303,12 @@ def test_two_ranks_killed_in_a_checkpoint(runs: Runs, calm: Path) -> None:
     assert_close_run(runs.path("killed_tp2"), calm, tolerance=ROUND_OFF)
 
 
-def test_from_tensor_parallel_ranks_over_pipeline_stages_and_replicas_to_one_process(runs: Runs, calm: Path) -> None:
-    """One run under four layouts, each resuming what the one before saved: losses as those of the undisturbed run."""
+def test_from_tensor_parallel_ranks_over_pipeline_stages_and_replicas_to_one_process(
+    runs: Runs, calm: Path
+) -> None:
+    """One run under four layouts, each resuming what the one before saved: losses as those of the
+    undisturbed run.
+    """
     for layout, updates, steps in ((TP2, UPDATES + 1, 2), (PP2, 1, 3), (DP2, 1, 4)):
         ask = {"point": "update", "call": updates, "action": "terminate"}
         ended = runs.train("layouts", *layout, ranks=2, resume=True, at=ask)
@@ -289,7 +331,9 @@ def print_losses(run: Path, reference: Path, layouts: list[str]) -> None:
 
 @pytest.mark.full
 def test_nothing_outlives_a_killed_launcher(runs: Runs, calm: Path) -> None:
-    """Ranks, an engine and a reward worker in processes of their own, while a rank waits for rewards. And the run goes on."""
+    """Ranks, an engine and a reward worker in processes of their own, while a rank waits for
+    rewards. And the run goes on.
+    """
     metrics = str(runs.path("launched") / "metrics.jsonl")
     ended = runs.train(
         "launched", *LAUNCHED, "reward.timeout_s=300",
@@ -299,18 +343,27 @@ def test_nothing_outlives_a_killed_launcher(runs: Runs, calm: Path) -> None:
     )  # fmt: skip
     assert ended.killed, ended.output
     assert not ended.orphans
-    runs.finish("launched", *TP2, ranks=2)     # in the driver: another three interpreters would cost 20 seconds
+    # in the driver: another three interpreters would cost 20 seconds
+    runs.finish("launched", *TP2, ranks=2)
     assert_close_run(runs.path("launched"), calm, tolerance=ROUND_OFF)
 
 
 @pytest.mark.full
 def test_asked_to_end_through_the_launcher(runs: Runs, calm: Path) -> None:
-    outside = {"file": str(runs.path("launched_asked") / "metrics.jsonl"), "lines": 3, "who": "first", "signal": "SIGTERM"}
+    outside = {
+        "file": str(runs.path("launched_asked") / "metrics.jsonl"),
+        "lines": 3,
+        "who": "first",
+        "signal": "SIGTERM",
+    }
     ended = runs.train("launched_asked", *LAUNCHED, outside=outside)
     assert ended.codes == [130], ended.output
     assert not ended.orphans
     result = result_of(runs.path("launched_asked"))
-    assert (result["status"], result["steps"]) == ("interrupted", len(metrics_of(runs.path("launched_asked"))) - 1)
+    assert (result["status"], result["steps"]) == (
+        "interrupted",
+        len(metrics_of(runs.path("launched_asked"))) - 1,
+    )
     runs.finish("launched_asked", *LAUNCHED)
     assert_close_run(runs.path("launched_asked"), calm, tolerance=ROUND_OFF)
 
@@ -318,7 +371,12 @@ def test_asked_to_end_through_the_launcher(runs: Runs, calm: Path) -> None:
 @pytest.mark.full
 def test_under_torchrun(runs: Runs, calm: Path) -> None:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rlcore"]
-    options = ("policy.parallel.tensor=2", "cluster.launcher=torchrun", "rollout.engine.in_process=false", *CALM)
+    options = (
+        "policy.parallel.tensor=2",
+        "cluster.launcher=torchrun",
+        "rollout.engine.in_process=false",
+        *CALM,
+    )
     outside = {"file": str(runs.path("torchrun") / "metrics.jsonl"), "lines": 4, "who": "first"}
     ended = runs.train("torchrun", *options, module=torchrun, outside=outside)
     assert ended.killed, ended.output

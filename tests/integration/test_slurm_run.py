@@ -1,4 +1,6 @@
-"""scripts/slurm/torchrun.sbatch as a job of two nodes, 127.0.0.1 and 127.0.0.2, with everything real but Slurm."""
+"""scripts/slurm/torchrun.sbatch as a job of two nodes, 127.0.0.1 and 127.0.0.2, with everything
+real but Slurm.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ def test_a_job_trains_and_a_job_that_was_put_back_goes_on(lab: Lab, tmp_path: Pa
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SLURM_SUBMIT_DIR": str(ROOT), "ENGINE_NODES": "0",
         "GPUS_PER_NODE": "1", "MAX_RESTARTS": "0",
     }  # fmt: skip
-    given = [str(lab.base), "run.name=by-slurm", *LEARNING, "policy.parallel.tensor=2", "rollout.engine.in_process=true"]
+    given = [
+        str(lab.base),
+        "run.name=by-slurm",
+        *LEARNING,
+        "policy.parallel.tensor=2",
+        "rollout.engine.in_process=true",
+    ]
 
     def submit(*arguments: str, **more: str) -> str:
         done = subprocess.run(

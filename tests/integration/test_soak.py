@@ -1,5 +1,6 @@
-"""Runs of scripts/soak.sh: an engine, a rank, the rollout service and a raylet killed, each at a moment drawn from a seed and
-under another launcher."""
+"""Runs of scripts/soak.sh: an engine, a rank, the rollout service and a raylet killed, each at a
+moment drawn from a seed and under another launcher.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Soak:
     return Soak(tmp_path_factory.mktemp("soak"), limit_s=LIMIT_S, reference=LAUNCHERS["local"])
 
 
-@pytest.mark.timeout(3 * LIMIT_S)       # an undisturbed run, a killed one and its next life, each with interpreters of its own
+# an undisturbed run, a killed one and its next life, each with interpreters of its own
+@pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize(
     ("launcher", "kind", "seed"),
     [
@@ -29,7 +31,9 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Soak:
         pytest.param("ray-nodes", "raylet", 4, marks=pytest.mark.full),
     ],
 )
-def test_a_run_with_a_kill_is_the_run_without_it(soak: Soak, launcher: str, kind: str, seed: int) -> None:
+def test_a_run_with_a_kill_is_the_run_without_it(
+    soak: Soak, launcher: str, kind: str, seed: int
+) -> None:
     survivor = soak.one(f"{kind}_{seed}", LAUNCHERS[launcher], kind, random.Random(seed))
     assert survivor.faults == [], survivor
     assert survivor.kind.split()[0] == kind

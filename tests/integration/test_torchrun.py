@@ -1,4 +1,6 @@
-"""torchrun as the launcher: the same run as under our own supervisor, on one node or two, and an end when a rank dies."""
+"""torchrun as the launcher: the same run as under our own supervisor, on one node or two, and an
+end when a rank dies.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +32,35 @@ def assert_same_metrics(rows: Sequence[dict[str, Any]], expected: Sequence[dict[
     for row, other in zip(rows, expected, strict=True):
         for key in row:
             if not key.startswith(("time/", "perf/")):
-                assert math.isclose(row[key], other[key], rel_tol=1e-5, abs_tol=1e-6), (row["step"], key, row[key], other[key])
+                assert math.isclose(row[key], other[key], rel_tol=1e-5, abs_tol=1e-6), (
+                    row["step"],
+                    key,
+                    row[key],
+                    other[key],
+                )
     assert any(row["train/grad_norm"] > 0 for row in rows)
 
 
-def test_two_nodes_of_the_multi_node_script(launcher: Launcher, supervised: list[dict[str, Any]]) -> None:
+def test_two_nodes_of_the_multi_node_script(
+    launcher: Launcher, supervised: list[dict[str, Any]]
+) -> None:
     run = launcher.two_nodes("two-nodes", *TWO_RANKS)
     assert run.wait() == [0, 0], run.said
     assert "TP 2 x PP 1 x DP 1 on 2 cpu ranks" in run.logs[0].read_text()
     assert "run two-nodes" not in run.logs[1].read_text(), "rank 0 alone speaks"
     assert run.result["status"] == "completed"
-    assert sorted(path.name for path in (run.folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+    assert sorted(path.name for path in (run.folder / "logs").iterdir()) == [
+        "rank_0.log",
+        "rank_1.log",
+    ]
     assert_same_metrics(run.rows, supervised)
     assert run.processes() == []
 
 
 @pytest.mark.full
-def test_torchrun_on_one_node_needs_no_setting(launcher: Launcher, supervised: list[dict[str, Any]]) -> None:
+def test_torchrun_on_one_node_needs_no_setting(
+    launcher: Launcher, supervised: list[dict[str, Any]]
+) -> None:
     """The launcher is recognised; the engine has its own process, as under our supervisor."""
     run = launcher.torchrun("one-node", *TWO_RANKS, "rollout.engine.in_process=false")
     assert run.wait() == [0], run.said
@@ -74,7 +88,10 @@ def test_a_rank_that_dies_ends_the_run(launcher: Launcher) -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ("policy.parallel.tensor=4", "tensor 4 x pipeline 1 x context 1 = 4 does not divide the world size 2"),
+        (
+            "policy.parallel.tensor=4",
+            "tensor 4 x pipeline 1 x context 1 = 4 does not divide the world size 2",
+        ),
         ("rollout.filters=[zero]", "rollout.filters: 'zero' is unknown"),
     ],
     ids=["seen by every rank", "seen by rank 0"],

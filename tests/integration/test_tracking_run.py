@@ -1,4 +1,6 @@
-"""What people see of a run: the terminal, TensorBoard, wandb, the pushed model. Each through the whole loop."""
+"""What people see of a run: the terminal, TensorBoard, wandb, the pushed model. Each through the
+whole loop.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
     yield wandb
-    wandb.teardown()        # ends the service process
+    wandb.teardown()  # ends the service process
 
 
 def test_a_resumed_run_goes_on_in_wandb_and_tensorboard(lab: Lab, offline_wandb: Any) -> None:
@@ -35,7 +37,7 @@ def test_a_resumed_run_goes_on_in_wandb_and_tensorboard(lab: Lab, offline_wandb:
     first = lab.train("tracked", *LEARNING, *tracking, "training.steps=2")
     assert first.code == 0, first.err
     state = read_checkpoint(first.checkpoint(2)).state["tracker"]["wandb"]
-    (first.folder / "wandb_run_id").unlink()        # the checkpoint alone tells
+    (first.folder / "wandb_run_id").unlink()  # the checkpoint alone tells
     resumed = lab.train("tracked", *LEARNING, *tracking, "training.steps=4", "--resume")
     assert resumed.code == 0, resumed.err
     assert read_checkpoint(resumed.checkpoint(4)).state["tracker"]["wandb"] == state
@@ -53,25 +55,36 @@ def test_a_resumed_run_goes_on_in_wandb_and_tensorboard(lab: Lab, offline_wandb:
     events.Reload()
     for name in ("rollout/reward", "loss/policy_avg", "time/step"):
         scalars = {event.step: event.value for event in events.Scalars(name)}
-        assert scalars == {step: pytest.approx(row[name], rel=1e-6) for step, row in resumed.rows.items()}
+        assert scalars == {
+            step: pytest.approx(row[name], rel=1e-6) for step, row in resumed.rows.items()
+        }
     assert sorted(resumed.rows) == [1, 2, 3, 4]
     assert events.Histograms("data/prompt_lengths")[-1].histogram_value.num == 9500
 
 
 def test_plain_output_of_quick_steps_is_short_and_ends_with_a_report(lab: Lab) -> None:
-    run = lab.sft("quick", "training.steps=150", "training.batch_size=2", "checkpoint.export_hf=false")
+    run = lab.sft(
+        "quick", "training.steps=150", "training.batch_size=2", "checkpoint.export_hf=false"
+    )
     assert run.code == 0, run.err
     assert len(run.metrics) == 150
-    shown = [int(match[1]) for match in re.finditer(r"^step +(\d+)/150 \| loss ", run.out, re.MULTILINE)]
+    shown = [
+        int(match[1]) for match in re.finditer(r"^step +(\d+)/150 \| loss ", run.out, re.MULTILINE)
+    ]
     assert (shown[0], shown[-1]) == (1, 150)
     assert len(shown) <= 3 + run.result["seconds"] / 2
     report = run.out[run.out.index("-----") :]
-    for line in (r"status +completed", r"steps +150", r"loss +\d.* -> \d", r"  training +\S+ s +\d+%"):
+    for line in (
+        r"status +completed",
+        r"steps +150",
+        r"loss +\d.* -> \d",
+        r"  training +\S+ s +\d+%",
+    ):
         assert re.search(line, report), line
     assert run.out.rstrip().splitlines()[-1].startswith("run quick: completed after step 150/150")
 
 
-# --- the hub ----------------------------------------------------------------------------------------------------------
+# --- the hub --------------------------------------------------------------------------------------
 
 
 class StubHub:
@@ -96,14 +109,21 @@ class StubHub:
         self.repos[repo_id] = {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
 
 
-def pushed(lab: Lab, name: str, hub: StubHub, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Run:
+def pushed(
+    lab: Lab, name: str, hub: StubHub, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> Run:
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
-    return lab.train(name, *LEARNING, "tracking.hub.repo=me/addition", "training.steps=2", *arguments)
+    return lab.train(
+        name, *LEARNING, "tracking.hub.repo=me/addition", "training.steps=2", *arguments
+    )
 
 
-def test_the_final_model_is_pushed_with_a_link_to_the_tracked_run(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_final_model_is_pushed_with_a_link_to_the_tracked_run(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = StubHub()
-    monkeypatch.setattr("rlcore.tracking.progress.Progress.url", URL)       # stands for a tracker with a page
+    # stands for a tracker with a page
+    monkeypatch.setattr("rlcore.tracking.progress.Progress.url", URL)
     run = pushed(lab, "pushed", hub, monkeypatch, "tracking.hub.private=false")
     assert run.code == 0, run.err
     files = hub.repos["me/addition"]
@@ -117,7 +137,9 @@ def test_the_final_model_is_pushed_with_a_link_to_the_tracked_run(lab: Lab, monk
     assert len(run.lines("pushed")) >= 1
 
 
-def test_a_hub_that_refuses_is_seen_before_the_run_begins(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_refuses_is_seen_before_the_run_begins(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = pushed(lab, "no token", StubHub("create_repo"), monkeypatch)
     assert run.code == 2
     (line,) = run.err.strip().splitlines()

@@ -1,4 +1,6 @@
-"""The test's side of torchrun: agents on this machine, each in the place of a node, and what becomes of them."""
+"""The test's side of torchrun: agents on this machine, each in the place of a node, and what
+becomes of them.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ from tests.integration.rank_runs import InFolder
 from tests.ports import free_port
 
 LIMIT_S = 150.0
-REACH_S = 120.0                 # for a run to get to where something is done to it; agents import everything twice
+# for a run to get to where something is done to it; agents import everything twice
+REACH_S = 120.0
 
 
 class Launched(InFolder):
     """The agents of a run, one a node."""
 
-    def __init__(self, commands: Sequence[tuple[list[str], dict[str, str]]], logs: Path, folder: Path) -> None:
+    def __init__(
+        self, commands: Sequence[tuple[list[str], dict[str, str]]], logs: Path, folder: Path
+    ) -> None:
         self.folder = folder
         self.logs = [logs / f"{folder.name}-{node}.log" for node in range(len(commands))]
         self._commands = commands
@@ -50,7 +55,8 @@ class Launched(InFolder):
 
     def reach(self, steps: int) -> None:
         """Wait until so many steps are in metrics.jsonl."""
-        deadline, metrics = time.monotonic() + REACH_S, self.folder / "metrics.jsonl"
+        deadline = time.monotonic() + REACH_S
+        metrics = self.folder / "metrics.jsonl"
         while not metrics.exists() or metrics.read_bytes().count(b"\n") < steps:
             assert time.monotonic() < deadline, self.said
             time.sleep(0.02)
@@ -69,9 +75,10 @@ class Launched(InFolder):
 
     def processes(self) -> list[str]:
         """Everything that still runs for this run, agents not counted."""
-        agents, found = {agent.pid for agent in self.agents}, []
+        agents = {agent.pid for agent in self.agents}
+        found = []
         for process in psutil.process_iter():
-            with suppress(psutil.NoSuchProcess):        # a zombie counts as such
+            with suppress(psutil.NoSuchProcess):  # a zombie counts as such
                 command = " ".join(process.cmdline())
                 if process.pid not in agents and f"run.name={self.folder.name}" in command:
                     found.append(command)
@@ -85,7 +92,8 @@ class Launched(InFolder):
 
 class Launcher:
     def __init__(self, lab: Lab, folder: Path) -> None:
-        self.lab, self.folder = lab, folder
+        self.lab = lab
+        self.folder = folder
         self.launched: list[Launched] = []
 
     def torchrun(self, name: str, *arguments: str) -> Launched:
@@ -98,9 +106,16 @@ class Launcher:
         shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GPUS_PER_NODE": "1",
                   "PYTHON": sys.executable, "MAX_RESTARTS": str(restarts)}  # fmt: skip
         script = [str(ROOT / "scripts" / "torchrun_multinode.sh")]
-        return self._start(name, [(script, {**shared, "NODE_RANK": str(node)}) for node in range(2)], arguments)
+        return self._start(
+            name, [(script, {**shared, "NODE_RANK": str(node)}) for node in range(2)], arguments
+        )
 
-    def _start(self, name: str, commands: Sequence[tuple[list[str], dict[str, str]]], arguments: Sequence[str]) -> Launched:
+    def _start(
+        self,
+        name: str,
+        commands: Sequence[tuple[list[str], dict[str, str]]],
+        arguments: Sequence[str],
+    ) -> Launched:
         given = [str(self.lab.base), f"run.name={name}", *arguments]
         whole = [([*command, *given], environment) for command, environment in commands]
         self.launched.append(Launched(whole, self.folder, self.lab.folder / "runs" / name))

@@ -1,4 +1,6 @@
-"""The batch that every layout works on, its plans, and the configuration of a case. Everything is the same in every process."""
+"""The batch that every layout works on, its plans, and the configuration of a case. Everything is
+the same in every process.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,15 @@ from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing import MinibatchPlan
 
-VOCAB = 31                      # odd, so that TP 2 pads it
-KL_COEF, ENTROPY_COEF, TEMPERATURE, VALUE_CLIP, VALUE_COEF = 0.1, 0.02, 0.7, 0.3, 0.5
+VOCAB = 31  # odd, so that TP 2 pads it
+KL_COEF = 0.1
+ENTROPY_COEF = 0.02
+TEMPERATURE = 0.7
+VALUE_CLIP = 0.3
+VALUE_COEF = 0.5
 
-# (tokens, trainable) of each sequence: unequal; 2 has no token at all, 3 and 6 have only a prompt, 7 a gap of tool output.
+# (tokens, trainable) of each sequence: unequal; 2 has no token at all, 3 and 6 have only a prompt,
+# 7 a gap of tool output.
 LENGTHS = [7, 12, 0, 5, 19, 9, 3, 40, 6]
 TRAINABLE = [range(4, 7), range(1, 12), range(0), range(0), range(6, 19), range(8, 9), range(0),
              [*range(10, 17), *range(25, 40)], range(2, 6)]  # fmt: skip
@@ -27,15 +34,18 @@ PLANS: dict[str, list[list[list[int]]]] = {
     "dp2_half0": [[[0, 2]], [[4, 3, 8]]],
     "dp2_half1": [[[6]], [[1, 5, 7]]],
     "one": [[list(range(9))]],
-    "uneven": [[[4, 0], [7], [2], [1, 3, 5, 6], [8]]],      # the third micro-batch has no token
-    "pairs": [[[0, 1, 3], [7], [4, 5], [8, 2, 6]]],         # an even number, for the interleaved schedule
+    "uneven": [[[4, 0], [7], [2], [1, 3, 5, 6], [8]]],  # the third micro-batch has no token
+    # an even number, for the interleaved schedule
+    "pairs": [[[0, 1, 3], [7], [4, 5], [8, 2, 6]]],
     "dp2": [[[0, 4], [1, 8]], [[7, 2], [3, 5, 6]]],
-    "starved": [[[0, 1], [4, 5, 7], [8]], [[2, 3], [6], []]],   # the second rank has no trainable token
-    "starved_1": [[[0, 1], [4, 5, 7], [8], [2, 3], [6], []]],   # the same micro-batches on one rank
+    # the second rank has no trainable token
+    "starved": [[[0, 1], [4, 5, 7], [8]], [[2, 3], [6], []]],
+    "starved_1": [[[0, 1], [4, 5, 7], [8], [2, 3], [6], []]],  # the same micro-batches on one rank
     "dp4": [[[0, 4]], [[1, 8]], [[7, 2]], [[3, 5, 6]]],
 }
 
-# An optimizer step that is linear in the gradient, to read it off the weights: delta = lr * g / (|g| + eps) = 1000 g.
+# An optimizer step that is linear in the gradient, to read it off the weights: delta = lr * g /
+# (|g| + eps) = 1000 g.
 LINEAR: dict[str, float] = {"lr": 1e6, "eps": 1e3, "weight_decay": 0.0, "clip_grad": 0.0}
 
 # An ordinary one, with everything switched on.
@@ -45,11 +55,15 @@ TRAINED: dict[str, Any] = {
 }  # fmt: skip
 
 
-# Objectives that know more than their micro-batch; far from the engine's log-probs, so that every part of them acts.
+# Objectives that know more than their micro-batch; far from the engine's log-probs, so that every
+# part of them acts.
 CLIP_COV: dict[str, Any] = {
     "loss": {"name": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": 100.0}, "old_logprobs": "rollout",
 }  # fmt: skip
-KL_COV: dict[str, Any] = {"loss": {"name": "kl_cov", "kl_cov_ratio": 0.2}, "old_logprobs": "rollout"}
+KL_COV: dict[str, Any] = {
+    "loss": {"name": "kl_cov", "kl_cov_ratio": 0.2},
+    "old_logprobs": "rollout",
+}
 CORRECTED: dict[str, Any] = {
     "loss": {"name": "ppo_clip", "aggregation": "seq-mean-token-mean", "per_rollout": True},
     "kl": {"loss_coef": KL_COEF, "loss_kind": "k3", "loss_unbiased": True},
@@ -109,7 +123,11 @@ def make_plan(name: str) -> MinibatchPlan:
 
 
 def make_config(case: dict[str, Any], model: Path) -> Config:
-    optimizer = {**LINEAR, "distributed": case.get("distributed", False), **case.get("optimizer", {})}
+    optimizer = {
+        **LINEAR,
+        "distributed": case.get("distributed", False),
+        **case.get("optimizer", {}),
+    }
     return Config.model_validate(
         {
             "run": {"name": "parity", "seed": 3},
@@ -131,7 +149,11 @@ def make_config(case: dict[str, Any], model: Path) -> Config:
                 "path": str(model / case["reference"]) if "reference" in case else None,
                 "offload": case.get("offload", False),
             },
-            "critic": {"optimizer": optimizer, "value_clip": VALUE_CLIP, "value_loss_coef": VALUE_COEF},
+            "critic": {
+                "optimizer": optimizer,
+                "value_clip": VALUE_CLIP,
+                "value_loss_coef": VALUE_COEF,
+            },
             "algorithm": {
                 "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.3},
                 "kl": {"loss_coef": KL_COEF, "loss_kind": "k3"},

@@ -1,7 +1,9 @@
-"""Which cases the parity table has: a pairwise covering array over everything that may not change a gradient.
+"""Which cases the parity table has: a pairwise covering array over everything that may not change a
+gradient.
 
-Pure and deterministic. `covering_array()` holds, of the legal cases of at most four ranks, enough that each two values of two
-axes that can meet do meet in one case, and that each layout of `NAMED` meets each value of every other axis.
+Pure and deterministic. `covering_array()` holds, of the legal cases of at most four ranks, enough
+that each two values of two axes that can meet do meet in one case, and that each layout of `NAMED`
+meets each value of every other axis.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from itertools import combinations, product
 from typing import Any
 
 MAX_RANKS = 4
-NOT_BUILT: frozenset[str] = frozenset()     # what no case may use yet
+NOT_BUILT: frozenset[str] = frozenset()  # what no case may use yet
 
 AXES: dict[str, tuple[Any, ...]] = {
     "family": ("dense", "moe"),
@@ -25,10 +27,10 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dp": (1, 2),
     "ep": (1, 2),
     "etp": (1, 2),
-    "distributed": (False, True),       # optimizer state sharded over data-parallel ranks
+    "distributed": (False, True),  # optimizer state sharded over data-parallel ranks
     "tied": (False, True),
     "minibatches": (1, 4),
-    "budget": (20, 64),                 # tokens of a micro-batch
+    "budget": (20, 64),  # tokens of a micro-batch
     "algorithm": ("grpo", "ppo"),
 }
 LAYOUT = ("tp", "sp", "pp", "vpp", "cp", "dp", "ep", "etp")
@@ -64,7 +66,9 @@ class Case:
     @property
     def features(self) -> frozenset[str]:
         """What must be built for it."""
-        return frozenset({"moe"} if self.family == "moe" else ()) | frozenset({"cp"} if self.cp > 1 else ())
+        return frozenset({"moe"} if self.family == "moe" else ()) | frozenset(
+            {"cp"} if self.cp > 1 else ()
+        )
 
     @property
     def layout_name(self) -> str:
@@ -87,13 +91,13 @@ class Case:
         if self.ranks > MAX_RANKS or (self.sp and self.tp == 1) or (self.vpp > 1 and self.pp == 1):
             return False
         if self.distributed and self.dp * self.cp == 1:
-            return False            # nothing to shard over
+            return False  # nothing to shard over
         if self.family == "dense":
             return self.ep == 1 and self.etp == self.tp
         if self.tp > 1 and not self.sp:
-            return False            # Megatron refuses to train experts under TP without SP
+            return False  # Megatron refuses to train experts under TP without SP
         if self.etp > self.tp or (self.tp > 1 and self.etp == 1 and self.ep == 1):
-            return False            # the second: gradients of experts are never summed
+            return False  # the second: gradients of experts are never summed
         return self.tp * self.cp * self.dp % (self.etp * self.ep) == 0
 
 
@@ -147,9 +151,15 @@ def legal_cases() -> tuple[Case, ...]:
 def covering_array() -> tuple[Case, ...]:
     """Greedily the case that shows most pairs not yet shown; of equals the first in `legal_cases`."""
     shown = [pairs(case) for case in legal_cases()]
-    numbers = {pair: i for i, pair in enumerate(dict.fromkeys(pair for some in shown for pair in sorted(some, key=repr)))}
+    numbers = {
+        pair: i
+        for i, pair in enumerate(
+            dict.fromkeys(pair for some in shown for pair in sorted(some, key=repr))
+        )
+    }
     masks = [sum(1 << numbers[pair] for pair in some) for some in shown]
-    left, chosen = (1 << len(numbers)) - 1, []
+    left = (1 << len(numbers)) - 1
+    chosen = []
     while left:
         best = max(range(len(masks)), key=lambda i: (masks[i] & left).bit_count())
         chosen.append(legal_cases()[best])

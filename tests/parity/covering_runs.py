@@ -18,8 +18,8 @@ from rlcore.data.packing import fill
 RANKS = Path(__file__).with_name("parity_ranks.py")
 DEADLINE_S = 600
 
-# minibatches -> [optimizer step][data-parallel rank of two] = sequences. Somewhere the second rank has no trainable token
-# (2 and 3) or no sequence at all; one process holds both parts.
+# minibatches -> [optimizer step][data-parallel rank of two] = sequences. Somewhere the second rank
+# has no trainable token (2 and 3) or no sequence at all; one process holds both parts.
 SPLITS: dict[int, list[list[list[int]]]] = {
     1: [[[0, 1, 4, 5, 7, 8], [2, 3, 6]]],
     4: [[[0, 4], [2]], [[1], [3]], [[5, 7], []], [[8], [6]]],
@@ -50,7 +50,9 @@ def plans(case: Case) -> list[list[list[list[int]]]]:
 
 
 def updated(case: Case) -> int:
-    """Which optimizer step is looked at, another one from layout to layout: a gradient can be read off the first step taken."""
+    """Which optimizer step is looked at, another one from layout to layout: a gradient can be read
+    off the first step taken.
+    """
     return (case.ranks + case.pp + case.sp + case.ep) % case.minibatches
 
 
@@ -70,7 +72,13 @@ def payload(case: Case, *, dtype: str = "fp32") -> dict[str, Any]:
 
 def reference_of(case: Case) -> dict[str, Any]:
     """The same optimizer step in one process, in one micro-batch."""
-    alone = Case(case.family, tied=case.tied, minibatches=case.minibatches, budget=1000, algorithm=case.algorithm)
+    alone = Case(
+        case.family,
+        tied=case.tied,
+        minibatches=case.minibatches,
+        budget=1000,
+        algorithm=case.algorithm,
+    )
     return {**payload(alone), "update": updated(case), "name": f"{alone.name}-{updated(case)}"}
 
 
@@ -79,23 +87,33 @@ class Row:
     """What came out of a case: distances from one process."""
 
     case: Case
-    gradient: float         # the worst weight's |g - g1| / |g1|; the critic's too
-    weight: str             # its name
-    logprob: float          # the worst token's |logp - logp1|; entropies and values too
+    gradient: float  # the worst weight's |g - g1| / |g1|; the critic's too
+    weight: str  # its name
+    logprob: float  # the worst token's |logp - logp1|; entropies and values too
     seconds: float
     micro_batches: int
 
 
 def run(chosen: Sequence[Case], folder: Path, *, dtype: str = "fp32") -> Iterator[Row]:
-    """Run the cases, one launch per world size, and one for all references; `folder/models` has the models."""
+    """Run the cases, one launch per world size, and one for all references; `folder/models` has the
+    models.
+    """
     references = {(one := reference_of(case))["name"]: one for case in chosen}
     run_ranks(RANKS, 1, folder / "references", list(references.values()), deadline_s=DEADLINE_S)
     for size in sorted({case.ranks for case in chosen}):
         of_size = [case for case in chosen if case.ranks == size]
-        run_ranks(RANKS, size, folder / f"world{size}", [payload(case, dtype=dtype) for case in of_size], deadline_s=DEADLINE_S)
+        run_ranks(
+            RANKS,
+            size,
+            folder / f"world{size}",
+            [payload(case, dtype=dtype) for case in of_size],
+            deadline_s=DEADLINE_S,
+        )
         for case in of_size:
             got = torch.load(folder / f"world{size}" / f"{case.name}.pt", weights_only=False)
-            expected = torch.load(folder / "references" / f"{reference_of(case)['name']}.pt", weights_only=False)
+            expected = torch.load(
+                folder / "references" / f"{reference_of(case)['name']}.pt", weights_only=False
+            )
             yield compare(case, got, expected)
 
 
@@ -105,8 +123,13 @@ def compare(case: Case, got: dict[str, Any], expected: dict[str, Any]) -> Row:
         for model, gradients in expected["gradients"].items()
         for name, gradient in gradients.items()
     }
-    assert all(got["gradients"][model].keys() == gradients.keys() for model, gradients in expected["gradients"].items())
-    assert all(_scale(gradients) > 0 for gradients in expected["gradients"].values()), "nothing to compare: no gradient at all"
+    assert all(
+        got["gradients"][model].keys() == gradients.keys()
+        for model, gradients in expected["gradients"].items()
+    )
+    assert all(_scale(gradients) > 0 for gradients in expected["gradients"].values()), (
+        "nothing to compare: no gradient at all"
+    )
     worst = max(distances, key=lambda name: distances[name])
     outputs = [(got[kind][key], value) for kind in ("scores", "reference", "values") if kind in expected
                for key, value in expected[kind].items()]  # fmt: skip
@@ -119,7 +142,9 @@ def _scale(gradients: dict[str, Tensor]) -> float:
 
 
 def distance(got: Tensor, expected: Tensor, whole: float) -> float:
-    """Relative to the weight's gradient; one that is 0 but for round-off (an expert without tokens) to the whole gradient."""
+    """Relative to the weight's gradient; one that is 0 but for round-off (an expert without tokens)
+    to the whole gradient.
+    """
     floor = max(float(expected.double().norm()), 1e-4 * whole)
     error = float((got.double() - expected.double()).norm() / floor)
     return error if error == error else float("inf")

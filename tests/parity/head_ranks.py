@@ -1,4 +1,6 @@
-"""Each rank runs the fused head on its shard of the vocabulary; rank 0 writes what came out, put together."""
+"""Each rank runs the fused head on its shard of the vocabulary; rank 0 writes what came out, put
+together.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from torch import Tensor
 from backends.megatron.model.fused_head import fused_logprobs
 from rlcore.data.batch import BatchSamplingMasks
 
-ROWS, HIDDEN, VOCAB, TEMPERATURE = 11, 6, 31, 0.7
+ROWS = 11
+HIDDEN = 6
+VOCAB = 31
+TEMPERATURE = 0.7
 
 
 def make(padded: int) -> dict[str, Any]:
@@ -29,7 +34,9 @@ def make(padded: int) -> dict[str, Any]:
         "weight": 2 * torch.randn(padded, HIDDEN, generator=generator, dtype=torch.float64),
         "tokens": tokens,
         "upstream": torch.randn(2, ROWS, generator=generator, dtype=torch.float64),
-        "keep": BatchSamplingMasks(torch.cat(sets), torch.tensor([0] + [len(one) for one in sets]).cumsum(0)),
+        "keep": BatchSamplingMasks(
+            torch.cat(sets), torch.tensor([0] + [len(one) for one in sets]).cumsum(0)
+        ),
     }
 
 
@@ -48,7 +55,12 @@ def run(case: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Tensor]:
     dist.all_reduce(hidden.grad, group=group)
     shards = [torch.empty_like(weight) for _ in range(group.size())]
     dist.all_gather(shards, weight.grad, group=group)
-    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": torch.cat(shards)}
+    return {
+        "logprobs": logprobs.detach(),
+        "entropy": entropy.detach(),
+        "hidden": hidden.grad,
+        "weight": torch.cat(shards),
+    }
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""What each rank of test_planning.py does: build with the real backend, take a step, count bytes of unique storages."""
+"""What each rank of test_planning.py does: build with the real backend, take a step, count bytes of
+unique storages.
+"""
 
 from __future__ import annotations
 
@@ -27,25 +29,39 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 def make_batch(case: dict[str, Any]) -> tuple[RolloutBatch, MinibatchPlan]:
     """Packs of one sequence each, so that nothing is padded; the last half of each is trainable."""
-    n, packs, ranks = case["tokens"], case["micro_batches"], case.get("data", 1)
+    n = case["tokens"]
+    packs = case["micro_batches"]
+    ranks = case.get("data", 1)
     count = packs * ranks
     mask = (torch.arange(n) >= n - case["trainable"]).repeat(count)
-    tokens = torch.randint(0, 500, (n * count,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    tokens = torch.randint(
+        0, 500, (n * count,), generator=torch.Generator().manual_seed(0), dtype=torch.int32
+    )
     vectors = {"rewards": torch.zeros(count), "group_ids": torch.arange(count)}
     batch = RolloutBatch(tokens, torch.arange(count + 1) * n, mask, vectors)
-    return batch, MinibatchPlan(tuple(tuple((d * packs + k,) for k in range(packs)) for d in range(ranks)))
+    return batch, MinibatchPlan(
+        tuple(tuple((d * packs + k,) for k in range(packs)) for d in range(ranks))
+    )
 
 
 def run(case: dict[str, Any], folder: Path) -> dict[str, int]:
     optimizer = {**TRAINED, "offload": case.get("offload_optimizer", False)}
     config = make_config({**case, "optimizer": optimizer}, folder.parent / "models")
     backend = MegatronBackend(
-        config, Objective(config.algorithm), with_reference=False, with_critic=False, total_steps=10, device="cpu"
+        config,
+        Objective(config.algorithm),
+        with_reference=False,
+        with_critic=False,
+        total_steps=10,
+        device="cpu",
     )
     root = backend.rank == 0
     batch, plan = make_batch(case)
     backend.load_batch(batch if root else None, [plan] if root else None)
-    vectors = {name: torch.randn(batch.num_trainable) for name in ("advantages", "old_logprobs", "ref_logprobs")}
+    vectors = {
+        name: torch.randn(batch.num_trainable)
+        for name in ("advantages", "old_logprobs", "ref_logprobs")
+    }
     backend.assign({**vectors, "weights": torch.ones(batch.num_trainable)} if root else None)
     parameters = [p for chunk in backend.policy.chunks for p in chunk.parameters()]
     with SavedBytes(parameters) as saved:
@@ -66,7 +82,8 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    folder, results = Path(sys.argv[1]), {}
+    folder = Path(sys.argv[1])
+    results = {}
     with joined(folder):
         for case in payload(folder):
             print("case", case["name"], flush=True)

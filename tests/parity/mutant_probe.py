@@ -1,6 +1,8 @@
-"""What tests/backend_mutants.py asks: does a layout of two ranks still compute what plain torch computes?
+"""What tests/backend_mutants.py asks: does a layout of two ranks still compute what plain torch
+computes?
 
-Ranks and oracle are forked, since torch and Megatron are loaded here already: a case takes a second or two. Not collected by
+Ranks and oracle are forked, since torch and Megatron are loaded here already: a case takes a second
+    or two. Not collected by
 pytest unless it is named.
 """
 
@@ -22,7 +24,9 @@ import torch
 
 TIGHT = 1e-5
 DEADLINE_S = 60
-AUX, Z = 0.05, 0.02     # coefficients of the routers' losses
+# coefficients of the routers' losses
+AUX = 0.05
+Z = 0.02
 
 CASES: dict[str, dict[str, Any]] = {
     "tp2": {"model": "qwen3", "plan": "uneven", "parallel": {"tensor": 2}},
@@ -39,7 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 def in_children(functions: list[Callable[[], None]]) -> None:
     """Run each in a forked process; all end by one deadline."""
-    processes = [multiprocessing.get_context("fork").Process(target=function) for function in functions]
+    processes = [
+        multiprocessing.get_context("fork").Process(target=function) for function in functions
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -61,8 +67,10 @@ def rank_of(rank: int, size: int, folder: Path) -> Callable[[], None]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_equals_plain_torch(name: str, tmp_path: Path) -> None:
-    case, world = {"name": name, **CASES[name]}, tmp_path / "world"
-    models, expected_file = tmp_path / "models", tmp_path / "expected.pt"
+    case = {"name": name, **CASES[name]}
+    world = tmp_path / "world"
+    models = tmp_path / "models"
+    expected_file = tmp_path / "expected.pt"
     world.mkdir()
     (world / "payload.json").write_text(json.dumps([case]))
     head = torch.randn(1, 32, generator=torch.Generator().manual_seed(3)) / 33**0.5
@@ -78,8 +86,12 @@ def test_a_layout_equals_plain_torch(name: str, tmp_path: Path) -> None:
 
     in_children([expect])
     in_children([rank_of(rank, 2, world) for rank in range(2)])
-    got, expected = (torch.load(path, weights_only=False) for path in (world / f"{name}.pt", expected_file))
-    torch.testing.assert_close(got["scores"]["logprobs"].double(), expected["policy"]["logprobs"], atol=TIGHT, rtol=0)
+    got, expected = (
+        torch.load(path, weights_only=False) for path in (world / f"{name}.pt", expected_file)
+    )
+    torch.testing.assert_close(
+        got["scores"]["logprobs"].double(), expected["policy"]["logprobs"], atol=TIGHT, rtol=0
+    )
     for model, of in expected.items():
         for weight, gradient in of["gradients"].items():
             error = (got["gradients"][model][weight].double() - gradient).norm() / gradient.norm()

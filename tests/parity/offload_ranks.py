@@ -1,4 +1,6 @@
-"""What each rank of test_offload.py does: train with and without offload, through a checkpoint, and compare bit for bit."""
+"""What each rank of test_offload.py does: train with and without offload, through a checkpoint, and
+compare bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ def build(case: dict[str, Any], folder: Path, *, offload: bool) -> MegatronBacke
     config = make_config({"model": "qwen3", "optimizer": TRAINED, **case}, folder.parent / "models")
     config.policy.optimizer.offload = config.critic.offload = offload
     backend = MegatronBackend(
-        config, Objective(config.algorithm), with_reference=False, with_critic=True, total_steps=10, device="cpu"
+        config,
+        Objective(config.algorithm),
+        with_reference=False,
+        with_critic=True,
+        total_steps=10,
+        device="cpu",
     )
     batch = make_batch() if backend.rank == 0 else None
     backend.load_batch(batch, [make_plan(case["plan"])] if batch is not None else None)
@@ -53,7 +60,9 @@ def states(backend: MegatronBackend) -> list[Tensor]:
 
 
 def check_parked(backend: MegatronBackend) -> None:
-    """Between passes no byte of the critic, and none of either optimizer's own state, is on the device."""
+    """Between passes no byte of the critic, and none of either optimizer's own state, is on the
+    device.
+    """
     critic = backend.critic
     assert critic is not None
     sizes = [p.untyped_storage().nbytes() for chunk in critic.chunks for p in chunk.parameters()]
@@ -65,13 +74,16 @@ def check_parked(backend: MegatronBackend) -> None:
         moments = [t for t in own if t.dim()]
         assert moments
         assert {t.untyped_storage().nbytes() for t in moments} == {0}
-    assert all(p.untyped_storage().nbytes() for chunk in backend.policy.chunks for p in chunk.parameters())
+    assert all(
+        p.untyped_storage().nbytes() for chunk in backend.policy.chunks for p in chunk.parameters()
+    )
 
 
 @contextmanager
 def writing_held_up() -> Iterator[None]:
     """A checkpoint in the background that is started inside is written when this is left."""
-    gate, real = threading.Event(), checkpoint_io._write_buckets
+    gate = threading.Event()
+    real = checkpoint_io._write_buckets
 
     def held_up(*args: Any) -> Any:
         assert gate.wait(WRITE_S)
@@ -95,15 +107,19 @@ def finish_save(backend: MegatronBackend) -> None:
 
 
 def check_same_files(folder: Path, other: Path) -> None:
-    names = [path.relative_to(folder) for path in folder.rglob("*") if path.suffix in (".distcp", ".pt")]
+    names = [
+        path.relative_to(folder) for path in folder.rglob("*") if path.suffix in (".distcp", ".pt")
+    ]
     assert len(names) > dist.get_world_size()
     for name in names:
         assert (folder / name).read_bytes() == (other / name).read_bytes(), name
 
 
 def run(case: dict[str, Any], folder: Path) -> None:
-    results, values = [], []
-    saved, in_background = folder / case["name"], folder / f"{case['name']}_in_background"
+    results = []
+    values = []
+    saved = folder / case["name"]
+    in_background = folder / f"{case['name']}_in_background"
     for offload in (False, True):
         backend = build(case, folder, offload=offload)
         for _ in range(2):
@@ -120,14 +136,15 @@ def run(case: dict[str, Any], folder: Path) -> None:
                 check_parked(backend)
                 backend.update(0)
                 check_parked(backend)
-            finish_save(backend)        # written from copies of then, while storages were empty or further on
+            # written from copies of then, while storages were empty or further on
+            finish_save(backend)
             check_same_files(saved, in_background)
         results.append(states(backend))
         backend.close()
-    resumed = build(case, folder, offload=True)         # a checkpoint of a run without offload
+    resumed = build(case, folder, offload=True)  # a checkpoint of a run without offload
     resumed.load(saved)
     check_parked(resumed)
-    resumed.save(folder / f"{case['name']}_again")      # ... and one written with it, read without
+    resumed.save(folder / f"{case['name']}_again")  # ... and one written with it, read without
     resumed.update(0)
     results.append(states(resumed))
     resumed.close()
@@ -139,7 +156,8 @@ def run(case: dict[str, Any], folder: Path) -> None:
     if values[0] is not None:
         assert values[1] is not None
         assert torch.equal(values[0]["values"], values[1]["values"])
-    after_two, after_three = results[0], results[1]
+    after_two = results[0]
+    after_three = results[1]
     assert any(not torch.equal(a, b) for a, b in zip(after_two, after_three))
     for what, other, expected in zip(
         ("two steps", "three", "resumed with offload", "resumed without"), results[2:],

@@ -1,4 +1,6 @@
-"""What each rank of test_offloaded_trainer.py does: train, offloaded in between, and compare with a trainer that stays, bit for bit."""
+"""What each rank of test_offloaded_trainer.py does: train, offloaded in between, and compare with a
+trainer that stays, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from backends.megatron import MegatronBackend
 from backends.megatron.frozen import SwappedIn
 from rlcore.trainer.objective import Objective
 
-SMALL = 64 << 10        # bytes that may stay: rotary tables, masks, counters
+SMALL = 64 << 10  # bytes that may stay: rotary tables, masks, counters
 
 Scores = list[dict[str, Tensor] | None]
 
@@ -26,7 +28,12 @@ def build(case: dict[str, Any], folder: Path) -> MegatronBackend:
     config = make_config({**case, "optimizer": TRAINED}, folder.parent / "models")
     config.policy.optimizer.offload = config.critic.offload = case.get("offload_trained", False)
     return MegatronBackend(
-        config, Objective(config.algorithm), with_reference=True, with_critic=True, total_steps=10, device="cpu"
+        config,
+        Objective(config.algorithm),
+        with_reference=True,
+        with_critic=True,
+        total_steps=10,
+        device="cpu",
     )
 
 
@@ -50,7 +57,7 @@ def take_step(backend: MegatronBackend, plan: str) -> Scores:
     """Everything that a training step does with a batch."""
     batch = make_batch() if backend.rank == 0 else None
     backend.load_batch(batch, None if batch is None else [make_plan(plan)])
-    scores: Scores = [backend.score(name) for name in ("policy", "reference", "critic")]     # type: ignore[arg-type]
+    scores: Scores = [backend.score(name) for name in ("policy", "reference", "critic")]  # type: ignore[arg-type]
     backend.assign(None if batch is None else make_vectors(batch.num_trainable))
     backend.update(0)
     return scores
@@ -66,7 +73,9 @@ def check_same(what: str, offloaded: list[Tensor], stayed: list[Tensor]) -> None
 
 
 def check_files(folder: Path, other: Path) -> None:
-    names = [path.relative_to(folder) for path in folder.rglob("*") if path.suffix in (".distcp", ".pt")]
+    names = [
+        path.relative_to(folder) for path in folder.rglob("*") if path.suffix in (".distcp", ".pt")
+    ]
     assert names
     for name in names:
         assert (folder / name).read_bytes() == (other / name).read_bytes(), name
@@ -84,7 +93,8 @@ def offload(backend: MegatronBackend, before: int) -> None:
 def run(case: dict[str, Any], folder: Path) -> None:
     stays = build(case, folder)
     expected = [take_step(stays, case["plan"]), take_step(stays, case["plan"])]
-    weights, after_two = published(stays), states(stays)
+    weights = published(stays)
+    after_two = states(stays)
     stays.save(folder / f"{case['name']}_stays")
     third = take_step(stays, case["plan"])
     after_three = states(stays)
@@ -96,23 +106,24 @@ def run(case: dict[str, Any], folder: Path) -> None:
     results = []
     for _ in range(2):
         offload(parks, before)
-        parks.offload()            # twice is once
+        parks.offload()  # twice is once
         parks.onload()
         parks.onload()
         assert parks.parked_bytes == 0 or case.get("offload_trained")
         results.append(take_step(parks, case["plan"]))
         published(parks)
     offload(parks, before)
-    check_same("the published weights", published(parks), weights)      # what is needed comes, and goes again
+    # what is needed comes, and goes again
+    check_same("the published weights", published(parks), weights)
     check_same("weights and optimizers", states(parks), after_two)
     parks.save(folder / f"{case['name']}_parked")
     check_files(folder / f"{case['name']}_parked", folder / f"{case['name']}_stays")
-    offload(parks, before)         # the buffers of those passes too
+    offload(parks, before)  # the buffers of those passes too
     parks.close()
     del parks
 
     resumed = build(case, folder)
-    offload(resumed, before)       # before its optimizers have any state
+    offload(resumed, before)  # before its optimizers have any state
     resumed.load(folder / f"{case['name']}_stays")
     resumed.onload()
     results.append(take_step(resumed, case["plan"]))

@@ -1,4 +1,6 @@
-"""The same optimizer step in plain torch: transformers' models, one sequence at a time, the formulas written out."""
+"""The same optimizer step in plain torch: transformers' models, one sequence at a time, the
+formulas written out.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import ENTROPY_COEF, KL_COEF, TEMPERATURE, VALUE_CLIP, VALUE_COEF, VOCAB, make_batch, make_vectors
+from cases import (
+    ENTROPY_COEF,
+    KL_COEF,
+    TEMPERATURE,
+    VALUE_CLIP,
+    VALUE_COEF,
+    VOCAB,
+    make_batch,
+    make_vectors,
+)
 from torch import Tensor
 
 SIZES: dict[str, Any] = {
@@ -64,19 +75,24 @@ def write_models(folder: Path, *, only: Collection[str] = MODELS) -> None:
         if name not in only:
             continue
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**{**SIZES, **keys}))
+        model = transformers.AutoModelForCausalLM.from_config(
+            getattr(transformers, config)(**{**SIZES, **keys})
+        )
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 parameter.normal_(1.0 if "norm" in key else 0.0, 0.15)
             for key, buffer in model.named_buffers():
                 if key.endswith("e_score_correction_bias"):
-                    buffer.normal_(0.0, 0.05)      # small: every expert is chosen
+                    buffer.normal_(0.0, 0.05)  # small: every expert is chosen
         model.save_pretrained(folder / name)
 
 
 def _per_sequence(model: Any, head: Any) -> list[Tensor]:
-    """`head(hidden [n, H], tokens [n], predicted positions)` of each sequence that has trainable tokens, in order."""
-    batch, out = make_batch(), []
+    """`head(hidden [n, H], tokens [n], predicted positions)` of each sequence that has trainable
+    tokens, in order.
+    """
+    batch = make_batch()
+    out = []
     for start, end in zip(batch.cu_tokens.tolist(), batch.cu_tokens.tolist()[1:]):
         trainable = batch.loss_mask[start:end].nonzero()[:, 0]
         if len(trainable):
@@ -91,13 +107,19 @@ def relative(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
-def far(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: float = 1e-5) -> dict[str, float]:
+def far(
+    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: float = 1e-5
+) -> dict[str, float]:
     """Of the expected tensors those that are further off, or are no numbers."""
-    return {name: d for name, want in expected.items() if not (d := relative(got[name], want)) <= bound}
+    return {
+        name: d for name, want in expected.items() if not (d := relative(got[name], want)) <= bound
+    }
 
 
 def policy_step(folder: Path, *, on_policy: bool = False) -> dict[str, Any]:
-    """Log-probs [M], entropy [M] and the gradient of every weight, of the PPO-clip loss with KL and entropy terms."""
+    """Log-probs [M], entropy [M] and the gradient of every weight, of the PPO-clip loss with KL and
+    entropy terms.
+    """
     model = _load(folder)
     logprobs, entropy = _policy_backward(model, on_policy=on_policy)
     return {"logprobs": logprobs, "entropy": entropy, "gradients": _gradients(model)}
@@ -126,7 +148,11 @@ def trained(folder: Path, *, steps: int) -> dict[str, Tensor]:
             group["lr"] = rate(step)
         optimizer.step()
     moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}
-    return {on_disk: part for name, p in moved.items() for on_disk, part in _as_on_disk(model.config.model_type, name, p)}
+    return {
+        on_disk: part
+        for name, p in moved.items()
+        for on_disk, part in _as_on_disk(model.config.model_type, name, p)
+    }
 
 
 def _load(folder: Path) -> Any:
@@ -140,13 +166,17 @@ def _load(folder: Path) -> Any:
 def _policy_backward(model: Any, *, on_policy: bool = False) -> tuple[Tensor, Tensor]:
     def head(hidden: Tensor, targets: Tensor) -> Tensor:
         log_p = (model.lm_head(hidden) / TEMPERATURE).log_softmax(-1)
-        return torch.stack([log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)])
+        return torch.stack(
+            [log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)]
+        )
 
     logprobs, entropy = torch.cat(_per_sequence(model, head), dim=1)
     v = {name: value.double() for name, value in make_vectors(len(logprobs)).items()}
     old = logprobs.detach() if on_policy else v["old_logprobs"]
     ratio = (logprobs - old).exp()
-    surrogate = torch.maximum(-v["advantages"] * ratio, -v["advantages"] * ratio.clamp(1 - 0.2, 1 + 0.3))
+    surrogate = torch.maximum(
+        -v["advantages"] * ratio, -v["advantages"] * ratio.clamp(1 - 0.2, 1 + 0.3)
+    )
     gap = v["ref_logprobs"] - logprobs
     per_token = surrogate + KL_COEF * (gap.exp() - gap - 1) - ENTROPY_COEF * entropy
     (v["weights"] * per_token).sum().backward()
@@ -154,9 +184,11 @@ def _policy_backward(model: Any, *, on_policy: bool = False) -> tuple[Tensor, Te
 
 
 def router_step(folder: Path, *, aux: float, z: float) -> dict[str, Any]:
-    """`policy_step` with both losses of the routers, summed over the layers: their values, and the gradients of all together.
+    """`policy_step` with both losses of the routers, summed over the layers: their values, and the
+    gradients of all together.
 
-    Over all tokens: aux is E * sum over experts of (share of the choices) * (mean probability), z the mean of squared
+    Over all tokens: aux is E * sum over experts of (share of the choices) * (mean probability), z
+        the mean of squared
     logsumexp.
     """
     model = _load(folder)
@@ -190,13 +222,18 @@ def critic_step(folder: Path, head_weight: Tensor) -> dict[str, Any]:
     per_token = 0.5 * torch.maximum((values - v["returns"]) ** 2, (clipped - v["returns"]) ** 2)
     (VALUE_COEF * (v["weights"] * per_token).sum()).backward()
     assert weight.grad is not None
-    return {"values": values.detach(), "gradients": {**_gradients(model), "score.weight": weight.grad}}
+    return {
+        "values": values.detach(),
+        "gradients": {**_gradients(model), "score.weight": weight.grad},
+    }
 
 
 def _gradients(model: Any) -> dict[str, Tensor]:
     family: str = model.config.model_type
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    return {on_disk: part for name, grad in named for on_disk, part in _as_on_disk(family, name, grad)}
+    return {
+        on_disk: part for name, grad in named for on_disk, part in _as_on_disk(family, name, grad)
+    }
 
 
 def _as_on_disk(family: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -206,7 +243,9 @@ def _as_on_disk(family: str, name: str, tensor: Tensor) -> Iterator[tuple[str, T
     if ".experts." not in name:
         yield name, tensor
         return
-    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = (
+        ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    )
     prefix, kind = name.rsplit(".", 1)
     for expert, one in enumerate(tensor):
         parts = {down: one} if kind == "down_proj" else dict(zip((gate, up), one.chunk(2)))

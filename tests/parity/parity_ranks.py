@@ -25,7 +25,9 @@ from rlcore.trainer.objective import Objective
 
 def weights(backend: MegatronBackend, model: Any, head: str) -> dict[str, Tensor]:
     """Every weight under its Hugging Face name, on rank 0."""
-    exporter = WeightExporter(model.chunks, model.arch, backend.parallel, dtype=torch.float32, head=head)  # type: ignore[arg-type]
+    exporter = WeightExporter(
+        model.chunks, model.arch, backend.parallel, dtype=torch.float32, head=head
+    )  # type: ignore[arg-type]
     named: dict[str, Tensor] = {}
     for bucket, flat in exporter.export_buckets():
         if flat is not None:
@@ -45,18 +47,26 @@ def padding_is_zero(chunks: list[nn.Module], backend: MegatronBackend) -> bool:
 
 
 def read_plans(case: dict[str, Any]) -> list[MinibatchPlan] | None:
-    """`plan`: one name or several; `plans`: written out; None: the backend plans by the token budget."""
+    """`plan`: one name or several; `plans`: written out; None: the backend plans by the token
+    budget.
+    """
     if "plans" in case:
         return [plan_of(plan) for plan in case["plans"]]
     names = case.get("plan")
-    return [make_plan(name) for name in ([names] if isinstance(names, str) else names)] if names else None
+    return (
+        [make_plan(name) for name in ([names] if isinstance(names, str) else names)]
+        if names
+        else None
+    )
 
 
 def read_batch(case: dict[str, Any], folder: Path) -> RolloutBatch:
     """`samples`: a file of recorded ones; None: the batch that all cases work on."""
     if "samples" not in case:
         return make_batch()
-    return RolloutBatch.from_samples([Sample.from_record(record) for record in read_rollouts(folder / case["samples"])])
+    return RolloutBatch.from_samples(
+        [Sample.from_record(record) for record in read_rollouts(folder / case["samples"])]
+    )
 
 
 def run(case: dict[str, Any], folder: Path) -> None:
@@ -79,17 +89,23 @@ def run(case: dict[str, Any], folder: Path) -> None:
         config.policy.max_tokens_per_microbatch = case["max_tokens"]
         plans = backend.plan(batch, [range(batch.num_sequences)])
     backend.load_batch(batch, plans if root else None)
-    result: dict[str, Any] = {"scores": backend.score("policy", entropy=True), "reference": backend.score("reference")}
+    result: dict[str, Any] = {
+        "scores": backend.score("policy", entropy=True),
+        "reference": backend.score("reference"),
+    }
     models = {"policy": (backend.policy, "lm")}
     if backend.critic is not None:
         result["values"] = backend.score("critic")
         models["critic"] = (backend.critic, "value")
     vectors = make_vectors(batch.num_trainable) if batch is not None else None
-    if batch is not None and "algorithm" in case:       # what a training step would assign
+    if batch is not None and "algorithm" in case:  # what a training step would assign
         put(batch, result["scores"])
         put(batch, result["reference"], prefix="ref_")
         put(batch, result.get("values"))
-        minibatches = [sorted(i for d in range(len(plan.microbatches)) for i in plan.sequences(d)) for plan in plans or ()]
+        minibatches = [
+            sorted(i for d in range(len(plan.microbatches)) for i in plan.sequences(d))
+            for plan in plans or ()
+        ]
         vectors = CreditAssignment(config, objective).assign(batch, minibatches)
     if vectors is not None:
         for name in case.get("leave_out", []):
@@ -103,10 +119,15 @@ def run(case: dict[str, Any], folder: Path) -> None:
     for _ in range(case.get("steps", 1)):
         update = backend.update(case.get("update", 0))
     after = {name: weights(backend, *model) for name, model in models.items()}
-    result["metrics"], result["skipped"] = update.metrics, update.skipped
-    result["gradients"] = {m: {k: gradient(before[m][k], after[m][k]) for k in before[m]} for m in models}
+    result["metrics"] = update.metrics
+    result["skipped"] = update.skipped
+    result["gradients"] = {
+        m: {k: gradient(before[m][k], after[m][k]) for k in before[m]} for m in models
+    }
     result["moved"] = {k: after["policy"][k] - v for k, v in before["policy"].items()}
-    result["unchanged"] = {m: all(torch.equal(before[m][k], after[m][k]) for k in before[m]) for m in models}
+    result["unchanged"] = {
+        m: all(torch.equal(before[m][k], after[m][k]) for k in before[m]) for m in models
+    }
     result["padding_is_zero"] = padding_is_zero(list(backend.policy.chunks), backend)
     every: list[Any] = [None] * backend.world_size
     dist.all_gather_object(every, (update.metrics, update.skipped, result["padding_is_zero"]))

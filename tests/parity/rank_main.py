@@ -1,4 +1,6 @@
-"""What every script of ranks does around its cases: join the others, work through the payload, leave."""
+"""What every script of ranks does around its cases: join the others, work through the payload,
+leave.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=60)     # of a collective
+TIMEOUT = timedelta(seconds=60)  # of a collective
 
 
 def payload(folder: Path) -> Any:
@@ -24,13 +26,22 @@ def payload(folder: Path) -> Any:
 
 @contextmanager
 def joined(folder: Path, *, alone: bool = False) -> Iterator[None]:
-    """Inside, the gloo group of the ranks that `RANK` and `WORLD_SIZE` name; one rank has none unless `alone` asks for it."""
+    """Inside, the gloo group of the ranks that `RANK` and `WORLD_SIZE` name; one rank has none
+    unless `alone` asks for it.
+    """
     torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size == 1 and not alone:     # the backend makes its own
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    if size == 1 and not alone:  # the backend makes its own
         yield
         return
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=size,
+        timeout=TIMEOUT,
+    )
     yield
     dist.destroy_process_group()
 

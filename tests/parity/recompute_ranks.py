@@ -1,4 +1,6 @@
-"""Ranks of test_recompute.py: a step, its full gradients, and the bytes that this rank saved for the backward pass."""
+"""Ranks of test_recompute.py: a step, its full gradients, and the bytes that this rank saved for
+the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ def run(case: dict[str, Any], folder: Path) -> None:
     config = make_config(case, folder.parent / "models")
     config.policy.routing_replay = case.get("replay", "none")
     backend = MegatronBackend(
-        config, Objective(config.algorithm), with_reference=False, with_critic=False, total_steps=10, device="cpu"
+        config,
+        Objective(config.algorithm),
+        with_reference=False,
+        with_critic=False,
+        total_steps=10,
+        device="cpu",
     )
     root = backend.rank == 0
     batch = make_batch() if root else None

@@ -1,4 +1,6 @@
-"""Ranks of test_routing.py: a pass that records experts, perhaps other weights, and a step that replays them."""
+"""Ranks of test_routing.py: a pass that records experts, perhaps other weights, and a step that
+replays them.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,14 @@ class Used:
             for layer in chunk.decoder.layers:
                 if hasattr(layer.mlp, "router"):
                     calls = self.maps.setdefault(int(layer.layer_number), [])
-                    layer.mlp.router.register_forward_hook(lambda _, inputs, output, calls=calls: calls.append(output[1]))
+                    layer.mlp.router.register_forward_hook(
+                        lambda _, inputs, output, calls=calls: calls.append(output[1])
+                    )
 
     def are(self, micro_batches: list[Any]) -> bool:
-        """Whether each micro-batch was routed as recorded, as often in all layers, and was routed at all."""
+        """Whether each micro-batch was routed as recorded, as often in all layers, and was routed
+        at all.
+        """
         recorded = {
             layer: [
                 torch.zeros(len(micro.experts[layer]), calls[0].size(1), dtype=torch.bool).scatter(
@@ -52,16 +58,22 @@ def run(case: dict[str, Any], folder: Path) -> None:
     config = make_config(case, models)
     config.policy.routing_replay = case["replay"]
     backend = MegatronBackend(
-        config, Objective(config.algorithm), with_reference=True, with_critic=False, total_steps=10, device="cpu"
+        config,
+        Objective(config.algorithm),
+        with_reference=True,
+        with_critic=False,
+        total_steps=10,
+        device="cpu",
     )
     root = backend.rank == 0
     batch = read_batch(case, folder.parent) if root else None
     backend.load_batch(batch, [make_plan(name) for name in case["plans"]] if root else None)
-    backend.score("reference")      # must not be what is recorded, though it borrows the policy's place
+    # must not be what is recorded, though it borrows the policy's place
+    backend.score("reference")
     scores = [backend.score("policy")]
     if "then" in case:
         load_hf(backend.policy.chunks, backend.policy.arch, models / case["then"], backend.parallel)
-        scores.append(backend.score("policy"))      # the first pass has recorded
+        scores.append(backend.score("policy"))  # the first pass has recorded
     backend.assign(make_vectors(batch.num_trainable) if batch is not None else None)
     before = weights(backend, backend.policy, "lm")
     used = Used(backend)

@@ -1,4 +1,6 @@
-"""The optimizer step of `oracle.policy_step` on recorded samples, over the tokens that each was drawn from."""
+"""The optimizer step of `oracle.policy_step` on recorded samples, over the tokens that each was
+drawn from.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,35 @@ def kept(sample: Sample) -> Tensor:
     """bool [m, VOCAB]."""
     assert sample.sampling_mask is not None
     mask = torch.zeros(sample.num_trainable, VOCAB, dtype=torch.bool)
-    for row, (start, end) in enumerate(pairwise([0, *sample.sampling_mask.counts.cumsum().tolist()])):
-        mask[row, sample.sampling_mask.tokens[start:end].tolist() if end > start else slice(None)] = True
+    for row, (start, end) in enumerate(
+        pairwise([0, *sample.sampling_mask.counts.cumsum().tolist()])
+    ):
+        mask[
+            row, sample.sampling_mask.tokens[start:end].tolist() if end > start else slice(None)
+        ] = True
     return mask
 
 
 def step_on_samples(
-    model: Any, samples: Sequence[Sample], sequences: Collection[int], *, before: Callable[[Sample], None] = lambda _: None
+    model: Any,
+    samples: Sequence[Sample],
+    sequences: Collection[int],
+    *,
+    before: Callable[[Sample], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Log-probs and entropy [M] of all samples, and the gradients of a step on `sequences`.
 
     Args:
         before: called with each sample ahead of its forward pass.
     """
-    v = {name: value.double() for name, value in make_vectors(sum(s.num_trainable for s in samples)).items()}
-    logprobs, entropies, at, total = [], [], 0, torch.zeros((), dtype=torch.float64)
+    v = {
+        name: value.double()
+        for name, value in make_vectors(sum(s.num_trainable for s in samples)).items()
+    }
+    logprobs = []
+    entropies = []
+    at = 0
+    total = torch.zeros((), dtype=torch.float64)
     for i, sample in enumerate(samples):
         before(sample)
         trainable = torch.from_numpy(sample.loss_mask).nonzero()[:, 0]
@@ -47,9 +63,17 @@ def step_on_samples(
         logprobs.append(own.detach())
         entropies.append(entropy.detach())
         if i in sequences:
-            ratio, advantage, gap = (own - v["old_logprobs"][rows]).exp(), v["advantages"][rows], v["ref_logprobs"][rows] - own
-            surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - 0.2, 1 + 0.3))
+            ratio = (own - v["old_logprobs"][rows]).exp()
+            advantage = v["advantages"][rows]
+            gap = v["ref_logprobs"][rows] - own
+            surrogate = torch.maximum(
+                -advantage * ratio, -advantage * ratio.clamp(1 - 0.2, 1 + 0.3)
+            )
             per_token = surrogate + KL_COEF * (gap.exp() - gap - 1) - ENTROPY_COEF * entropy
             total = total + (v["weights"][rows] * per_token).sum()
     total.backward()
-    return {"logprobs": torch.cat(logprobs), "entropy": torch.cat(entropies), "gradients": oracle._gradients(model)}
+    return {
+        "logprobs": torch.cat(logprobs),
+        "entropy": torch.cat(entropies),
+        "gradients": oracle._gradients(model),
+    }

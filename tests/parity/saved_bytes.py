@@ -10,16 +10,20 @@ from torch import Tensor
 
 
 class SavedBytes:
-    """While open, the most bytes that autograd held at once for backward passes, in storages that are not in `apart`.
+    """While open, the most bytes that autograd held at once for backward passes, in storages that
+    are not in `apart`.
 
-    Storages count as large as they are by then: a recomputed layer norm gives its output's memory back and keeps the tensor.
+    Storages count as large as they are by then: a recomputed layer norm gives its output's memory
+        back and keeps the tensor.
     """
 
     def __init__(self, apart: Iterable[Tensor]) -> None:
         self.apart = {t.untyped_storage()._cdata for t in apart}
-        self.held: dict[int, list[Tensor]] = {}     # storage -> tensors in it that are saved
+        self.held: dict[int, list[Tensor]] = {}  # storage -> tensors in it that are saved
         self.peak = 0
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: _Held(t, self), lambda held: held.tensor)
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: _Held(t, self), lambda held: held.tensor
+        )
 
     def __enter__(self) -> SavedBytes:
         self.hooks.__enter__()
@@ -30,7 +34,9 @@ class SavedBytes:
 
     def take(self, tensor: Tensor) -> None:
         self.held.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-        self.peak = max(self.peak, sum(tensors[0].untyped_storage().nbytes() for tensors in self.held.values()))
+        self.peak = max(
+            self.peak, sum(tensors[0].untyped_storage().nbytes() for tensors in self.held.values())
+        )
 
     def give_back(self, tensor: Tensor) -> None:
         key = tensor.untyped_storage()._cdata
@@ -41,7 +47,8 @@ class SavedBytes:
 
 class _Held:
     def __init__(self, tensor: Tensor, book: SavedBytes) -> None:
-        self.tensor, self.book = tensor, book
+        self.tensor = tensor
+        self.book = book
         self.counted = tensor.untyped_storage()._cdata not in book.apart
         if self.counted:
             book.take(tensor)

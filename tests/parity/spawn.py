@@ -21,18 +21,28 @@ PARITY_RANKS = Path(__file__).with_name("parity_ranks.py")
 def run_ranks(script: Path, size: int, folder: Path, payload: Any, *, deadline_s: float) -> None:
     """Run `script FOLDER` as ranks 0..size-1, with `payload` in FOLDER/payload.json.
 
-    The first rank that fails, or the deadline, ends all of them; the test fails with the logs' last lines.
+    The first rank that fails, or the deadline, ends all of them; the test fails with the logs' last
+    lines.
     """
     folder.mkdir(parents=True)
     (folder / "payload.json").write_text(json.dumps(payload))
     ranks = []
     for rank in range(size):
-        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "OMP_NUM_THREADS": "1",
+        }
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(script.parent)])
         ranks.append(start(script, [str(folder)], environment, folder / f"rank{rank}.log"))
     end = time.monotonic() + deadline_s
     try:
-        while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks) and time.monotonic() < end:
+        while (
+            any(p.poll() is None for p in ranks)
+            and not any(p.poll() for p in ranks)
+            and time.monotonic() < end
+        ):
             time.sleep(0.05)
         late = [i for i, p in enumerate(ranks) if p.poll() is None]
     finally:
@@ -41,29 +51,39 @@ def run_ranks(script: Path, size: int, folder: Path, payload: Any, *, deadline_s
             process.wait()
     failed = [i for i, p in enumerate(ranks) if p.returncode]
     if failed:
-        tails = "\n".join(f"--- rank {i}\n{(folder / f'rank{i}.log').read_text()[-3000:]}" for i in failed)
-        what = f"{script.name}: ranks {failed} failed (still running then: {late}; limit {deadline_s} s)"
+        tails = "\n".join(
+            f"--- rank {i}\n{(folder / f'rank{i}.log').read_text()[-3000:]}" for i in failed
+        )
+        what = (
+            f"{script.name}: ranks {failed} failed (still running then: {late}; limit"
+            f" {deadline_s} s)"
+        )
         raise AssertionError(f"{what}\n{tails}")
 
 
 @dataclass
 class Results:
-    """Results of `parity_ranks.py` by the names of cases; a world runs when the first of its cases is asked for.
+    """Results of `parity_ranks.py` by the names of cases; a world runs when the first of its cases
+    is asked for.
 
     Those cases of a world that every tier needs are launched together, and the rest of it apart.
     """
 
     folder: Path
-    cases: Mapping[int, Sequence[dict[str, Any]]]       # world size -> its cases
-    every_run: Collection[str]                          # names
+    cases: Mapping[int, Sequence[dict[str, Any]]]  # world size -> its cases
+    every_run: Collection[str]  # names
     deadline_s: float = 240.0
     _launched: dict[str, Path] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         if name not in self._launched:
-            size = next(size for size, cases in self.cases.items() for one in cases if one["name"] == name)
+            size = next(
+                size for size, cases in self.cases.items() for one in cases if one["name"] == name
+            )
             every_run = name in self.every_run
-            cases = [one for one in self.cases[size] if (one["name"] in self.every_run) == every_run]
+            cases = [
+                one for one in self.cases[size] if (one["name"] in self.every_run) == every_run
+            ]
             folder = self.folder / f"world{size}{'' if every_run else '_full'}"
             run_ranks(PARITY_RANKS, size, folder, cases, deadline_s=self.deadline_s)
             self._launched.update((one["name"], folder / f"{one['name']}.pt") for one in cases)

@@ -20,26 +20,39 @@ TIGHT = 1e-5
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Gradients and log-probs of every layout against one process.")
-    parser.add_argument("words", nargs="*", metavar="WORD", help="run the cases whose names contain one of these")
-    parser.add_argument("--default", action="store_true", help="only the cases of the default test tier")
+    parser = argparse.ArgumentParser(
+        description="Gradients and log-probs of every layout against one process."
+    )
+    parser.add_argument(
+        "words", nargs="*", metavar="WORD", help="run the cases whose names contain one of these"
+    )
+    parser.add_argument(
+        "--default", action="store_true", help="only the cases of the default test tier"
+    )
     parser.add_argument("--list", action="store_true", help="print names only")
     options = parser.parse_args()
     import covering
 
     chosen = covering.one_per_axis() if options.default else covering.covering_array()
-    chosen = tuple(case for case in chosen if not options.words or any(word in case.name for word in options.words))
+    chosen = tuple(
+        case
+        for case in chosen
+        if not options.words or any(word in case.name for word in options.words)
+    )
     if not chosen:
         parser.error(f"no case has one of {options.words} in its name; see --list")
     if options.list:
         print(*(f"{case.ranks} ranks  {case.name}" for case in chosen), sep="\n")
         return 0
-    sys.path.append(str(HERE.parents[1]))       # tests.interpreters
+    sys.path.append(str(HERE.parents[1]))  # tests.interpreters
     import covering_runs
     import oracle
 
     width = max(len(case.name) for case in chosen)
-    print(f"{'layout-family-embeddings-algorithm-minibatches-budget':<{width}}  ranks  micro  gradient   log-prob   seconds")
+    print(
+        f"{'layout-family-embeddings-algorithm-minibatches-budget':<{width}}  ranks  micro "
+        " gradient   log-prob   seconds"
+    )
     off = 0
     with tempfile.TemporaryDirectory(prefix="parity-") as temporary:
         oracle.write_models(Path(temporary) / "models")
@@ -47,8 +60,9 @@ def main() -> int:
             bad = not max(row.gradient, row.logprob) <= TIGHT
             off += bad
             print(
-                f"{row.case.name:<{width}}  {row.case.ranks:5}  {row.micro_batches:5}  {row.gradient:8.1e}  "
-                f"{row.logprob:9.1e}  {row.seconds:6.1f}{f'  OFF: {row.weight}' if bad else ''}",
+                f"{row.case.name:<{width}}  {row.case.ranks:5}  {row.micro_batches:5} "
+                f" {row.gradient:8.1e}  {row.logprob:9.1e} "
+                f" {row.seconds:6.1f}{f'  OFF: {row.weight}' if bad else ''}",
                 flush=True,
             )
     print(f"{len(chosen) - off} of {len(chosen)} cases within {TIGHT:g} of one process")

@@ -1,4 +1,6 @@
-"""The defects of tests/backend_mutants.py turn parity cases red: three here, all of them with --full or by the command."""
+"""The defects of tests/backend_mutants.py turn parity cases red: three here, all of them with
+--full or by the command.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,22 @@ from pathlib import Path
 import pytest
 
 RUNNER = Path(__file__).parents[1] / "backend_mutants.py"
-FEW = ["divided by the micro-batches", "gradients of norms not reduced under SP", "the backward of CP's gather summed"]
+FEW = [
+    "divided by the micro-batches",
+    "gradients of norms not reduced under SP",
+    "the backward of CP's gather summed",
+]
 
 
 def run(*names: str) -> str:
     """In a process of its own: it forks, and has our modules loaded from a copy."""
-    done = subprocess.run([sys.executable, str(RUNNER), *names], capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        [sys.executable, str(RUNNER), *names],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()[-1]
 

@@ -1,4 +1,6 @@
-"""Families that we lack, through `model.bridge: mbridge`: log-probs, full gradients and the export, against transformers."""
+"""Families that we lack, through `model.bridge: mbridge`: log-probs, full gradients and the export,
+against transformers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from spawn import run_ranks
 from torch import Tensor
 
 RANKS = Path(__file__).with_name("parity_ranks.py")
-TIGHT = 1e-5        # relative, over each whole tensor
+TIGHT = 1e-5  # relative, over each whole tensor
 SP2 = {"tensor": 2, "sequence": True}
 
 
@@ -34,12 +36,18 @@ NAMES = [one["name"] for cases in CASES.values() for one in cases]
 
 
 def write_mimo(folder: Path, source: Path) -> None:
-    """Qwen2's weights under MiMo's name, which transformers does not have: MiMo is Qwen2 with layers that are left out."""
+    """Qwen2's weights under MiMo's name, which transformers does not have: MiMo is Qwen2 with
+    layers that are left out.
+    """
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(source / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
-    config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    config |= {
+        "model_type": "mimo",
+        "architectures": ["MiMoForCausalLM"],
+        "num_nextn_predict_layers": 1,
+    }
     config |= {"attention_bias": True}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -59,7 +67,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def result(folder: Path, name: str) -> tuple[dict[str, Any], Path]:
     """What came out of a case, and the folder that transformers reads for it."""
-    size, one = next((size, one) for size, cases in CASES.items() for one in cases if one["name"] == name)
+    size, one = next(
+        (size, one) for size, cases in CASES.items() for one in cases if one["name"] == name
+    )
     read: dict[str, Any] = torch.load(folder / str(size) / f"{name}.pt", weights_only=False)
     return read, folder / "models" / {"mimo": "qwen2_tied"}.get(one["model"], one["model"])
 
@@ -69,7 +79,8 @@ def distances(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
     return {
         name: d
         for name, want in expected.items()
-        if not (d := float((got[name].double() - want.double()).norm() / want.double().norm())) <= TIGHT
+        if not (d := float((got[name].double() - want.double()).norm() / want.double().norm()))
+        <= TIGHT
     }
 
 
@@ -77,9 +88,13 @@ def distances(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
 def test_a_bridged_family_equals_transformers(name: str, folder: Path) -> None:
     got, model = result(folder, name)
     expected = oracle.policy_step(model)
-    torch.testing.assert_close(got["scores"]["logprobs"].double(), expected["logprobs"], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got["scores"]["entropy"].double(), expected["entropy"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        got["scores"]["logprobs"].double(), expected["logprobs"], rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        got["scores"]["entropy"].double(), expected["entropy"], rtol=1e-5, atol=1e-5
+    )
     gradients = got["gradients"]["policy"]
     for bias in [name for name in gradients if name.endswith("e_score_correction_bias")]:
-        assert not gradients.pop(bias).any()        # it comes with the weights and stays as it is
+        assert not gradients.pop(bias).any()  # it comes with the weights and stays as it is
     assert not distances(gradients, expected["gradients"])

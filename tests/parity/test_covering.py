@@ -1,4 +1,6 @@
-"""The covering array: that it covers, that its cases are as awkward as they should be, and that each equals one process."""
+"""The covering array: that it covers, that its cases are as awkward as they should be, and that
+each equals one process.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,21 @@ TIGHT = 1e-5
 
 
 def built_values(axis: str) -> list[object]:
-    return [value for value in AXES[axis] if any(getattr(case, axis) == value for case in legal_cases())]
+    return [
+        value for value in AXES[axis] if any(getattr(case, axis) == value for case in legal_cases())
+    ]
 
 
 def test_every_two_values_that_can_meet_do_meet() -> None:
     met = 0
     for one, other in combinations(AXES, 2):
         for a, b in product(AXES[one], AXES[other]):
-            possible = any(getattr(case, one) == a and getattr(case, other) == b for case in legal_cases())
-            shown = any(getattr(case, one) == a and getattr(case, other) == b for case in covering_array())
+            possible = any(
+                getattr(case, one) == a and getattr(case, other) == b for case in legal_cases()
+            )
+            shown = any(
+                getattr(case, one) == a and getattr(case, other) == b for case in covering_array()
+            )
             assert shown == possible, f"{one} {a}, {other} {b}"
             met += shown
     assert met > 100
@@ -37,7 +45,9 @@ def test_a_named_layout_meets_every_value_of_the_other_axes(named: Case) -> None
     possible = [case for case in legal_cases() if case.layout == named.layout]
     assert bool(rows) == bool(possible)
     for axis in set(AXES) - set(covering.LAYOUT):
-        assert {getattr(case, axis) for case in rows} == {getattr(case, axis) for case in possible}, axis
+        assert {getattr(case, axis) for case in rows} == {
+            getattr(case, axis) for case in possible
+        }, axis
 
 
 def test_the_array_is_small_legal_and_always_the_same() -> None:
@@ -64,7 +74,8 @@ def test_a_few_cases_have_every_value_of_every_axis() -> None:
         (Case(ep=2, dp=2), False),                                      # dense
         (Case("moe", dp=2, ep=2), True),
         (Case("moe", pp=2, ep=2), False),                               # no ranks for it
-        (Case("moe", tp=2, etp=2), False),                              # without sequence parallelism
+        # without sequence parallelism
+        (Case("moe", tp=2, etp=2), False),
         (Case("moe", tp=2, sp=True, etp=2), True),
         (Case("moe", tp=2, sp=True, etp=1), False),                     # wrong upstream
         (Case("moe", tp=2, sp=True, etp=1, ep=2), True),
@@ -77,7 +88,9 @@ def test_legality(case: Case, legal: bool) -> None:
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in covering_array()])
 def test_every_case_is_awkward(case: Case) -> None:
-    """Unequal lengths and an empty sequence always; unequal micro-batches; under DP a rank without trainable tokens."""
+    """Unequal lengths and an empty sequence always; unequal micro-batches; under DP a rank without
+    trainable tokens.
+    """
     found = plans(case)
     placed = sorted(i for step in found for rank in step for micro in rank for i in micro)
     assert placed == list(range(len(LENGTHS)))
@@ -118,7 +131,9 @@ def test_every_case_equals_one_process(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_in_bf16_dense_cases_stay_near_fp32(tmp_path: Path) -> None:
-    """8 bits of mantissa: log-probs within 0.1, every weight's gradient within 15 %. Rounding sends tokens to other experts."""
+    """8 bits of mantissa: log-probs within 0.1, every weight's gradient within 15 %. Rounding sends
+    tokens to other experts.
+    """
     oracle.write_models(tmp_path / "models")
     dense = [case for case in one_per_axis() if case.family == "dense"]
     check(list(covering_runs.run(dense, tmp_path, dtype="bf16")), 0.15, 0.1)

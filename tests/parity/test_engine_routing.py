@@ -32,7 +32,12 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
     -2: [
         {"name": "ep2", **FORCED, "plans": ["dp2"], "parallel": {"expert": 2}},
-        {"name": "vpp2", **FORCED, "parallel": {"pipeline": 2, "virtual_pipeline": 2}, "megatron": FULL},
+        {
+            "name": "vpp2",
+            **FORCED,
+            "parallel": {"pipeline": 2, "virtual_pipeline": 2},
+            "megatron": FULL,
+        },
         {"name": "tp2_sp", **FORCED, "parallel": {"tensor": 2, "sequence": True}},
         {"name": "cp2", **FORCED, "parallel": {"context": 2}},
     ],
@@ -57,8 +62,8 @@ def samples(folder: Path) -> list[Sample]:
     for sample in drawn[:2]:
         assert sample.routed_experts is not None
         assert len(sample.routed_experts) == len(sample.tokens) - 1
-    drawn[0].routed_experts[3:6] = -1       # type: ignore[index]
-    drawn[1].routed_experts = drawn[1].routed_experts[:4]       # type: ignore[index]
+    drawn[0].routed_experts[3:6] = -1  # type: ignore[index]
+    drawn[1].routed_experts = drawn[1].routed_experts[:4]  # type: ignore[index]
     write_rollouts(folder / "recorded", 1, drawn)
     return drawn
 
@@ -69,7 +74,9 @@ def result_of(folder: Path, samples: list[Sample]) -> Callable[[str], dict[str, 
     worlds: dict[int, Path] = {}
 
     def result(name: str) -> dict[str, Any]:
-        size = next(size for size, cases in CASES.items() if any(case["name"] == name for case in cases))
+        size = next(
+            size for size, cases in CASES.items() if any(case["name"] == name for case in cases)
+        )
         if size not in worlds:
             worlds[size] = folder / f"world{size}"
             run_ranks(RANKS, abs(size), worlds[size], CASES[size], deadline_s=240)
@@ -81,14 +88,19 @@ def result_of(folder: Path, samples: list[Sample]) -> Callable[[str], dict[str, 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, samples: list[Sample]) -> dict[str, Any]:
-    """The second model's step with the recorded experts, its own where none are recorded, in float64."""
+    """The second model's step with the recorded experts, its own where none are recorded, in
+    float64.
+    """
     model = oracle._load(folder / "models" / "qwen3_moe_other")
     at_hand: list[Sample] = []
     routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
     for place, router in enumerate(routers):
 
-        def forced(router: Any, inputs: Any, output: Any, place: int = place) -> tuple[Tensor, Tensor, Tensor]:
-            record, chosen = at_hand[-1].routed_experts, output[2].clone()
+        def forced(
+            router: Any, inputs: Any, output: Any, place: int = place
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            record = at_hand[-1].routed_experts
+            chosen = output[2].clone()
             if record is not None:
                 given = torch.from_numpy(record[:, place]).long()
                 chosen[: len(given)] = torch.where(given < 0, chosen[: len(given)], given)
@@ -101,7 +113,10 @@ def expected(folder: Path, samples: list[Sample]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_log_probs_and_gradients_are_those_of_the_engines_experts(
-    name: str, result_of: Callable[[str], dict[str, Any]], expected: dict[str, Any], samples: list[Sample]
+    name: str,
+    result_of: Callable[[str], dict[str, Any]],
+    expected: dict[str, Any],
+    samples: list[Sample],
 ) -> None:
     result = result_of(name)
     first, second = (score["logprobs"] for score in result["scores"])

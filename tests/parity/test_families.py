@@ -1,4 +1,6 @@
-"""Every family under every kind of parallelism: log-probs, entropy and full gradients as of transformers in float64."""
+"""Every family under every kind of parallelism: log-probs, entropy and full gradients as of
+transformers in float64.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Megatron does not train experts under TP without SP; dense models have none to deal out.
 CASES = [
-    {"name": f"{model}-{layout}", "model": model, "parallel": parallel, "plan": "dp2" if layout == "ep2" else "uneven"}
+    {
+        "name": f"{model}-{layout}",
+        "model": model,
+        "parallel": parallel,
+        "plan": "dp2" if layout == "ep2" else "uneven",
+    }
     for model in (*DENSE, *EXPERTS)
     for layout, parallel in LAYOUTS.items()
     if (layout != "tp2" if model in EXPERTS else "ep2" not in layout)

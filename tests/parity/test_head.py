@@ -1,4 +1,6 @@
-"""The fused head over two tensor-parallel ranks, with and without keep-sets, against the dense formula in float64."""
+"""The fused head over two tensor-parallel ranks, with and without keep-sets, against the dense
+formula in float64.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,22 @@ from head_ranks import ROWS, TEMPERATURE, VOCAB, make
 from spawn import run_ranks
 from torch import Tensor
 
-# The vocabulary of 31 padded to 34, so that a shard ends in padding, and to 64, so that one is nothing else.
+# The vocabulary of 31 padded to 34, so that a shard ends in padding, and to 64, so that one is
+# nothing else.
 CASES = [
-    {"padded": padded, "tile": tile, "keep": keep} for padded in (34, 64) for tile in (None, 20) for keep in (False, True)
+    {"padded": padded, "tile": tile, "keep": keep}
+    for padded in (34, 64)
+    for tile in (None, 20)
+    for keep in (False, True)
 ]
 
 
 def dense(padded: int, keep: bool) -> dict[str, Tensor]:
     given = make(padded)
-    hidden, weight = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
-    logprobs, entropies = [], []
+    hidden = given["hidden"].requires_grad_()
+    weight = given["weight"].requires_grad_()
+    logprobs = []
+    entropies = []
     for row, token in enumerate(given["tokens"].tolist()):
         first, last = given["keep"].offsets[row : row + 2].tolist()
         allowed = given["keep"].tokens[first:last] if keep else torch.arange(VOCAB)
@@ -29,7 +37,12 @@ def dense(padded: int, keep: bool) -> dict[str, Tensor]:
         entropies.append(-(log_p.exp() * log_p).sum())
     values = torch.stack([torch.stack(logprobs), torch.stack(entropies)])
     d_hidden, d_weight = torch.autograd.grad((given["upstream"] * values).sum(), (hidden, weight))
-    return {"logprobs": values[0].detach(), "entropy": values[1].detach(), "hidden": d_hidden, "weight": d_weight}
+    return {
+        "logprobs": values[0].detach(),
+        "entropy": values[1].detach(),
+        "hidden": d_hidden,
+        "weight": d_weight,
+    }
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""Latent attention and sigmoid routers: log-probs and full gradients of every layout, against transformers in float64."""
+"""Latent attention and sigmoid routers: log-probs and full gradients of every layout, against
+transformers in float64.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,25 @@ from safetensors.torch import load_file
 from spawn import Results
 from torch import Tensor
 
-TIGHT = 1e-5        # relative, over each whole tensor
+TIGHT = 1e-5  # relative, over each whole tensor
 MODELS = ("deepseek_v3", "deepseek_v3_plain")
 BIAS = "e_score_correction_bias"
-EP2, SP2, PP2, CP2 = {"expert": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}, {"context": 2}
+EP2 = {"expert": 2}
+SP2 = {"tensor": 2, "sequence": True}
+PP2 = {"pipeline": 2}
+CP2 = {"context": 2}
 LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.05}
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 SELECTED = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 
 
-def case(name: str, model: str = "deepseek_v3", plan: str = "uneven", **keys: Any) -> dict[str, Any]:
+def case(
+    name: str, model: str = "deepseek_v3", plan: str = "uneven", **keys: Any
+) -> dict[str, Any]:
     return {"name": name, "model": model, "plan": plan, **keys}
 
 
@@ -78,8 +89,15 @@ def of_name(name: str) -> dict[str, Any]:
 
 def names() -> list[Any]:
     """All but the references, those of the fast tier unmarked."""
-    every = [one["name"] for cases in CASES.values() for one in cases if one["name"] not in (*MODELS, "losses")]
-    return [pytest.param(name, marks=[] if name in EVERY_RUN else pytest.mark.full) for name in every]
+    every = [
+        one["name"]
+        for cases in CASES.values()
+        for one in cases
+        if one["name"] not in (*MODELS, "losses")
+    ]
+    return [
+        pytest.param(name, marks=[] if name in EVERY_RUN else pytest.mark.full) for name in every
+    ]
 
 
 def check_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -91,38 +109,55 @@ def check_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     far = {
         name: d
         for name, want in expected.items()
-        if name not in biases and not (d := float((got[name].double() - want.double()).norm() / want.double().norm())) <= TIGHT
+        if name not in biases
+        and not (d := float((got[name].double() - want.double()).norm() / want.double().norm()))
+        <= TIGHT
     }
     assert not far, f"relative distance of gradients above {TIGHT}: {far}"
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_process_equals_transformers(name: str, results: Results, models: Path) -> None:
-    expected, got = oracle.policy_step(models / name), results[name]
-    torch.testing.assert_close(got["scores"]["logprobs"].double(), expected["logprobs"], atol=1e-5, rtol=0)
-    torch.testing.assert_close(got["scores"]["entropy"].double(), expected["entropy"], atol=1e-5, rtol=0)
+    expected = oracle.policy_step(models / name)
+    got = results[name]
+    torch.testing.assert_close(
+        got["scores"]["logprobs"].double(), expected["logprobs"], atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(
+        got["scores"]["entropy"].double(), expected["entropy"], atol=1e-5, rtol=0
+    )
     check_gradients(got["gradients"]["policy"], expected["gradients"])
 
 
 @pytest.mark.parametrize("name", names())
 def test_every_layout_equals_one_process(name: str, results: Results) -> None:
-    losses = name.startswith("losses")      # of the routers: they depend on the micro-batches
-    got, expected = results[name], results["losses" if losses else of_name(name)["model"]]
+    losses = name.startswith("losses")  # of the routers: they depend on the micro-batches
+    got = results[name]
+    expected = results["losses" if losses else of_name(name)["model"]]
     for key in ("logprobs", "entropy"):
         torch.testing.assert_close(got["scores"][key], expected["scores"][key], atol=1e-5, rtol=0)
     if of_name(name).get("critic"):
-        torch.testing.assert_close(got["values"]["values"], expected["values"]["values"], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            got["values"]["values"], expected["values"]["values"], atol=1e-5, rtol=0
+        )
     for model, gradients in got["gradients"].items():
         check_gradients(gradients, expected["gradients"][model])
     for metric in ("train/moe_aux_loss", "train/moe_z_loss") if losses else ():
         assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["other_reference", pytest.param("parked_reference", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name", ["other_reference", pytest.param("parked_reference", marks=pytest.mark.full)]
+)
 def test_a_reference_routes_by_its_own_bias(name: str, results: Results, models: Path) -> None:
     """Also where its weights wait in host memory, and enter the policy's place for a pass."""
     expected = oracle.policy_step(models / "deepseek_v3_other")["logprobs"]
-    torch.testing.assert_close(results[name]["reference"]["logprobs"].double(), expected, atol=1e-5, rtol=0)
-    one, other = (load_file(models / folder / "model.safetensors") for folder in ("deepseek_v3", "deepseek_v3_other"))
+    torch.testing.assert_close(
+        results[name]["reference"]["logprobs"].double(), expected, atol=1e-5, rtol=0
+    )
+    one, other = (
+        load_file(models / folder / "model.safetensors")
+        for folder in ("deepseek_v3", "deepseek_v3_other")
+    )
     bias = f"model.layers.2.mlp.gate.{BIAS}"
     assert not torch.equal(one[bias], other[bias])

@@ -1,4 +1,6 @@
-"""Experts: log-probs and full gradients of every layout, the routers' losses and pads among them, against plain torch."""
+"""Experts: log-probs and full gradients of every layout, the routers' losses and pads among them,
+against plain torch.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,20 @@ from cases import TRAINED
 from spawn import Results
 from torch import Tensor
 
-TIGHT = 1e-5        # relative, over each whole tensor
+TIGHT = 1e-5  # relative, over each whole tensor
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral")
-AUX, Z = 0.3, 0.05
+AUX = 0.3
+Z = 0.05
 LOSSES = {"moe_aux_loss_coeff": AUX, "moe_z_loss_coeff": Z}
-EP2, SP2, PP2, CP2 = {"expert": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}, {"context": 2}
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+EP2 = {"expert": 2}
+SP2 = {"tensor": 2, "sequence": True}
+PP2 = {"pipeline": 2}
+CP2 = {"context": 2}
+FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
 def case(name: str, model: str = "qwen3_moe", plan: str = "uneven", **keys: Any) -> dict[str, Any]:
@@ -97,7 +107,11 @@ def names(*, losses: bool) -> list[Any]:
     found = []
     for cases in CASES.values():
         for one in cases:
-            if one["name"].startswith("losses") == losses and one["name"] not in FAMILIES and "steps" not in one:
+            if (
+                one["name"].startswith("losses") == losses
+                and one["name"] not in FAMILIES
+                and "steps" not in one
+            ):
                 marks = [] if one["name"] in EVERY_RUN else [pytest.mark.full]
                 found.append(pytest.param(one["name"], id=one["name"], marks=marks))
     return found
@@ -107,65 +121,90 @@ def of_name(name: str) -> dict[str, Any]:
     return next(one for cases in CASES.values() for one in cases if one["name"] == name)
 
 
-def check_gradients(got: dict[str, Tensor], expected: dict[str, Tensor], bound: float = TIGHT) -> None:
+def check_gradients(
+    got: dict[str, Tensor], expected: dict[str, Tensor], bound: float = TIGHT
+) -> None:
     assert got.keys() == expected.keys()
     far = {
         name: d
         for name, want in expected.items()
-        if not (d := float((got[name].double() - want.double()).norm() / want.double().norm())) <= bound
+        if not (d := float((got[name].double() - want.double()).norm() / want.double().norm()))
+        <= bound
     }
     assert not far, f"relative distance of gradients above {bound}: {far}"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_process_equals_transformers(name: str, results: Results, folder: Path) -> None:
-    expected, got = oracle.policy_step(folder / "models" / name), results[name]
-    torch.testing.assert_close(got["scores"]["logprobs"].double(), expected["logprobs"], atol=1e-5, rtol=0)
-    torch.testing.assert_close(got["scores"]["entropy"].double(), expected["entropy"], atol=1e-5, rtol=0)
+    expected = oracle.policy_step(folder / "models" / name)
+    got = results[name]
+    torch.testing.assert_close(
+        got["scores"]["logprobs"].double(), expected["logprobs"], atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(
+        got["scores"]["entropy"].double(), expected["entropy"], atol=1e-5, rtol=0
+    )
     assert any(name.endswith("gate.weight") for name in expected["gradients"])
     check_gradients(got["gradients"]["policy"], expected["gradients"])
 
 
 @pytest.mark.parametrize("name", names(losses=False))
 def test_every_layout_equals_one_process(name: str, results: Results) -> None:
-    got, expected = results[name], results[of_name(name)["model"]]
+    got = results[name]
+    expected = results[of_name(name)["model"]]
     for key in ("logprobs", "entropy"):
         torch.testing.assert_close(got["scores"][key], expected["scores"][key], atol=1e-5, rtol=0)
     if of_name(name).get("critic"):
-        torch.testing.assert_close(got["values"]["values"], expected["values"]["values"], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            got["values"]["values"], expected["values"]["values"], atol=1e-5, rtol=0
+        )
     for model, gradients in got["gradients"].items():
         check_gradients(gradients, expected["gradients"][model])
     for metric in got["metrics"]:
-        assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-4, abs=1e-6), metric
+        assert got["metrics"][metric] == pytest.approx(
+            expected["metrics"][metric], rel=1e-4, abs=1e-6
+        ), metric
     assert not got["skipped"]
 
 
 def test_the_losses_of_the_routers_equal_plain_torch(results: Results, folder: Path) -> None:
-    expected, got = oracle.router_step(folder / "models" / "qwen3_moe", aux=AUX, z=Z), results["losses"]
+    expected = oracle.router_step(folder / "models" / "qwen3_moe", aux=AUX, z=Z)
+    got = results["losses"]
     check_gradients(got["gradients"]["policy"], expected["gradients"])
     for metric, value in expected["losses"].items():
         assert got["metrics"][metric] == pytest.approx(value, rel=1e-5), metric
     gate = "model.layers.0.mlp.gate.weight"
     plain = results["qwen3_moe"]["gradients"]["policy"][gate]
-    assert (expected["gradients"][gate] - plain).norm() > 0.1 * plain.norm(), "the losses hardly act"
+    assert (expected["gradients"][gate] - plain).norm() > 0.1 * plain.norm(), (
+        "the losses hardly act"
+    )
 
 
-# Micro-batches decide the auxiliary loss, so each layout is compared with one process that has the same ones.
+# Micro-batches decide the auxiliary loss, so each layout is compared with one process that has the
+# same ones.
 SAME_MICRO_BATCHES = {"uneven": "losses_uneven", "starved": "losses_starved_1"}
 
 
-@pytest.mark.parametrize("name", [p for p in names(losses=True) if p.id not in ("losses", *SAME_MICRO_BATCHES.values())])
+@pytest.mark.parametrize(
+    "name", [p for p in names(losses=True) if p.id not in ("losses", *SAME_MICRO_BATCHES.values())]
+)
 def test_the_losses_of_the_routers_in_every_layout(name: str, results: Results) -> None:
-    """Under CP, SP and PP, with pads, a micro-batch of pads alone, and a rank without trainable tokens."""
-    got, expected = results[name], results[SAME_MICRO_BATCHES[of_name(name)["plan"]]]
+    """Under CP, SP and PP, with pads, a micro-batch of pads alone, and a rank without trainable
+    tokens.
+    """
+    got = results[name]
+    expected = results[SAME_MICRO_BATCHES[of_name(name)["plan"]]]
     check_gradients(got["gradients"]["policy"], expected["gradients"]["policy"])
     for metric in ("train/moe_aux_loss", "train/moe_z_loss", "train/grad_norm"):
-        assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-5), metric
+        assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-5), (
+            metric
+        )
 
 
 def test_the_z_loss_is_the_same_in_every_split(results: Results) -> None:
     """It is a mean over tokens; the auxiliary loss is not."""
-    one, several = results["losses"]["metrics"], results["losses_uneven"]["metrics"]
+    one = results["losses"]["metrics"]
+    several = results["losses_uneven"]["metrics"]
     assert several["train/moe_z_loss"] == pytest.approx(one["train/moe_z_loss"], rel=1e-5)
     assert several["train/moe_aux_loss"] > one["train/moe_aux_loss"] > 0.5
 
@@ -178,6 +217,7 @@ def test_losses_that_are_off_are_not_reported(results: Results) -> None:
 @pytest.mark.parametrize("name", ["trained_ep2", "trained_ep2_distributed"])
 def test_three_steps_of_adamw_equal_torchs(name: str, results: Results, folder: Path) -> None:
     """The norm that clips is that of all weights, experts on every rank among them."""
-    expected, got = oracle.trained(folder / "models" / "qwen3_moe", steps=3), results[name]
+    expected = oracle.trained(folder / "models" / "qwen3_moe", steps=3)
+    got = results[name]
     assert got["metrics"]["train/grad_norm"] > TRAINED["clip_grad"], "clipping was not exercised"
     check_gradients(got["moved"], expected, 1e-4)

@@ -1,4 +1,6 @@
-"""Critic and optimizer state in host memory: training and checkpoints, those in the background too, are the same to the bit."""
+"""Critic and optimizer state in host memory: training and checkpoints, those in the background too,
+are the same to the bit.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
     2: [
         {"name": "dp2_distributed", "plan": "starved", "distributed": True},
-        {"name": "ep2_distributed", "plan": "starved", "distributed": True, "model": "qwen3_moe", "parallel": {"expert": 2}},
+        {
+            "name": "ep2_distributed",
+            "plan": "starved",
+            "distributed": True,
+            "model": "qwen3_moe",
+            "parallel": {"expert": 2},
+        },
     ],
 }
 
@@ -35,7 +43,8 @@ def test_training_and_checkpoints_are_the_same_with_and_without(size: int, tmp_p
 
 def test_views_stay_views_of_what_comes_back() -> None:
     buffer = torch.arange(6.0)
-    view, shared = buffer[2:4], buffer.view(2, 3)
+    view = buffer[2:4]
+    shared = buffer.view(2, 3)
     offloading = OffloadedState(lambda: [view, shared], CPU)
     assert (buffer.untyped_storage().nbytes(), offloading.num_bytes) == (0, 24)
     with offloading.present():
@@ -53,7 +62,7 @@ def test_tensors_that_appear_later_leave_too() -> None:
     offloading = OffloadedState(lambda: tensors, CPU)
     with offloading.present():
         tensors.append(torch.full((2,), 7.0))
-        tensors.append(torch.tensor(1.0))       # a scalar stays
+        tensors.append(torch.tensor(1.0))  # a scalar stays
     assert (offloading.num_bytes, float(tensors[2])) == (24, 1)
     with offloading.present():
         del tensors[0]
@@ -63,8 +72,10 @@ def test_tensors_that_appear_later_leave_too() -> None:
 
 
 def test_frozen_contents_are_copied_out_once_and_scratch_never() -> None:
-    frozen, scratch = torch.ones(4), torch.ones(4)
-    keeping, dropping = OffloadedState(lambda: [frozen], CPU, StateOf.FROZEN), OffloadedState(lambda: [scratch], CPU, StateOf.SCRATCH)
+    frozen = torch.ones(4)
+    scratch = torch.ones(4)
+    keeping = OffloadedState(lambda: [frozen], CPU, StateOf.FROZEN)
+    dropping = OffloadedState(lambda: [scratch], CPU, StateOf.SCRATCH)
     with keeping.present(), dropping.present():
         assert scratch.untyped_storage().nbytes() == 16
         frozen.zero_()

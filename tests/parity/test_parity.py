@@ -1,7 +1,9 @@
-"""The same log-probs, values and full gradients under every layout, with the real Megatron-Core over gloo, and in plain torch.
+"""The same log-probs, values and full gradients under every layout, with the real Megatron-Core
+over gloo, and in plain torch.
 
-Every case has sequences of unequal length, one without any token, some without a trainable one, and unequal micro-batches;
-those under data parallelism have a rank without trainable tokens. One launch per world size runs all its cases.
+Every case has sequences of unequal length, one without any token, some without a trainable one, and
+unequal micro-batches; those under data parallelism have a rank without trainable tokens. One launch
+per world size runs all its cases.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from cases import CLIP_COV, CORRECTED, KL_COV, TRAINED
 from spawn import Results
 from torch import Tensor
 
-TIGHT = 1e-5        # relative, over each whole tensor
-TP2, PP2, SP2, CP2 = {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "sequence": True}, {"context": 2}
+TIGHT = 1e-5  # relative, over each whole tensor
+TP2 = {"tensor": 2}
+PP2 = {"pipeline": 2}
+SP2 = {"tensor": 2, "sequence": True}
+CP2 = {"context": 2}
 
 # "full": run by `scripts/test.sh --full` alone, in a launch of their own.
 CASES: dict[int, list[dict[str, Any]]] = {
@@ -134,7 +139,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def results(folder: Path) -> Results:
-    return Results(folder, CASES, [case["name"] for cases in CASES.values() for case in cases if not case.get("full")])
+    return Results(
+        folder,
+        CASES,
+        [case["name"] for cases in CASES.values() for case in cases if not case.get("full")],
+    )
 
 
 def distance(got: Tensor, expected: Tensor) -> float:
@@ -162,15 +171,23 @@ def each(*names: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_tied", "qwen2_tied", "llama"])
 def test_one_process_equals_plain_torch(name: str, results: Results, folder: Path) -> None:
-    expected, got = oracle.policy_step(folder / "models" / name), results[name]
-    torch.testing.assert_close(got["scores"]["logprobs"].double(), expected["logprobs"], atol=1e-5, rtol=0)
-    torch.testing.assert_close(got["scores"]["entropy"].double(), expected["entropy"], atol=1e-5, rtol=0)
+    expected = oracle.policy_step(folder / "models" / name)
+    got = results[name]
+    torch.testing.assert_close(
+        got["scores"]["logprobs"].double(), expected["logprobs"], atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(
+        got["scores"]["entropy"].double(), expected["entropy"], atol=1e-5, rtol=0
+    )
     check_gradients(got["gradients"]["policy"], expected["gradients"], TIGHT)
 
 
 @pytest.mark.parametrize("name", each("cp2", "cp2_tied", "cp2_llama"))
-def test_log_probs_of_context_parallel_ranks_equal_transformers(name: str, results: Results, folder: Path) -> None:
-    expected, got = oracle.policy_step(folder / "models" / case_named(name)["model"]), results[name]["scores"]
+def test_log_probs_of_context_parallel_ranks_equal_transformers(
+    name: str, results: Results, folder: Path
+) -> None:
+    expected = oracle.policy_step(folder / "models" / case_named(name)["model"])
+    got = results[name]["scores"]
     for key in ("logprobs", "entropy"):
         torch.testing.assert_close(got[key].double(), expected[key], atol=1e-5, rtol=0)
 
@@ -178,8 +195,11 @@ def test_log_probs_of_context_parallel_ranks_equal_transformers(name: str, resul
 def test_critic_equals_plain_torch(results: Results, folder: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     head = torch.randn(1, 32, generator=generator) / 33**0.5
-    expected, got = oracle.critic_step(folder / "models" / "qwen3", head), results["qwen3"]
-    torch.testing.assert_close(got["values"]["values"].double(), expected["values"], atol=1e-5, rtol=0)
+    expected = oracle.critic_step(folder / "models" / "qwen3", head)
+    got = results["qwen3"]
+    torch.testing.assert_close(
+        got["values"]["values"].double(), expected["values"], atol=1e-5, rtol=0
+    )
     # The vocabulary's output layer has no part in a value.
     gradients = {k: v for k, v in got["gradients"]["critic"].items() if k in expected["gradients"]}
     check_gradients(gradients, expected["gradients"], TIGHT)
@@ -196,61 +216,90 @@ EXACT = [
     for cases in CASES.values()
     for case in cases
     if case["name"] not in oracle.MODELS
-    and not {"poison", "dtype", "leave_out", "update", "steps", "own_old", "algorithm"} & case.keys()
+    and not {"poison", "dtype", "leave_out", "update", "steps", "own_old", "algorithm"}
+    & case.keys()
 ]
 
 
 @pytest.mark.parametrize("name", each(*EXACT))
 def test_every_layout_equals_one_process(name: str, results: Results) -> None:
-    case, got = case_named(name), results[name]
+    case = case_named(name)
+    got = results[name]
     expected = results[case["model"]]
     for key in ("logprobs", "entropy"):
         torch.testing.assert_close(got["scores"][key], expected["scores"][key], atol=1e-5, rtol=0)
-    if "reference" not in case:     # the initial policy: its KL is 0, not nearly 0
+    if "reference" not in case:  # the initial policy: its KL is 0, not nearly 0
         assert torch.equal(got["reference"]["logprobs"], got["scores"]["logprobs"])
     if case.get("critic"):
-        torch.testing.assert_close(got["values"]["values"], expected["values"]["values"], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            got["values"]["values"], expected["values"]["values"], atol=1e-5, rtol=0
+        )
     for model, gradients in got["gradients"].items():
         check_gradients(gradients, expected["gradients"][model], TIGHT)
     for metric in got["metrics"]:
-        assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-4, abs=1e-6), metric
+        assert got["metrics"][metric] == pytest.approx(
+            expected["metrics"][metric], rel=1e-4, abs=1e-6
+        ), metric
     assert got["padding_is_zero"]
     assert not got["skipped"]
 
 
 @pytest.mark.parametrize(
     ("name", "acts"),
-    [("clip_cov", "policy/cov_clipfrac_avg"), ("kl_cov", "policy/cov_klfrac_avg"), ("corrected", "correction/masked_fraction")],
+    [
+        ("clip_cov", "policy/cov_clipfrac_avg"),
+        ("kl_cov", "policy/cov_klfrac_avg"),
+        ("corrected", "correction/masked_fraction"),
+    ],
 )
-@pytest.mark.parametrize("split", ["{}_uneven", "{}_tokens", "dp2_{}", pytest.param("cp2_{}", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "split", ["{}_uneven", "{}_tokens", "dp2_{}", pytest.param("cp2_{}", marks=pytest.mark.full)]
+)
 def test_what_is_known_of_the_whole_step_is_the_same_in_every_split(
     name: str, acts: str, split: str, results: Results
 ) -> None:
-    """Tokens chosen once an optimizer step, masked sequences, weights by rollout: through credit, ranks and micro-batches."""
-    expected, got = results[name], results[split.format(name)]
+    """Tokens chosen once an optimizer step, masked sequences, weights by rollout: through credit,
+    ranks and micro-batches.
+    """
+    expected = results[name]
+    got = results[split.format(name)]
     assert 0 < expected["metrics"][acts] < 1
     check_gradients(got["gradients"]["policy"], expected["gradients"]["policy"], TIGHT)
     assert got["metrics"].keys() == expected["metrics"].keys()
     for metric in got["metrics"]:
-        assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-4, abs=1e-6), metric
+        assert got["metrics"][metric] == pytest.approx(
+            expected["metrics"][metric], rel=1e-4, abs=1e-6
+        ), metric
 
 
 @pytest.mark.parametrize("prefix", ["", "dp2_", pytest.param("cp2_", marks=pytest.mark.full)])
-def test_gradients_of_two_optimizer_steps_add_up_to_that_of_one(prefix: str, results: Results) -> None:
-    first, second, whole = results[f"{prefix}half0"], results[f"{prefix}half1"], results["qwen3"]
-    torch.testing.assert_close(first["scores"]["logprobs"], whole["scores"]["logprobs"], atol=1e-5, rtol=0)
+def test_gradients_of_two_optimizer_steps_add_up_to_that_of_one(
+    prefix: str, results: Results
+) -> None:
+    first = results[f"{prefix}half0"]
+    second = results[f"{prefix}half1"]
+    whole = results["qwen3"]
+    torch.testing.assert_close(
+        first["scores"]["logprobs"], whole["scores"]["logprobs"], atol=1e-5, rtol=0
+    )
     for model, expected in whole["gradients"].items():
-        summed = {name: first["gradients"][model][name] + second["gradients"][model][name] for name in expected}
+        summed = {
+            name: first["gradients"][model][name] + second["gradients"][model][name]
+            for name in expected
+        }
         check_gradients(summed, expected, TIGHT)
 
 
 @pytest.mark.parametrize("name", each("trained", "tp2_trained", "dp2_trained", "cp2_trained"))
 def test_three_steps_of_adamw_equal_torchs(name: str, results: Results, folder: Path) -> None:
     """Clipping, warm-up, cosine, and weight decay that spares norms."""
-    expected, got = oracle.trained(folder / "models" / "qwen3", steps=3), results[name]
+    expected = oracle.trained(folder / "models" / "qwen3", steps=3)
+    got = results[name]
     assert got["metrics"]["lr"] == pytest.approx(oracle.rate(2))
     assert got["metrics"]["train/grad_norm"] > TRAINED["clip_grad"], "clipping was not exercised"
-    far = {key: d for key in expected if not (d := distance(got["moved"][key], expected[key])) <= 1e-4}
+    far = {
+        key: d for key in expected if not (d := distance(got["moved"][key], expected[key])) <= 1e-4
+    }
     assert not far, f"relative distance of what three steps changed: {far}"
 
 
@@ -271,11 +320,15 @@ def test_the_token_budget_decides_the_micro_batches(results: Results) -> None:
 @pytest.mark.parametrize("name", ["offloaded", "other_reference"])
 def test_another_reference(name: str, results: Results, folder: Path) -> None:
     expected = oracle.policy_step(folder / "models" / "qwen3_other")["logprobs"]
-    torch.testing.assert_close(results[name]["reference"]["logprobs"].double(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        results[name]["reference"]["logprobs"].double(), expected, atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("name", each("poisoned", "pp2_poisoned", "cp2_poisoned"))
-def test_a_step_without_finite_gradients_is_skipped_and_reported(name: str, results: Results) -> None:
+def test_a_step_without_finite_gradients_is_skipped_and_reported(
+    name: str, results: Results
+) -> None:
     got = results[name]
     assert got["skipped"]
     assert got["unchanged"]["policy"]
@@ -284,7 +337,8 @@ def test_a_step_without_finite_gradients_is_skipped_and_reported(name: str, resu
 @pytest.mark.parametrize("name", each("bf16", "tp2_sp_bf16", "cp2_bf16"))
 def test_bf16_stays_near_fp32(name: str, results: Results) -> None:
     """bf16 has 8 bits of mantissa: log-probs within 0.1, the gradient's norm within 5 %."""
-    got, expected = results[name], results["qwen3"]
+    got = results[name]
+    expected = results["qwen3"]
     assert (got["scores"]["logprobs"] - expected["scores"]["logprobs"]).abs().max() < 0.1
     assert (got["values"]["values"] - expected["values"]["values"]).abs().max() < 0.1
     for key in ("train/grad_norm", "train/critic_grad_norm"):

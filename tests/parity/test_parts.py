@@ -42,17 +42,23 @@ ARCH = Architecture(
 )  # fmt: skip
 
 
-# --- the CPU context ----------------------------------------------------------------------------------------------------
+# --- the CPU context ------------------------------------------------------------------------------
 
 
 def test_nothing_is_installed_outside_the_context() -> None:
-    stream, current, scatter = torch.cuda.Stream, torch.cuda.current_device, torch.distributed.scatter
+    stream = torch.cuda.Stream
+    current = torch.cuda.current_device
+    scatter = torch.distributed.scatter
     with megatron_device("cpu"), megatron_device("cpu"):
         assert torch.cuda.current_device() == CPU
         assert torch.zeros(1, device="cuda").device == CPU
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
         assert not torch.cuda.is_available()
-    assert (torch.cuda.Stream, torch.cuda.current_device, torch.distributed.scatter) == (stream, current, scatter)
+    assert (torch.cuda.Stream, torch.cuda.current_device, torch.distributed.scatter) == (
+        stream,
+        current,
+        scatter,
+    )
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
@@ -64,32 +70,45 @@ def test_an_error_inside_leaves_nothing_installed() -> None:
 
 
 def test_importing_the_package_imports_neither_torch_nor_megatron() -> None:
-    code = "import sys, backends.megatron; print([m for m in ('torch', 'megatron') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    code = (
+        "import sys, backends.megatron; print([m for m in ('torch', 'megatron') if m in"
+        " sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.strip() == "[]"
 
 
-# --- packs --------------------------------------------------------------------------------------------------------------
+# --- packs ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lengths", [[5, 0, 1, 40, 17, 16, 40], [7, 7, 7], [1]])
 def test_bucketed_attention_is_attention_in_each_sequence(lengths: list[int]) -> None:
     torch.manual_seed(0)
-    total, scale = sum(lengths), 0.3
-    q, k, v = (torch.randn(total, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    total = sum(lengths)
+    scale = 0.3
+    q, k, v = (
+        torch.randn(total, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    )
     layout = PackLayout.of_lengths(lengths, CPU)
     expected = []
     start = 0
     for n in lengths:
         qi, ki, vi = (x[start : start + n].transpose(0, 1) for x in (q, k, v))
         ki, vi = (x.repeat_interleave(2, 0) for x in (ki, vi))
-        scores = (qi @ ki.transpose(1, 2) * scale).masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
+        scores = (qi @ ki.transpose(1, 2) * scale).masked_fill(
+            torch.ones(n, n).triu(1).bool(), float("-inf")
+        )
         expected.append((scores.softmax(-1) @ vi).transpose(0, 1).reshape(n, 32))
         start += n
-    want, got = torch.cat(expected), bucketed_attention(q, k, v, layout, scale)
+    want = torch.cat(expected)
+    got = bucketed_attention(q, k, v, layout, scale)
     torch.testing.assert_close(got, want)
     weight = torch.randn_like(want)
-    got_gradients, want_gradients = (torch.autograd.grad((out * weight).sum(), (q, k, v)) for out in (got, want))
+    got_gradients, want_gradients = (
+        torch.autograd.grad((out * weight).sum(), (q, k, v)) for out in (got, want)
+    )
     torch.testing.assert_close(got_gradients, want_gradients)
 
 
@@ -116,7 +135,8 @@ def test_pads_fill_and_stay_short(missing: int, longest: int) -> None:
 def test_a_micro_batch_shifts_its_targets_and_pads_at_the_end() -> None:
     batch = make_batch()
     micro = make_micro_batch(batch, 1, 5, 48, CPU)
-    start, end = int(batch.cu_tokens[1]), int(batch.cu_tokens[5])
+    start = int(batch.cu_tokens[1])
+    end = int(batch.cu_tokens[5])
     assert micro.num_tokens == end - start == sum(LENGTHS[1:5])
     assert micro.sequences == slice(1, 5)
     assert micro.num_slots == sum(micro.packed.layout.lengths) == 48  # type: ignore[union-attr]
@@ -129,13 +149,15 @@ def test_a_micro_batch_shifts_its_targets_and_pads_at_the_end() -> None:
 
 @pytest.mark.parametrize(("first", "last"), [(2, 3), (4, 4), (2, 4)])
 def test_a_micro_batch_without_trainable_tokens(first: int, last: int) -> None:
-    micro = make_micro_batch(make_batch(), first, last, pack_size(0, 4) if first != 2 or last != 4 else 8, CPU)
+    micro = make_micro_batch(
+        make_batch(), first, last, pack_size(0, 4) if first != 2 or last != 4 else 8, CPU
+    )
     assert len(micro.target_index) == len(micro.target_tokens) == 0
     assert micro.rows.stop == micro.rows.start
     assert micro.cu_seqlens.tolist() == [0] * (last - first + 1)
 
 
-# --- transfer -------------------------------------------------------------------------------------------------------------
+# --- transfer -------------------------------------------------------------------------------------
 
 
 def test_tensors_come_out_of_a_flat_buffer_as_they_went_in() -> None:
@@ -143,14 +165,19 @@ def test_tensors_come_out_of_a_flat_buffer_as_they_went_in() -> None:
         "bytes": torch.tensor([True, False, True]),
         "longs": torch.arange(5),
         "none": torch.zeros(0, dtype=torch.float64),
-        "doubles": torch.randn(2, 3, dtype=torch.float64).t(),      # not contiguous
+        "doubles": torch.randn(2, 3, dtype=torch.float64).t(),  # not contiguous
         "halves": torch.randn(3).bfloat16(),
     }
-    layout = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in share.items()]
+    layout = [
+        (name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in share.items()
+    ]
     flat = _flatten(share)
     assert flat.numel() == _num_bytes(layout)
     out = _views(flat, layout)
-    assert all(torch.equal(out[name], tensor) and out[name].dtype == tensor.dtype for name, tensor in share.items())
+    assert all(
+        torch.equal(out[name], tensor) and out[name].dtype == tensor.dtype
+        for name, tensor in share.items()
+    )
 
 
 def test_a_sequence_that_no_plan_places_is_an_error() -> None:
@@ -165,19 +192,29 @@ def test_a_sequence_that_no_plan_places_is_an_error() -> None:
 
 @pytest.mark.parametrize("limit", [40, 41, 44, 47, 63])
 def test_no_planned_pack_is_longer_than_the_budget(limit: int) -> None:
-    """Sequences have pads of their own, and under sequence parallelism the pack too: to a multiple of 8 here."""
-    config = make_config({"model": "any", "parallel": {"context": 2, "tensor": 2, "sequence": True}}, Path("models"))
+    """Sequences have pads of their own, and under sequence parallelism the pack too: to a multiple
+    of 8 here.
+    """
+    config = make_config(
+        {"model": "any", "parallel": {"context": 2, "tensor": 2, "sequence": True}}, Path("models")
+    )
     config.policy.max_tokens_per_microbatch = limit
     backend: Any = SimpleNamespace(
-        config=config, parallel=SimpleNamespace(place=CPRank(2, 0)), policy=SimpleNamespace(arch=ARCH), data_parallel_size=1
+        config=config,
+        parallel=SimpleNamespace(place=CPRank(2, 0)),
+        policy=SimpleNamespace(arch=ARCH),
+        data_parallel_size=1,
     )
     (plan,) = MegatronBackend.plan(backend, make_batch(), [range(len(LENGTHS))])
-    packs = [pack_size(sum(padded_length(LENGTHS[i], 4) for i in micro), 8) for micro in plan.microbatches[0]]
+    packs = [
+        pack_size(sum(padded_length(LENGTHS[i], 4) for i in micro), 8)
+        for micro in plan.microbatches[0]
+    ]
     assert max(packs) <= limit
     assert len(packs) > 1
 
 
-# --- configuration ----------------------------------------------------------------------------------------------------------
+# --- configuration --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -191,8 +228,16 @@ def test_no_planned_pack_is_longer_than_the_budget(limit: int) -> None:
         ({"pipeline": 7}, 7, "at most 6 stages"),
         ({"pipeline": 2, "virtual_pipeline": 2}, 2, r"\[3, 3\] of 6 layers"),
         ({"pipeline": 3, "virtual_pipeline": 2, "last_stage_layers": 4}, 3, r"\[1, 1, 4\]"),
-        ({"pipeline": 2, "first_stage_layers": 4, "last_stage_layers": 4}, 2, "2 too many are given; leave first"),
-        ({"pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 2}, 2, "2 are left for 0 stages"),
+        (
+            {"pipeline": 2, "first_stage_layers": 4, "last_stage_layers": 4},
+            2,
+            "2 too many are given; leave first",
+        ),
+        (
+            {"pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 2},
+            2,
+            "2 are left for 0 stages",
+        ),
         ({"pipeline": 3, "first_stage_layers": 1}, 3, "5 are left for 2 stages"),
         ({"pipeline": 2, "last_stage_layers": 6}, 2, "0 are left for 1 stages"),
         ({"last_stage_layers": 6}, 1, "last_stage_layers: needs pipeline > 1"),
@@ -201,7 +246,9 @@ def test_no_planned_pack_is_longer_than_the_budget(limit: int) -> None:
         ({"context": 2}, 3, "context 2 = 2 does not divide the world size 3"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused(parallel: dict[str, Any], world_size: int, message: str) -> None:
+def test_a_layout_that_does_not_fit_is_refused(
+    parallel: dict[str, Any], world_size: int, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         check_layout(ARCH, ParallelConfig(**parallel), world_size)
 
@@ -254,7 +301,9 @@ def test_every_refused_field_is_a_field() -> None:
     check_overrides({"recompute_granularity": "full", "batch_invariant_mode": True}, ARCH)
 
 
-@pytest.mark.parametrize(("vocab", "divisible", "tp", "padded"), [(31, 1, 2, 32), (31, 64, 2, 128), (32, 1, 4, 32)])
+@pytest.mark.parametrize(
+    ("vocab", "divisible", "tp", "padded"), [(31, 1, 2, 32), (31, 64, 2, 128), (32, 1, 4, 32)]
+)
 def test_padded_vocabulary(vocab: int, divisible: int, tp: int, padded: int) -> None:
     assert padded_vocab_size(vocab, divisible, tp) == padded
 
@@ -264,7 +313,10 @@ def test_padded_vocabulary(vocab: int, divisible: int, tp: int, padded: int) -> 
     [
         ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
         ("linear", [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]),
-        ("cosine", [0.5, 1.0, 1.0, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5), 0.2]),
+        (
+            "cosine",
+            [0.5, 1.0, 1.0, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5), 0.2],
+        ),
     ],
 )
 def test_learning_rate(schedule: Any, expected: list[float]) -> None:

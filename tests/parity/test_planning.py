@@ -17,7 +17,13 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.read import read_architecture
 from rlcore.config import Config
 from rlcore.launch.commands.plan import configured_layout
-from rlcore.planning.memory import Load, activation_bytes, gradient_bytes, optimizer_bytes, rank_weights
+from rlcore.planning.memory import (
+    Load,
+    activation_bytes,
+    gradient_bytes,
+    optimizer_bytes,
+    rank_weights,
+)
 
 RANKS = Path(__file__).with_name("memory_ranks.py")
 SIZES: dict[str, Any] = {
@@ -32,7 +38,13 @@ MODELS = {
     "llama": ("LlamaConfig", {}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
 }
-FULL = {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
+FULL = {
+    "megatron": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+}
 
 
 def selective(*modules: str) -> dict[str, Any]:
@@ -42,12 +54,16 @@ def selective(*modules: str) -> dict[str, Any]:
 TP2: dict[str, Any] = {"parallel": {"tensor": 2}}
 TP2_SP: dict[str, Any] = {"parallel": {"tensor": 2, "sequence": True}}
 EP2: dict[str, Any] = {"parallel": {"expert": 2}, "data": 2}
-TP2_EP2: dict[str, Any] = {"parallel": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}}
+TP2_EP2: dict[str, Any] = {
+    "parallel": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}
+}
 CP2: dict[str, Any] = {"parallel": {"context": 2}}
 PP2: dict[str, Any] = {"parallel": {"pipeline": 2}}
 PP2_UNEVEN: dict[str, Any] = {"parallel": {"pipeline": 2, "first_stage_layers": 1}}
 VPP2: dict[str, Any] = {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "micro_batches": 4}
-BF16, DISTRIBUTED, OFFLOAD = {"dtype": "bf16"}, {"distributed": True}, {"offload_optimizer": True}
+BF16 = {"dtype": "bf16"}
+DISTRIBUTED = {"distributed": True}
+OFFLOAD = {"offload_optimizer": True}
 
 
 def case(name: str, model: str, *parts: dict[str, Any]) -> dict[str, Any]:
@@ -106,20 +122,41 @@ MORE: dict[int, list[dict[str, Any]]] = {
         case("cp2_full", "qwen3", CP2, FULL),
         case("cp2_core_attn", "llama", CP2, selective("core_attn")),
         case("cp2_distributed", "llama", CP2, DISTRIBUTED),
-        case("cp2_ep2_distributed", "qwen3_moe", {"parallel": {"context": 2, "expert": 2}}, DISTRIBUTED),
+        case(
+            "cp2_ep2_distributed",
+            "qwen3_moe",
+            {"parallel": {"context": 2, "expert": 2}},
+            DISTRIBUTED,
+        ),
         case("ep2_core_attn_moe", "qwen3_moe", EP2, selective("core_attn", "moe")),
         case("pp2_experts_uneven", "qwen3_moe", PP2_UNEVEN),
     ],
     4: [
-        case("tp2_sp_pp2_full", "qwen3", {"parallel": {"tensor": 2, "sequence": True, "pipeline": 2}}, FULL),
-        case("cp2_pp2_ep2", "qwen3_moe", {"parallel": {"context": 2, "pipeline": 2, "expert": 2}}, DISTRIBUTED),
+        case(
+            "tp2_sp_pp2_full",
+            "qwen3",
+            {"parallel": {"tensor": 2, "sequence": True, "pipeline": 2}},
+            FULL,
+        ),
+        case(
+            "cp2_pp2_ep2",
+            "qwen3_moe",
+            {"parallel": {"context": 2, "pipeline": 2, "expert": 2}},
+            DISTRIBUTED,
+        ),
     ],
 }
 ALL = [pytest.param(size, one, id=one["name"]) for size, cases in CASES.items() for one in cases]
-ALL += [pytest.param(size, one, id=one["name"], marks=pytest.mark.full) for size, cases in MORE.items() for one in cases]
+ALL += [
+    pytest.param(size, one, id=one["name"], marks=pytest.mark.full)
+    for size, cases in MORE.items()
+    for one in cases
+]
 
 
-def planned(arch: Architecture, config: Config, case: dict[str, Any], size: int, rank: int) -> dict[str, int]:
+def planned(
+    arch: Architecture, config: Config, case: dict[str, Any], size: int, rank: int
+) -> dict[str, int]:
     layout = configured_layout(config, arch, size)
     stage = rank // (size // layout.pipeline)
     b = 2 if config.model.dtype == "bf16" else 4
@@ -142,16 +179,20 @@ Measured = Callable[[int, str, int], dict[str, int]]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planning")
-    torch.manual_seed(0)        # how evenly the routers spread the tokens
+    torch.manual_seed(0)  # how evenly the routers spread the tokens
     for name, (config, keys) in MODELS.items():
         config = getattr(transformers, config)(**{**SIZES, **keys})
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "models" / name)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(
+            folder / "models" / name
+        )
     return folder / "models"
 
 
 @pytest.fixture(scope="module")
 def measured(models: Path) -> Measured:
-    """(ranks, case, rank) -> bytes; all cases of a tier that have so many ranks run at its first question."""
+    """(ranks, case, rank) -> bytes; all cases of a tier that have so many ranks run at its first
+    question.
+    """
     worlds: dict[Path, list[dict[str, dict[str, int]]]] = {}
 
     def of(size: int, name: str, rank: int) -> dict[str, int]:
@@ -159,7 +200,9 @@ def measured(models: Path) -> Measured:
         world = models.parent / f"world{size}{'' if tier is CASES else '_more'}"
         if world not in worlds:
             run_ranks(RANKS, size, world, tier[size], deadline_s=240)
-            worlds[world] = [json.loads((world / f"bytes{k}.json").read_text()) for k in range(size)]
+            worlds[world] = [
+                json.loads((world / f"bytes{k}.json").read_text()) for k in range(size)
+            ]
         return worlds[world][rank][name]
 
     return of
@@ -170,12 +213,22 @@ def test_the_plan_is_within_a_tenth_of_what_a_rank_holds(
     measured: Measured, models: Path, size: int, case: dict[str, Any]
 ) -> None:
     arch = read_architecture(models / case["model"])
-    config = make_config({**case, "optimizer": {"distributed": case.get("distributed", False)}}, models)
+    config = make_config(
+        {**case, "optimizer": {"distributed": case.get("distributed", False)}}, models
+    )
     each = size // config.policy.parallel.pipeline
     for rank in range(size):
-        found, expected = dict(measured(size, case["name"], rank)), planned(arch, config, case, size, rank)
-        # Of the mean rank of its stage: a plan takes tokens as evenly routed, which a router of random weights does not do.
+        found = dict(measured(size, case["name"], rank))
+        expected = planned(arch, config, case, size, rank)
+        # Of the mean rank of its stage: a plan takes tokens as evenly routed, which a router of
+        # random weights does not do.
         stage = range(rank // each * each, (rank // each + 1) * each)
-        found["activations"] = sum(measured(size, case["name"], k)["activations"] for k in stage) // each
-        far = {what: (expected[what], found[what]) for what in found if abs(expected[what] / found[what] - 1) > 0.1}
+        found["activations"] = (
+            sum(measured(size, case["name"], k)["activations"] for k in stage) // each
+        )
+        far = {
+            what: (expected[what], found[what])
+            for what in found
+            if abs(expected[what] / found[what] - 1) > 0.1
+        }
         assert not far, f"rank {rank}: (planned, measured) bytes: {far}"

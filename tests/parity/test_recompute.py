@@ -1,4 +1,6 @@
-"""Activation recomputation: the gradients of the same layout without it, in less memory; what would not be so is refused."""
+"""Activation recomputation: the gradients of the same layout without it, in less memory; what would
+not be so is refused.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,25 @@ from rlcore.errors import ConfigError
 
 RANKS = Path(__file__).with_name("recompute_ranks.py")
 Choices = dict[str, dict[str, Any]]
-EQUAL = 1e-6        # relative, over each whole tensor
+EQUAL = 1e-6  # relative, over each whole tensor
 LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.05}
 
 
 def full(method: str, layers: int, **more: Any) -> dict[str, Any]:
-    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers, **more}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": method,
+        "recompute_num_layers": layers,
+        **more,
+    }
 
 
 def selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
-# Four layers; those of the second model have experts and a shared one, but for the second layer, which is dense.
+# Four layers; those of the second model have experts and a shared one, but for the second layer,
+# which is dense.
 DENSE: Choices = {
     "uniform_1": full("uniform", 1), "uniform_2": full("uniform", 2), "block_1": full("block", 1), "block_3": full("block", 3),
     "core_attn": selective("core_attn"), "mlp": selective("mlp"), "core_attn_mlp": selective("core_attn", "mlp"),
@@ -39,17 +47,28 @@ EXPERTS: Choices = {
     "mlp": selective("mlp"), "moe": selective("moe"), "shared_experts": selective("shared_experts"),
     "every_part": selective("core_attn", "mlp", "moe", "shared_experts"),
 }  # fmt: skip
-SP2, PP2 = {"tensor": 2, "sequence": True}, {"pipeline": 2}
-VPP2, EP2 = PP2 | {"virtual_pipeline": 2}, {"expert": 2}
+SP2 = {"tensor": 2, "sequence": True}
+PP2 = {"pipeline": 2}
+VPP2 = PP2 | {"virtual_pipeline": 2}
+EP2 = {"expert": 2}
 
 
 def cases(
-    layout: str, model: str, choices: Choices, *, plan: str = "uneven", megatron: dict[str, Any] | None = None, **keys: Any
+    layout: str,
+    model: str,
+    choices: Choices,
+    *,
+    plan: str = "uneven",
+    megatron: dict[str, Any] | None = None,
+    **keys: Any,
 ) -> list[dict[str, Any]]:
     """One without recomputation, named by the layout, and one for each choice."""
     common = {"model": model, "plan": plan, **keys}
     every = {layout: {}} | {f"{layout}-{choice}": fields for choice, fields in choices.items()}
-    return [{"name": name, "megatron": (megatron or {}) | fields, **common} for name, fields in every.items()]
+    return [
+        {"name": name, "megatron": (megatron or {}) | fields, **common}
+        for name, fields in every.items()
+    ]
 
 
 def some(choices: Choices, *names: str) -> Choices:
@@ -61,20 +80,63 @@ CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         *cases("dense", "qwen3", DENSE),
         *cases("moe", "qwen2_moe", EXPERTS, megatron=LOSSES),
-        *cases("moe_plain", "qwen2_moe", {"block_1": full("block", 1), "block_3": full("block", 3)}),
-        *cases("latent", "deepseek_v3", some(EXPERTS, "uniform_2", "every_part"), replay="logprobs"),
-        *cases("replay", "qwen2_moe", some(EXPERTS, "uniform_1", "uniform_2", "every_part"), **REPLAY),
+        *cases(
+            "moe_plain", "qwen2_moe", {"block_1": full("block", 1), "block_3": full("block", 3)}
+        ),
+        *cases(
+            "latent", "deepseek_v3", some(EXPERTS, "uniform_2", "every_part"), replay="logprobs"
+        ),
+        *cases(
+            "replay", "qwen2_moe", some(EXPERTS, "uniform_1", "uniform_2", "every_part"), **REPLAY
+        ),
     ],
     2: [
-        *cases("tp2_sp", "qwen3", some(DENSE, "uniform_2", "block_1", "core_attn_mlp"), parallel=SP2),
-        *cases("tp2", "qwen3", {"distributed": full("uniform", 1, distribute_saved_activations=True)}, parallel={"tensor": 2}),
+        *cases(
+            "tp2_sp", "qwen3", some(DENSE, "uniform_2", "block_1", "core_attn_mlp"), parallel=SP2
+        ),
+        *cases(
+            "tp2",
+            "qwen3",
+            {"distributed": full("uniform", 1, distribute_saved_activations=True)},
+            parallel={"tensor": 2},
+        ),
         *cases("pp2", "qwen3", some(DENSE, "uniform_1", "block_1", "core_attn_mlp"), parallel=PP2),
-        *cases("vpp2", "qwen3", some(DENSE, "uniform_1", "core_attn_mlp"), plan="pairs", parallel=VPP2),
-        *cases("moe_tp2_sp", "qwen2_moe", some(EXPERTS, "uniform_2", "every_part"), parallel=SP2, **REPLAY),
-        *cases("moe_pp2", "qwen2_moe", some(EXPERTS, "uniform_1", "every_part"), parallel=PP2, **REPLAY),
-        *cases("moe_vpp2", "qwen2_moe", some(EXPERTS, "uniform_1", "every_part"), plan="pairs", parallel=VPP2, **REPLAY),
-        *cases("moe_ep2", "qwen2_moe", some(EXPERTS, "uniform_2", "every_part"), plan="dp2", parallel=EP2, **REPLAY),
-        *cases("moe_cp2", "qwen2_moe", some(EXPERTS, "uniform_2", "every_part"), parallel={"context": 2}, **REPLAY),
+        *cases(
+            "vpp2", "qwen3", some(DENSE, "uniform_1", "core_attn_mlp"), plan="pairs", parallel=VPP2
+        ),
+        *cases(
+            "moe_tp2_sp",
+            "qwen2_moe",
+            some(EXPERTS, "uniform_2", "every_part"),
+            parallel=SP2,
+            **REPLAY,
+        ),
+        *cases(
+            "moe_pp2", "qwen2_moe", some(EXPERTS, "uniform_1", "every_part"), parallel=PP2, **REPLAY
+        ),
+        *cases(
+            "moe_vpp2",
+            "qwen2_moe",
+            some(EXPERTS, "uniform_1", "every_part"),
+            plan="pairs",
+            parallel=VPP2,
+            **REPLAY,
+        ),
+        *cases(
+            "moe_ep2",
+            "qwen2_moe",
+            some(EXPERTS, "uniform_2", "every_part"),
+            plan="dp2",
+            parallel=EP2,
+            **REPLAY,
+        ),
+        *cases(
+            "moe_cp2",
+            "qwen2_moe",
+            some(EXPERTS, "uniform_2", "every_part"),
+            parallel={"context": 2},
+            **REPLAY,
+        ),
     ],
 }
 NAMES = [
@@ -100,21 +162,27 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(("size", "name"), NAMES)
 def test_the_same_gradients_in_less_memory(size: int, name: str, results: Any) -> None:
-    got, expected = results(size, name), results(size, name.partition("-")[0])
+    got = results(size, name)
+    expected = results(size, name.partition("-")[0])
     far = [
         weight
-        for weight, want in expected["gradients"].items()     # an expert without tokens has none
+        for weight, want in expected["gradients"].items()  # an expert without tokens has none
         if not (got["gradients"][weight] - want).double().norm() <= EQUAL * want.double().norm()
     ]
     assert not far, f"relative distance of gradients above {EQUAL}: {far}"
     assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
-    assert all(ours < theirs for ours, theirs in zip(got["saved_bytes"], expected["saved_bytes"], strict=True))
+    assert all(
+        ours < theirs
+        for ours, theirs in zip(got["saved_bytes"], expected["saved_bytes"], strict=True)
+    )
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 DENSE_ARCH = Architecture("llama", {}, 31, False, 64, 1e4, None, {"num_layers": 4})
-MOE_ARCH = Architecture("qwen3_moe", {}, 31, False, 64, 1e4, None, {"num_layers": 4, "num_moe_experts": 4})
+MOE_ARCH = Architecture(
+    "qwen3_moe", {}, 31, False, 64, 1e4, None, {"num_layers": 4, "num_moe_experts": 4}
+)
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective"}
 
@@ -171,7 +239,11 @@ REFUSED: list[tuple[Architecture, dict[str, Any], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arch", "parallel", "given", "message"), REFUSED, ids=[row[-1].partition(":")[0] for row in REFUSED])
+@pytest.mark.parametrize(
+    ("arch", "parallel", "given", "message"),
+    REFUSED,
+    ids=[row[-1].partition(":")[0] for row in REFUSED],
+)
 def test_what_would_fail_be_wrong_or_do_nothing_is_refused(
     arch: Architecture, parallel: dict[str, Any], given: dict[str, Any], message: str
 ) -> None:
@@ -182,8 +254,13 @@ def test_what_would_fail_be_wrong_or_do_nothing_is_refused(
 
 def test_transformer_engine_has_more() -> None:
     for engine in (True, None):
-        check_recompute(selective("layernorm", "moe_act"), MOE_ARCH, ParallelConfig(), engine=engine)
-    with pytest.raises(ConfigError, match="layernorm: Transformer Engine's layers have their norms inside the matmuls"):
+        check_recompute(
+            selective("layernorm", "moe_act"), MOE_ARCH, ParallelConfig(), engine=engine
+        )
+    with pytest.raises(
+        ConfigError,
+        match="layernorm: Transformer Engine's layers have their norms inside the matmuls",
+    ):
         check_recompute(selective("layernorm"), DENSE_ARCH, ParallelConfig(), engine=True)
 
 

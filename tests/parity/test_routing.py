@@ -1,4 +1,6 @@
-"""Routing replay: a step uses the experts of the log-prob pass, on every layout, with the gradients of the new weights."""
+"""Routing replay: a step uses the experts of the log-prob pass, on every layout, with the gradients
+of the new weights.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ with importing_megatron():
 
 RANKS = Path(__file__).with_name("routing_ranks.py")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-FORCED: dict[str, Any] = {"model": "qwen3_moe", "then": "qwen3_moe_other", "plans": ["pairs"], "replay": "logprobs"}
+FORCED: dict[str, Any] = {
+    "model": "qwen3_moe",
+    "then": "qwen3_moe_other",
+    "plans": ["pairs"],
+    "replay": "logprobs",
+}
 SP2 = {"tensor": 2, "sequence": True}
 
 # By the ranks of a launch; those below 0 are launched by `scripts/test.sh --full` alone.
@@ -31,7 +38,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "off", "model": "qwen3_moe", "plans": ["pairs"], "replay": "none"},
         {"name": "same", "model": "qwen3_moe", "plans": ["pairs"], "replay": "logprobs"},
-        {"name": "same_mixed", "model": "qwen2_moe", "plans": ["pairs"], "replay": "logprobs"},     # the second layer is dense
+        # the second layer is dense
+        {"name": "same_mixed", "model": "qwen2_moe", "plans": ["pairs"], "replay": "logprobs"},
         {"name": "forced", **FORCED},
         {"name": "forced_guest", **FORCED, "offload": True},
         {"name": "forced_recompute", **FORCED, "megatron": FULL},
@@ -52,7 +60,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "ep2_pp2", **FORCED, "plans": ["dp2"], "parallel": {"expert": 2, "pipeline": 2}},
     ],
 }  # fmt: skip
-ORACLES = {"qwen3_moe": "qwen3_moe_other", "deepseek_v3": "deepseek_v3_other"}       # experts of, weights of
+# experts of, weights of
+ORACLES = {"qwen3_moe": "qwen3_moe_other", "deepseek_v3": "deepseek_v3_other"}
 FORCED_NAMES = [pytest.param(case["name"], marks=pytest.mark.full if size < 0 else ())
                 for size, cases in CASES.items() for case in cases if case.get("then") == "qwen3_moe_other"]  # fmt: skip
 
@@ -61,10 +70,13 @@ class Results:
     """Results by name; a world runs when its first case is asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.worlds = folder, {}       # type: Path, dict[int, Path]
+        self.folder = folder  # type: Path, dict[int, Path]
+        self.worlds = {}  # type: Path, dict[int, Path]
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        size = next(size for size, cases in CASES.items() if any(case["name"] == name for case in cases))
+        size = next(
+            size for size, cases in CASES.items() if any(case["name"] == name for case in cases)
+        )
         if size not in self.worlds:
             self.worlds[size] = self.folder / f"world{size}"
             run_ranks(RANKS, abs(size), self.worlds[size], CASES[size], deadline_s=120)
@@ -85,7 +97,9 @@ def results(folder: Path) -> Results:
 
 
 def routers(model: Any) -> list[nn.Module]:
-    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    return [
+        module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")
+    ]
 
 
 @contextmanager
@@ -100,14 +114,20 @@ def choices_of(model: Any) -> Iterator[list[list[Tensor]]]:
 
 
 def force(model: Any, made: list[list[Tensor]]) -> None:
-    """From now on each router uses those experts: its scores of all, those of the chosen normalised to 1."""
+    """From now on each router uses those experts: its scores of all, those of the chosen normalised
+    to 1.
+    """
     for router, calls in zip(routers(model), made):
         given = iter(calls)
 
-        def forward(router: Any, inputs: Any, output: Any, given: Iterator[Tensor] = given) -> tuple[Tensor, Tensor, Tensor]:
+        def forward(
+            router: Any, inputs: Any, output: Any, given: Iterator[Tensor] = given
+        ) -> tuple[Tensor, Tensor, Tensor]:
             chosen = next(given)
-            scale = getattr(router, "routed_scaling_factor", None)      # of sigmoid scores
-            scores = (output[0].softmax(-1) if scale is None else output[0].sigmoid()).gather(1, chosen)
+            scale = getattr(router, "routed_scaling_factor", None)  # of sigmoid scores
+            scores = (output[0].softmax(-1) if scale is None else output[0].sigmoid()).gather(
+                1, chosen
+            )
             return output[0], (scale or 1.0) * scores / scores.sum(-1, keepdim=True), chosen
 
         router.register_forward_hook(forward)
@@ -129,25 +149,33 @@ def expected(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", FORCED_NAMES)
-def test_gradients_are_those_of_the_forced_experts(name: str, results: Results, expected: dict[str, Tensor]) -> None:
+def test_gradients_are_those_of_the_forced_experts(
+    name: str, results: Results, expected: dict[str, Tensor]
+) -> None:
     result = results[name]
     got = result["gradients"]
     assert set(got) == set(expected)
     assert not oracle.far(got, expected)
     assert result["as_recorded"]
-    assert result["metrics"]["train/routing_replay_changed"] == results["forced"]["metrics"]["train/routing_replay_changed"]
+    assert (
+        result["metrics"]["train/routing_replay_changed"]
+        == results["forced"]["metrics"]["train/routing_replay_changed"]
+    )
 
 
 def test_a_sigmoid_router_replays_too(results: Results, folder: Path) -> None:
     """Whatever its bias says of the experts by now, and when its layer is recomputed."""
-    result, expected = results["sigmoid"], forced_gradients(folder, "deepseek_v3")
-    assert result["gradients"].keys() > expected.keys()         # the biases have none
+    result = results["sigmoid"]
+    expected = forced_gradients(folder, "deepseek_v3")
+    assert result["gradients"].keys() > expected.keys()  # the biases have none
     assert not oracle.far(result["gradients"], expected)
     assert result["as_recorded"]
     assert 0.2 < result["metrics"]["train/routing_replay_changed"] < 1
 
 
-def test_the_share_of_changed_choices_is_counted_over_real_tokens_and_layers(results: Results) -> None:
+def test_the_share_of_changed_choices_is_counted_over_real_tokens_and_layers(
+    results: Results,
+) -> None:
     share = results["forced"]["metrics"]["train/routing_replay_changed"]
     assert 0.2 < share < 1
     assert results["same"]["metrics"]["train/routing_replay_changed"] == 0
@@ -156,7 +184,8 @@ def test_the_share_of_changed_choices_is_counted_over_real_tokens_and_layers(res
 
 
 def test_unchanged_weights_give_the_same_gradients_to_the_bit(results: Results) -> None:
-    off, same = results["off"], results["same"]
+    off = results["off"]
+    same = results["same"]
     assert same["as_recorded"]
     assert "train/routing_replay_changed" not in off["metrics"]
     for name, gradient in off["gradients"].items():
@@ -169,22 +198,28 @@ def test_the_second_step_uses_what_was_recorded_before_the_first(results: Result
     assert result["metrics"]["train/routing_replay_changed"] > 0
 
 
-# --- one router -----------------------------------------------------------------------------------------------------------
+# --- one router -----------------------------------------------------------------------------------
 
 
-def top2(scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None) -> tuple[Tensor, Tensor]:
+def top2(
+    scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None
+) -> tuple[Tensor, Tensor]:
     values, indices = scores.topk(topk, dim=1)
     return values, indices
 
 
 def test_recomputations_get_the_experts_of_their_forwards_oldest_first() -> None:
     """As with pipeline stages: two micro-batches go forward, then the first is recomputed."""
-    choice, scores = ExpertChoice(), torch.tensor([[4.0, 3.0, 2.0, 1.0]], requires_grad=True)
+    choice = ExpertChoice()
+    scores = torch.tensor([[4.0, 3.0, 2.0, 1.0]], requires_grad=True)
     given = [torch.tensor([[3, 1]], dtype=torch.int16), torch.tensor([[2, 0]], dtype=torch.int16)]
     for one in given:
         choice.given = one
         with torch.no_grad():
-            assert choice.get_replay_topk(scores, 2, default_compute_topk=top2)[1].tolist() == one.tolist()
+            assert (
+                choice.get_replay_topk(scores, 2, default_compute_topk=top2)[1].tolist()
+                == one.tolist()
+            )
     choice.given = None
     for one in given:
         values, chosen = choice.get_replay_topk(scores, 2, default_compute_topk=top2)
@@ -197,7 +232,8 @@ def test_recomputations_get_the_experts_of_their_forwards_oldest_first() -> None
 
 
 def test_pads_are_not_counted_and_the_order_of_a_choice_is_no_change() -> None:
-    choice, scores = ExpertChoice(), torch.tensor([[4.0, 3.0, 2.0]]).repeat(3, 1).requires_grad_()
+    choice = ExpertChoice()
+    scores = torch.tensor([[4.0, 3.0, 2.0]]).repeat(3, 1).requires_grad_()
     choice.given = torch.tensor([[1, 0], [2, 0], [2, 1]], dtype=torch.int16)
     choice.hidden = torch.tensor([False, False, True])
     choice.get_replay_topk(scores, 2, default_compute_topk=top2)
@@ -206,15 +242,22 @@ def test_pads_are_not_counted_and_the_order_of_a_choice_is_no_change() -> None:
 
 
 def test_tokens_without_a_record_keep_their_routers_choice_in_the_recomputation_too() -> None:
-    choice, scores = ExpertChoice(), torch.tensor([[4.0, 3.0, 2.0]]).repeat(2, 1)
+    choice = ExpertChoice()
+    scores = torch.tensor([[4.0, 3.0, 2.0]]).repeat(2, 1)
     choice.given = torch.tensor([[2, 0], [-1, -1]], dtype=torch.int16)
     with torch.no_grad():
-        assert choice.get_replay_topk(scores, 2, default_compute_topk=top2)[1].tolist() == [[2, 0], [0, 1]]
+        assert choice.get_replay_topk(scores, 2, default_compute_topk=top2)[1].tolist() == [
+            [2, 0],
+            [0, 1],
+        ]
     assert choice.changed is not None
     assert int(choice.changed) == 1
     moved = scores.flip(1).requires_grad_()
-    assert choice.get_replay_topk(moved, 2, default_compute_topk=top2)[1].tolist() == [[2, 0], [0, 1]]
-    choice.recomputed = False       # a pass that only scores is never run again
+    assert choice.get_replay_topk(moved, 2, default_compute_topk=top2)[1].tolist() == [
+        [2, 0],
+        [0, 1],
+    ]
+    choice.recomputed = False  # a pass that only scores is never run again
     with torch.no_grad():
         choice.get_replay_topk(scores, 2, default_compute_topk=top2)
     assert not choice._again
@@ -224,7 +267,10 @@ def test_the_engines_records_must_be_those_of_the_model() -> None:
     arch = Architecture("qwen3_moe", {}, 31, True, 64, 1e4, None,
                         {"num_layers": 2, "num_moe_experts": 4, "moe_router_topk": 2})  # fmt: skip
     batch = make_batch()
-    with pytest.raises(RunFailed, match=r"routed_experts are missing, expected \[tokens, 2 layers with experts, 2 experts"):
+    with pytest.raises(
+        RunFailed,
+        match=r"routed_experts are missing, expected \[tokens, 2 layers with experts, 2 experts",
+    ):
         check_records(batch, arch)
     batch.routed_experts = torch.zeros(len(batch.tokens), 3, 2, dtype=torch.int16)
     with pytest.raises(RunFailed, match=r"routed_experts are \(3, 2\), expected"):
@@ -232,11 +278,16 @@ def test_the_engines_records_must_be_those_of_the_model() -> None:
     batch.routed_experts = torch.full((len(batch.tokens), 2, 2), 3, dtype=torch.int16)
     check_records(batch, arch)
     batch.routed_experts[-1, 1, 0] = 4
-    with pytest.raises(RunFailed, match=r"routed_experts name expert 4 of a model of 4: set it to logprobs"):
+    with pytest.raises(
+        RunFailed, match=r"routed_experts name expert 4 of a model of 4: set it to logprobs"
+    ):
         check_records(batch, arch)
 
 
 def test_a_dense_model_is_refused() -> None:
     dense = Architecture("qwen3", {}, 31, True, 64, 1e4, None, {"num_layers": 2, "hidden_size": 32})
-    with pytest.raises(ConfigError, match=r"policy.routing_replay: the qwen3 model has no experts to replay; set it to none"):
+    with pytest.raises(
+        ConfigError,
+        match=r"policy.routing_replay: the qwen3 model has no experts to replay; set it to none",
+    ):
         replay_routing([], dense)

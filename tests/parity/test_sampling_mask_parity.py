@@ -1,4 +1,6 @@
-"""With top-k and top-p the trainer trains the distribution that the engine drew from, on every layout."""
+"""With top-k and top-p the trainer trains the distribution that the engine drew from, on every
+layout.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from rlcore.data.sample import Sample
 from rlcore.runs.rollouts import write_rollouts
 
 RANKS = Path(__file__).with_name("parity_ranks.py")
-HALVES: dict[str, Any] = {"model": "qwen3", "plan": ["half0", "half1"], "update": 1, "samples": "kept"}
+HALVES: dict[str, Any] = {
+    "model": "qwen3",
+    "plan": ["half0", "half1"],
+    "update": 1,
+    "samples": "kept",
+}
 
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
@@ -36,7 +43,12 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "dp2", **HALVES, "plan": "starved", "update": 0},
     ],
 }  # fmt: skip
-KEPT = [case for cases in CASES.values() for case in cases if case["samples"] == "kept" and "algorithm" not in case]
+KEPT = [
+    case
+    for cases in CASES.values()
+    for case in cases
+    if case["samples"] == "kept" and "algorithm" not in case
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +62,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def samples(folder: Path) -> list[Sample]:
     """As recorded by a run, and once more without their sets."""
     torch.set_num_threads(1)
-    drawn = draw_samples(folder / "models" / "qwen3", oracle._load(folder / "models" / "qwen3").float())
+    drawn = draw_samples(
+        folder / "models" / "qwen3", oracle._load(folder / "models" / "qwen3").float()
+    )
     write_rollouts(folder / "kept", 1, drawn)
     kept = [sample.sampling_mask for sample in drawn]
     for sample in drawn:
@@ -89,19 +103,26 @@ def test_the_samples_are_what_they_are_for(samples: list[Sample]) -> None:
 def test_engine_and_trainer_agree_and_gradients_are_those_of_the_truncated_distribution(
     case: dict[str, Any], results: dict[str, dict[str, Any]], folder: Path, samples: list[Sample]
 ) -> None:
-    result, model = results[case["name"]], oracle._load(folder / "models" / "qwen3")
+    result = results[case["name"]]
+    model = oracle._load(folder / "models" / "qwen3")
     wanted = step_on_samples(model, samples, sequences_of(case))
     engine = RolloutBatch.from_samples(samples).vectors["rollout_logprobs"]
     torch.testing.assert_close(result["scores"]["logprobs"], engine, atol=1e-5, rtol=0)
     torch.testing.assert_close(result["reference"]["logprobs"], engine, atol=1e-5, rtol=0)
-    torch.testing.assert_close(result["scores"]["logprobs"].double(), wanted["logprobs"], atol=1e-5, rtol=0)
-    torch.testing.assert_close(result["scores"]["entropy"].double(), wanted["entropy"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        result["scores"]["logprobs"].double(), wanted["logprobs"], atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(
+        result["scores"]["entropy"].double(), wanted["entropy"], atol=1e-5, rtol=0
+    )
     got = result["gradients"]["policy"]
     assert set(got) == set(wanted["gradients"])
     assert not oracle.far(got, wanted["gradients"])
 
 
-def test_without_the_sets_engine_and_trainer_differ(results: dict[str, dict[str, Any]], samples: list[Sample]) -> None:
+def test_without_the_sets_engine_and_trainer_differ(
+    results: dict[str, dict[str, Any]], samples: list[Sample]
+) -> None:
     engine = RolloutBatch.from_samples(samples).vectors["rollout_logprobs"]
     gap = (results["off"]["scores"]["logprobs"] - engine).abs()
     assert gap.mean() > 0.1
@@ -110,7 +131,8 @@ def test_without_the_sets_engine_and_trainer_differ(results: dict[str, dict[str,
 
 
 def test_a_step_on_policy_has_a_ratio_of_one(results: dict[str, dict[str, Any]]) -> None:
-    on, off = results["on_policy"]["metrics"], results["off_policy"]["metrics"]
+    on = results["on_policy"]["metrics"]
+    off = results["off_policy"]["metrics"]
     assert on["val/ratio"] == pytest.approx(1.0, abs=1e-5)
     assert abs(on["policy/approxkl_avg"]) < 1e-8
     assert abs(off["val/ratio"] - 1.0) > 0.01

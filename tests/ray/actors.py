@@ -1,4 +1,6 @@
-"""Actors of tests, and what they are made with: in a module that workers can import, since Ray sends classes by their names."""
+"""Actors of tests, and what they are made with: in a module that workers can import, since Ray
+sends classes by their names.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,16 @@ class Nobody:
 
 def sample(draw: int, length: int) -> Sample:
     return Sample(
-        draw, 0, f"p:{draw}", draw, draw, np.arange(length, dtype=np.int32), np.array([0] + [1] * (length - 1), np.uint8),
-        np.zeros(length - 1, np.float32), (VersionSpan(1, 0, length - 1),), "stop",
+        draw,
+        0,
+        f"p:{draw}",
+        draw,
+        draw,
+        np.arange(length, dtype=np.int32),
+        np.array([0] + [1] * (length - 1), np.uint8),
+        np.zeros(length - 1, np.float32),
+        (VersionSpan(1, 0, length - 1),),
+        "stop",
     )
 
 

@@ -18,7 +18,8 @@ import pytest
 from rlcore.launch.ray.calls import NAMESPACE
 from tests.integration.lab import ROOT
 
-NODE = {"object_store_memory": 100 << 20, "include_log_monitor": False}     # of each; our runs collect their logs themselves
+# of each; our runs collect their logs themselves
+NODE = {"object_store_memory": 100 << 20, "include_log_monitor": False}
 _addresses = count(2)
 
 
@@ -30,9 +31,12 @@ def new_cluster() -> Iterator[Any]:
     logging.getLogger("ray").setLevel(logging.ERROR)
     # Workers that are not runs' own get the path of this checkout from here.
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with TemporaryDirectory(prefix="ray", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+    with (
+        TemporaryDirectory(prefix="ray", dir="/tmp") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setenv("PYTHONPATH", path)
-        patch.setenv("RAY_TMPDIR", folder)          # a socket's path must be short
+        patch.setenv("RAY_TMPDIR", folder)  # a socket's path must be short
         head = {"num_cpus": 1, "include_dashboard": False, "no_monitor": True, **NODE}
         made = Cluster(initialize_head=True, head_node_args=head)
         try:
@@ -55,7 +59,9 @@ def connected_to(address: str) -> Iterator[None]:
 
 def add_node(cluster: Any, *, cpus: int = 2, gpus: int = 0) -> Any:
     """With an address of its own: a driver is taken to be on the node that has its address."""
-    return cluster.add_node(num_cpus=cpus, num_gpus=gpus, node_ip_address=f"127.0.0.{next(_addresses)}", **NODE)
+    return cluster.add_node(
+        num_cpus=cpus, num_gpus=gpus, node_ip_address=f"127.0.0.{next(_addresses)}", **NODE
+    )
 
 
 def lose_node(cluster: Any, node: Any) -> None:
@@ -65,15 +71,26 @@ def lose_node(cluster: Any, node: Any) -> None:
 
 @contextmanager
 def late_node(cluster: Any, *, cpus: int) -> Iterator[Callable[[], None]]:
-    """What lets another node join, from any thread and without waiting for it: `add_node` is for the main thread alone."""
+    """What lets another node join, from any thread and without waiting for it: `add_node` is for
+    the main thread alone.
+    """
     command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--address={cluster.address}"),
+        *(
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--block",
+            f"--address={cluster.address}",
+        ),
         *(f"--num-cpus={cpus}", f"--node-ip-address=127.0.0.{next(_addresses)}"),
         f"--object-store-memory={NODE['object_store_memory']}",
     ]
     started: list[psutil.Popen] = []
     try:
-        yield lambda: started.append(psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        yield lambda: started.append(
+            psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        )
     finally:
         for process in started:
             for one in (*process.children(recursive=True), process):
@@ -85,6 +102,7 @@ def node_of(cluster: Any, pid: int) -> Any:
     """The cluster's node that runs the process of an actor: a child of its raylet."""
     raylet = psutil.Process(pid).ppid()
     return next(
-        node for node in cluster.list_all_nodes()
+        node
+        for node in cluster.list_all_nodes()
         if any(info.process.pid == raylet for info in node.all_processes["raylet"])
     )

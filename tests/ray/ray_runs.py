@@ -18,17 +18,23 @@ from ray.exceptions import RayError
 from rlcore.launch.ray.calls import NAMESPACE, actor_name
 from tests.integration.lab import LEARNING, Lab, Run
 
-REACH_S = 600.0         # a real server takes minutes to start on a busy machine
-TWO_RANKS = ("policy.parallel.tensor=2", "cluster.processes_per_node=2", "rollout.engine.in_process=false", *LEARNING)
+REACH_S = 600.0  # a real server takes minutes to start on a busy machine
+TWO_RANKS = (
+    "policy.parallel.tensor=2",
+    "cluster.processes_per_node=2",
+    "rollout.engine.in_process=false",
+    *LEARNING,
+)
 STEPS = 8
-COMMON = (*TWO_RANKS, f"training.steps={STEPS}", "checkpoint.every=2")      # of runs that end alike
+COMMON = (*TWO_RANKS, f"training.steps={STEPS}", "checkpoint.every=2")  # of runs that end alike
 
 
 class Going:
     """A run that goes on, seen from a thread of the driver's own process."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.name = run, run.folder.name
+        self.run = run
+        self.name = run.folder.name
 
     def reach(self, step: int) -> None:
         """Wait until `step` is in the log; until the cluster knows of the run, for step 0."""
@@ -39,7 +45,9 @@ class Going:
 
     def _steps(self) -> int:
         path = self.run.folder / "metrics.jsonl"
-        return sum('"step"' in line for line in path.read_text().splitlines()) if path.exists() else 0
+        return (
+            sum('"step"' in line for line in path.read_text().splitlines()) if path.exists() else 0
+        )
 
     def _is_known(self) -> bool:
         try:
@@ -72,7 +80,10 @@ class Going:
     def engine_states(self) -> list[str]:
         """As the service sees them; none while there is no service."""
         try:
-            return [row["state"] for row in ray.get(self.actor("service").status.remote(), timeout=30)[1]]
+            return [
+                row["state"]
+                for row in ray.get(self.actor("service").status.remote(), timeout=30)[1]
+            ]
         except (RayError, ValueError):
             return []
 
@@ -91,14 +102,17 @@ class Going:
     def processes(self) -> set[int]:
         """Of ranks, service and engine, with what they started."""
         actors = {*self.rank_pids(), self.service_pid(), self.engine_pid()}
-        return actors | {child.pid for pid in actors for child in psutil.Process(pid).children(recursive=True)}
+        return actors | {
+            child.pid for pid in actors for child in psutil.Process(pid).children(recursive=True)
+        }
 
 
 class RayRuns:
     """`rlcore train` on the cluster at `address`, in this process where nothing else is said."""
 
     def __init__(self, lab: Lab, address: str) -> None:
-        self.lab, self.address = lab, address
+        self.lab = lab
+        self.address = address
 
     @property
     def _settings(self) -> tuple[str, ...]:
@@ -109,10 +123,27 @@ class RayRuns:
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
         """In a process of its own."""
-        command = (sys.executable, "-m", "rlcore", "train", str(self.lab.base), f"run.name={name}", *self._settings, *arguments)
-        return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+        command = (
+            sys.executable,
+            "-m",
+            "rlcore",
+            "train",
+            str(self.lab.base),
+            f"run.name={name}",
+            *self._settings,
+            *arguments,
+        )
+        return subprocess.Popen(
+            command,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
-    def train(self, name: str, *arguments: str, acts: Sequence[tuple[int, Callable[[Going], object]]] = ()) -> Run:
+    def train(
+        self, name: str, *arguments: str, acts: Sequence[tuple[int, Callable[[Going], object]]] = ()
+    ) -> Run:
         """Run to the end; once step `acts[i][0]` is in the log, do `acts[i][1]`."""
         going = self.going(name)
         failed: list[BaseException] = []
@@ -159,13 +190,17 @@ def _runs(pid: int) -> bool:
 
 def command(*arguments: str, code: int = 0) -> str:
     """What `rlcore ARGUMENTS` prints, in a process of its own that ends with `code`."""
-    done = subprocess.run([sys.executable, "-m", "rlcore", *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlcore", *arguments], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr if code else done.stdout
 
 
 def learned(run: Run) -> list[dict[str, Any]]:
-    """The rows of the log without what depends on the clock, and on engines that were started again."""
+    """The rows of the log without what depends on the clock, and on engines that were started
+    again.
+    """
     return [
         {name: value for name, value in row.items()
          if not name.startswith(("time/", "perf/", "rollout/engine", "rollout/retried", "rollout/resumed"))}
@@ -179,7 +214,9 @@ def weights(run: Run) -> bytes:
 
 
 def balance(run: Run, step: int) -> dict[str, int]:
-    """Of the ledger, which agrees with the checkpoint of `step`, the newest, with the recordings and with the versions."""
+    """Of the ledger, which agrees with the checkpoint of `step`, the newest, with the recordings
+    and with the versions.
+    """
     from rlcore.runs.directory import RunDirectory
     from rollout.accounting.audit import audit
 

@@ -1,4 +1,6 @@
-"""One configuration, three launchers: two torchrun agents learn what local processes and (test_ray_runs.py) Ray's actors do."""
+"""One configuration, three launchers: two torchrun agents learn what local processes and
+(test_ray_runs.py) Ray's actors do.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def launcher(lab: Lab, tmp_path: Path) -> Iterator[Launcher]:
 
 def unclocked(run: Run) -> list[dict[str, Any]]:
     """Every row of metrics.jsonl, without the columns that say how long things took."""
-    return [{name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in run.metrics]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(CLOCK)}
+        for row in run.metrics
+    ]
 
 
 def finished(run: Launched) -> Run:
@@ -34,7 +39,9 @@ def finished(run: Launched) -> Run:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_all_launchers_learn_the_same_to_the_bit(launcher: Launcher, local: Run, ray_runs: RayRuns) -> None:
+def test_all_launchers_learn_the_same_to_the_bit(
+    launcher: Launcher, local: Run, ray_runs: RayRuns
+) -> None:
     nodes = [setting for setting in COMMON if not setting.startswith("cluster.")]
     agents = finished(launcher.two_nodes("agents", *nodes))
     actors = ray_runs.train("actors", *COMMON)

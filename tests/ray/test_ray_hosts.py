@@ -1,4 +1,6 @@
-"""Who starts an engine on a cluster, and who ends it: its actor and the service's view of it, as plain objects."""
+"""Who starts an engine on a cluster, and who ends it: its actor and the service's view of it, as
+plain objects.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,15 @@ time.sleep(60)
 
 
 class Loading(ChildServer):
-    """A server whose process runs long before it answers: it loads until it is allowed to be ready. Its port is its pid."""
+    """A server whose process runs long before it answers: it loads until it is allowed to be ready.
+    Its port is its pid.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.may_be_ready = folder / "ready"
         self.pids: list[int] = []
         super().__init__(Child("engine e", folder / "log"))
-        self.ends_slowly = False        # what is left of its last life, before the next begins
+        self.ends_slowly = False  # what is left of its last life, before the next begins
 
     async def start(self) -> str:
         await self._child.kill()
@@ -75,7 +79,9 @@ async def until(reached: Callable[[], bool]) -> None:
 
 def on_host(use: Callable[[EngineHost], Awaitable[None]]) -> None:
     async def main() -> None:
-        host = EngineHost(ActorEnv(os.getcwd(), "127.0.0.1", 1), config_of_a_run(), 0, Keys("api", "admin"))
+        host = EngineHost(
+            ActorEnv(os.getcwd(), "127.0.0.1", 1), config_of_a_run(), 0, Keys("api", "admin")
+        )
         try:
             await use(host)
         finally:
@@ -85,7 +91,9 @@ def on_host(use: Callable[[EngineHost], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("ends_slowly", [False, True])
-def test_who_comes_while_a_server_is_starting_waits_for_that_one(server: Loading, ends_slowly: bool) -> None:
+def test_who_comes_while_a_server_is_starting_waits_for_that_one(
+    server: Loading, ends_slowly: bool
+) -> None:
     """The service that had it started is gone by then; nobody hears the answer to its call."""
 
     async def use(host: EngineHost) -> None:
@@ -97,7 +105,9 @@ def test_who_comes_while_a_server_is_starting_waits_for_that_one(server: Loading
         assert not coming.done(), "it does not answer yet"
         server.may_be_ready.touch()
         url = await asyncio.wait_for(coming, 20)
-        assert [url] == [f"http://here:{pid}" for pid in server.pids], "one server, and it is that one's address"
+        assert [url] == [f"http://here:{pid}" for pid in server.pids], (
+            "one server, and it is that one's address"
+        )
         assert url == await unheard == await host.start()
 
     on_host(use)
@@ -119,7 +129,9 @@ def test_one_that_ended_is_started_anew_and_nobody_gets_its_old_address(server: 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
 @pytest.mark.parametrize("ends_slowly", [False, True])
-def test_a_start_that_is_given_up_leaves_no_server(server: Loading, how: str, ends_slowly: bool) -> None:
+def test_a_start_that_is_given_up_leaves_no_server(
+    server: Loading, how: str, ends_slowly: bool
+) -> None:
     async def use(host: EngineHost) -> None:
         server.ends_slowly = ends_slowly
         starting = asyncio.ensure_future(host.start())
@@ -136,14 +148,17 @@ def test_a_start_that_is_given_up_leaves_no_server(server: Loading, how: str, en
     on_host(use)
 
 
-# --- the same, as the service sees it ----------------------------------------------------------------------------------
+# --- the same, as the service sees it -------------------------------------------------------------
 
 
 class Handle:
-    """Of an actor around `host`, which is there or not. Who stops waiting for an answer ends nothing by that."""
+    """Of an actor around `host`, which is there or not. Who stops waiting for an answer ends
+    nothing by that.
+    """
 
     def __init__(self, host: Any) -> None:
-        self._host, self.there = host, True
+        self._host = host
+        self.there = True
         self.asked: list[str] = []
 
     def __getattr__(self, method: str) -> Any:
@@ -184,7 +199,10 @@ def test_where_the_cluster_has_no_place_it_is_said_and_nobody_is_ended(server: L
     async def use(host: EngineHost) -> None:
         one, handle = hosted(host, place_timeout_s=0.3)
         handle.there = False
-        with pytest.raises(DeadlineExceeded, match=r"engine e has no process after 0\.3 s \(cluster\.start_timeout_s\)"):
+        with pytest.raises(
+            DeadlineExceeded,
+            match=r"engine e has no process after 0\.3 s \(cluster\.start_timeout_s\)",
+        ):
             await one.start()
         await one.kill()
         assert set(handle.asked) == {"pid"}

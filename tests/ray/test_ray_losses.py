@@ -1,4 +1,6 @@
-"""Losses under Ray beyond that of a process: nodes, what hangs, two parts at once. Runs end as the undisturbed one does."""
+"""Losses under Ray beyond that of a process: nodes, what hangs, two parts at once. Runs end as the
+undisturbed one does.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,22 @@ import pytest
 
 from tests.integration.lab import Run
 from tests.ray.clusters import add_node, late_node, lose_node, node_of
-from tests.ray.ray_runs import COMMON, STEPS, Going, RayRuns, balance, check_as_undisturbed, command, until, until_gone
+from tests.ray.ray_runs import (
+    COMMON,
+    STEPS,
+    Going,
+    RayRuns,
+    balance,
+    check_as_undisturbed,
+    command,
+    until,
+    until_gone,
+)
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 SILENCE_S = 30.0
-RANKS_START_S = 15.0        # until they wait for their engines
+RANKS_START_S = 15.0  # until they wait for their engines
 RESTARTED = "restart 1 of 3 (cluster.max_restarts)"
 HEARTBEAT = f"cluster.heartbeat_timeout_s={SILENCE_S:g}"
 
@@ -33,7 +45,10 @@ def test_a_service_that_hangs_is_found_and_made_anew(ray_runs: RayRuns, local: R
         assert not until_gone({service}, within_s=SILENCE_S + 20)
 
     run = ray_runs.train(
-        "service_hangs", *COMMON, HEARTBEAT, acts=[(3, stop), (7, lambda going: ranks.append(going.rank_pids()))]
+        "service_hangs",
+        *COMMON,
+        HEARTBEAT,
+        acts=[(3, stop), (7, lambda going: ranks.append(going.rank_pids()))],
     )
     check_as_undisturbed(run, local)
     assert seen[-1].startswith("  service: no answer within 15 s"), seen
@@ -41,12 +56,15 @@ def test_a_service_that_hangs_is_found_and_made_anew(ray_runs: RayRuns, local: R
     assert ranks[0] == ranks[1], "the ranks were started again"
 
 
-def test_a_service_lost_while_an_engine_comes_up_finds_it_coming(ray_runs: RayRuns, local: Run) -> None:
+def test_a_service_lost_while_an_engine_comes_up_finds_it_coming(
+    ray_runs: RayRuns, local: Run
+) -> None:
     """The engine's server is held up until a new service has asked for it."""
     servers: list[int] = []
 
     def lose_both(going: Going) -> None:
-        ended, service = going.server_pid(), going.service_pid()
+        ended = going.server_pid()
+        service = going.service_pid()
         os.kill(ended, signal.SIGKILL)
         until(lambda: going.server_pid() != ended)
         servers.append(going.server_pid())
@@ -59,7 +77,9 @@ def test_a_service_lost_while_an_engine_comes_up_finds_it_coming(ray_runs: RayRu
         os.kill(servers[0], signal.SIGCONT)
 
     run = ray_runs.train(
-        "both_come_up", *COMMON, "rollout.engine.restart.backoff_s=0.1",
+        "both_come_up",
+        *COMMON,
+        "rollout.engine.restart.backoff_s=0.1",
         acts=[(3, lose_both), (7, lambda going: servers.append(going.server_pid()))],
     )
     check_as_undisturbed(run, local)
@@ -67,8 +87,12 @@ def test_a_service_lost_while_an_engine_comes_up_finds_it_coming(ray_runs: RayRu
     assert not run.lines(RESTARTED)
 
 
-def test_a_rank_lost_while_an_engine_comes_up_leaves_it_coming(ray_runs: RayRuns, local: Run) -> None:
-    """The first start of the engine's server is held up until the ranks that were started again wait for it."""
+def test_a_rank_lost_while_an_engine_comes_up_leaves_it_coming(
+    ray_runs: RayRuns, local: Run
+) -> None:
+    """The first start of the engine's server is held up until the ranks that were started again
+    wait for it.
+    """
     servers: list[int] = []
 
     def lose(going: Going) -> None:
@@ -82,7 +106,11 @@ def test_a_rank_lost_while_an_engine_comes_up_leaves_it_coming(ray_runs: RayRuns
         assert going.engine_states() == ["starting"]
         os.kill(servers[0], signal.SIGCONT)
 
-    run = ray_runs.train("rank_lost_early", *COMMON, acts=[(0, lose), (7, lambda going: servers.append(going.server_pid()))])
+    run = ray_runs.train(
+        "rank_lost_early",
+        *COMMON,
+        acts=[(0, lose), (7, lambda going: servers.append(going.server_pid()))],
+    )
     check_as_undisturbed(run, local)
     assert servers[0] == servers[1], "it was started once"
     assert run.lines(RESTARTED)
@@ -94,13 +122,16 @@ def test_a_new_service_needs_no_engine_that_the_run_goes_on_without(ray_runs: Ra
     def lose_both(going: Going) -> None:
         log = going.run.folder / "logs" / "engine_1.log"
         log.unlink()
-        log.mkdir()             # its server cannot be started any more
+        log.mkdir()  # its server cannot be started any more
         os.kill(going.server_pid(1), signal.SIGKILL)
         until(lambda: going.engine_states()[1:] == ["dead"])
         going.kill_service()
 
     run = ray_runs.train(
-        "goes_on_with_one", *COMMON, "rollout.engine.count=2", "rollout.engine.restart.limit=1",
+        "goes_on_with_one",
+        *COMMON,
+        "rollout.engine.count=2",
+        "rollout.engine.restart.limit=1",
         acts=[(3, lose_both), (7, lambda going: states.append(going.engine_states()))],
     )
     assert run.code == 0, run.err
@@ -110,7 +141,9 @@ def test_a_new_service_needs_no_engine_that_the_run_goes_on_without(ray_runs: Ra
 
 
 def test_a_rank_that_hangs_starts_all_again(ray_runs: RayRuns, local: Run) -> None:
-    run = ray_runs.train("rank_hangs", *COMMON, HEARTBEAT, acts=[(3, lambda going: going.stop_rank(1))])
+    run = ray_runs.train(
+        "rank_hangs", *COMMON, HEARTBEAT, acts=[(3, lambda going: going.stop_rank(1))]
+    )
     check_as_undisturbed(run, local)
     (said,) = run.lines(RESTARTED)
     assert "rank 1 failed: it has been silent for" in said
@@ -124,7 +157,9 @@ def test_rollouts_that_come_too_late_are_no_loss(ray_runs: RayRuns) -> None:
     assert run.result["status"] == "failed"
 
 
-def test_the_engine_of_a_lost_node_is_started_on_another(ray_runs: RayRuns, cluster: Any, local: Run) -> None:
+def test_the_engine_of_a_lost_node_is_started_on_another(
+    ray_runs: RayRuns, cluster: Any, local: Run
+) -> None:
     nodes: list[str] = []
 
     def lose(going: Going) -> None:
@@ -136,7 +171,10 @@ def test_the_engine_of_a_lost_node_is_started_on_another(ray_runs: RayRuns, clus
         nodes.append(node_of(cluster, going.engine_pid()).node_id)
 
     run = ray_runs.train(
-        "engine_node_lost", *COMMON, "rollout.engine.restart.backoff_s=0.1", acts=[(3, lose), (7, look)]
+        "engine_node_lost",
+        *COMMON,
+        "rollout.engine.restart.backoff_s=0.1",
+        acts=[(3, lose), (7, look)],
     )
     add_node(cluster)
     check_as_undisturbed(run, local)
@@ -145,7 +183,9 @@ def test_the_engine_of_a_lost_node_is_started_on_another(ray_runs: RayRuns, clus
     assert not run.lines(RESTARTED)
 
 
-def test_the_service_of_a_lost_node_is_made_anew_on_another(ray_runs: RayRuns, cluster: Any, local: Run) -> None:
+def test_the_service_of_a_lost_node_is_made_anew_on_another(
+    ray_runs: RayRuns, cluster: Any, local: Run
+) -> None:
     """It is too large for the driver's node; a node with room for it is left."""
     add_node(cluster)
     ranks: list[list[int]] = []
@@ -155,20 +195,28 @@ def test_the_service_of_a_lost_node_is_made_anew_on_another(ray_runs: RayRuns, c
         lose_node(cluster, node_of(cluster, going.service_pid()))
 
     run = ray_runs.train(
-        "service_node_lost", *COMMON, "cluster.ray.service_cpus=2",
+        "service_node_lost",
+        *COMMON,
+        "cluster.ray.service_cpus=2",
         acts=[(3, lose), (7, lambda going: ranks.append(going.rank_pids()))],
     )
     check_as_undisturbed(run, local)
     assert ranks[0] == ranks[1], "the ranks were started again"
 
 
-def test_rank_0_and_the_service_are_lost_with_one_node(ray_runs: RayRuns, cluster: Any, local: Run) -> None:
-    """Only a large node has room for them. What rank 0 knew of the service is lost with it: the run's folder has it, too."""
+def test_rank_0_and_the_service_are_lost_with_one_node(
+    ray_runs: RayRuns, cluster: Any, local: Run
+) -> None:
+    """Only a large node has room for them. What rank 0 knew of the service is lost with it: the
+    run's folder has it, too.
+    """
     large = add_node(cluster, cpus=8)
     with late_node(cluster, cpus=8) as join:
 
         def lose(going: Going) -> None:
-            assert {node_of(cluster, pid) for pid in (*going.rank_pids(), going.service_pid())} == {large}
+            assert {node_of(cluster, pid) for pid in (*going.rank_pids(), going.service_pid())} == {
+                large
+            }
             join()
             lose_node(cluster, large)
 
@@ -179,9 +227,14 @@ def test_rank_0_and_the_service_are_lost_with_one_node(ray_runs: RayRuns, cluste
 
 
 def test_ahead_of_the_trainer_nothing_is_lost_and_nothing_too_old(ray_runs: RayRuns) -> None:
-    """A service and then a rank are killed, two steps ahead: the books balance, and no token is older than the bound."""
+    """A service and then a rank are killed, two steps ahead: the books balance, and no token is
+    older than the bound.
+    """
     run = ray_runs.train(
-        "ahead", *COMMON, "rollout.max_staleness=2", "cluster.ray.engine_cpus=0.5",
+        "ahead",
+        *COMMON,
+        "rollout.max_staleness=2",
+        "cluster.ray.engine_cpus=0.5",
         acts=[(3, Going.kill_service), (5, lambda going: going.kill_rank(0))],
     )
     assert run.code == 0, run.err

@@ -1,4 +1,6 @@
-"""Parts of the Ray launcher without a run: how a batch gets from one actor to another, and actors that hang or cannot begin."""
+"""Parts of the Ray launcher without a run: how a batch gets from one actor to another, and actors
+that hang or cannot begin.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from rollout.engines.sglang.keys import Keys
 from tests.ray.actors import Hanging, Service, config_of_a_run
 
 LIMIT_S = 10.0
-START_S = 240.0         # for a process, on a busy machine
+START_S = 240.0  # for a process, on a busy machine
 
 pytestmark = pytest.mark.usefixtures("connected")
 
@@ -34,10 +36,17 @@ def connected(cluster: Any) -> Iterator[None]:
 
 
 def test_a_batch_is_read_where_it_lies() -> None:
-    """On one node: every array is a view of the object store, read-only, the same one for whoever reads it."""
+    """On one node: every array is a view of the object store, read-only, the same one for whoever
+    reads it.
+    """
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    ref = ray.remote(Service).options(num_cpus=0, scheduling_strategy=here).remote().next_step.remote()
+    ref = (
+        ray.remote(Service)
+        .options(num_cpus=0, scheduling_strategy=here)
+        .remote()
+        .next_step.remote()
+    )
     batch, again = (ray.get(ref, timeout=START_S) for _ in range(2))
     for one, other in zip(batch.samples, again.samples, strict=True):
         for name in ("tokens", "loss_mask", "rollout_logprobs"):
@@ -58,8 +67,12 @@ def test_an_actor_that_cannot_begin_says_why_at_once() -> None:
         def where(self) -> str:
             return os.getcwd()
 
-    part = Part.options(max_restarts=-1, num_cpus=0).remote(ActorEnv("/nowhere/at all", "127.0.0.1", 1))
-    with pytest.raises(RunFailed, match=r"^rank 3: it could not begin: /nowhere/at all cannot be entered on node ") as caught:
+    part = Part.options(max_restarts=-1, num_cpus=0).remote(
+        ActorEnv("/nowhere/at all", "127.0.0.1", 1)
+    )
+    with pytest.raises(
+        RunFailed, match=r"^rank 3: it could not begin: /nowhere/at all cannot be entered on node "
+    ) as caught:
         get(part.where.remote(), limit_s=START_S, what="rank 3", key="cluster.start_timeout_s")
     assert not isinstance(caught.value, ActorLost)
 
@@ -68,7 +81,11 @@ def test_an_actor_that_cannot_begin_says_why_at_once() -> None:
 def test_a_service_that_hangs_is_ended_and_its_log_says_where_it_stood(tmp_path: Path) -> None:
     config = config_of_a_run(cluster={"heartbeat_timeout_s": LIMIT_S})
     here = ActorEnv(os.getcwd(), "127.0.0.1", 1)
-    actor = ray.remote(Hanging).options(max_restarts=-1, num_cpus=0).remote(here, config, (), Keys.from_environment())
+    actor = (
+        ray.remote(Hanging)
+        .options(max_restarts=-1, num_cpus=0)
+        .remote(here, config, (), Keys.from_environment())
+    )
     first, _ = ray.get(actor.status.remote(), timeout=START_S)
     heartbeat = Heartbeat(actor, limit_s=LIMIT_S)
     for _ in range(30):
@@ -80,11 +97,12 @@ def test_a_service_that_hangs_is_ended_and_its_log_says_where_it_stood(tmp_path:
         assert time.monotonic() < began + 3 * LIMIT_S
         time.sleep(0.1)
     assert silent_s >= LIMIT_S
-    deadline, second = time.monotonic() + START_S, first
+    deadline = time.monotonic() + START_S
+    second = first
     while second == first and time.monotonic() < deadline:
         try:
             second, _ = get(actor.status.remote(), limit_s=START_S, what="the new one", key="none")
-        except ActorLost:       # Ray starts it again
+        except ActorLost:  # Ray starts it again
             time.sleep(0.5)
     assert second != first
     assert " in hang\n" in (tmp_path / "service.log").read_text()

@@ -20,7 +20,11 @@ from tests.ray.ray_runs import TWO_RANKS, Going, RayRuns
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
-SHARES = ("cluster.ray.rank_cpus=0.5", "cluster.ray.engine_cpus=0.5", "cluster.ray.service_cpus=0.5")
+SHARES = (
+    "cluster.ray.rank_cpus=0.5",
+    "cluster.ray.engine_cpus=0.5",
+    "cluster.ray.service_cpus=0.5",
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +38,16 @@ def gpu_runs(lab: Lab) -> Iterator[RayRuns]:
 
 def visible(actor: Any) -> list[str]:
     """The GPUs that its process sees."""
-    found: str = ray.get(actor.__ray_call__.remote(lambda _: os.environ.get("CUDA_VISIBLE_DEVICES", "")), timeout=60)
+    found: str = ray.get(
+        actor.__ray_call__.remote(lambda _: os.environ.get("CUDA_VISIBLE_DEVICES", "")), timeout=60
+    )
     return [name for name in found.split(",") if name]
 
 
 def node(actor: Any) -> str:
-    found: str = ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()), timeout=60)
+    found: str = ray.get(
+        actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()), timeout=60
+    )
     return found
 
 
@@ -59,16 +67,28 @@ def look(going: Going, engines: int) -> dict[str, Any]:
 def placed(runs: RayRuns, name: str, *arguments: str, engines: int) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     run: Run = runs.train(
-        name, *TWO_RANKS, *SHARES, "training.steps=2", *arguments, acts=[(1, lambda going: seen.update(look(going, engines)))]
+        name,
+        *TWO_RANKS,
+        *SHARES,
+        "training.steps=2",
+        *arguments,
+        acts=[(1, lambda going: seen.update(look(going, engines)))],
     )
     assert run.code == 0, run.err
     return seen
 
 
-def test_ranks_share_a_node_and_engines_are_spread_with_gpus_of_their_own(gpu_runs: RayRuns) -> None:
+def test_ranks_share_a_node_and_engines_are_spread_with_gpus_of_their_own(
+    gpu_runs: RayRuns,
+) -> None:
     """With a critic, which is in the ranks."""
     seen = placed(
-        gpu_runs, "spread", "rollout.engine.count=2", "algorithm.estimator.name=ppo", "critic.optimizer.lr=1e-3", engines=2
+        gpu_runs,
+        "spread",
+        "rollout.engine.count=2",
+        "algorithm.estimator.name=ppo",
+        "critic.optimizer.lr=1e-3",
+        engines=2,
     )
     (rank_node, first), (other_node, second) = seen["ranks"]
     assert rank_node == other_node
@@ -96,7 +116,14 @@ def test_the_trainer_has_whole_nodes_and_engines_what_is_left(gpu_runs: RayRuns)
 def test_fractions_of_one_gpu(gpu_runs: RayRuns) -> None:
     """And the environment that the user asks for."""
     told = "cluster.ray.runtime_env={env_vars: {TOLD: by the user}}"
-    seen = placed(gpu_runs, "fractions", "cluster.ray.rank_gpus=0.5", "cluster.ray.engine_gpus=0.25", told, engines=1)
+    seen = placed(
+        gpu_runs,
+        "fractions",
+        "cluster.ray.rank_gpus=0.5",
+        "cluster.ray.engine_gpus=0.25",
+        told,
+        engines=1,
+    )
     assert seen["told"] == "by the user"
     assert seen["ranks"][0] == seen["ranks"][1], "both ranks are on one GPU"
     assert len(seen["ranks"][0][1]) == 1
@@ -104,7 +131,9 @@ def test_fractions_of_one_gpu(gpu_runs: RayRuns) -> None:
 
 
 @pytest.mark.parametrize(("share", "ranks", "gpus"), [(0.6, 2, 2), (0.4, 3, 2), (0.3, 5, 2)])
-def test_no_share_is_cut_over_two_gpus(gpu_runs: RayRuns, share: float, ranks: int, gpus: int) -> None:
+def test_no_share_is_cut_over_two_gpus(
+    gpu_runs: RayRuns, share: float, ranks: int, gpus: int
+) -> None:
     """What a node of the trainer asks for is room for each of its ranks."""
     config = Config.model_validate({
         "run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["p"]}, "training": {"steps": 1},
@@ -114,9 +143,14 @@ def test_no_share_is_cut_over_two_gpus(gpu_runs: RayRuns, share: float, ranks: i
     placement = place(config, has_gpus=True)
     with connected_to(gpu_runs.address), room(placement.trainer, "PACK", "the trainer") as asked:
         group = asked.wait(Cluster(placement, ""), limit_s=60, tick=lambda: None)
-        inside = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
+        inside = PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=0
+        )
         actors = [
-            ray.remote(Nobody).options(num_cpus=0.1, num_gpus=share, scheduling_strategy=inside).remote() for _ in range(ranks)
+            ray.remote(Nobody)
+            .options(num_cpus=0.1, num_gpus=share, scheduling_strategy=inside)
+            .remote()
+            for _ in range(ranks)
         ]
         seen = [visible(actor) for actor in actors]
     assert [len(mine) for mine in seen] == [1] * ranks
@@ -124,6 +158,8 @@ def test_no_share_is_cut_over_two_gpus(gpu_runs: RayRuns, share: float, ranks: i
 
 
 def test_engines_that_take_turns_are_on_the_ranks_gpus(gpu_runs: RayRuns) -> None:
-    seen = placed(gpu_runs, "turns", "rollout.engine.colocated=true", "rollout.engine.count=2", engines=2)
+    seen = placed(
+        gpu_runs, "turns", "rollout.engine.colocated=true", "rollout.engine.count=2", engines=2
+    )
     assert [gpus for _, gpus in seen["engines"]] == [gpus for _, gpus in seen["ranks"]]
     assert {place for place, _ in seen["engines"]} == {place for place, _ in seen["ranks"]}

@@ -1,4 +1,6 @@
-"""Whole runs on a Ray cluster of several raylets: equal to the bit to a local one, whatever is lost on the way."""
+"""Whole runs on a Ray cluster of several raylets: equal to the bit to a local one, whatever is lost
+on the way.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from tests.ray.ray_runs import COMMON, TWO_RANKS, Going, RayRuns, check_as_undis
 def test_a_run_on_a_cluster_equals_a_local_one(ray_runs: RayRuns, local: Run) -> None:
     seen: list[str] = []
     run = ray_runs.train(
-        "thin", *COMMON, acts=[(2, lambda going: seen.extend(command("status", "--address", ray_runs.address).splitlines()))]
+        "thin",
+        *COMMON,
+        acts=[
+            (
+                2,
+                lambda going: seen.extend(
+                    command("status", "--address", ray_runs.address).splitlines()
+                ),
+            )
+        ],
     )
     check_as_undisturbed(run, local)
     assert "step 8/8" in run.out
@@ -24,38 +35,61 @@ def test_a_run_on_a_cluster_equals_a_local_one(ray_runs: RayRuns, local: Run) ->
         "rank_0.log", "rank_1.log", "service.log", "engine_0.log",
     }  # fmt: skip
     assert seen[0].startswith("thin: step ")
-    assert [line.split()[0] for line in seen[1:]] == ["restarts", "rank", "rank", "service:", "engine-0:"]
+    assert [line.split()[0] for line in seen[1:]] == [
+        "restarts",
+        "rank",
+        "rank",
+        "service:",
+        "engine-0:",
+    ]
 
 
-@pytest.mark.full       # as test_soak.py, under the local launcher
+@pytest.mark.full  # as test_soak.py, under the local launcher
 def test_a_lost_engine_is_started_again(ray_runs: RayRuns, local: Run) -> None:
-    run = ray_runs.train("engine_lost", *COMMON, "rollout.engine.restart.backoff_s=0.1", acts=[(3, Going.kill_engine)])
+    run = ray_runs.train(
+        "engine_lost",
+        *COMMON,
+        "rollout.engine.restart.backoff_s=0.1",
+        acts=[(3, Going.kill_engine)],
+    )
     check_as_undisturbed(run, local)
     assert sum(row["rollout/engine_restarts"] for row in run.metrics) == 1
 
 
-@pytest.mark.full       # the soak's short form loses one in every run of the tests
-def test_a_lost_service_is_made_anew_and_ranks_and_engines_go_on(ray_runs: RayRuns, local: Run) -> None:
+@pytest.mark.full  # the soak's short form loses one in every run of the tests
+def test_a_lost_service_is_made_anew_and_ranks_and_engines_go_on(
+    ray_runs: RayRuns, local: Run
+) -> None:
     before: list[int] = []
 
     def kill(going: Going) -> None:
         before.extend(going.rank_pids())
         going.kill_service()
 
-    run = ray_runs.train("service_lost", *COMMON, acts=[(3, kill), (7, lambda going: before.extend(going.rank_pids()))])
+    run = ray_runs.train(
+        "service_lost",
+        *COMMON,
+        acts=[(3, kill), (7, lambda going: before.extend(going.rank_pids()))],
+    )
     check_as_undisturbed(run, local)
     assert before[:2] == before[2:], "the ranks were started again"
     assert not run.lines("restart 1 of 3")
 
 
-def test_a_lost_rank_starts_all_again_from_the_last_checkpoint(ray_runs: RayRuns, local: Run) -> None:
+def test_a_lost_rank_starts_all_again_from_the_last_checkpoint(
+    ray_runs: RayRuns, local: Run
+) -> None:
     services: list[int] = []
 
     def kill(going: Going) -> None:
         services.append(going.service_pid())
         going.kill_rank(1)
 
-    run = ray_runs.train("rank_lost", *COMMON, acts=[(3, kill), (7, lambda going: services.append(going.service_pid()))])
+    run = ray_runs.train(
+        "rank_lost",
+        *COMMON,
+        acts=[(3, kill), (7, lambda going: services.append(going.service_pid()))],
+    )
     check_as_undisturbed(run, local)
     assert services[0] == services[1], "the service was started again"
     assert len(run.lines("restart 1 of 3 (cluster.max_restarts)")) == 1
@@ -63,7 +97,9 @@ def test_a_lost_rank_starts_all_again_from_the_last_checkpoint(ray_runs: RayRuns
 
 @pytest.mark.full
 def test_a_run_gives_up_after_max_restarts(ray_runs: RayRuns) -> None:
-    run = ray_runs.train("given_up", *COMMON, "cluster.max_restarts=0", acts=[(2, lambda going: going.kill_rank(0))])
+    run = ray_runs.train(
+        "given_up", *COMMON, "cluster.max_restarts=0", acts=[(2, lambda going: going.kill_rank(0))]
+    )
     assert run.code == 1
     assert run.lines("rlcore: trainer rank 0 failed: its process or node is gone")
     assert run.result["status"] == "failed"
@@ -79,7 +115,9 @@ def test_a_lost_node_moves_its_ranks(ray_runs: RayRuns, cluster: Any, local: Run
         lose_node(cluster, lost)
 
     run = ray_runs.train(
-        "node_lost", *COMMON, acts=[(3, lose), (7, lambda going: nodes.append(going.ranks()[0]["node"]))]
+        "node_lost",
+        *COMMON,
+        acts=[(3, lose), (7, lambda going: nodes.append(going.ranks()[0]["node"]))],
     )
     add_node(cluster)
     check_as_undisturbed(run, local)
@@ -89,7 +127,9 @@ def test_a_lost_node_moves_its_ranks(ray_runs: RayRuns, cluster: Any, local: Run
 @pytest.mark.full
 def test_sigterm_and_rlcore_stop_save_and_end_the_run(ray_runs: RayRuns) -> None:
     long = (*TWO_RANKS, "training.steps=1000")
-    run = ray_runs.train("signalled", *long, acts=[(2, lambda going: os.kill(os.getpid(), signal.SIGTERM))])
+    run = ray_runs.train(
+        "signalled", *long, acts=[(2, lambda going: os.kill(os.getpid(), signal.SIGTERM))]
+    )
     assert run.code == 130
     assert run.result["status"] == "interrupted"
     assert run.checkpoint(run.result["steps"]).is_dir()
@@ -106,11 +146,17 @@ def test_sigterm_and_rlcore_stop_save_and_end_the_run(ray_runs: RayRuns) -> None
 def test_bad_input_is_one_line(ray_runs: RayRuns, lab: Lab) -> None:
     run = ray_runs.train("bad", *COMMON, "rollout.filters=nowhere:nothing")
     assert run.code == 2
-    assert [line for line in run.err.splitlines() if line.startswith("rlcore: ")] == run.err.splitlines()[-1:]
+    assert [
+        line for line in run.err.splitlines() if line.startswith("rlcore: ")
+    ] == run.err.splitlines()[-1:]
     assert not (run.folder / "config.yaml").exists()
 
 
 def test_what_the_cluster_has_no_room_for_is_said(ray_runs: RayRuns) -> None:
-    run = ray_runs.train("large", *COMMON, "cluster.ray.engine_cpus=50", "cluster.start_timeout_s=2")
+    run = ray_runs.train(
+        "large", *COMMON, "cluster.ray.engine_cpus=50", "cluster.start_timeout_s=2"
+    )
     assert run.code == 1
-    assert run.lines("no room for the engines within 2 s (cluster.start_timeout_s): asked is [50 CPU]; it lacks")
+    assert run.lines(
+        "no room for the engines within 2 s (cluster.start_timeout_s): asked is [50 CPU]; it lacks"
+    )

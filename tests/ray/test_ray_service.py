@@ -1,4 +1,6 @@
-"""The service's actor and rank 0's line to it, as plain objects: whose word counts, and what is lost with whom."""
+"""The service's actor and rank 0's line to it, as plain objects: whose word counts, and what is
+lost with whom.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,13 @@ class Rollouts:
     """What the actor has of a `RolloutService`; a hand-over is a number."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop, self.fleet = loop, SimpleNamespace(engines=[], members=[])
+        self.loop = loop
+        self.fleet = SimpleNamespace(engines=[], members=[])
         self.prompts = Prompts()
         self.handed_over: list[int] = []
         self.started: list[bool] = []
-        self.may_encode, self.may_start = threading.Event(), threading.Event()
+        self.may_encode = threading.Event()
+        self.may_start = threading.Event()
         self.may_start.set()
 
     def start(self, *, again: bool) -> None:
@@ -76,7 +80,7 @@ class Rollouts:
 @pytest.fixture
 def rollouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollouts]:
     """Of every `ServiceActor` that is opened."""
-    for name in (API_KEY, ADMIN_KEY):       # which an actor sets in its process: this one
+    for name in (API_KEY, ADMIN_KEY):  # which an actor sets in its process: this one
         monkeypatch.setenv(name, "")
     thread = LoopThread("rollouts")
     of_all = Rollouts(thread.loop)
@@ -86,11 +90,15 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollouts]:
 
 
 def new_service() -> ServiceActor:
-    return ServiceActor(ActorEnv(os.getcwd(), "127.0.0.1", 1), config_of_a_run(), [], Keys("api", "admin"))
+    return ServiceActor(
+        ActorEnv(os.getcwd(), "127.0.0.1", 1), config_of_a_run(), [], Keys("api", "admin")
+    )
 
 
 def test_the_word_of_a_former_rank_0_counts_no_more(rollouts: Rollouts) -> None:
-    """It may live on where the driver does not see it: it gets no step, and does not take the service back."""
+    """It may live on where the driver does not see it: it gets no step, and does not take the
+    service back.
+    """
     rollouts.may_encode.set()
 
     async def main() -> None:
@@ -136,7 +144,8 @@ def test_a_rank_0_that_comes_while_the_engines_start_waits_for_that_start(
 def test_a_rank_0_that_comes_while_the_prompts_are_read_gets_the_same_service(
     rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built, may_build = [], threading.Event()
+    built = []
+    may_build = threading.Event()
 
     def build(actor: ServiceActor, greedy_baseline: bool) -> Rollouts:
         built.append(greedy_baseline)
@@ -161,16 +170,22 @@ def test_a_rank_0_that_comes_while_the_prompts_are_read_gets_the_same_service(
     asyncio.run(main())
 
 
-def test_a_new_service_has_time_for_a_long_journal_and_a_large_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_service_has_time_for_a_long_journal_and_a_large_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: dict[Any, float] = {}
 
-    def ask(line: ServiceClient, part: str, *given: Any, limit_s: float = WORD_S, key: str = "") -> None:
+    def ask(
+        line: ServiceClient, part: str, *given: Any, limit_s: float = WORD_S, key: str = ""
+    ) -> None:
         asked[given[0] if given else part] = limit_s
 
     monkeypatch.setattr(ServiceClient, "open", lambda line: None)
     monkeypatch.setattr(ServiceClient, "ask", ask)
     line = ServiceClient(None, config_of_a_run(), greedy_baseline=False)
-    line.state, line.ledger, line.published = {}, Path("ledger.jsonl"), (1, 2, 0)
+    line.state = {}
+    line.ledger = Path("ledger.jsonl")
+    line.published = (1, 2, 0)
     line.revive()
     start_s = line.config.cluster.start_timeout_s
     assert start_s > WORD_S
@@ -218,15 +233,29 @@ class Dead:
         return SimpleNamespace(remote=lambda *arguments: call())
 
 
-def test_a_publication_to_engines_that_take_turns_says_that_the_service_is_lost(tmp_path: Path) -> None:
-    """Not only why: the driver starts the ranks again for that, and for nothing that a rank fails at by itself."""
+def test_a_publication_to_engines_that_take_turns_says_that_the_service_is_lost(
+    tmp_path: Path,
+) -> None:
+    """Not only why: the driver starts the ranks again for that, and for nothing that a rank fails
+    at by itself.
+    """
     config = config_of_a_run(rollout={"engine": {"colocated": True}})
     thread = LoopThread("publication")
-    sink = WeightPublication(config, RemoteParticipants(ServiceClient(Dead(), config, greedy_baseline=False)), thread.loop)
+    sink = WeightPublication(
+        config,
+        RemoteParticipants(ServiceClient(Dead(), config, greedy_baseline=False)),
+        thread.loop,
+    )
     backend: Any = SimpleNamespace(buckets=lambda: ())
     publisher = WeightPublisher(
-        backend, RankSync(HashStore(), 0, 1), sink=sink, journal=VersionJournal(tmp_path / "versions.jsonl"), timeout_s=5
+        backend,
+        RankSync(HashStore(), 0, 1),
+        sink=sink,
+        journal=VersionJournal(tmp_path / "versions.jsonl"),
+        timeout_s=5,
     )
-    with pytest.raises(ActorLost, match="the knowledge of what its engines keep on the trainer's GPUs"):
+    with pytest.raises(
+        ActorLost, match="the knowledge of what its engines keep on the trainer's GPUs"
+    ):
         publisher.publish(1)
     thread.close()

@@ -1,4 +1,6 @@
-"""Real SGLang on a Ray cluster: ranks, service and engine each on a node of its own, in lock-step and a step ahead."""
+"""Real SGLang on a Ray cluster: ranks, service and engine each on a node of its own, in lock-step
+and a step ahead.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,24 @@ SGLANG = (
 
 def nodes_of(going: Going) -> dict[str, set[int]]:
     """The raylets above each part: a raylet is a node."""
-    parts = {"ranks": going.rank_pids(), "service": [going.service_pid()], "engine": [going.engine_pid()]}
+    parts = {
+        "ranks": going.rank_pids(),
+        "service": [going.service_pid()],
+        "engine": [going.engine_pid()],
+    }
     return {part: {raylet_above(pid) for pid in pids} for part, pids in parts.items()}
 
 
 def raylet_above(pid: int) -> int:
-    return next(process.pid for process in psutil.Process(pid).parents() if process.name() == "raylet")
+    return next(
+        process.pid for process in psutil.Process(pid).parents() if process.name() == "raylet"
+    )
 
 
 def weights_by_version(lab: Lab, run: Run) -> Iterator[tuple[int, Path]]:
-    """Each version with a Hugging Face folder of its weights; that of the last step is not asked for."""
+    """Each version with a Hugging Face folder of its weights; that of the last step is not asked
+    for.
+    """
     for version in read_versions(run.folder / "versions.jsonl"):
         if version.step == 0:
             yield version.version, lab.model
@@ -57,15 +67,23 @@ def largest_gap(samples: list[Sample], version: int, folder: Path) -> float:
 
 
 def check_books(run: Run, staleness: int) -> None:
-    """The ledger balances, versions only grow, no token is too old, and some are as old as they may be."""
+    """The ledger balances, versions only grow, no token is too old, and some are as old as they may
+    be.
+    """
     assert max(check(run.folder, steps=STEPS, staleness=staleness)) == staleness
-    assert faults_of_versions([vars(one) for one in read_versions(run.folder / "versions.jsonl")]) == []
+    assert (
+        faults_of_versions([vars(one) for one in read_versions(run.folder / "versions.jsonl")])
+        == []
+    )
 
 
 def check_logprobs(lab: Lab, run: Run) -> None:
     """Every token has the log-prob that transformers gives it with the weights of its version."""
     samples = [sample for step in range(1, STEPS + 1) for sample in read_samples(run.folder, step)]
-    gaps = {version: largest_gap(samples, version, folder) for version, folder in weights_by_version(lab, run)}
+    gaps = {
+        version: largest_gap(samples, version, folder)
+        for version, folder in weights_by_version(lab, run)
+    }
     assert len(gaps) == STEPS
     assert max(gaps.values()) < 1e-4, gaps
 
@@ -74,7 +92,8 @@ def check_logprobs(lab: Lab, run: Run) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_three_nodes_share_a_run(ray_runs: RayRuns, staleness: int) -> None:
-    lab, seen = ray_runs.lab, []
+    lab = ray_runs.lab
+    seen = []
     run = ray_runs.train(
         f"sglang_{staleness}", *SGLANG, f"rollout.max_staleness={staleness}", "rollout.on_update=retract",
         acts=[(2, lambda going: seen.append(nodes_of(going)))],

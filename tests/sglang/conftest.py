@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))     # server_kit
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # server_kit
 
 import server_kit
 from server_kit import Served
@@ -26,30 +26,48 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server of `tiny_model`, in fp32, that every test leaves running, unpaused and without requests.
+    """A server of `tiny_model`, in fp32, that every test leaves running, unpaused and without
+    requests.
 
-    Tests that publish may leave any weights in it. Without an engine environment the error says how to make one.
+    Tests that publish may leave any weights in it. Without an engine environment the error says how
+    to make one.
     """
-    served = server_kit.launch(server_kit.managed(tiny_model, tmp_path_factory.mktemp("served") / "session.log"))
+    served = server_kit.launch(
+        server_kit.managed(tiny_model, tmp_path_factory.mktemp("served") / "session.log")
+    )
     yield served
     server_kit.close(served)
 
 
 @pytest.fixture(scope="session")
 def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder: Qwen3-MoE, untied, 31 symbols, 2 layers of 32, 4 experts of which 2 are chosen."""
+    """A Hugging Face folder: Qwen3-MoE, untied, 31 symbols, 2 layers of 32, 4 experts of which 2
+    are chosen.
+    """
     from rlcore.launch.commands.init_model import ModelSpec, init_model
 
     folder = tmp_path_factory.mktemp("tiny_moe") / "model"
-    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64, "experts": 4, "experts_per_token": 2}
+    sizes = {
+        "hidden": 32,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "intermediate": 64,
+        "experts": 4,
+        "experts_per_token": 2,
+    }
     init_model(folder, ModelSpec(family="qwen3_moe", tied=False, **sizes))
     return folder
 
 
 @pytest.fixture(scope="session")
 def served_moe(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """As `served`, with `moe_model`; reports routed experts. Another half minute: only for what needs experts."""
+    """As `served`, with `moe_model`; reports routed experts. Another half minute: only for what
+    needs experts.
+    """
     log = tmp_path_factory.mktemp("served_moe") / "session_moe.log"
-    served = server_kit.launch(server_kit.managed(moe_model, log, server={"enable_return_routed_experts": True}))
+    served = server_kit.launch(
+        server_kit.managed(moe_model, log, server={"enable_return_routed_experts": True})
+    )
     yield served
     server_kit.close(served)

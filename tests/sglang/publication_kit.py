@@ -1,4 +1,6 @@
-"""What the tests of publications share: an engine on a real server, a sink over it, weights, and what HF makes of them."""
+"""What the tests of publications share: an engine on a real server, a sink over it, weights, and
+what HF makes of them.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,15 @@ from rollout.engines.sglang.keys import Keys
 from rollout.weight_sync.publication import StaticParticipants, WeightPublication
 
 BUCKET_BYTES = 20_000
-TOLERANCE = 1e-4        # of log-probs
+TOLERANCE = 1e-4  # of log-probs
 PROMPT = [3, 14, 15, 9, 26, 5]
 
 Weights = dict[str, torch.Tensor]
 
 
-def run_config(folder: str, run_dir: Path, engine: EngineConfig, *, on_update: str = "drain", **changes: Any) -> Config:
+def run_config(
+    folder: str, run_dir: Path, engine: EngineConfig, *, on_update: str = "drain", **changes: Any
+) -> Config:
     settings = engine.model_dump() | {"verify_every": 1, "health_timeout_s": 60.0} | changes
     return Config.model_validate({
         "run": {"name": "test", "dir": str(run_dir)}, "model": {"path": folder, "dtype": "fp32"},
@@ -39,36 +43,53 @@ def run_config(folder: str, run_dir: Path, engine: EngineConfig, *, on_update: s
     })  # fmt: skip
 
 
-def connect(config: Config, url: str, keys: Keys, loop: LoopThread, name: str = "engine-0") -> SGLangEngine:
+def connect(
+    config: Config, url: str, keys: Keys, loop: LoopThread, name: str = "engine-0"
+) -> SGLangEngine:
     """To a server that runs already."""
-    engine, model = config.rollout.engine, config.model.path
+    engine = config.rollout.engine
+    model = config.model.path
     connected = SGLangEngine(
-        ExternalServer(name, url, model, config=engine, keys=keys), config=engine, keys=keys, model_path=model
+        ExternalServer(name, url, model, config=engine, keys=keys),
+        config=engine,
+        keys=keys,
+        model_path=model,
     )
     loop.call(connected.start(), seconds=60, what="connecting to the server")
     return connected
 
 
-def sink_over(config: Config, engines: Sequence[SGLangEngine], loop: LoopThread) -> tuple[WeightPublication, StaticParticipants]:
+def sink_over(
+    config: Config, engines: Sequence[SGLangEngine], loop: LoopThread
+) -> tuple[WeightPublication, StaticParticipants]:
     roster = StaticParticipants(engines)
     return WeightPublication(config, roster, loop.loop), roster
 
 
 def folder_weights(folder: Path) -> Weights:
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def random_weights(folder: Path, seed: int) -> Weights:
     """Other values for the weights of a folder, large enough that two seeds disagree by nats."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.ones_like(w) if w.dim() == 1 else torch.randn(w.shape, generator=generator) * 0.3
+        name: (
+            torch.ones_like(w) if w.dim() == 1 else torch.randn(w.shape, generator=generator) * 0.3
+        )
         for name, w in folder_weights(folder).items()
     }
 
 
 def layout(weights: Mapping[str, torch.Tensor]) -> tuple[Bucket, ...]:
-    specs = [TensorSpec(name, tuple(w.shape), str(w.dtype).removeprefix("torch.")) for name, w in weights.items()]
+    specs = [
+        TensorSpec(name, tuple(w.shape), str(w.dtype).removeprefix("torch."))
+        for name, w in weights.items()
+    ]
     return cut_buckets(specs, BUCKET_BYTES)
 
 
@@ -86,14 +107,18 @@ def publish(sink: WeightPublication, weights: Weights, version: int) -> None:
 
 
 def request(prompt: Sequence[int] = PROMPT, *, draw: int = 0, tokens: int = 12) -> GenerateRequest:
-    return GenerateRequest(np.array(prompt, dtype=np.int32), SamplingParams(max_new_tokens=tokens), draw=draw)
+    return GenerateRequest(
+        np.array(prompt, dtype=np.int32), SamplingParams(max_new_tokens=tokens), draw=draw
+    )
 
 
 class Oracle:
     """transformers' model of a folder with given weights."""
 
     def __init__(self, folder: Path, weights: Weights) -> None:
-        self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.float32
+        ).eval()
         with torch.no_grad():
             for name, held in as_published(self._model):
                 held.copy_(weights[name])

@@ -1,6 +1,8 @@
-"""One rank of a Megatron world that publishes to a server which runs already: `publish_ranks.py FOLDER`, see test_worlds.py.
+"""One rank of a Megatron world that publishes to a server which runs already: `publish_ranks.py
+FOLDER`, see test_worlds.py.
 
-FOLDER/payload.json: layout; server (config, url, keys); models (folders, published in turn); transports. Rank 0 writes what the
+FOLDER/payload.json: layout; server (config, url, keys); models (folders, published in turn);
+    transports. Rank 0 writes what the
 server said and generated after each publication to FOLDER/told.json.
 """
 
@@ -14,14 +16,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from publication_kit import TOLERANCE, Oracle, connect, folder_weights, request, run_config, sink_over
+from publication_kit import (
+    TOLERANCE,
+    Oracle,
+    connect,
+    folder_weights,
+    request,
+    run_config,
+    sink_over,
+)
 
 from backends.megatron.convert.load import load_hf
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron, megatron_device
 
 with importing_megatron():
-    from backends.megatron.model.gpt import build_chunks, in_dtype, padded_vocab_size, transformer_config
+    from backends.megatron.model.gpt import (
+        build_chunks,
+        in_dtype,
+        padded_vocab_size,
+        transformer_config,
+    )
     from backends.megatron.parallel.state import ParallelState, destroy_parallel, init_parallel
     from backends.megatron.weights.export import WeightExporter
 from rlcore.config.sections.policy import ParallelConfig
@@ -36,8 +51,11 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     payload = json.loads((folder / "payload.json").read_text())
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size
+    )
     layout = ParallelConfig(**payload["layout"])
     with megatron_device("cpu"):
         parallel = init_parallel(layout, timeout_s=120, seed=0)
@@ -52,7 +70,12 @@ def main() -> None:
 
 
 def publish(
-    payload: dict[str, Any], layout: ParallelConfig, parallel: ParallelState, transport: str, model: Path, version: int
+    payload: dict[str, Any],
+    layout: ParallelConfig,
+    parallel: ParallelState,
+    transport: str,
+    model: Path,
+    version: int,
 ) -> dict[str, Any]:
     """Load `model` into this world's layout and publish it; what came of it, on rank 0."""
     exporter = export_of(model, layout, parallel)
@@ -61,10 +84,12 @@ def publish(
             pass
         return {}
     server = payload["server"]
-    config = run_config(str(model), Path(payload["runs"]), EngineConfig(**server["config"]), transport=transport)
+    config = run_config(
+        str(model), Path(payload["runs"]), EngineConfig(**server["config"]), transport=transport
+    )
     loop = LoopThread("engines")
     engine = connect(config, server["url"], Keys(**server["keys"]), loop)
-    engine.managed = True       # on this machine, whoever started it: what the delta transport asks
+    engine.managed = True  # on this machine, whoever started it: what the delta transport asks
     sink, roster = sink_over(config, [engine], loop)
     sink.prepare(exporter.buckets)
     for bucket, flat in exporter.export_buckets():
@@ -73,7 +98,8 @@ def publish(
     sink.finish(version)
     sink.close()
 
-    expectation = engine.expectation()      # of the folder itself: what was gathered may be wrong as well
+    # of the folder itself: what was gathered may be wrong as well
+    expectation = engine.expectation()
     weights = folder_weights(model)
     for name, tensor in weights.items():
         expectation.add(name, tensor)

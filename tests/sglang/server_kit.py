@@ -19,7 +19,8 @@ from rollout.engines.sglang.keys import Keys
 from rollout.engines.sglang.server_process import ManagedServer
 
 T = TypeVar("T")
-START_S = 280.0     # 22 s on a quiet machine with two cores, minutes on a busy one; pytest gives a test 300
+# 22 s on a quiet machine with two cores, minutes on a busy one; pytest gives a test 300
+START_S = 280.0
 SETTINGS: dict[str, Any] = {
     "kind": "sglang", "device": "cpu", "dtype": "fp32", "threads": 1, "start_timeout_s": START_S, "request_timeout_s": 120.0,
     "update_timeout_s": 60.0,
@@ -47,30 +48,45 @@ class Served:
         return Path(self.server.model_path)
 
     def external(self, **changes: Any) -> ExternalServer:
-        """The same server as one that somebody else runs: its `start` connects, its `stop` and `kill` leave it alone."""
+        """The same server as one that somebody else runs: its `start` connects, its `stop` and
+        `kill` leave it alone.
+        """
         config = self.config.model_copy(update={"urls": [self.url], **changes})
         return ExternalServer("engine-0", self.url, str(self.model), config=config, keys=self.keys)
 
     async def until_used(self, tokens: int, seconds: float = 60.0) -> None:
-        """Until the requests that run hold so many tokens in the cache, of prompts and responses; seen every 15 steps."""
-        deadline, headers = time.monotonic() + seconds, {"Authorization": f"Bearer {self.keys.api}"}
+        """Until the requests that run hold so many tokens in the cache, of prompts and responses;
+        seen every 15 steps.
+        """
+        deadline = time.monotonic() + seconds
+        headers = {"Authorization": f"Bearer {self.keys.api}"}
         async with aiohttp.ClientSession(self.url, headers=headers) as session:
             while True:
                 async with session.get("/v1/loads?include=core") as answer:
                     used = (await answer.json())["loads"][0]["num_used_tokens"]
                 if used >= tokens:
                     return
-                assert time.monotonic() < deadline, f"{used} tokens in use after {seconds:g} s, not {tokens}"
+                assert time.monotonic() < deadline, (
+                    f"{used} tokens in use after {seconds:g} s, not {tokens}"
+                )
                 await asyncio.sleep(0.01)
 
     def call(self, work: Coroutine[Any, Any, T], seconds: float = 120.0) -> T:
         return self.loop.call(work, seconds=seconds, what="a test")
 
 
-def managed(model: Path, log: Path, *, server: dict[str, Any] | None = None, **changes: Any) -> ManagedServer:
+def managed(
+    model: Path, log: Path, *, server: dict[str, Any] | None = None, **changes: Any
+) -> ManagedServer:
     config = EngineConfig(**SETTINGS | {"server": server or {}} | changes)
     return ManagedServer(
-        log.stem, str(model), config=config, dtype="fp32", tokenizer=None, log=log, keys=Keys.from_environment()
+        log.stem,
+        str(model),
+        config=config,
+        dtype="fp32",
+        tokenizer=None,
+        log=log,
+        keys=Keys.from_environment(),
     )
 
 
@@ -78,7 +94,9 @@ def launch(server: ManagedServer) -> Served:
     """Start it. Close with `close`."""
     loop = LoopThread(f"loop of {server.name}")
     try:
-        return Served(server, loop.call(server.start(), seconds=START_S, what="starting SGLang"), loop)
+        return Served(
+            server, loop.call(server.start(), seconds=START_S, what="starting SGLang"), loop
+        )
     except BaseException:
         loop.close()
         raise

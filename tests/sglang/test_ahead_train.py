@@ -23,7 +23,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[
 
 
 @pytest.mark.parametrize("mode", ["drain", "retract", "in_place", "abort"])
-def test_a_run_two_steps_ahead(lab: Lab, served: Served, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_a_run_two_steps_ahead(
+    lab: Lab, served: Served, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
     monkeypatch.setenv(API_KEY, served.keys.api)
     monkeypatch.setenv(ADMIN_KEY, served.keys.admin)
     run = lab.train(
@@ -33,7 +35,9 @@ def test_a_run_two_steps_ahead(lab: Lab, served: Served, monkeypatch: pytest.Mon
     )  # fmt: skip
     assert run.code == 0, run.err
     assert max(check(run.folder, steps=STEPS, staleness=2)) > 0
-    crossed = [parts for step in range(1, STEPS + 1) for parts in ages(run.folder, step) if len(parts) > 1]
+    crossed = [
+        parts for step in range(1, STEPS + 1) for parts in ages(run.folder, step) if len(parts) > 1
+    ]
     if mode == "drain":
         assert crossed == []
     assert all(parts == sorted(parts, reverse=True) for parts in crossed)

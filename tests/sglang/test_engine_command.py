@@ -1,5 +1,6 @@
-"""`rlcore engine CONFIG` with a real server: what it prints is enough for a trainer to connect, before and after the server was
-killed; a signal ends it cleanly."""
+"""`rlcore engine CONFIG` with a real server: what it prints is enough for a trainer to connect,
+before and after the server was killed; a signal ends it cleanly.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +28,20 @@ from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
 
 @pytest.fixture
-def command(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+def command(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[subprocess.Popen[str]]:
     """`rlcore engine CONFIG`; whatever becomes of the test, it and its server end."""
-    for name in (API_KEY, ADMIN_KEY):       # generated, whatever this machine's user has set
+    for name in (API_KEY, ADMIN_KEY):  # generated, whatever this machine's user has set
         monkeypatch.delenv(name, raising=False)
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump({
         "run": {"name": "alone", "dir": str(tmp_path / "runs")}, "model": {"path": str(tiny_model), "dtype": "fp32"},
         "data": {"paths": "none.jsonl"}, "training": {"steps": 1}, "rollout": {"engine": server_kit.SETTINGS},
     }))  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-m", "rlcore", "engine", str(config)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlcore", "engine", str(config)], stdout=subprocess.PIPE, text=True
+    )
     yield process
     process.kill()
     process.wait()
@@ -59,7 +64,8 @@ def test_engines_alone_are_connected_by_what_the_command_prints(
     exported = dict(re.findall(r"export (\w+)=(\S+)", text))
     told = dict(word.split("=", 1) for word in shlex.split(printed[-1]) if "=" in word)
     [url] = json.loads(told["rollout.engine.urls"])
-    engine, keys = EngineConfig(kind="sglang", urls=[url]), Keys(exported[API_KEY], exported[ADMIN_KEY])
+    engine = EngineConfig(kind="sglang", urls=[url])
+    keys = Keys(exported[API_KEY], exported[ADMIN_KEY])
     external = ExternalServer("engine-0", url, str(tiny_model), config=engine, keys=keys)
     loop = LoopThread("connect")
     assert loop.call(external.start(), seconds=60, what="connecting") == url
@@ -76,4 +82,4 @@ def test_engines_alone_are_connected_by_what_the_command_prints(
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     assert members(server.pid) == []
-    assert not (tmp_path / "runs" / "alone").exists()       # left for the trainer to make
+    assert not (tmp_path / "runs" / "alone").exists()  # left for the trainer to make

@@ -1,4 +1,6 @@
-"""Two trainer nodes and an engine node, by the real scripts: they find one another by a folder that they share."""
+"""Two trainer nodes and an engine node, by the real scripts: they find one another by a folder that
+they share.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_engines_apart_outlive_a_restart_of_the_trainer(
 ) -> None:
     lab = Lab(tmp_path, tiny_model)
     servers = tmp_path / "servers.yaml"
-    servers.write_text("rollout: {engine: {kind: sglang, device: cpu, threads: 1, start_timeout_s: 250}}\n")
+    servers.write_text(
+        "rollout: {engine: {kind: sglang, device: cpu, threads: 1, start_timeout_s: 250}}\n"
+    )
     shared = {
         **os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOST_ADDRESS": "127.0.0.1",
         API_KEY: "one", ADMIN_KEY: "two", "ENGINES": str(tmp_path / "engines"), "ENGINE_NODES": "1",
@@ -49,14 +53,17 @@ def test_engines_apart_outlive_a_restart_of_the_trainer(
         command = [str(ROOT / "scripts" / script), str(lab.base), "run.name=apart", *arguments]
         with (tmp_path / f"{len(nodes)}.log").open("wb") as log:
             given = {**shared, **environment}
-            nodes.append(subprocess.Popen(command, env=given, stdout=log, stderr=log, start_new_session=True))
+            nodes.append(
+                subprocess.Popen(command, env=given, stdout=log, stderr=log, start_new_session=True)
+            )
         return nodes[-1]
 
     engines = start("engines.sh", str(servers))
     settings = (*LEARNING, "policy.parallel.tensor=2", f"training.steps={STEPS}", "checkpoint.every=2",
                 "rollout.engine.start_timeout_s=60")  # fmt: skip
     trainers = [start("torchrun_multinode.sh", *settings, NODE_RANK=str(node)) for node in range(2)]
-    metrics, deadline = tmp_path / "runs" / "apart" / "metrics.jsonl", time.monotonic() + LIMIT_S
+    metrics = tmp_path / "runs" / "apart" / "metrics.jsonl"
+    deadline = time.monotonic() + LIMIT_S
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
         assert time.monotonic() < deadline, said(tmp_path)
         time.sleep(0.05)

@@ -1,4 +1,6 @@
-"""Weights through folders, whole and as changes, into a real server, which then holds and generates what was published."""
+"""Weights through folders, whole and as changes, into a real server, which then holds and generates
+what was published.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,15 @@ from rollout.weight_sync.folders import FullWriter, WeightFolders, published
 from rollout.weight_sync.follower import keep_following
 from rollout.weight_sync.publication import WeightPublication
 
-Publication = tuple[SGLangEngine, WeightPublication, Path]     # and the folder that the trainer shares with the engine
+# and the folder that the trainer shares with the engine
+Publication = tuple[SGLangEngine, WeightPublication, Path]
 
 
 @pytest.fixture
 def publication(served: Served, tmp_path: Path) -> Iterator[Callable[[str], Publication]]:
-    """By which transport -> a client of the session's server, a sink over it that compares every checksum, the folder."""
+    """By which transport -> a client of the session's server, a sink over it that compares every
+    checksum, the folder.
+    """
     made: list[tuple[SGLangEngine, WeightPublication]] = []
 
     def make(transport: str) -> Publication:
@@ -64,7 +69,9 @@ def nudged(weights: Weights, seed: int) -> Weights:
     generator = torch.Generator().manual_seed(seed)
     changed = {name: tensor.clone() for name, tensor in weights.items()}
     for tensor in list(changed.values())[::2]:
-        tensor.view(-1)[torch.randint(tensor.numel(), (1 + tensor.numel() // 100,), generator=generator)] *= 1.5
+        tensor.view(-1)[
+            torch.randint(tensor.numel(), (1 + tensor.numel() // 100,), generator=generator)
+        ] *= 1.5
     return changed
 
 
@@ -79,8 +86,8 @@ def test_the_server_generates_with_what_was_published(
     served: Served, publication: Callable[[str], Publication], transport: str
 ) -> None:
     engine, sink, folder = publication(transport)
-    engine.managed = True       # on this machine: it reads the folder of our own follower
-    weights = random_weights(served.model, 1)       # of a tied model: without `lm_head.weight`
+    engine.managed = True  # on this machine: it reads the folder of our own follower
+    weights = random_weights(served.model, 1)  # of a tied model: without `lm_head.weight`
     assert "lm_head.weight" not in weights
     for version in (5, 6, 7):
         publish(sink, weights, version)
@@ -116,7 +123,9 @@ async def end(task: asyncio.Task[None]) -> None:
     await asyncio.wait({task})
 
 
-def test_bf16_from_the_trainer_into_a_server_of_fp32(served: Served, publication: Callable[[str], Publication]) -> None:
+def test_bf16_from_the_trainer_into_a_server_of_fp32(
+    served: Served, publication: Callable[[str], Publication]
+) -> None:
     engine, sink, _ = publication("disk")
     weights = {name: tensor.bfloat16() for name, tensor in random_weights(served.model, 3).items()}
     publish(sink, weights, 10)
@@ -152,7 +161,11 @@ def test_what_a_folder_lacks_the_server_does_not_notice_but_the_checksums_do(
     missing = set(load_file(lost))
     lost.unlink()
     index = folder / "model.safetensors.index.json"
-    kept = {name: file for name, file in json.loads(index.read_text())["weight_map"].items() if name not in missing}
+    kept = {
+        name: file
+        for name, file in json.loads(index.read_text())["weight_map"].items()
+        if name not in missing
+    }
     index.write_text(json.dumps({"weight_map": kept}))
 
     said = load_from(served, engine, folder, version=12)

@@ -1,4 +1,6 @@
-"""Two servers of which one stops in the middle of a publication: the other has the weights soon, and serves."""
+"""Two servers of which one stops in the middle of a publication: the other has the weights soon,
+and serves.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,19 @@ from server_kit import Served
 from rlcore.errors import PublicationFailed
 from rollout.engines.sglang.engine import SGLangEngine
 
-LIMIT_S = 8.0           # of a bucket
+LIMIT_S = 8.0  # of a bucket
 ENOUGH_S = 3 * LIMIT_S  # for the deadline, the kill, and what is waited for in between
 
 
 @pytest.fixture
 def doomed(served: Served, tmp_path: Path) -> Iterator[SGLangEngine]:
     """A server of our own besides the session's."""
-    server = server_kit.managed(served.model, tmp_path / "doomed.log", update_timeout_s=LIMIT_S, health_timeout_s=60.0)
-    engine = SGLangEngine(server, config=server.config, keys=server.keys, model_path=str(served.model))
+    server = server_kit.managed(
+        served.model, tmp_path / "doomed.log", update_timeout_s=LIMIT_S, health_timeout_s=60.0
+    )
+    engine = SGLangEngine(
+        server, config=server.config, keys=server.keys, model_path=str(served.model)
+    )
     served.call(engine.start(), server_kit.START_S)
     yield engine
     served.call(engine.kill())
@@ -45,7 +51,9 @@ def doomed(served: Served, tmp_path: Path) -> Iterator[SGLangEngine]:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_a_server_that_hangs_in_a_bucket_holds_up_nobody(served: Served, doomed: SGLangEngine, tmp_path: Path) -> None:
+def test_a_server_that_hangs_in_a_bucket_holds_up_nobody(
+    served: Served, doomed: SGLangEngine, tmp_path: Path
+) -> None:
     config = run_config(str(served.model), tmp_path, served.config, update_timeout_s=LIMIT_S)
     survivor = connect(config, served.url, served.keys, served.loop)
     sink, roster = sink_over(config, [doomed, survivor], served.loop)
@@ -59,12 +67,15 @@ def test_a_server_that_hangs_in_a_bucket_holds_up_nobody(served: Served, doomed:
     sink.send(buckets[0], flatten(buckets[0], weights))
     os.killpg(pid, signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(PublicationFailed, match=rf"bucket 1 .*did not answer .* within {LIMIT_S:g} s .*update_timeout_s"):
+    with pytest.raises(
+        PublicationFailed,
+        match=rf"bucket 1 .*did not answer .* within {LIMIT_S:g} s .*update_timeout_s",
+    ):
         sink.send(buckets[1], flatten(buckets[1], weights))
     sink.cancel()
     assert roster.engines == [survivor]
     assert doomed.ended is not None
-    assert doomed.ended.done()                  # managed: it was ended, stopped as it was
+    assert doomed.ended.done()  # managed: it was ended, stopped as it was
     publish(sink, weights, 31)
     assert time.monotonic() - began < ENOUGH_S
     [[completion]] = served.call(survivor.generate([request()]))

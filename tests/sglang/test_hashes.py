@@ -1,4 +1,6 @@
-"""Hashes of tensors against SGLang's own code: no server, but the engines' environment; the kernel by triton's interpreter."""
+"""Hashes of tensors against SGLang's own code: no server, but the engines' environment; the kernel
+by triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from rlcore.config.sections.rollout import EngineConfig
 from rollout.engines.sglang.hashes import hash_on_cpu, hash_on_cuda
 from rollout.engines.sglang.server_process import engine_python
 
-# The file of the kernel is loaded by itself: importing sglang takes long. Its assertion that a tensor is on a GPU is met.
+# The file of the kernel is loaded by itself: importing sglang takes long. Its assertion that a
+# tensor is on a GPU is met.
 THEIRS = """
 import importlib.util, json, sys, sysconfig
 import torch
@@ -58,7 +61,7 @@ def test_the_hash_of_a_server_on_cuda(
     assert ran.returncode == 0, ran.stderr[-2000:]
     theirs = json.loads(ran.stdout)
     assert {name: hash_on_cuda([tensor]) for name, tensor in tensors.items()} == theirs
-    monkeypatch.setattr("rollout.engines.sglang.hashes.TILES", 2)      # in more than one go
+    monkeypatch.setattr("rollout.engines.sglang.hashes.TILES", 2)  # in more than one go
     assert hash_on_cuda([tensors["tiles"]]) == theirs["tiles"]
     assert len(set(theirs.values())) == len(tensors)
 

@@ -1,4 +1,6 @@
-"""Responses of a real server that are cut and go on: log-probs against transformers, versions, stops, records."""
+"""Responses of a real server that are cut and go on: log-probs against transformers, versions,
+stops, records.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +32,27 @@ from rollout.collection.partial import PartialRollouts
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.weight_sync.publication import WeightPublication
 
-LONG = list(range(1, 30)) * 3       # a prompt that is computed once for all its samples
+LONG = list(range(1, 30)) * 3  # a prompt that is computed once for all its samples
 TOKENS = 300
 
 
 @pytest.fixture
 def sink(served: Served, engine: SGLangEngine, tmp_path: Path) -> Iterator[WeightPublication]:
     """Publishes by aborting. The server is left with its own weights."""
-    config = run_config(str(served.model), tmp_path, served.config, on_update="abort", verify_every=0)
+    config = run_config(
+        str(served.model), tmp_path, served.config, on_update="abort", verify_every=0
+    )
     sink, _ = sink_over(config, [engine], served.loop)
     yield sink
-    publish(sink, folder_weights(served.model), 99)     # versions never go back
+    publish(sink, folder_weights(served.model), 99)  # versions never go back
     sink.close()
 
 
 @pytest.fixture
 def engine(served: Served, tmp_path: Path) -> Iterator[SGLangEngine]:
-    engine = connect(run_config(str(served.model), tmp_path, served.config), served.url, served.keys, served.loop)
+    engine = connect(
+        run_config(str(served.model), tmp_path, served.config), served.url, served.keys, served.loop
+    )
     yield engine
     served.call(engine.close())
 
@@ -70,21 +76,30 @@ def cut_after(generate: Generate, made: int) -> Generate:
         if asked.prefixes:
             return await generate(asked)
         short = replace(asked, sampling=replace(asked.sampling, max_new_tokens=made))
-        return [replace(one, finish_reason="abort") if one.finish_reason == "length" else one for one in await generate(short)]
+        return [
+            replace(one, finish_reason="abort") if one.finish_reason == "length" else one
+            for one in await generate(short)
+        ]
 
     return cut
 
 
-def test_responses_go_on_through_two_publications(served: Served, engine: SGLangEngine, sink: WeightPublication) -> None:
+def test_responses_go_on_through_two_publications(
+    served: Served, engine: SGLangEngine, sink: WeightPublication
+) -> None:
     """Every token has the log-prob that transformers gives it with the weights of its version."""
     oracles = {}
-    partial, asked = partial_of(served), replace(request(LONG, tokens=TOKENS), n=3)
+    partial = partial_of(served)
+    asked = replace(request(LONG, tokens=TOKENS), n=3)
     running = None
-    for version, made in ((10, 50), (11, 100), (12, None)):        # tokens of a response, at the next publication
+    # tokens of a response, at the next publication
+    for version, made in ((10, 50), (11, 100), (12, None)):
         weights = random_weights(served.model, version)
         oracles[version] = Oracle(served.model, weights)
         publish(sink, weights, version)
-        running = running or asyncio.run_coroutine_threadsafe(partial.whole(generate_of(engine), asked), served.loop.loop)
+        running = running or asyncio.run_coroutine_threadsafe(
+            partial.whole(generate_of(engine), asked), served.loop.loop
+        )
         if made:
             served.call(served.until_used(len(LONG) + 3 * made))
     assert running is not None
@@ -94,34 +109,53 @@ def test_responses_go_on_through_two_publications(served: Served, engine: SGLang
         errors = {version: oracle.errors(LONG, one) for version, oracle in oracles.items()}
         for span in one.versions:
             assert errors[span.version][span.start : span.end].max() < TOLERANCE
-            others = [errors[version][span.start : span.end] for version in oracles if version != span.version]
+            others = [
+                errors[version][span.start : span.end]
+                for version in oracles
+                if version != span.version
+            ]
             assert span.end - span.start < 3 or min(other.max() for other in others) > 0.1
     assert {span.version for one in completions for span in one.versions} == {10, 11, 12}
     assert 3 < partial.resumed_responses <= 6
     assert partial.resumed_tokens > 0
 
 
-def test_stops_across_the_cut(served: Served, engine: SGLangEngine, sink: WeightPublication) -> None:
+def test_stops_across_the_cut(
+    served: Served, engine: SGLangEngine, sink: WeightPublication
+) -> None:
     """Greedy responses end at the same token with the same reason, wherever they were cut."""
-    publish(sink, random_weights(served.model, 32), 5)      # whose greedy response repeats nothing for a while
-    generate, partial = generate_of(engine), partial_of(served)
+    # whose greedy response repeats nothing for a while
+    publish(sink, random_weights(served.model, 32), 5)
+    generate = generate_of(engine)
+    partial = partial_of(served)
     greedy = request(LONG, tokens=24)
     greedy = replace(greedy, sampling=replace(greedy.sampling, temperature=0.0))
     [free] = served.call(generate(greedy))
     text = AutoTokenizer.from_pretrained(served.model).decode(free.tokens[9:12])
-    ways: list[dict[str, Any]] = [{"stop": (text, "never said")}, {"stop_token_ids": (int(free.tokens[12]),)}, {}]
+    ways: list[dict[str, Any]] = [
+        {"stop": (text, "never said")},
+        {"stop_token_ids": (int(free.tokens[12]),)},
+        {},
+    ]
     for way in ways:
         asked = replace(greedy, sampling=replace(greedy.sampling, **way))
         [whole] = served.call(generate(asked))
-        assert (whole.finish_reason, len(whole.tokens)) == (("stop", 12 + ("stop_token_ids" in way)) if way else ("length", 24))
+        assert (whole.finish_reason, len(whole.tokens)) == (
+            ("stop", 12 + ("stop_token_ids" in way)) if way else ("length", 24)
+        )
         for made in {1, len(whole.tokens) - 2, len(whole.tokens) - 1, len(whole.tokens)} - {0, -1}:
             [found] = served.call(partial.whole(cut_after(generate, made), asked))
-            assert (found.tokens.tolist(), found.finish_reason) == (whole.tokens.tolist(), whole.finish_reason)
+            assert (found.tokens.tolist(), found.finish_reason) == (
+                whole.tokens.tolist(),
+                whole.finish_reason,
+            )
             np.testing.assert_allclose(found.logprobs, whole.logprobs, atol=TOLERANCE)
     assert partial.resumed_responses > 6
 
 
-def test_keep_sets_of_both_parts(served: Served, engine: SGLangEngine, sink: WeightPublication) -> None:
+def test_keep_sets_of_both_parts(
+    served: Served, engine: SGLangEngine, sink: WeightPublication
+) -> None:
     weights = random_weights(served.model, 6)
     publish(sink, weights, 6)
     asked = replace(request(LONG, tokens=16), n=2)
@@ -147,7 +181,9 @@ def test_routed_experts_of_both_parts(served_moe: Served, moe_model: Path, tmp_p
     asked = replace(request(LONG, tokens=16), n=2)
     asked = replace(asked, sampling=replace(asked.sampling, routed_experts=True))
     model = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.float32).eval()
-    for one in served_moe.call(partial_of(served_moe).whole(cut_after(generate_of(engine), 5), asked)):
+    for one in served_moe.call(
+        partial_of(served_moe).whole(cut_after(generate_of(engine), 5), asked)
+    ):
         fed = torch.tensor([[*LONG, *one.tokens.tolist()]])[:, :-1]
         with torch.no_grad():
             routers = model(fed, output_router_logits=True).router_logits

@@ -1,4 +1,6 @@
-"""Publications into a real server: what it holds and generates afterwards, in every mode, and when something goes wrong."""
+"""Publications into a real server: what it holds and generates afterwards, in every mode, and when
+something goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,15 @@ from rlcore.errors import EngineFailed, PublicationFailed, RunFailed
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.weight_sync.serialized import by_value
 
-LONG = list(range(1, 30)) * 3       # a prompt whose keys and values are worth caching
+LONG = list(range(1, 30)) * 3  # a prompt whose keys and values are worth caching
 Engines = Callable[..., SGLangEngine]
 
 
 @pytest.fixture
 def engines(served: Served, tmp_path: Path) -> Iterator[Engines]:
-    """`engines(on_update=..., ...)` is one more client of the session's server. It is left running with its own weights."""
+    """`engines(on_update=..., ...)` is one more client of the session's server. It is left running
+    with its own weights.
+    """
     made: list[SGLangEngine] = []
 
     def make(**changes: Any) -> SGLangEngine:
@@ -64,28 +68,38 @@ def test_the_server_generates_with_what_was_published(
     served: Served, engines: Engines, tmp_path: Path, transport: str
 ) -> None:
     engine = engines(transport=transport)
-    sink, roster = sink_over(run_config(str(served.model), tmp_path, served.config, transport=transport), [engine], served.loop)
+    sink, roster = sink_over(
+        run_config(str(served.model), tmp_path, served.config, transport=transport),
+        [engine],
+        served.loop,
+    )
     for version, seed in ((5, 1), (6, 2)):
         weights = random_weights(served.model, seed)
-        publish(sink, weights, version)         # compares the checksums of all tensors, too
+        publish(sink, weights, version)  # compares the checksums of all tensors, too
         completion = generate(served, engine, draw=version)
         assert completion.versions == (VersionSpan(version, 0, 12),)
         assert Oracle(served.model, weights).errors(PROMPT, completion).max() < TOLERANCE
-    assert Oracle(served.model, random_weights(served.model, 1)).errors(PROMPT, completion).max() > 0.1
+    assert (
+        Oracle(served.model, random_weights(served.model, 1)).errors(PROMPT, completion).max() > 0.1
+    )
     assert served.call(engine.health())["version"] == 6
     assert roster.dropped == {}
     sink.close()
 
 
 @pytest.mark.parametrize("mode", ["drain", "retract", "in_place", "abort"])
-def test_an_update_while_responses_are_made(served: Served, engines: Engines, tmp_path: Path, mode: str) -> None:
-    """Every token carries the version whose weights made it; nothing that comes later meets old keys and values."""
+def test_an_update_while_responses_are_made(
+    served: Served, engines: Engines, tmp_path: Path, mode: str
+) -> None:
+    """Every token carries the version whose weights made it; nothing that comes later meets old
+    keys and values.
+    """
     config = run_config(str(served.model), tmp_path, served.config, on_update=mode, verify_every=0)
     engine = engines(on_update=mode)
     sink, _ = sink_over(config, [engine], served.loop)
     old, new = (Oracle(served.model, random_weights(served.model, seed)) for seed in (1, 2))
     publish(sink, random_weights(served.model, 1), 10)
-    generate(served, engine, prompt=LONG, tokens=2)         # into the cache
+    generate(served, engine, prompt=LONG, tokens=2)  # into the cache
     pending = [start(served, engine, draw) for draw in (1, 2)]
     served.call(served.until_used(len(LONG) + 2 * 50))
     publish(sink, random_weights(served.model, 2), 11)
@@ -100,8 +114,13 @@ def test_an_update_while_responses_are_made(served: Served, engines: Engines, tm
         assert old.errors(LONG, completion)[: first.end].max() < TOLERANCE
         if mode in ("retract", "in_place"):
             assert completion.finish_reason == "length"
-            assert completion.versions == (VersionSpan(10, 0, first.end), VersionSpan(11, first.end, made))
-            assert (new.errors(LONG, completion)[first.end :].max() < TOLERANCE) == (mode == "retract")
+            assert completion.versions == (
+                VersionSpan(10, 0, first.end),
+                VersionSpan(11, first.end, made),
+            )
+            assert (new.errors(LONG, completion)[first.end :].max() < TOLERANCE) == (
+                mode == "retract"
+            )
         else:
             assert completion.versions == (first,)
             assert completion.finish_reason == ("length" if mode == "drain" else "abort")
@@ -110,20 +129,25 @@ def test_an_update_while_responses_are_made(served: Served, engines: Engines, tm
 
 def start(served: Served, engine: SGLangEngine, draw: int) -> Future[list[list[Completion]]]:
     """A long response, in the making."""
-    return asyncio.run_coroutine_threadsafe(engine.generate([request(LONG, draw=draw, tokens=300)]), served.loop.loop)
+    return asyncio.run_coroutine_threadsafe(
+        engine.generate([request(LONG, draw=draw, tokens=300)]), served.loop.loop
+    )
 
 
 def test_without_a_key_of_its_version_a_cached_prefix_would_be_stale(
     served: Served, engines: Engines, tmp_path: Path
 ) -> None:
-    """What `in_place` does not flush is there, and wrong by nats: only the key keeps it from later requests."""
+    """What `in_place` does not flush is there, and wrong by nats: only the key keeps it from later
+    requests.
+    """
     config = run_config(str(served.model), tmp_path, served.config, on_update="in_place")
     engine = engines(on_update="in_place")
     sink, _ = sink_over(config, [engine], served.loop)
     publish(sink, random_weights(served.model, 1), 10)
     generate(served, engine, prompt=LONG)
     publish(sink, random_weights(served.model, 2), 11)
-    new, generation = Oracle(served.model, random_weights(served.model, 2)), engine._generation
+    new = Oracle(served.model, random_weights(served.model, 2))
+    generation = engine._generation
     assert generation is not None
     [stale] = served.call(generation.one(request(LONG), cache_key="10"))
     assert new.errors(LONG, stale).max() > 0.1
@@ -132,7 +156,8 @@ def test_without_a_key_of_its_version_a_cached_prefix_would_be_stale(
 
 
 def test_a_part_of_an_update_is_nobodys_version(served: Served, engines: Engines) -> None:
-    engine, weights = engines(), random_weights(served.model, 3)
+    engine = engines()
+    weights = random_weights(served.model, 3)
     buckets = layout(weights)
 
     async def part() -> None:
@@ -145,7 +170,9 @@ def test_a_part_of_an_update_is_nobodys_version(served: Served, engines: Engines
         served.call(part())
     with pytest.raises(EngineFailed, match="version 3 cannot be set, the weights are updating"):
         served.call(engine.set_version(3))
-    with pytest.raises(EngineFailed, match=r"its weights are stale \(updating\): publish a whole update"):
+    with pytest.raises(
+        EngineFailed, match=r"its weights are stale \(updating\): publish a whole update"
+    ):
         served.call(engine.resume())
     assert served.call(engine.health())["version"] is None
 
@@ -171,12 +198,19 @@ def test_a_tensor_that_comes_damaged_is_named_and_its_engine_is_out(
     sink, roster = sink_over(config, [engine], served.loop)
     with pytest.raises(RunFailed, match="no engine is left"):
         publish(sink, weights, 7)
-    assert roster.dropped["engine-0"].endswith("1 tensors differ: model.layers.1.mlp.gate_up_proj.weight")
+    assert roster.dropped["engine-0"].endswith(
+        "1 tensors differ: model.layers.1.mlp.gate_up_proj.weight"
+    )
 
 
-def test_what_a_dead_trainer_left_behind_stops_nobody(served: Served, engines: Engines, tmp_path: Path) -> None:
-    """It was in the middle of an update: the server is paused, the session open, a group made that nobody is in."""
-    dead, weights = engines(), random_weights(served.model, 5)
+def test_what_a_dead_trainer_left_behind_stops_nobody(
+    served: Served, engines: Engines, tmp_path: Path
+) -> None:
+    """It was in the middle of an update: the server is paused, the session open, a group made that
+    nobody is in.
+    """
+    dead = engines()
+    weights = random_weights(served.model, 5)
     config = run_config(str(served.model), tmp_path, served.config)
     sink, _ = sink_over(config, [dead], served.loop)
     buckets = layout(weights)
@@ -195,9 +229,12 @@ def test_what_a_dead_trainer_left_behind_stops_nobody(served: Served, engines: E
 def test_a_bucket_that_fails_means_the_whole_transaction_again(
     served: Served, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two clients of the server one refuses a bucket: the other, paused meanwhile, takes the next attempt whole."""
+    """Of two clients of the server one refuses a bucket: the other, paused meanwhile, takes the
+    next attempt whole.
+    """
     config = run_config(str(served.model), tmp_path, served.config, transport="tensor")
-    good, bad = engines(transport="tensor"), engines(transport="tensor")
+    good = engines(transport="tensor")
+    bad = engines(transport="tensor")
 
     async def refuse(index: int, payloads: list[str]) -> None:
         raise EngineFailed("engine bad: out of memory")
@@ -205,7 +242,9 @@ def test_a_bucket_that_fails_means_the_whole_transaction_again(
     monkeypatch.setattr(bad, "receive_serialized", refuse)
     sink, roster = sink_over(config, [good, bad], served.loop)
     weights = random_weights(served.model, 6)
-    with pytest.raises(PublicationFailed, match="bucket 0 was not taken by all engines: engine bad: out of memory"):
+    with pytest.raises(
+        PublicationFailed, match="bucket 0 was not taken by all engines: engine bad: out of memory"
+    ):
         publish(sink, weights, 20)
     sink.cancel()
     with pytest.raises(EngineFailed, match=r"its weights are stale \(updating\)"):

@@ -1,4 +1,6 @@
-"""Twenty steps with two real servers of which one fails every third step. It takes minutes: a server starts in half of one."""
+"""Twenty steps with two real servers of which one fails every third step. It takes minutes: a
+server starts in half of one.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,10 @@ TWO = (
 def test_no_sample_is_lost_or_counted_twice(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tmp_path / "model"      # of its own: the session's server has the other, and runs on
+    model = tmp_path / "model"  # of its own: the session's server has the other, and runs on
     shutil.copytree(tiny_model, model)
-    lab, sabotage = Lab(tmp_path, model), Sabotage(dict(PLAN), settle=STEPS)
+    lab = Lab(tmp_path, model)
+    sabotage = Sabotage(dict(PLAN), settle=STEPS)
     sabotage.install(monkeypatch, ManagedServer)
     run = lab.train("chaos", *TWO)
     assert run.code == 0, run.err
@@ -47,6 +50,10 @@ def test_no_sample_is_lost_or_counted_twice(
     assert [row["episode"] for row in rows] == [16 * step for step in range(1, STEPS + 1)]
     assert sum(row["rollout/engine_restarts"] for row in rows) == len(PLAN)
     assert sum(row["rollout/retried_requests"] for row in rows) >= 3
-    assert all(row["rollout/train_rollout_logprob_diff"] < 1e-5 for row in rows), "every sample from its own version"
-    running = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert all(row["rollout/train_rollout_logprob_diff"] < 1e-5 for row in rows), (
+        "every sample from its own version"
+    )
+    running = [
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    ]
     assert not [line for line in running if str(model) in line and "entry.py" in line]

@@ -1,4 +1,6 @@
-"""Trainer and server taking sharing: the real release and resume routes around a offloaded trainer (a CPU server frees nothing)."""
+"""Trainer and server taking sharing: the real release and resume routes around a offloaded trainer
+(a CPU server frees nothing).
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,12 @@ class Shared:
     def expected_logprobs(self, completion: Completion) -> torch.Tensor:
         """By transformers, with the weights that the trainer publishes."""
         model = AutoModelForCausalLM.from_pretrained(self.served.model, dtype=torch.float32).eval()
-        weights = {n: t for bucket, flat in self.backend.export_buckets() if flat is not None for n, t in bucket.views(flat)}
+        weights = {
+            n: t
+            for bucket, flat in self.backend.export_buckets()
+            if flat is not None
+            for n, t in bucket.views(flat)
+        }
         model.load_state_dict(weights, strict=False)
         tokens = torch.from_numpy(np.concatenate([PROMPT, completion.tokens])).long()
         with torch.no_grad():
@@ -57,7 +64,9 @@ class Shared:
     def move_the_policy(self) -> None:
         with torch.no_grad():
             for parameter in self.backend.policy.chunks[0].parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.05)
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.05
+                )
 
 
 @pytest.fixture
@@ -69,16 +78,27 @@ def shared(served: Served, tmp_path: Path) -> Iterator[Shared]:
     })  # fmt: skip
     config.rollout.engine = engine_config
     backend = MegatronBackend(
-        config, Objective(config.algorithm), with_reference=False, with_critic=False, total_steps=1, device="cpu"
+        config,
+        Objective(config.algorithm),
+        with_reference=False,
+        with_critic=False,
+        total_steps=1,
+        device="cpu",
     )
-    engine = SGLangEngine(served.external(), config=engine_config, keys=served.keys, model_path=str(served.model))
+    engine = SGLangEngine(
+        served.external(), config=engine_config, keys=served.keys, model_path=str(served.model)
+    )
     fleet = Fleet([engine], engine_config)
     sync = RankSync(LocalStore(), 0, 1)
     sink = WeightPublication(config, fleet, served.loop.loop)
-    publisher = WeightPublisher(backend, sync, sink=sink, journal=VersionJournal(tmp_path / "versions.jsonl"), timeout_s=60)
+    publisher = WeightPublisher(
+        backend, sync, sink=sink, journal=VersionJournal(tmp_path / "versions.jsonl"), timeout_s=60
+    )
     backend.offload()
     served.call(fleet.start())
-    sharing = GpuSharing(sync, backend, FleetMemory(fleet, engine_config, served.loop), timeout_s=60)
+    sharing = GpuSharing(
+        sync, backend, FleetMemory(fleet, engine_config, served.loop), timeout_s=60
+    )
     yield Shared(served, engine, fleet, backend, publisher, sharing)
     sharing.switch_to(GpuPhase.HANDOVER)
     publisher.publish(1)
@@ -90,7 +110,9 @@ def shared(served: Served, tmp_path: Path) -> Iterator[Shared]:
 
 
 def test_turns_with_a_real_server(shared: Shared) -> None:
-    """Two steps: the server cannot generate in between, and then every log-prob is that of the weights just published."""
+    """Two steps: the server cannot generate in between, and then every log-prob is that of the
+    weights just published.
+    """
     sharing = shared.sharing
     sharing.switch_to(GpuPhase.TRAINING)
     seen = []
@@ -105,7 +127,9 @@ def test_turns_with_a_real_server(shared: Shared) -> None:
         assert shared.backend.parked_bytes > 0
         completion = shared.generate(step)
         assert [span.version for span in completion.versions] == [step + 1]
-        np.testing.assert_allclose(completion.logprobs, shared.expected_logprobs(completion).numpy(), atol=1e-4)
+        np.testing.assert_allclose(
+            completion.logprobs, shared.expected_logprobs(completion).numpy(), atol=1e-4
+        )
         seen.append(completion.logprobs[0])
         sharing.switch_to(GpuPhase.TRAINING)
         assert shared.backend.parked_bytes == 0
@@ -124,7 +148,11 @@ def test_a_checkpoint_in_between_costs_no_publication(shared: Shared) -> None:
     sharing.switch_to(GpuPhase.HANDOVER)
     sharing.switch_to(GpuPhase.GENERATING)
     after = shared.generate(1)
-    assert [span.version for span in after.versions] == [span.version for span in before.versions] == [1]
+    assert (
+        [span.version for span in after.versions]
+        == [span.version for span in before.versions]
+        == [1]
+    )
     np.testing.assert_allclose(after.logprobs, shared.expected_logprobs(after).numpy(), atol=1e-4)
 
 

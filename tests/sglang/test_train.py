@@ -1,4 +1,6 @@
-"""Whole runs whose responses come from SGLang: a server given by URL, and one that the run starts itself."""
+"""Whole runs whose responses come from SGLang: a server given by URL, and one that the run starts
+itself.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def by_url(served: Served, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """What makes a run use the session's server."""
     monkeypatch.setenv(API_KEY, served.keys.api)
     monkeypatch.setenv(ADMIN_KEY, served.keys.admin)
-    return ("rollout.engine.kind=sglang", f"rollout.engine.urls=[{served.url}]", "rollout.engine.start_timeout_s=60")
+    return (
+        "rollout.engine.kind=sglang",
+        f"rollout.engine.urls=[{served.url}]",
+        "rollout.engine.start_timeout_s=60",
+    )
 
 
 def check_ends(run: Run, model: Path, *, steps: int) -> None:
@@ -54,7 +60,9 @@ def test_a_run_on_a_server_given_by_url(lab: Lab, by_url: tuple[str, ...]) -> No
              "evaluation.every=2", "checkpoint.every=1")  # fmt: skip
     run = lab.train("by url", *given, "training.steps=3")
     assert run.code == 0, run.err
-    assert all(row[GAP] < 1e-5 and row["rollout/staleness_max"] == 0 for row in run.metrics if row["step"])
+    assert all(
+        row[GAP] < 1e-5 and row["rollout/staleness_max"] == 0 for row in run.metrics if row["step"]
+    )
     assert {f"{GAP}_max", f"{GAP}_kl", "time/engine", "time/publish"} < set(run.rows[1])
     assert [step for step, row in run.rows.items() if "eval/score" in row] == [0, 2, 3]
     check_accounts(run, steps=3)
@@ -65,7 +73,9 @@ def test_a_run_on_a_server_given_by_url(lab: Lab, by_url: tuple[str, ...]) -> No
     assert resumed.rows[4][GAP] < 1e-5
     check_accounts(resumed, steps=4)
 
-    done = lab.command("eval", str(lab.base), "run.name=scored", *given, "--model", str(run.folder / "hf"))
+    done = lab.command(
+        "eval", str(lab.base), "run.name=scored", *given, "--model", str(run.folder / "hf")
+    )
     assert done.code == 0, done.err
     score = float(done.lines("eval/score")[0].split()[1])
     assert score == pytest.approx(resumed.rows[4]["eval/score"], rel=1e-5)
@@ -74,7 +84,11 @@ def test_a_run_on_a_server_given_by_url(lab: Lab, by_url: tuple[str, ...]) -> No
 def test_the_tokens_that_top_p_left_reach_the_trainer(lab: Lab, by_url: tuple[str, ...]) -> None:
     """Log-probs of engine and trainer are over the same sets."""
     run = lab.train(
-        "keep-sets", *by_url, "rollout.sampling={top_p: 0.8, top_k: 12}", "policy.logprobs.keep_sets=true", "training.steps=1"
+        "keep-sets",
+        *by_url,
+        "rollout.sampling={top_p: 0.8, top_k: 12}",
+        "policy.logprobs.keep_sets=true",
+        "training.steps=1",
     )
     assert run.code == 0, run.err
     assert run.rows[1][GAP] < 1e-5
@@ -82,7 +96,9 @@ def test_the_tokens_that_top_p_left_reach_the_trainer(lab: Lab, by_url: tuple[st
     assert all(one is not None and 0 < one.counts.max(initial=0) <= 12 for one in sets)
 
 
-def test_a_run_with_another_key_is_refused(lab: Lab, by_url: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_another_key_is_refused(
+    lab: Lab, by_url: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(API_KEY, "wrong-key-of-this-test")
     run = lab.train("wrong key", *by_url)
     assert run.code == 2
@@ -92,21 +108,29 @@ def test_a_run_with_another_key_is_refused(lab: Lab, by_url: tuple[str, ...], mo
 
 def test_two_ranks_and_a_server_of_their_own(lab: Lab, tmp_path: Path) -> None:
     """Tensor parallel; nothing of the server is left behind, and the key is in no file."""
-    name, secret, model = "managed", "secret-of-this-test", tmp_path / "model"
+    name = "managed"
+    secret = "secret-of-this-test"
+    model = tmp_path / "model"
     shutil.copytree(lab.model, model)
     command = [sys.executable, "-m", "rlcore", "train", str(lab.base), f"run.name={name}", f"model.path={model}", *LEARNING,
                "training.steps=2", "policy.parallel.tensor=2", "cluster.processes_per_node=2", "checkpoint.every=1",
                f"cluster.start_timeout_s={START_S}", "rollout.engine={kind: sglang, threads: 1, device: cpu}"]  # fmt: skip
     environment = {**os.environ, API_KEY: secret, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "terminal").open("w") as terminal:
-        code = subprocess.run(command, env=environment, stdout=terminal, stderr=terminal, timeout=START_S).returncode
+        code = subprocess.run(
+            command, env=environment, stdout=terminal, stderr=terminal, timeout=START_S
+        ).returncode
     said = (tmp_path / "terminal").read_text()
     assert code == 0, said
     run = Run(code, said, "", lab.folder / "runs" / name)
     assert all(row[GAP] < 1e-5 for row in run.metrics)
     check_accounts(run, steps=2)
     assert (run.folder / "logs" / "engine_0.log").stat().st_size > 1000
-    assert all(secret.encode() not in path.read_bytes() for path in run.folder.rglob("*") if path.is_file())
+    assert all(
+        secret.encode() not in path.read_bytes() for path in run.folder.rglob("*") if path.is_file()
+    )
     assert secret not in said
-    running = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    running = [
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    ]
     assert not [line for line in running if str(model) in line]

@@ -1,4 +1,6 @@
-"""From real Megatron worlds into a real server, by every transport: the server's tensors are those of the model's folder."""
+"""From real Megatron worlds into a real server, by every transport: the server's tensors are those
+of the model's folder.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from spawn import run_ranks
 pytestmark = pytest.mark.timeout(900)
 SCRIPT = Path(__file__).with_name("publish_ranks.py")
 TRANSPORTS = ("distributed", "tensor", "disk", "delta")
-DEADLINE_S = 400.0      # 20 s on a quiet machine
+DEADLINE_S = 400.0  # 20 s on a quiet machine
 
 
 def other_model(folder: Path, target: Path, seed: int) -> Path:
@@ -47,7 +49,12 @@ def publish_from(served: Served, tmp_path: Path, size: int, **layout: int) -> No
     told = json.loads((tmp_path / "world" / "told.json").read_text())
     assert [one["transport"] for one in told] == list(TRANSPORTS)
     for version, one in enumerate(told, 1):
-        assert one == one | {"problem": None, "dropped": {}, "logprobs_agree": True, "versions": [version]}
+        assert one == one | {
+            "problem": None,
+            "dropped": {},
+            "logprobs_agree": True,
+            "versions": [version],
+        }
         assert one["buckets"] > 1
     assert folder_weights(models[0]).keys() == folder_weights(served.model).keys()
 

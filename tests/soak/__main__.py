@@ -24,20 +24,49 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the others count on")
     parser.add_argument("--launcher", nargs="+", action="append", choices=LAUNCHERS,
                         help="in turn (default: all); given several times: so many runs at a time")  # fmt: skip
-    parser.add_argument("--kind", nargs="+", help="what is killed, in turn (default: all that a launcher knows)")
-    parser.add_argument("--reference", choices=LAUNCHERS, help="whose undisturbed run all are compared with (default: its own)")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="for one life of a run (%(default)g)")
-    parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="of models, runs and logs; must be new")
+    parser.add_argument(
+        "--kind", nargs="+", help="what is killed, in turn (default: all that a launcher knows)"
+    )
+    parser.add_argument(
+        "--reference",
+        choices=LAUNCHERS,
+        help="whose undisturbed run all are compared with (default: its own)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        metavar="S",
+        help="for one life of a run (%(default)g)",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/soak"),
+        help="of models, runs and logs; must be new",
+    )
     arguments = parser.parse_args()
-    lanes = [[LAUNCHERS[name] for name in names] for names in arguments.launcher or [list(LAUNCHERS)]]
+    lanes = [
+        [LAUNCHERS[name] for name in names] for names in arguments.launcher or [list(LAUNCHERS)]
+    ]
     for launcher in (one for lane in lanes for one in lane):
         if not kinds_of(launcher, arguments.kind):
-            parser.error(f"--kind: {launcher.name} knows {', '.join(dict.fromkeys(launcher.kinds))}")
+            parser.error(
+                f"--kind: {launcher.name} knows {', '.join(dict.fromkeys(launcher.kinds))}"
+            )
     if arguments.folder.exists():
         parser.error(f"{arguments.folder} exists: name another --folder, or delete it")
     arguments.folder.mkdir(parents=True)
-    soak = Soak(arguments.folder.resolve(), limit_s=arguments.limit, reference=LAUNCHERS.get(arguments.reference))
-    print(f"{arguments.runs} runs of {STEPS} steps\n\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+    soak = Soak(
+        arguments.folder.resolve(),
+        limit_s=arguments.limit,
+        reference=LAUNCHERS.get(arguments.reference),
+    )
+    print(
+        f"{arguments.runs} runs of {STEPS} steps\n\n| {' | '.join(COLUMNS)}"
+        f" |\n|{'---|' * len(COLUMNS)}",
+        flush=True,
+    )
     seeds = iter(range(arguments.seed, arguments.seed + arguments.runs))
     with ThreadPoolExecutor(len(lanes)) as pool:
         failed = sum(pool.map(lambda lane: run(soak, lane, arguments.kind, seeds), lanes))
@@ -45,12 +74,19 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def run(soak: Soak, launchers: Sequence[Launcher], asked: Sequence[str] | None, seeds: Iterator[int]) -> int:
-    """Runs with the next of the seeds, launchers and kinds in turn, until there is no seed any more. How many have faults."""
-    failed, turns = 0, Counter[str]()
+def run(
+    soak: Soak, launchers: Sequence[Launcher], asked: Sequence[str] | None, seeds: Iterator[int]
+) -> int:
+    """Runs with the next of the seeds, launchers and kinds in turn, until there is no seed any
+    more. How many have faults.
+    """
+    failed = 0
+    turns = Counter[str]()
     for launcher, seed in zip(cycle(launchers), seeds):
         kinds = kinds_of(launcher, asked)
-        survivor = soak.one(f"seed_{seed}", launcher, kinds[turns[launcher.name] % len(kinds)], random.Random(seed))
+        survivor = soak.one(
+            f"seed_{seed}", launcher, kinds[turns[launcher.name] % len(kinds)], random.Random(seed)
+        )
         turns[launcher.name] += 1
         failed += bool(survivor.faults)
         print("| " + " | ".join([str(seed), *survivor.cells()]) + " |", flush=True)

@@ -1,4 +1,6 @@
-"""How a run of the soak is started, and which of its processes can be killed. A launcher is an entry in LAUNCHERS."""
+"""How a run of the soak is started, and which of its processes can be killed. A launcher is an
+entry in LAUNCHERS.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +19,31 @@ import psutil
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "RLCORE_SOAK_RUN"        # environment of every process of a run: its folder
-GONE_S = 60.0                   # in which everything must be gone after the end of what was started
-SETTLE_S = 5.0                  # in which the others end too, if one's end is that of the run
-STORE_BYTES = 100 << 20         # of each Ray node's objects
+MARK = "RLCORE_SOAK_RUN"  # environment of every process of a run: its folder
+GONE_S = 60.0  # in which everything must be gone after the end of what was started
+SETTLE_S = 5.0  # in which the others end too, if one's end is that of the run
+STORE_BYTES = 100 << 20  # of each Ray node's objects
 POLL_S = 0.01
 
-Command = tuple[list[str], dict[str, str]]      # with what it finds in its environment
+Command = tuple[list[str], dict[str, str]]  # with what it finds in its environment
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """`commands` are the nodes of a run, each a process group of its own; they are given the arguments of `rlcore train`."""
+    """`commands` are the nodes of a run, each a process group of its own; they are given the
+    arguments of `rlcore train`.
+    """
 
     name: str
-    kinds: tuple[str, ...]      # what is killed, in turn: keys of VICTIMS, or with all that it runs a "node", or its "raylet"
+    # what is killed, in turn: keys of VICTIMS, or with all that it runs a "node", or its "raylet"
+    kinds: tuple[str, ...]
     commands: Callable[[Sequence[str]], list[Command]]
 
 
 def _local(arguments: Sequence[str]) -> list[Command]:
-    return [([sys.executable, "-m", "rlcore", "train", *arguments, "cluster.processes_per_node=2"], {})]
+    return [
+        ([sys.executable, "-m", "rlcore", "train", *arguments, "cluster.processes_per_node=2"], {})
+    ]
 
 
 def _torchrun(arguments: Sequence[str]) -> list[Command]:
@@ -53,18 +60,31 @@ def _ray(arguments: Sequence[str]) -> list[Command]:
 
 
 def _ray_nodes(arguments: Sequence[str]) -> list[Command]:
-    """A head and a node, each with an address of its own; together they have one CPU more than the run takes."""
+    """A head and a node, each with an address of its own; together they have one CPU more than the
+    run takes.
+    """
     from ray.util import get_node_ip_address
 
-    head = get_node_ip_address()        # Ray takes no loopback address for a head's
+    head = get_node_ip_address()  # Ray takes no loopback address for a head's
     shared = {
         "MASTER_ADDR": head, "RAY_PORT": str(free_port()), "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHON": sys.executable,
         "JOIN_TIMEOUT_S": "200",
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "10",     # a node ends so soon after the head, not after 60 s
+        # a node ends so soon after the head, not after 60 s
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
     }  # fmt: skip
-    script = [str(ROOT / "scripts" / "ray_multinode.sh"), *arguments, "cluster.processes_per_node=2"]
-    own = (f"--num-cpus 2 --include-dashboard false --ray-client-server-port {free_port()}", "--num-cpus 3")
-    common = f"--include-log-monitor false --object-store-memory {STORE_BYTES} --min-worker-port 0 --max-worker-port 0"
+    script = [
+        str(ROOT / "scripts" / "ray_multinode.sh"),
+        *arguments,
+        "cluster.processes_per_node=2",
+    ]
+    own = (
+        f"--num-cpus 2 --include-dashboard false --ray-client-server-port {free_port()}",
+        "--num-cpus 3",
+    )
+    common = (
+        f"--include-log-monitor false --object-store-memory {STORE_BYTES} --min-worker-port 0"
+        " --max-worker-port 0"
+    )
     return [
         (script, {**shared, "NODE_RANK": str(node), "HOST_ADDRESS": f"127.0.0.{node + 1}",
                   "RAY_ARGS": f"{more} {common} {_agents_ports()}"})
@@ -78,12 +98,14 @@ LAUNCHERS = {
         Launcher("local", ("engine", "rank"), _local),
         Launcher("torchrun", ("engine", "rank", "node"), _torchrun),
         Launcher("ray", ("engine", "rank", "service"), _ray),
-        Launcher("ray-nodes", ("raylet", "service", "engine", "raylet", "service", "rank"), _ray_nodes),
+        Launcher(
+            "ray-nodes", ("raylet", "service", "engine", "raylet", "service", "rank"), _ray_nodes
+        ),
     )
 }
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 def _is_engine(process: psutil.Process) -> bool:
@@ -92,7 +114,9 @@ def _is_engine(process: psutil.Process) -> bool:
 
 def _is_rank(process: psutil.Process) -> bool:
     command = process.cmdline()
-    return _is_actor(process, "RankActor") or ("RANK" in process.environ() and "rlcore" in command and "train" in command)
+    return _is_actor(process, "RankActor") or (
+        "RANK" in process.environ() and "rlcore" in command and "train" in command
+    )
 
 
 def _is_service(process: psutil.Process) -> bool:
@@ -107,7 +131,11 @@ def _is_actor(process: psutil.Process, name: str) -> bool:
     return any(part.startswith(f"ray::{name}") for part in process.cmdline()[:1])
 
 
-VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {"engine": _is_engine, "rank": _is_rank, "service": _is_service}
+VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {
+    "engine": _is_engine,
+    "rank": _is_rank,
+    "service": _is_service,
+}
 
 
 @dataclass
@@ -118,27 +146,44 @@ class Started:
     log: Path
     commands: list[Command]
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    _lost: dict[int, float] = field(default_factory=dict)       # nodes -> when it was seen
+    _lost: dict[int, float] = field(default_factory=dict)  # nodes -> when it was seen
 
     @classmethod
-    def start(cls, launcher: Launcher, folder: Path, arguments: Sequence[str], log: Path) -> Started:
+    def start(
+        cls, launcher: Launcher, folder: Path, arguments: Sequence[str], log: Path
+    ) -> Started:
         started = cls(folder, log, launcher.commands(arguments))
         started.nodes = [started._node(command) for command in started.commands]
         return started
 
     def tend(self) -> None:
-        """Start nodes again that were lost a while ago, as a cluster would, but for the first: without it the others end."""
+        """Start nodes again that were lost a while ago, as a cluster would, but for the first:
+        without it the others end.
+        """
         now = time.monotonic()
         for number, code in enumerate(self.codes):
-            if number and code and self.codes[0] is None and now > self._lost.setdefault(number, now) + SETTLE_S:
+            if (
+                number
+                and code
+                and self.codes[0] is None
+                and now > self._lost.setdefault(number, now) + SETTLE_S
+            ):
                 self.nodes[number] = self._node(self.commands[number])
                 del self._lost[number]
 
     def _node(self, command: Command) -> subprocess.Popen[bytes]:
         words, environment = command
-        given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: str(self.folder), **environment}
+        given = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            MARK: str(self.folder),
+            **environment,
+        }
         with self.log.open("ab") as output:
-            return subprocess.Popen(words, stdout=output, stderr=output, env=given, start_new_session=True)
+            return subprocess.Popen(
+                words, stdout=output, stderr=output, env=given, start_new_session=True
+            )
 
     @property
     def codes(self) -> list[int | None]:
@@ -157,8 +202,15 @@ class Started:
         return self.ended
 
     def processes(self) -> list[psutil.Process]:
-        """All below the nodes, and what has lost its parents. (Ray's workers write their names over their environment.)"""
-        below = {child.pid for node in self.nodes if node.poll() is None for child in _with_children(node.pid)}
+        """All below the nodes, and what has lost its parents. (Ray's workers write their names over
+        their environment.)
+        """
+        below = {
+            child.pid
+            for node in self.nodes
+            if node.poll() is None
+            for child in _with_children(node.pid)
+        }
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -171,11 +223,18 @@ class Started:
         """Each is what one kill of this kind ends, in an order that does not change."""
         if kind == "node":
             return [_with_children(node.pid) for node in self.nodes if node.poll() is None]
-        if kind == "raylet":        # without the head's the run ends, as Ray has it
-            below = [child for node in self.nodes[1:] if node.poll() is None for child in _with_children(node.pid)]
-            return [_with_children(process.pid) for process in below if _is_there(process, _is_raylet)]
+        if kind == "raylet":  # without the head's the run ends, as Ray has it
+            below = [
+                child
+                for node in self.nodes[1:]
+                if node.poll() is None
+                for child in _with_children(node.pid)
+            ]
+            return [
+                _with_children(process.pid) for process in below if _is_there(process, _is_raylet)
+            ]
         found: dict[int, psutil.Process] = {}
-        forked = set()          # by one of them, and looks like it
+        forked = set()  # by one of them, and looks like it
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):
                 if VICTIMS[kind](process):
@@ -184,7 +243,9 @@ class Started:
         return [[process] for pid, process in sorted(found.items()) if pid not in forked]
 
     def left(self) -> list[str]:
-        """What outlives the nodes that have ended, which is a fault; nothing is left of it after this call."""
+        """What outlives the nodes that have ended, which is a fault; nothing is left of it after
+        this call.
+        """
         deadline = time.monotonic() + GONE_S
         while (processes := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -215,6 +276,13 @@ def _with_children(pid: int) -> list[psutil.Process]:
 
 
 def _agents_ports() -> str:
-    """Of what a Ray node starts beside its raylet, which gives them 15 s to say one where it is not told."""
-    agents = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
+    """Of what a Ray node starts beside its raylet, which gives them 15 s to say one where it is not
+    told.
+    """
+    agents = (
+        "dashboard-agent-grpc",
+        "dashboard-agent-listen",
+        "metrics-export",
+        "runtime-env-agent",
+    )
     return " ".join(f"--{name}-port {free_port()}" for name in agents)

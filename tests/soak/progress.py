@@ -1,4 +1,6 @@
-"""How far a run is, seen from its folder alone, and moments in it that mean the same on a machine of any speed."""
+"""How far a run is, seen from its folder alone, and moments in it that mean the same on a machine
+of any speed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from pathlib import Path
 from rlcore.runs.checkpoints import committed_steps
 from tests.soak.workload import STEPS
 
-# How many kills fall into each phase, on average: a checkpoint or a publication of a small model takes no time to speak of.
+# How many kills fall into each phase, on average: a checkpoint or a publication of a small model
+# takes no time to speak of.
 WEIGHTS = {"start": 1, "step": 4, "publication": 2, "checkpoint": 2, "end": 1}
 
 
@@ -19,18 +22,20 @@ WEIGHTS = {"start": 1, "step": 4, "publication": 2, "checkpoint": 2, "end": 1}
 class Progress:
     """Counters that only grow."""
 
-    versions: int = 0           # publications begun
-    published: int = 0          # the step whose weights the last of them is of
-    rows: int = 0               # steps in the log
-    begun: int = 0              # the last step of which a checkpoint was begun
-    committed: int = 0          # ... and of which one is whole
+    versions: int = 0  # publications begun
+    published: int = 0  # the step whose weights the last of them is of
+    rows: int = 0  # steps in the log
+    begun: int = 0  # the last step of which a checkpoint was begun
+    committed: int = 0  # ... and of which one is whole
 
     @classmethod
     def of(cls, folder: Path) -> Progress:
         versions = _lines(folder / "versions.jsonl")
         checkpoints = folder / "checkpoints"
         committed = max(committed_steps(checkpoints), default=0)
-        aside = [int(path.name[len(".step_") : -len(".tmp")]) for path in checkpoints.glob(".step_*.tmp")]
+        aside = [
+            int(path.name[len(".step_") : -len(".tmp")]) for path in checkpoints.glob(".step_*.tmp")
+        ]
         return cls(
             versions=len(versions),
             published=json.loads(versions[-1])["step"] if versions else 0,
@@ -57,7 +62,9 @@ class Progress:
         return {
             "start": "before the first publication",
             "checkpoint": f"in the checkpoint of step {self.begun}",
-            "publication": f"in the publication after step {self.published}, or the end of the step",
+            "publication": (
+                f"in the publication after step {self.published}, or the end of the step"
+            ),
             "step": f"in the rollouts or the update of step {self.rows + 1}",
             "end": "in the export, or the end of the run",
         }[self.phase]
@@ -73,13 +80,17 @@ class Moment:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run that nothing disturbed: when each change of its progress was seen, in seconds from its start."""
+    """A run that nothing disturbed: when each change of its progress was seen, in seconds from its
+    start.
+    """
 
-    changes: Sequence[tuple[float, Progress]]       # the first at 0
-    seconds: float                                  # of the whole run
+    changes: Sequence[tuple[float, Progress]]  # the first at 0
+    seconds: float  # of the whole run
 
     def draw(self, chance: random.Random) -> Moment:
-        """A moment of this run: first a phase, by WEIGHTS, then any moment of it as likely as any other."""
+        """A moment of this run: first a phase, by WEIGHTS, then any moment of it as likely as any
+        other.
+        """
         ends = [at for at, _ in self.changes[1:]] + [self.seconds]
         spans: dict[str, list[tuple[Progress, float]]] = {}
         for (at, progress), end in zip(self.changes, ends, strict=True):

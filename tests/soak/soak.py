@@ -1,4 +1,6 @@
-"""One run of the soak: started, struck once, resumed where it did not go on by itself, and looked through."""
+"""One run of the soak: started, struck once, resumed where it did not go on by itself, and looked
+through.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,15 @@ from tests.soak.launchers import POLL_S, Launcher, Started
 from tests.soak.progress import Moment, Progress, Timeline
 from tests.soak.workload import STEPS, prepare
 
-LIMIT_S = 300.0         # for one life of a run
-SLOWLY_S = 0.1          # from one look for victims to the next
-DRAWS = 20              # moments that may come to nothing before a kill is found that hits
+LIMIT_S = 300.0  # for one life of a run
+SLOWLY_S = 0.1  # from one look for victims to the next
+DRAWS = 20  # moments that may come to nothing before a kill is found that hits
 
 
 @dataclass(frozen=True)
 class Kill:
     kind: str
-    which: int          # of the victims there are, in their order
+    which: int  # of the victims there are, in their order
     moment: Moment
 
 
@@ -38,17 +40,25 @@ class Survivor:
 
     launcher: str
     kind: str
-    where: str                                      # it was hit
+    where: str  # it was hit
     outcome: str = "went on"
-    seconds: float = 0.0                            # of all its lives
+    seconds: float = 0.0  # of all its lives
     faults: list[str] = field(default_factory=list)
 
     def cells(self) -> list[str]:
-        return [self.launcher, self.kind, self.where, self.outcome, f"{self.seconds:.0f}", "; ".join(self.faults) or "none"]
+        return [
+            self.launcher,
+            self.kind,
+            self.where,
+            self.outcome,
+            f"{self.seconds:.0f}",
+            "; ".join(self.faults) or "none",
+        ]
 
 
 class Soak:
-    """A folder with a model, problems and runs, and under each launcher one run that nothing disturbed.
+    """A folder with a model, problems and runs, and under each launcher one run that nothing
+    disturbed.
 
     Args:
         limit_s: for one life of a run.
@@ -57,9 +67,13 @@ class Soak:
     Raises RuntimeError where the undisturbed run fails: there is nothing to compare with then.
     """
 
-    def __init__(self, folder: Path, *, limit_s: float = LIMIT_S, reference: Launcher | None = None) -> None:
-        self.folder, self.config = folder, prepare(folder)
-        self._limit_s, self._reference = limit_s, reference
+    def __init__(
+        self, folder: Path, *, limit_s: float = LIMIT_S, reference: Launcher | None = None
+    ) -> None:
+        self.folder = folder
+        self.config = prepare(folder)
+        self._limit_s = limit_s
+        self._reference = reference
         self._timelines: dict[str, Timeline] = {}
         self._one_at_a_time = threading.Lock()
 
@@ -72,7 +86,8 @@ class Soak:
         return self._timelines[launcher.name]
 
     def one(self, name: str, launcher: Launcher, kind: str, chance: random.Random) -> Survivor:
-        """A run with one kill of this kind. A moment that comes only after its end is drawn again, for a run of its own.
+        """A run with one kill of this kind. A moment that comes only after its end is drawn again,
+        for a run of its own.
 
         Raises RuntimeError when none of the moments hits.
         """
@@ -83,11 +98,12 @@ class Soak:
                 return survivor
         raise RuntimeError(f"{name}: no {kind} was there to be killed at any of {DRAWS} moments")
 
-    # --- its parts ------------------------------------------------------------------------------------------------
+    # --- its parts --------------------------------------------------------------------------------
 
     def _undisturbed(self, launcher: Launcher) -> Timeline:
         name = f"undisturbed_{launcher.name}"
-        began, started = time.monotonic(), self._start(name, launcher)
+        began = time.monotonic()
+        started = self._start(name, launcher)
         changes = [(0.0, Progress())]
         while not started.ended and time.monotonic() - began < self._limit_s:
             progress = Progress.of(started.folder)
@@ -97,17 +113,24 @@ class Soak:
         timeline = Timeline(changes, time.monotonic() - began)
         started.kill()
         if faults := [*_how_it_ended(started), *faults_of(started.folder, steps=STEPS)]:
-            raise RuntimeError(f"the undisturbed run failed: {'; '.join(faults)}: see {self._log(name)}")
+            raise RuntimeError(
+                f"the undisturbed run failed: {'; '.join(faults)}: see {self._log(name)}"
+            )
         return timeline
 
     def _disturbed(self, name: str, launcher: Launcher, kill: Kill) -> Survivor | None:
         """None when the run had ended well before it could be hit."""
-        began, started = time.monotonic(), self._start(name, launcher)
+        began = time.monotonic()
+        started = self._start(name, launcher)
         victim = strike(started, kill, limit_s=self._limit_s)
         if victim is None:
             faults = [*self._end(started), *_how_it_ended(started)]
             seconds = time.monotonic() - began
-            return Survivor(launcher.name, kill.kind, "never", "failed by itself", seconds, faults) if faults else None
+            return (
+                Survivor(launcher.name, kill.kind, "never", "failed by itself", seconds, faults)
+                if faults
+                else None
+            )
         survivor = Survivor(launcher.name, *victim)
         survivor.faults += self._end(started)
         if _how_it_ended(started):
@@ -127,7 +150,9 @@ class Soak:
             return [f"the run is {status}"]
         faults = [*faults_of(run, steps=STEPS), *audit(RunDirectory(run)).contradictions]
         undisturbed = self._run(f"undisturbed_{(self._reference or launcher).name}")
-        weights, expected = ((folder / "hf" / "model.safetensors").read_bytes() for folder in (run, undisturbed))
+        weights, expected = (
+            (folder / "hf" / "model.safetensors").read_bytes() for folder in (run, undisturbed)
+        )
         if weights != expected:
             faults.append("the final weights are not those of the undisturbed run")
         return faults
@@ -137,10 +162,19 @@ class Soak:
         ended = started.wait(self._limit_s)
         left = started.left() if ended else []
         started.kill()
-        return [f"outlived its run: {process}" for process in left] if ended else [f"did not end within {self._limit_s:g} s"]
+        return (
+            [f"outlived its run: {process}" for process in left]
+            if ended
+            else [f"did not end within {self._limit_s:g} s"]
+        )
 
     def _start(self, name: str, launcher: Launcher, *arguments: str) -> Started:
-        return Started.start(launcher, self._run(name), [str(self.config), f"run.name={name}", *arguments], self._log(name))
+        return Started.start(
+            launcher,
+            self._run(name),
+            [str(self.config), f"run.name={name}", *arguments],
+            self._log(name),
+        )
 
     def _run(self, name: str) -> Path:
         return self.folder / "runs" / name

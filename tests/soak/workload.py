@@ -1,4 +1,6 @@
-"""What the soak trains: ten steps of GRPO on two tensor-parallel ranks, an embedded engine and a reward worker beside them."""
+"""What the soak trains: ten steps of GRPO on two tensor-parallel ranks, an embedded engine and a
+reward worker beside them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ STEPS = 10
 CONFIG: dict[str, Any] = {
     "run": {"threads": 1},
     "model": {"dtype": "fp32"},
-    "policy": {"parallel": {"tensor": 2}, "optimizer": {"lr": 3e-3}, "max_tokens_per_microbatch": 128},
+    "policy": {
+        "parallel": {"tensor": 2},
+        "optimizer": {"lr": 3e-3},
+        "max_tokens_per_microbatch": 128,
+    },
     "algorithm": {"estimator": {"name": "grpo"}, "loss": {"name": "ppo_clip"}},
     "rollout": {
         "prompts_per_step": PROMPTS,
@@ -23,27 +29,35 @@ CONFIG: dict[str, Any] = {
         "engine": {
             "in_process": False,
             "threads": 1,
-            "bucket_bytes": 8192,               # many buckets: a kill can fall between two
+            "bucket_bytes": 8192,  # many buckets: a kill can fall between two
             "health_every_s": 0.5,
             "restart": {"backoff_s": 0.1},
         },
     },
-    "reward": {"workers": 1, "parts": {"digits": {"function": "tests.integration.resume_rewards:share_of_digits"}}},
+    "reward": {
+        "workers": 1,
+        "parts": {"digits": {"function": "tests.integration.resume_rewards:share_of_digits"}},
+    },
     "training": {"steps": STEPS},
     "checkpoint": {"every": 2},
     "tracking": {"show_samples": 0},
-    "cluster": {"heartbeat_timeout_s": 30.0},       # how long a rank waits for one that was killed on another node
+    # how long a rank waits for one that was killed on another node
+    "cluster": {"heartbeat_timeout_s": 30.0},
 }
 
 
 def prepare(folder: Path) -> Path:
-    """Makes a model and problems in `folder`, and the configuration of every run in `folder`/runs. Returns its path."""
+    """Makes a model and problems in `folder`, and the configuration of every run in `folder`/runs.
+    Returns its path.
+    """
     from transformers.utils import logging
 
     from rlcore.launch.commands.init_model import ModelSpec, init_model
 
     logging.disable_progress_bar()
-    init_model(folder / "model", ModelSpec(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=64))
+    init_model(
+        folder / "model", ModelSpec(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=64)
+    )
     rows = [json.dumps({"prompt": f"{a}+{7 * a % 100}="}) + "\n" for a in range(60)]
     (folder / "train.jsonl").write_text("".join(rows))
     places: dict[str, Any] = {
@@ -51,7 +65,10 @@ def prepare(folder: Path) -> Path:
         "model": {"path": str(folder / "model")},
         "data": {"paths": [str(folder / "train.jsonl")], "label_key": None},
     }
-    merged = {section: {**CONFIG.get(section, {}), **places.get(section, {})} for section in {**CONFIG, **places}}
+    merged = {
+        section: {**CONFIG.get(section, {}), **places.get(section, {})}
+        for section in {**CONFIG, **places}
+    }
     config = folder / "soak.yaml"
     config.write_text(yaml.safe_dump(merged))
     return config

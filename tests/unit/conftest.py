@@ -30,6 +30,6 @@ def make_sample() -> Callable[..., Sample]:
             "response_text": "46",
             "label": "46",
         }
-        return Sample(**{**values, **fields})   # type: ignore[arg-type]
+        return Sample(**{**values, **fields})  # type: ignore[arg-type]
 
     return make

@@ -32,7 +32,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return calls
 
 
-# --- train ------------------------------------------------------------------------------------------------------------
+# --- train ----------------------------------------------------------------------------------------
 
 
 def test_train_hands_over_the_configuration_and_its_notes(launched, tmp_path):
@@ -54,8 +54,12 @@ def test_the_exit_code_is_the_runs_own(launched, monkeypatch):
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(DataError("d.jsonl:3: not JSON"), 2), (RunFailed("rank 1 died"), 1), (DeadlineExceeded("waited 3 s"), 1),
-     (KeyboardInterrupt(), 130)],
+    [
+        (DataError("d.jsonl:3: not JSON"), 2),
+        (RunFailed("rank 1 died"), 1),
+        (DeadlineExceeded("waited 3 s"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
 )
 def test_errors_become_exit_codes_without_a_traceback(launched, monkeypatch, capsys, error, code):
     def fail(loaded: Any, **how: Any) -> int:
@@ -93,7 +97,7 @@ def test_resume_and_overwrite_exclude_each_other(capsys):
     assert caught.value.code == 2
 
 
-# --- validate ---------------------------------------------------------------------------------------------------------
+# --- validate -------------------------------------------------------------------------------------
 
 
 def test_validate_prints_a_configuration_that_loads(capsys, tmp_path):
@@ -112,31 +116,81 @@ def test_validate_says_what_it_leaves_out_without_torch(capsys, monkeypatch):
     assert cli.main(["validate", *GIVEN, "algorithm.estimator.name=unheard_of"]) == 0
     out = capsys.readouterr().out
     left_out = out.partition("# checks left out:")[2]
-    for what in ("Estimator, loss and functions take their keywords", "The layout and policy.megatron fit the model"):
+    for what in (
+        "Estimator, loss and functions take their keywords",
+        "The layout and policy.megatron fit the model",
+    ):
         assert f"{what}: needs torch, which is not installed here" in left_out
 
 
 @pytest.mark.parametrize(
     ("overrides", "starts"),
     [
-        (["algorithm.estimator={name: ppo, lamda: 0.9}"],
-         ["algorithm.estimator.lamda (override): unknown keyword; did you mean algorithm.estimator.lam?"]),
-        (["algorithm.loss.clip_hihg=0.3"],
-         ["algorithm.loss.clip_hihg (override): unknown keyword; did you mean algorithm.loss.clip_high?"]),
-        (["algorithm.loss.agregation=token-mean"],
-         ["algorithm.loss.agregation (override): unknown keyword; did you mean algorithm.loss.aggregation?"]),
-        (["algorithm.estimator={name: ppo, lam: high}"],
-         ["algorithm.estimator.lam (override): 'ppo': keyword 'lam' expected float, got 'high' (str)"]),
-        (["algorithm.estimator.name=gropo"], ["algorithm.estimator.name (override): unknown estimator 'gropo'"]),
-        (["algorithm.loss.name=ppo_clap"], ["algorithm.loss.name (override): unknown policy loss 'ppo_clap'"]),
-        (["algorithm.estimator.name=no_such_package:Own"],
-         ["algorithm.estimator.name (override): estimator 'no_such_package:Own': no module 'no_such_package'"]),
-        (["reward.parts.a.function=no_such_package:f", "rollout.workflow=json:__name__", "rollout.filters=[x:y]"],
-         ["reward.parts.a.function (override): function 'no_such_package:f': no module",
-          "rollout.workflow (override): json:__name__ is 'json', expected something that can be called",
-          "rollout.filters.0 (override): function 'x:y': no module 'x'"]),
-        (["algorithm.estimator={name: ppo, a: 1}", "algorithm.loss.b=1"],
-         ["algorithm.loss.b (override): unknown keyword", "algorithm.estimator.a (override): unknown keyword"]),
+        (
+            ["algorithm.estimator={name: ppo, lamda: 0.9}"],
+            [
+                "algorithm.estimator.lamda (override): unknown keyword; did you mean"
+                " algorithm.estimator.lam?"
+            ],
+        ),
+        (
+            ["algorithm.loss.clip_hihg=0.3"],
+            [
+                "algorithm.loss.clip_hihg (override): unknown keyword; did you mean"
+                " algorithm.loss.clip_high?"
+            ],
+        ),
+        (
+            ["algorithm.loss.agregation=token-mean"],
+            [
+                "algorithm.loss.agregation (override): unknown keyword; did you mean"
+                " algorithm.loss.aggregation?"
+            ],
+        ),
+        (
+            ["algorithm.estimator={name: ppo, lam: high}"],
+            [
+                "algorithm.estimator.lam (override): 'ppo': keyword 'lam' expected float, got"
+                " 'high' (str)"
+            ],
+        ),
+        (
+            ["algorithm.estimator.name=gropo"],
+            ["algorithm.estimator.name (override): unknown estimator 'gropo'"],
+        ),
+        (
+            ["algorithm.loss.name=ppo_clap"],
+            ["algorithm.loss.name (override): unknown policy loss 'ppo_clap'"],
+        ),
+        (
+            ["algorithm.estimator.name=no_such_package:Own"],
+            [
+                "algorithm.estimator.name (override): estimator 'no_such_package:Own': no module"
+                " 'no_such_package'"
+            ],
+        ),
+        (
+            [
+                "reward.parts.a.function=no_such_package:f",
+                "rollout.workflow=json:__name__",
+                "rollout.filters=[x:y]",
+            ],
+            [
+                "reward.parts.a.function (override): function 'no_such_package:f': no module",
+                (
+                    "rollout.workflow (override): json:__name__ is 'json', expected something that"
+                    " can be called"
+                ),
+                "rollout.filters.0 (override): function 'x:y': no module 'x'",
+            ],
+        ),
+        (
+            ["algorithm.estimator={name: ppo, a: 1}", "algorithm.loss.b=1"],
+            [
+                "algorithm.loss.b (override): unknown keyword",
+                "algorithm.estimator.a (override): unknown keyword",
+            ],
+        ),
     ],
 )
 def test_validate_builds_what_is_named(capsys, overrides, starts):
@@ -180,9 +234,21 @@ def plugins(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "override", "said"),
     [
-        ("TakesNone", "algorithm.kl.reward_coef=0.1", "algorithm.kl.reward_coef (override): got 0.1, but estimator"),
-        ("NeedsTeacher", "run.seed=1", "algorithm.estimator (override): estimator 'cli_plugins:NeedsTeacher'"),
-        ("Picky", "algorithm.estimator.share=2", "algorithm.estimator (override): share: got 2, expected at most 1"),
+        (
+            "TakesNone",
+            "algorithm.kl.reward_coef=0.1",
+            "algorithm.kl.reward_coef (override): got 0.1, but estimator",
+        ),
+        (
+            "NeedsTeacher",
+            "run.seed=1",
+            "algorithm.estimator (override): estimator 'cli_plugins:NeedsTeacher'",
+        ),
+        (
+            "Picky",
+            "algorithm.estimator.share=2",
+            "algorithm.estimator (override): share: got 2, expected at most 1",
+        ),
     ],
 )
 def test_plugins_are_asked_what_they_take(capsys, plugins, name, override, said):
@@ -194,7 +260,7 @@ def test_a_plugin_that_takes_kl_gets_the_coefficient(capsys, plugins):
     assert cli.main(["validate", *GIVEN, plugins + "TakesKL", "algorithm.kl.reward_coef=0.1"]) == 0
 
 
-# --- the other commands -----------------------------------------------------------------------------------------------
+# --- the other commands ---------------------------------------------------------------------------
 
 
 def test_eval_takes_a_folder_or_a_checkpoint(launched, tiny_model, tmp_path):
@@ -222,15 +288,24 @@ def test_export(launched):
 def test_metrics_and_algorithms_are_listed(capsys):
     assert cli.main(["metrics"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert next(line for line in lines if line.startswith("rollout/kl ")).endswith("against the reference")
+    assert next(line for line in lines if line.startswith("rollout/kl ")).endswith(
+        "against the reference"
+    )
 
     assert cli.main(["algorithms"]) == 0
     out = capsys.readouterr().out
     ppo = out.partition("\n  ppo: ")[2].splitlines()
-    assert [line.split(maxsplit=1)[0] for line in ppo[1:5]] == ["formula", "needs", "takes", "keywords"]
+    assert [line.split(maxsplit=1)[0] for line in ppo[1:5]] == [
+        "formula",
+        "needs",
+        "takes",
+        "keywords",
+    ]
 
 
-@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["train"], ["train", "a=1", "--rsume"], ["metrics", "x"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["no-such-command"], ["train"], ["train", "a=1", "--rsume"], ["metrics", "x"]]
+)
 def test_wrong_usage(arguments):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
@@ -239,6 +314,14 @@ def test_wrong_usage(arguments):
 
 def test_python_m_rlcore(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "rlcore", "train", "missing.yaml"], capture_output=True, text=True, timeout=60, cwd=tmp_path
+        [sys.executable, "-m", "rlcore", "train", "missing.yaml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "rlcore: missing.yaml: no such file\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        "rlcore: missing.yaml: no such file\n",
+    )

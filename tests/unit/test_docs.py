@@ -16,15 +16,24 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def test_the_page_of_metrics_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["metrics", "--markdown"]) == 0
-    assert (DOCS / "metrics.md").read_text() == capsys.readouterr().out, "run: rlcore metrics --markdown > docs/metrics.md"
+    assert (DOCS / "metrics.md").read_text() == capsys.readouterr().out, (
+        "run: rlcore metrics --markdown > docs/metrics.md"
+    )
 
 
 def test_the_pages_name_every_algorithm_and_key() -> None:
     from rlcore.algorithms import CORRECTIONS, estimator_names, policy_loss_names
-    from rlcore.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig, LossConfig
+    from rlcore.config.sections.algorithm import (
+        AlgorithmConfig,
+        CorrectionConfig,
+        KLConfig,
+        LossConfig,
+    )
     from rlcore.config.sections.base import Section
 
-    algorithms, configuration = ((DOCS / f"{name}.md").read_text() for name in ("algorithms", "configuration"))
+    algorithms, configuration = (
+        (DOCS / f"{name}.md").read_text() for name in ("algorithms", "configuration")
+    )
     for name in (*estimator_names(), *policy_loss_names(), *CORRECTIONS):
         assert f"| `{name}` |" in algorithms
     keys = re.search(r"\| key of `algorithm`.*?\n\n", configuration, re.DOTALL)
@@ -34,7 +43,9 @@ def test_the_pages_name_every_algorithm_and_key() -> None:
     }  # fmt: skip
     for prefix, section in sections.items():
         for key in section.model_fields:
-            told = f"`{prefix}{key}" in keys[0] or (prefix == "correction." and f"`.{key}`" in keys[0])
+            told = f"`{prefix}{key}" in keys[0] or (
+                prefix == "correction." and f"`.{key}`" in keys[0]
+            )
             assert told, f"algorithm.{prefix}{key}"
 
 
@@ -53,12 +64,21 @@ def test_the_page_of_algorithms_shows_a_configuration_that_is_valid(tmp_path: Pa
 def test_the_page_of_algorithms_shows_code_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
     from rlcore.algorithms import EstimatorInputs, GuardedEstimator
 
-    plugin, alone = re.findall(r"```python\n(.*?)```", (DOCS / "algorithms.md").read_text(), re.DOTALL)
+    plugin, alone = re.findall(
+        r"```python\n(.*?)```", (DOCS / "algorithms.md").read_text(), re.DOTALL
+    )
     exec(alone, {})
     assert capsys.readouterr().out.startswith("tensor([ 0.7071,")
     names: dict[str, Any] = {}
     exec(plugin, names)
-    estimator = GuardedEstimator("mine", names["MyCredit"](scale=2.0, kl_coef=0.5), names["MyCredit"].needs)
+    estimator = GuardedEstimator(
+        "mine", names["MyCredit"](scale=2.0, kl_coef=0.5), names["MyCredit"].needs
+    )
     one = torch.ones(1)
-    inputs = EstimatorInputs(cu_seqlens=torch.tensor([0, 2]), rewards=one, group_ids=one.long(), kl=torch.tensor([0.0, 1.0]))
+    inputs = EstimatorInputs(
+        cu_seqlens=torch.tensor([0, 2]),
+        rewards=one,
+        group_ids=one.long(),
+        kl=torch.tensor([0.0, 1.0]),
+    )
     assert estimator(inputs).advantages.tolist() == [2.0, 1.5]

@@ -55,7 +55,9 @@ def test_the_library_reads_what_was_written(tmp_path_factory, kinds, shard_bytes
 def test_a_shard_is_what_the_library_writes() -> None:
     tensor = torch.randn(3, 5)
     spec = TensorSpec("a.weight", (3, 5), "float32")
-    assert header(Bucket(0, (spec,))) + bytes(raw_bytes(tensor)) == save({"a.weight": tensor}, {"format": "pt"})
+    assert header(Bucket(0, (spec,))) + bytes(raw_bytes(tensor)) == save(
+        {"a.weight": tensor}, {"format": "pt"}
+    )
 
 
 def test_tensors_come_in_the_order_of_the_shards(tmp_path: Path) -> None:
@@ -79,11 +81,17 @@ def test_a_transposed_tensor_is_written_in_row_major_order(tmp_path: Path) -> No
 
 
 def test_companions_are_the_tokenizers_and_how_to_generate(tmp_path: Path) -> None:
-    model, tokenizer, target = tmp_path / "model", tmp_path / "tokenizer", tmp_path / "target"
+    model = tmp_path / "model"
+    tokenizer = tmp_path / "tokenizer"
+    target = tmp_path / "target"
     for folder in (model, tokenizer, target):
         folder.mkdir()
     for path in (model / "generation_config.json", model / "vocab.json", model / "model.safetensors", tokenizer / "config.json",
                  tokenizer / "tokenizer.json", tokenizer / "chat.jinja"):  # fmt: skip
         path.write_text("{}")
     copy_companions(target, model, tokenizer)
-    assert sorted(path.name for path in target.iterdir()) == ["chat.jinja", "generation_config.json", "tokenizer.json"]
+    assert sorted(path.name for path in target.iterdir()) == [
+        "chat.jinja",
+        "generation_config.json",
+        "tokenizer.json",
+    ]

@@ -1,4 +1,6 @@
-"""What context-parallel ranks exchange: keys and values inside attention, and the head's results behind it."""
+"""What context-parallel ranks exchange: keys and values inside attention, and the head's results
+behind it.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,21 @@ from torch.distributed import ProcessGroup
 
 
 def gather_keys_values(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """[T, groups, d] each -> [CP * T, groups, d], one rank behind the other; backward: the sum over the ranks' queries."""
+    """[T, groups, d] each -> [CP * T, groups, d], one rank behind the other; backward: the sum over
+    the ranks' queries.
+    """
     if group.size() == 1:
         return key, value
-    both = gather_from_sequence_parallel_region(torch.cat((key, value), -1), tensor_parallel_output_grad=True, group=group)
+    both = gather_from_sequence_parallel_region(
+        torch.cat((key, value), -1), tensor_parallel_output_grad=True, group=group
+    )
     gathered: tuple[Tensor, Tensor] = both.split((key.size(-1), value.size(-1)), -1)
     return gathered
 
 
 def gather_targets(output: Any, own: Tensor, total: int, group: ProcessGroup) -> Any:
-    """What the head made of this rank's targets -> of all targets of the micro-batch, on every rank. Differentiable.
+    """What the head made of this rank's targets -> of all targets of the micro-batch, on every
+    rank. Differentiable.
 
     Args:
         output: a tensor [m], or a tuple of such tensors and Nones.
@@ -31,14 +38,17 @@ def gather_targets(output: Any, own: Tensor, total: int, group: ProcessGroup) ->
         return output
     if isinstance(output, Tensor):
         return _GatherTargets.apply(output[None], own, total, group)[0]
-    rows = iter(_GatherTargets.apply(torch.stack([x for x in output if x is not None]), own, total, group))
+    rows = iter(
+        _GatherTargets.apply(torch.stack([x for x in output if x is not None]), own, total, group)
+    )
     return tuple(None if x is None else next(rows) for x in output)
 
 
 class _GatherTargets(torch.autograd.Function):
     """[k, m] -> [k, M].
 
-    The backward takes the own part and sums nothing: every rank has the whole loss, and Megatron's DDP adds the gradients of
+    The backward takes the own part and sums nothing: every rank has the whole loss, and Megatron's
+        DDP adds the gradients of
     the context-parallel ranks.
     """
 

@@ -1,7 +1,9 @@
-"""Where the slots of a pack stand: which of them a context-parallel rank holds, and which keys each of its queries sees.
+"""Where the slots of a pack stand: which of them a context-parallel rank holds, and which keys each
+of its queries sees.
 
-A sequence of n tokens, padded at its end to a multiple of 2 * CP, is cut into 2 * CP chunks; rank r holds chunks r and
-2 * CP - 1 - r. So every rank has an early and a late part of each sequence, and causal attention costs all of them the same.
+A sequence of n tokens, padded at its end to a multiple of 2 * CP, is cut into 2 * CP chunks; rank r
+holds chunks r and 2 * CP - 1 - r. So every rank has an early and a late part of each sequence, and
+causal attention costs all of them the same.
 """
 
 from __future__ import annotations
@@ -18,71 +20,86 @@ from backends.megatron.parallel.cp_rank import ALONE, CPRank
 _SMALLEST_BUCKET = 16
 
 
-
-
-
-
 def own_slots(lengths: Sequence[int], place: CPRank) -> Tensor:
-    """int64 [T / CP]: the slots of the whole pack that this rank holds, in its order; `lengths` are padded."""
+    """int64 [T / CP]: the slots of the whole pack that this rank holds, in its order; `lengths` are
+    padded.
+    """
     sizes = torch.tensor(lengths, dtype=torch.int64)
-    starts, chunk = sizes.cumsum(0) - sizes, sizes // place.chunks
+    starts = sizes.cumsum(0) - sizes
+    chunk = sizes // place.chunks
     runs = torch.stack([starts + held * chunk for held in place.held], dim=1).view(-1)
     return _ranges(runs, chunk.repeat_interleave(len(place.held)))
 
 
 @dataclass(frozen=True)
 class LengthBucket:
-    """Runs of queries of similar length, padded on the right to the longest; a pad repeats the run's last slot."""
+    """Runs of queries of similar length, padded on the right to the longest; a pad repeats the
+    run's last slot.
+    """
 
-    queries: Tensor             # int64 [b, longest]: slots
-    keys: Tensor                # int64 [b, longest]: rows of the gathered keys
-    before: Tensor | None       # int64 [b, 1, 1, 1]: keys before a run's first query; None: none before any
+    queries: Tensor  # int64 [b, longest]: slots
+    keys: Tensor  # int64 [b, longest]: rows of the gathered keys
+    # int64 [b, 1, 1, 1]: keys before a run's first query; None: none before any
+    before: Tensor | None
 
 
 @dataclass(frozen=True)
 class LengthBuckets:
-    """All queries of a pack for batched attention. A query never sees a key behind it, so pads need no care."""
+    """All queries of a pack for batched attention. A query never sees a key behind it, so pads need
+    no care.
+    """
 
     parts: tuple[LengthBucket, ...]
-    restore: Tensor             # int64 [T]: slot t is this row of the concatenated parts
-    identity: bool              # one part without pads: gathering would change nothing
+    restore: Tensor  # int64 [T]: slot t is this row of the concatenated parts
+    identity: bool  # one part without pads: gathering would change nothing
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One chunk of every sequence with all keys up to its end, as a variable-length kernel takes them."""
+    """One chunk of every sequence with all keys up to its end, as a variable-length kernel takes
+    them.
+    """
 
-    queries: Tensor | None      # int64: slots, or None for all of them in their order
-    keys: Tensor | None         # int64: rows of the gathered keys, likewise
-    cu_queries: Tensor          # int32 [n+1]
-    cu_keys: Tensor             # int32 [n+1]
+    queries: Tensor | None  # int64: slots, or None for all of them in their order
+    keys: Tensor | None  # int64: rows of the gathered keys, likewise
+    cu_queries: Tensor  # int32 [n+1]
+    cu_keys: Tensor  # int32 [n+1]
     longest_queries: int
     longest_keys: int
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """All queries of a pack for variable-length attention: its front and its back chunks; in one where CP is 1."""
+    """All queries of a pack for variable-length attention: its front and its back chunks; in one
+    where CP is 1.
+    """
 
     parts: tuple[Chunk, ...]
-    restore: Tensor | None      # int64 [T]: slot t is this row of the concatenated parts; None: they are in order
+    # int64 [T]: slot t is this row of the concatenated parts; None: they are in order
+    restore: Tensor | None
 
 
 @dataclass(frozen=True)
 class PackLayout:
-    """What attention and rotary positions need to know of a pack, worked out once (where first used) for all layers.
+    """What attention and rotary positions need to know of a pack, worked out once (where first
+    used) for all layers.
 
-    `T` is the number of slots of this rank; the keys and values of the ranks stand one rank behind the other, [CP * T].
+    `T` is the number of slots of this rank; the keys and values of the ranks stand one rank behind
+    the other, [CP * T].
     """
 
-    lengths: tuple[int, ...]    # of every sequence of the pack, over all ranks, none of them 0
+    lengths: tuple[int, ...]  # of every sequence of the pack, over all ranks, none of them 0
     place: CPRank
     device: torch.device
-    positions: Tensor           # int64 [T]: inside the own sequence
+    positions: Tensor  # int64 [T]: inside the own sequence
 
     @classmethod
-    def of_lengths(cls, lengths: Sequence[int], device: torch.device, place: CPRank = ALONE) -> PackLayout:
-        """`lengths`: of the sequences, padded to multiples of `place.chunks`; those of 0 are left out."""
+    def of_lengths(
+        cls, lengths: Sequence[int], device: torch.device, place: CPRank = ALONE
+    ) -> PackLayout:
+        """`lengths`: of the sequences, padded to multiples of `place.chunks`; those of 0 are left
+        out.
+        """
         kept = tuple(n for n in lengths if n)
         sizes = torch.tensor(kept, dtype=torch.int64)
         whole = _ranges(torch.zeros_like(sizes), sizes)
@@ -112,7 +129,11 @@ class PackLayout:
                 filled += real.numel()
                 first = not before.any()
                 parts.append(
-                    LengthBucket(queries.to(self.device), keys.to(self.device), None if first else before.to(self.device))
+                    LengthBucket(
+                        queries.to(self.device),
+                        keys.to(self.device),
+                        None if first else before.to(self.device),
+                    )
                 )
         in_order = self.place.size == 1 and len(parts) == 1 and filled == total
         identity = in_order and torch.equal(restore, torch.arange(total))
@@ -120,7 +141,8 @@ class PackLayout:
 
     @cached_property
     def cuts(self) -> Chunks:
-        runs, alone = self._runs, self.place.size == 1
+        runs = self._runs
+        alone = self.place.size == 1
         parts = tuple(
             Chunk(
                 queries=None if alone else one.queries.to(self.device),
@@ -132,7 +154,9 @@ class PackLayout:
             )
             for one in runs
         )
-        restore = None if alone else torch.cat([one.queries for one in runs]).argsort().to(self.device)
+        restore = (
+            None if alone else torch.cat([one.queries for one in runs]).argsort().to(self.device)
+        )
         return Chunks(parts, restore)
 
     @property
@@ -142,20 +166,24 @@ class PackLayout:
 
 @dataclass(frozen=True)
 class _Runs:
-    """One of the held chunks of each sequence: a run of queries, and the keys from the sequence's start to the run's end."""
+    """One of the held chunks of each sequence: a run of queries, and the keys from the sequence's
+    start to the run's end.
+    """
 
-    num_queries: Tensor         # int64 [n]
-    num_keys: Tensor            # int64 [n]
-    queries: Tensor             # int64 [sum of num_queries]: slots
-    keys: Tensor                # int64 [sum of num_keys]: rows of the gathered keys
+    num_queries: Tensor  # int64 [n]
+    num_keys: Tensor  # int64 [n]
+    queries: Tensor  # int64 [sum of num_queries]: slots
+    keys: Tensor  # int64 [sum of num_keys]: rows of the gathered keys
 
     @classmethod
     def of(cls, lengths: Sequence[int], place: CPRank, held: int) -> _Runs:
         sizes = torch.tensor(lengths, dtype=torch.int64)
         share = sizes // place.size
-        chunk, starts, total = sizes // place.chunks, share.cumsum(0) - share, int(share.sum())
+        chunk = sizes // place.chunks
+        starts = share.cumsum(0) - share
+        total = int(share.sum())
         rank_of, index_of = _holders(place)
-        seen = range(place.held[held] + 1)                  # chunks, in the order of the text
+        seen = range(place.held[held] + 1)  # chunks, in the order of the text
         rows = [rank_of[k] * total + starts + index_of[k] * chunk for k in seen]
         return cls(
             num_queries=chunk,
@@ -167,17 +195,22 @@ class _Runs:
 
 def _holders(place: CPRank) -> tuple[list[int], list[int]]:
     """Of each chunk: the rank that holds it, and where among those that the rank holds."""
-    rank_of, index_of = [0] * place.chunks, [0] * place.chunks
+    rank_of = [0] * place.chunks
+    index_of = [0] * place.chunks
     for rank in range(place.size):
         for index, chunk in enumerate(CPRank(place.size, rank).held):
-            rank_of[chunk], index_of[chunk] = rank, index
+            rank_of[chunk] = rank
+            index_of[chunk] = index
     return rank_of, index_of
 
 
 def _rectangle(flat: Tensor, counts: Tensor, members: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Runs of `flat`, padded on the right with their last element: [b, longest], and which elements are no pads."""
+    """Runs of `flat`, padded on the right with their last element: [b, longest], and which elements
+    are no pads.
+    """
     rows = torch.tensor(members, dtype=torch.int64)
-    sizes, column = counts[rows, None], torch.arange(int(counts[rows].max()))
+    sizes = counts[rows, None]
+    column = torch.arange(int(counts[rows].max()))
     index = _borders(counts)[rows, None] + torch.minimum(column, sizes - 1)
     return flat[index], column < sizes
 
@@ -190,11 +223,15 @@ def _borders(counts: Tensor) -> Tensor:
 def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
     """The integers from each start on, `counts` of them, one range behind the other."""
     total = int(counts.sum())
-    return torch.arange(total) + (starts - _borders(counts)[:-1]).repeat_interleave(counts, output_size=total)
+    return torch.arange(total) + (starts - _borders(counts)[:-1]).repeat_interleave(
+        counts, output_size=total
+    )
 
 
 def _bucket_members(lengths: Sequence[int]) -> list[list[int]]:
-    """Runs whose lengths round up to the same of 16, 24, 32, 48, 64, ...: at most a third of a bucket is padding."""
+    """Runs whose lengths round up to the same of 16, 24, 32, 48, 64, ...: at most a third of a
+    bucket is padding.
+    """
     members: dict[int, list[int]] = {}
     for i, n in enumerate(lengths):
         ceiling = _SMALLEST_BUCKET

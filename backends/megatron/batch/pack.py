@@ -16,26 +16,30 @@ from rlcore.data.packing import padded_length
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One pack of T slots: consecutive sequences of a batch, B of them, with M trainable tokens; pads stand at the end.
+    """One pack of T slots: consecutive sequences of a batch, B of them, with M trainable tokens;
+    pads stand at the end.
 
-    Under context parallelism these are the rank's slots of a pack of CP * T, which hold m of the M predictions, and every
-    sequence has pads of its own, at its end. A target is shifted here, before anything splits the pack: the token at slot t
-    is predicted from slot t - 1.
+    Under context parallelism these are the rank's slots of a pack of CP * T, which hold m of the M
+    predictions, and every sequence has pads of its own, at its end. A target is shifted here,
+    before anything splits the pack: the token at slot t is predicted from slot t - 1.
     """
 
-    input_ids: Tensor           # int64 [1, T]
+    input_ids: Tensor  # int64 [1, T]
     packed: PackedSequences
-    target_index: Tensor        # int64 [m]: the slot before each trainable token
-    target_tokens: Tensor       # int64 [m]
-    target_own: Tensor          # int64 [m]: which of the M trainable tokens they are
-    cu_seqlens: Tensor          # int64 [B+1], over trainable tokens
-    rows: slice                 # of the batch's compact vectors
-    sequences: slice            # of its vectors with one value a sequence
-    num_tokens: int             # model tokens of this rank without pads
-    padding: Tensor             # bool [1, T]: True at a pad
-    sampling_mask: BatchSamplingMasks | None = None       # of the m targets; None: all were drawn from the whole vocabulary
-    routed_experts: Tensor | None = None    # int16 [T, layers with experts, topk] from the engine, -1 where it recorded none
-    # Layer -> int16 [t, topk]: the experts that training replays, of the t slots that this rank's routers see.
+    target_index: Tensor  # int64 [m]: the slot before each trainable token
+    target_tokens: Tensor  # int64 [m]
+    target_own: Tensor  # int64 [m]: which of the M trainable tokens they are
+    cu_seqlens: Tensor  # int64 [B+1], over trainable tokens
+    rows: slice  # of the batch's compact vectors
+    sequences: slice  # of its vectors with one value a sequence
+    num_tokens: int  # model tokens of this rank without pads
+    padding: Tensor  # bool [1, T]: True at a pad
+    # of the m targets; None: all were drawn from the whole vocabulary
+    sampling_mask: BatchSamplingMasks | None = None
+    # int16 [T, layers with experts, topk] from the engine, -1 where it recorded none
+    routed_experts: Tensor | None = None
+    # Layer -> int16 [t, topk]: the experts that training replays, of the t slots that this rank's
+    # routers see.
     experts: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -51,7 +55,8 @@ class MicroBatch:
 def pad_lengths(missing: int, longest: int, multiple: int = 1) -> list[int]:
     """Lengths of the pad sequences that fill `missing` slots, both multiples of `multiple`.
 
-    None is longer than the longest real sequence (or 16), so that attention over pads never dominates.
+    None is longer than the longest real sequence (or 16), so that attention over pads never
+    dominates.
     """
     piece = padded_length(max(longest, 16), multiple)
     return [piece] * (missing // piece) + ([missing % piece] if missing % piece else [])
@@ -63,12 +68,18 @@ def pack_size(num_tokens: int, multiple: int) -> int:
 
 
 def make_micro_batch(
-    batch: RolloutBatch, first: int, last: int, num_slots: int, device: torch.device, place: CPRank = ALONE
+    batch: RolloutBatch,
+    first: int,
+    last: int,
+    num_slots: int,
+    device: torch.device,
+    place: CPRank = ALONE,
 ) -> MicroBatch:
     """Pack the sequences [first, last) of `batch`, which may be empty or none, on `device`.
 
     Args:
-        num_slots: of the pack over all ranks, a multiple of `place.chunks`; at least the sum of the padded lengths.
+        num_slots: of the pack over all ranks, a multiple of `place.chunks`; at least the sum of the
+            padded lengths.
         place: this rank among those that share the pack.
     """
     model = slice(int(batch.cu_tokens[first]), int(batch.cu_tokens[last]))
@@ -79,7 +90,8 @@ def make_micro_batch(
 
     starts = torch.tensor([0, *padded], dtype=torch.int64).cumsum(0)[:-1]
     shift = starts - (batch.cu_tokens[first:last] - model.start)
-    slots = torch.arange(model.stop - model.start) + shift.repeat_interleave(lengths)      # of the tokens, in the whole pack
+    # of the tokens, in the whole pack
+    slots = torch.arange(model.stop - model.start) + shift.repeat_interleave(lengths)
     ids = torch.zeros(num_slots, dtype=torch.int64)
     ids[slots] = batch.tokens[model].long()
     padding = torch.ones(num_slots, dtype=torch.bool)
@@ -95,7 +107,7 @@ def make_micro_batch(
         routed = routed[held].to(device)
 
     trainable = slots[batch.loss_mask[model]]
-    index = where[trainable - 1]        # a trainable token is never the first of its sequence
+    index = where[trainable - 1]  # a trainable token is never the first of its sequence
     own = (index >= 0).nonzero()[:, 0]
     return MicroBatch(
         input_ids=ids[held][None].to(device),
@@ -108,6 +120,10 @@ def make_micro_batch(
         sequences=slice(first, last),
         num_tokens=int((where[slots] >= 0).sum()),
         padding=padding[held][None].to(device),
-        sampling_mask=None if batch.sampling_mask is None else batch.sampling_mask.select(rows.start + own).to(device),
+        sampling_mask=(
+            None
+            if batch.sampling_mask is None
+            else batch.sampling_mask.select(rows.start + own).to(device)
+        ),
         routed_experts=routed,
     )

@@ -1,6 +1,8 @@
-"""Batches and vectors between rank 0 and the replicas, over gloo: contiguous tensors, nothing pickled.
+"""Batches and vectors between rank 0 and the replicas, over gloo: contiguous tensors, nothing
+pickled.
 
-Down: rank 0 sends each data-parallel rank's share to one rank of its replica, which broadcasts it there. Up: one rank of each
+Down: rank 0 sends each data-parallel rank's share to one rank of its replica, which broadcasts it
+    there. Up: one rank of each
 replica's last stage sends what it computed to rank 0. With one process nothing is copied.
 """
 
@@ -17,11 +19,14 @@ from torch.distributed import ProcessGroup
 
 from backends.megatron.parallel.state import ParallelState
 
-_ALIGNMENT = 8      # a view of the flat buffer as int64 or float64 must start at a multiple of its size
+# a view of the flat buffer as int64 or float64 must start at a multiple of its size
+_ALIGNMENT = 8
 
 
 def broadcast_json(value: Any, source: int, group: ProcessGroup) -> Any:
-    """A small JSON-able value from global rank `source` to all of a gloo group: its length, then its bytes."""
+    """A small JSON-able value from global rank `source` to all of a gloo group: its length, then
+    its bytes.
+    """
     own = dist.get_rank() == source
     data = torch.empty(0, dtype=torch.uint8)
     if own:
@@ -34,14 +39,21 @@ def broadcast_json(value: Any, source: int, group: ProcessGroup) -> Any:
     return value if own else json.loads(data.numpy().tobytes())
 
 
-def scatter_shares(shares: Sequence[Mapping[str, Tensor]] | None, parallel: ParallelState) -> dict[str, Tensor]:
-    """Give every rank of replica d the tensors `shares[d]` (CPU) that rank 0 passes; other ranks pass None. Collective."""
+def scatter_shares(
+    shares: Sequence[Mapping[str, Tensor]] | None, parallel: ParallelState
+) -> dict[str, Tensor]:
+    """Give every rank of replica d the tensors `shares[d]` (CPU) that rank 0 passes; other ranks
+    pass None. Collective.
+    """
     if parallel.world_size == 1:
         assert shares is not None
         return dict(shares[0])
     layouts = None
     if shares is not None:
-        layouts = [[(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in s.items()] for s in shares]
+        layouts = [
+            [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in s.items()]
+            for s in shares
+        ]
     layouts = broadcast_json(layouts, 0, parallel.control_group)
     layout = layouts[parallel.dp_rank]
     flat = torch.empty(0, dtype=torch.uint8)
@@ -54,12 +66,17 @@ def scatter_shares(shares: Sequence[Mapping[str, Tensor]] | None, parallel: Para
         if parallel.rank == parallel.replica_leaders[parallel.dp_rank]:
             dist.recv(flat, 0, group=parallel.control_group)
     if parallel.replica_group.size() > 1:
-        dist.broadcast(flat, parallel.replica_leaders[parallel.dp_rank], group=parallel.replica_group)
+        dist.broadcast(
+            flat, parallel.replica_leaders[parallel.dp_rank], group=parallel.replica_group
+        )
     return _views(flat, layout)
 
 
-def gather_rows(own: Tensor | None, sizes: Sequence[tuple[int, int]], parallel: ParallelState) -> list[Tensor] | None:
-    """`own` fp32 [k, M_d] of each replica's last stage, on rank 0 in the order of the replicas; None elsewhere. Collective.
+def gather_rows(
+    own: Tensor | None, sizes: Sequence[tuple[int, int]], parallel: ParallelState
+) -> list[Tensor] | None:
+    """`own` fp32 [k, M_d] of each replica's last stage, on rank 0 in the order of the replicas;
+    None elsewhere. Collective.
 
     Args:
         own: what this rank computed; ignored on ranks that are not the source of their replica.
@@ -87,7 +104,9 @@ def _padded(num_bytes: int) -> int:
 
 
 def _flatten(share: Mapping[str, Tensor]) -> Tensor:
-    flat = torch.empty(sum(_padded(t.numel() * t.itemsize) for t in share.values()), dtype=torch.uint8)
+    flat = torch.empty(
+        sum(_padded(t.numel() * t.itemsize) for t in share.values()), dtype=torch.uint8
+    )
     at = 0
     for tensor in share.values():
         data = tensor.contiguous().view(-1).view(torch.uint8)

@@ -10,18 +10,23 @@ from pathlib import Path
 from backends.megatron.checkpoint.errors import write_errors
 from backends.megatron.checkpoint.shards import PlannedShards
 
-_FAREWELL_S = 30.0      # for the tensor at hand, where a run ends in the middle of a checkpoint
+_FAREWELL_S = 30.0  # for the tensor at hand, where a run ends in the middle of a checkpoint
 
 
 class PendingCheckpoint:
     """This rank's part of a checkpoint, written by a thread that starts here.
 
-    A thread and no process: the trainer has threads of its own, where a fork can deadlock. It calls neither Megatron nor a
+    A thread and no process: the trainer has threads of its own, where a fork can deadlock. It calls
+        neither Megatron nor a
     collective, and lets go of the interpreter for as long as the disk takes.
     """
 
-    def __init__(self, folder: Path, planned: Sequence[PlannedShards], seal: Callable[[], None]) -> None:
-        self._folder, self._planned, self._seal = folder, planned, seal
+    def __init__(
+        self, folder: Path, planned: Sequence[PlannedShards], seal: Callable[[], None]
+    ) -> None:
+        self._folder = folder
+        self._planned = planned
+        self._seal = seal
         self._seconds: float | None = None
         self._failure: Exception | None = None
         self._cancelled = threading.Event()
@@ -40,13 +45,16 @@ class PendingCheckpoint:
         self._seconds = time.perf_counter() - began
 
     def written(self) -> float | None:
-        """Seconds that the writing took; None while it goes on. Raises RunFailed naming the folder and the reason."""
+        """Seconds that the writing took; None while it goes on. Raises RunFailed naming the folder
+        and the reason.
+        """
         if self._seconds is not None and self._failure is not None:
             raise self._failure
         return self._seconds
 
     def finish(self) -> None:
-        """Complete the checkpoint. Collective, when `written` has returned a number on every rank; inside `megatron_device`.
+        """Complete the checkpoint. Collective, when `written` has returned a number on every rank;
+        inside `megatron_device`.
 
         Raises RunFailed naming the folder and the reason.
         """

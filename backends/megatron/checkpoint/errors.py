@@ -1,4 +1,6 @@
-"""What torch, Megatron and the disk raise while a checkpoint is written or read, in one line that names the checkpoint."""
+"""What torch, Megatron and the disk raise while a checkpoint is written or read, in one line that
+names the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ def read_errors(folder: Path) -> Iterator[None]:
     """Around reading: ModelError."""
     try:
         yield
-    except (CheckpointingException, CheckpointException, UnpicklingError, EOFError, OSError, RuntimeError) as error:
+    except (
+        CheckpointingException,
+        CheckpointException,
+        UnpicklingError,
+        EOFError,
+        OSError,
+        RuntimeError,
+    ) as error:
         raise ModelError(f"checkpoint {folder}: cannot be loaded: {_first_cause(error)}") from error
 
 
@@ -38,13 +47,16 @@ def _is_bystander(error: BaseException) -> bool:
 
 
 def _first_cause(error: BaseException) -> str:
-    """One line: torch's CheckpointException carries a traceback for every rank, its unpickler a page of advice."""
+    """One line: torch's CheckpointException carries a traceback for every rank, its unpickler a
+    page of advice.
+    """
     where = ""
     if _is_bystander(error):
         return "another rank failed; the log of rank 0 has the reason"
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
-        error, where = cause, f" (rank {rank})"
+        error = cause
+        where = f" (rank {rank})"
     if isinstance(error, (UnpicklingError, EOFError)):
         return f"a file holds other bytes than were written{where}"
     return f"{(str(error) or type(error).__name__).splitlines()[0]}{where}"

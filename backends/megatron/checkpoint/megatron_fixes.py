@@ -1,4 +1,6 @@
-"""What megatron-core 0.16.1 gets wrong in the state of its distributed optimizer, put right while it is asked for it."""
+"""What megatron-core 0.16.1 gets wrong in the state of its distributed optimizer, put right while
+it is asked for it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ from backends.megatron.training.optimizer import ScheduledOptimizer
 
 @contextmanager
 def mended_state(optimizer: ScheduledOptimizer) -> Iterator[None]:
-    """While open, `sharded_state_dict` of the distributed optimizer is right, and works, on every rank.
+    """While open, `sharded_state_dict` of the distributed optimizer is right, and works, on every
+    rank.
 
-    - It leaves the padding between buckets out of what it gathers but slices by offsets that count it, so every parameter
-      behind the first padded bucket would be saved shifted or as zeros: with tied embeddings over pipeline stages, for one.
-    - It fails where a rank has no parameter: the experts' optimizer on a pipeline stage of dense layers, for one.
+    - It leaves the padding between buckets out of what it gathers but slices by offsets that count
+      it, so every parameter behind the first padded bucket would be saved shifted or as zeros: with
+      tied embeddings over pipeline stages, for one.
+    - It fails where a rank has no parameter: the experts' optimizer on a pipeline stage of dense
+        layers, for one.
     """
     parts: list[Any] = [part for part in optimizer.parts if isinstance(part, DistributedOptimizer)]
     for part in parts:
@@ -40,18 +45,28 @@ def _with_padding(part: Any) -> Callable[..., Any]:
         state = gather(**options)
         for index, buffer in enumerate(part.buffers):
             for tensors in state[index].values() if state is not None else ():
-                tensors.update({k: _pad_buckets(buffer, v) for k, v in tensors.items() if isinstance(v, Tensor)})
+                tensors.update(
+                    {
+                        k: _pad_buckets(buffer, v)
+                        for k, v in tensors.items()
+                        if isinstance(v, Tensor)
+                    }
+                )
         return state
 
     return gather_padded
 
 
 def _pad_buckets(buffer: Any, dense: Tensor) -> Tensor:
-    """`dense`: the buckets of a gradient buffer one behind the other -> each at its own offset, zeros between them."""
+    """`dense`: the buckets of a gradient buffer one behind the other -> each at its own offset,
+    zeros between them.
+    """
     padded = dense.new_zeros(buffer.numel)
     at = 0
     for bucket in buffer.buckets:
-        padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = dense[at : at + bucket.numel_unpadded]
+        padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = dense[
+            at : at + bucket.numel_unpadded
+        ]
         at += bucket.numel_unpadded
     return padded
 
@@ -61,7 +76,10 @@ def _without_parameters(part: Any, step: float) -> Callable[[], dict[str, Any]]:
 
     def state_dict() -> dict[str, Any]:
         whole = part.optimizer.state_dict()
-        groups = [{**{k: v for k, v in group.items() if k != "params"}, "step": step} for group in whole["param_groups"]]
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "step": step}
+            for group in whole["param_groups"]
+        ]
         return {"optimizer": {"param_groups": groups}}
 
     return state_dict

@@ -4,7 +4,8 @@
              policy/                one torch_dist checkpoint a model
              critic/
 
-A folder without checkpoint.json is not a checkpoint. Whether the run uses it is decided by the run's own rename.
+A folder without checkpoint.json is not a checkpoint. Whether the run uses it is decided by the
+run's own rename.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from backends.megatron.checkpoint.background import PendingCheckpoint
 from backends.megatron.checkpoint.errors import read_errors, write_errors
 from backends.megatron.checkpoint.megatron_fixes import mended_state
 from backends.megatron.checkpoint.optimizer_state import METADATA, completed, tensors_as_saved
-from backends.megatron.checkpoint.shards import HostCopies, plan_sharded, read_sharded, saved_names, write_sharded
+from backends.megatron.checkpoint.shards import (
+    HostCopies,
+    plan_sharded,
+    read_sharded,
+    saved_names,
+    write_sharded,
+)
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.names import unwrap
 from backends.megatron.convert.table import VALUE_HEAD
@@ -41,9 +48,9 @@ _AXES = ("tp", "pp", "dp", "cp", "ep", "etp")
 class Saved:
     """One model of a checkpoint: its name is its folder. `optimizer` is None for weights alone."""
 
-    name: str                               # "policy" | "critic"
+    name: str  # "policy" | "critic"
     arch: Architecture
-    chunks: Sequence[nn.Module]             # wrapped or not
+    chunks: Sequence[nn.Module]  # wrapped or not
     optimizer: ScheduledOptimizer | None = None
 
     @property
@@ -67,17 +74,21 @@ def save_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
 def start_checkpoint(
     folder: Path, models: Sequence[Saved], parallel: ParallelState, host: HostCopies
 ) -> PendingCheckpoint:
-    """As `save_checkpoint`, but only the copy to host memory is made when it returns; a thread writes that.
+    """As `save_checkpoint`, but only the copy to host memory is made when it returns; a thread
+    writes that.
 
-    Collective; call inside `megatron_device`. All that the ranks must agree on is done here, the distributed optimizer's
-    gathering too. `host` is given back by the `finish` of what is returned: at most one at a time.
+    Collective; call inside `megatron_device`. All that the ranks must agree on is done here, the
+    distributed optimizer's gathering too. `host` is given back by the `finish` of what is returned:
+    at most one at a time.
     """
     planned = []
     for model in models:
         target = _open_folder(folder, model, parallel)
         with write_errors(folder):
-            planned.append(plan_sharded(_sharded_state(model, parallel, is_loading=False), target, host))
-    described = _descriptions(models)       # now: the optimizers go on
+            planned.append(
+                plan_sharded(_sharded_state(model, parallel, is_loading=False), target, host)
+            )
+    described = _descriptions(models)  # now: the optimizers go on
     return PendingCheckpoint(folder, planned, lambda: _seal(folder, described, parallel))
 
 
@@ -97,7 +108,10 @@ def _seal(folder: Path, described: Mapping[str, Any], parallel: ParallelState) -
                 "format": _FORMAT,
                 "layout": {axis: getattr(parallel, f"{axis}_size") for axis in _AXES},
                 "models": described,
-                "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files_in(folder)},
+                "files": {
+                    path.relative_to(folder).as_posix(): path.stat().st_size
+                    for path in files_in(folder)
+                },
             }
             write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
 
@@ -106,7 +120,8 @@ def load_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
     """Load weights, optimizers and schedules of `models`, in place, under the layout of today.
 
     Collective; call inside `megatron_device`.
-    Raises ModelError naming the checkpoint and what is wrong: not a checkpoint, a missing or truncated file, another
+    Raises ModelError naming the checkpoint and what is wrong: not a checkpoint, a missing or
+        truncated file, another
     architecture or dtype.
     """
     manifest = _read_manifest(folder, [model.name for model in models], parallel)
@@ -117,34 +132,44 @@ def load_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
 
 
 def load_weights(
-    folder: Path, name: str, arch: Architecture, chunks: Sequence[nn.Module], parallel: ParallelState
+    folder: Path,
+    name: str,
+    arch: Architecture,
+    chunks: Sequence[nn.Module],
+    parallel: ParallelState,
 ) -> None:
-    """Load the weights of model `name` alone, in place; the dtype may differ. Errors as `load_checkpoint`. Collective.
+    """Load the weights of model `name` alone, in place; the dtype may differ. Errors as
+    `load_checkpoint`. Collective.
 
     A critic may be loaded from a policy: its value head keeps its values.
     """
     manifest = _read_manifest(folder, [name], parallel)
-    model, described = Saved(name, arch, chunks), manifest["models"][name]
+    model = Saved(name, arch, chunks)
+    described = manifest["models"][name]
     _check_same(folder, model, described, parallel)
     _load(folder, model, parallel, taken=0, skip=(VALUE_HEAD,) if described["head"] == "lm" else ())
 
 
 def saved_layout(folder: Path) -> str:
-    """The layout that a checkpoint was saved under, for people: "TP 2 x PP 1 x DP 1 x CP 1"; above EP 1 with EP and ETP."""
+    """The layout that a checkpoint was saved under, for people: "TP 2 x PP 1 x DP 1 x CP 1"; above
+    EP 1 with EP and ETP.
+    """
     layout: dict[str, int] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["layout"]
-    if layout.get("ep", 1) == 1:        # then an expert is cut like everything else
+    if layout.get("ep", 1) == 1:  # then an expert is cut like everything else
         layout = {axis: size for axis, size in layout.items() if axis not in ("ep", "etp")}
     return " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
 
 
-# --- state dicts ------------------------------------------------------------------------------------------------------
+# --- state dicts ----------------------------------------------------------------------------------
 
 
-def _sharded_state(model: Saved, parallel: ParallelState, *, is_loading: bool, optimizer: bool = True) -> dict[str, Any]:
+def _sharded_state(
+    model: Saved, parallel: ParallelState, *, is_loading: bool, optimizer: bool = True
+) -> dict[str, Any]:
     """The sharded weights, one entry a chunk, and the optimizer's state where it has any."""
     metadata = {"dp_cp_group": parallel.dp_cp_group, **METADATA}
     state: dict[str, Any] = {
-        f"model{index}": unwrap(chunk).sharded_state_dict(prefix="", metadata=metadata)     # type: ignore[operator]
+        f"model{index}": unwrap(chunk).sharded_state_dict(prefix="", metadata=metadata)  # type: ignore[operator]
         for index, chunk in enumerate(model.chunks)
     }
     if optimizer and model.optimizer is not None and (is_loading or model.optimizer.steps_taken):
@@ -155,7 +180,9 @@ def _sharded_state(model: Saved, parallel: ParallelState, *, is_loading: bool, o
     return state
 
 
-def _load(folder: Path, model: Saved, parallel: ParallelState, *, taken: int, skip: tuple[str, ...] = ()) -> None:
+def _load(
+    folder: Path, model: Saved, parallel: ParallelState, *, taken: int, skip: tuple[str, ...] = ()
+) -> None:
     """Before the first step AdamW has no state, so a checkpoint of then (`taken` 0) holds none."""
     if taken and model.optimizer is not None:
         model.optimizer.prepare_for_load()
@@ -165,7 +192,10 @@ def _load(folder: Path, model: Saved, parallel: ParallelState, *, taken: int, sk
             wanted[f"model{index}"].pop(key, None)
     optimizer = wanted.pop("optimizer", None)
     if optimizer is not None:
-        with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"), read_errors(folder / model.name):
+        with (
+            raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"),
+            read_errors(folder / model.name),
+        ):
             names = saved_names(folder / model.name)
         wanted["tensors"] = tensors_as_saved(optimizer, names, fp32=_dtype(model) == "float32")
     with read_errors(folder / model.name):
@@ -176,13 +206,15 @@ def _load(folder: Path, model: Saved, parallel: ParallelState, *, taken: int, sk
         return
     if taken:
         in_groups = model.optimizer.counts_in_groups
-        model.optimizer.load_megatron_state(completed(optimizer, state["tensors"], taken=taken, counts_in_groups=in_groups))
+        model.optimizer.load_megatron_state(
+            completed(optimizer, state["tensors"], taken=taken, counts_in_groups=in_groups)
+        )
     else:
         model.optimizer.megatron.reload_model_params()
     model.optimizer.steps_taken = taken
 
 
-# --- the manifest -----------------------------------------------------------------------------------------------------
+# --- the manifest ---------------------------------------------------------------------------------
 
 
 def _descriptions(models: Sequence[Saved]) -> dict[str, Any]:
@@ -215,21 +247,32 @@ def _dtype(model: Saved) -> str:
 
 
 def _read_manifest(folder: Path, names: Sequence[str], parallel: ParallelState) -> dict[str, Any]:
-    """The manifest, after every file that it lists was found with its size. Every rank looks, so all give the reason."""
+    """The manifest, after every file that it lists was found with its size. Every rank looks, so
+    all give the reason.
+    """
     with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
         path = folder / MANIFEST
         if not path.is_file():
-            raise ModelError(f"{folder}: not a complete checkpoint: no {MANIFEST}; expected what a run saved as its model")
+            raise ModelError(
+                f"{folder}: not a complete checkpoint: no {MANIFEST}; expected what a run saved as"
+                " its model"
+            )
         try:
             manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            files, models = dict(manifest["files"]), dict(manifest["models"])
+            files = dict(manifest["files"])
+            models = dict(manifest["models"])
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
             raise ModelError(f"checkpoint {folder}: {MANIFEST} is damaged: {error}") from error
         if manifest.get("format") != _FORMAT:
-            raise ModelError(f"checkpoint {folder}: format {manifest.get('format')}, this version reads {_FORMAT}")
+            raise ModelError(
+                f"checkpoint {folder}: format {manifest.get('format')}, this version reads"
+                f" {_FORMAT}"
+            )
         for name in names:
             if name not in models:
-                raise ModelError(f"checkpoint {folder}: it holds no {name}, only {', '.join(models)}")
+                raise ModelError(
+                    f"checkpoint {folder}: it holds no {name}, only {', '.join(models)}"
+                )
         for name, size in files.items():
             if name.split("/")[0] in names:
                 _check_file(folder, name, size)
@@ -241,23 +284,33 @@ def _check_file(folder: Path, name: str, size: int) -> None:
     if not path.is_file():
         raise ModelError(f"checkpoint {folder}: {name} is missing")
     if path.stat().st_size != size:
-        raise ModelError(f"checkpoint {folder}: {name} has {path.stat().st_size} bytes, {size} were written")
+        raise ModelError(
+            f"checkpoint {folder}: {name} has {path.stat().st_size} bytes, {size} were written"
+        )
 
 
-def _check_same(folder: Path, model: Saved, described: dict[str, Any], parallel: ParallelState) -> None:
+def _check_same(
+    folder: Path, model: Saved, described: dict[str, Any], parallel: ParallelState
+) -> None:
     """Refuse a checkpoint of another model or, where the optimizer is loaded too, of another dtype."""
     with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
-        was, now = described["architecture"], _fingerprint(model)
+        was = described["architecture"]
+        now = _fingerprint(model)
         for key in now:
             if was.get(key) != now[key]:
                 raise ModelError(
-                    f"checkpoint {folder}: {model.name} was saved with {key} {was.get(key)!r}, this model has {now[key]!r}"
+                    f"checkpoint {folder}: {model.name} was saved with {key} {was.get(key)!r}, this"
+                    f" model has {now[key]!r}"
                 )
         if described["head"] == "value" and model.head == "lm":
-            raise ModelError(f"checkpoint {folder}: {model.name} has a value head, this model needs a language model's")
+            raise ModelError(
+                f"checkpoint {folder}: {model.name} has a value head, this model needs a language"
+                " model's"
+            )
         if model.optimizer is None:
             return
         if described["dtype"] != _dtype(model):
             raise ModelError(
-                f"checkpoint {folder}: {model.name} was saved in {described['dtype']}, model.dtype makes it {_dtype(model)}"
+                f"checkpoint {folder}: {model.name} was saved in {described['dtype']}, model.dtype"
+                f" makes it {_dtype(model)}"
             )

@@ -1,8 +1,9 @@
 """Megatron's distributed checkpoints, written by the ranks themselves.
 
-Stock megatron-core writes through a spawned manager and forked children. A trainer has threads (engines, rollouts, gloo), where
-a fork can deadlock, and the manager costs seconds at the first save; here each rank writes its own file, in the same format: at
-once, or from a copy in host memory by a thread.
+Stock megatron-core writes through a spawned manager and forked children. A trainer has threads
+(engines, rollouts, gloo), where a fork can deadlock, and the manager costs seconds at the first
+save; here each rank writes its own file, in the same format: at once, or from a copy in host memory
+by a thread.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from rlcore.errors import RunFailed
 
 # (path, name, (serialised objects, tensors)): what goes into one file.
 _Bucket = tuple[Path, str, tuple[Any, Any]]
-# The stock function, but for its decorator: that one stops the garbage collector of the whole process meanwhile.
-_write_bucket = filesystem_async.FileSystemWriterAsync.write_preloaded_data.__wrapped__     # type: ignore[attr-defined]
+# The stock function, but for its decorator: that one stops the garbage collector of the whole
+# process meanwhile.
+_write_bucket = filesystem_async.FileSystemWriterAsync.write_preloaded_data.__wrapped__  # type: ignore[attr-defined]
 
 
 def write_sharded(state: dict[str, Any], folder: Path) -> None:
-    """Save a sharded state dict; every rank calls it, `folder` exists. Files are flushed, names in the folder are not.
+    """Save a sharded state dict; every rank calls it, `folder` exists. Files are flushed, names in
+    the folder are not.
 
-    A rank that could not write raises what the disk raised, every other one CheckpointException: only rank 0's has the reason.
+    A rank that could not write raises what the disk raised, every other one CheckpointException:
+        only rank 0's has the reason.
     """
     strategy = _InProcess()
     with _local_results():
@@ -46,13 +50,27 @@ def write_sharded(state: dict[str, Any], folder: Path) -> None:
 
 
 def plan_sharded(state: dict[str, Any], folder: Path, host: HostCopies) -> PlannedShards:
-    """As `write_sharded`, up to where the tensors would be written: they are copied into `host`, and training may go on."""
+    """As `write_sharded`, up to where the tensors would be written: they are copied into `host`,
+    and training may go on.
+    """
     with _local_results():
-        request = dist_checkpointing.save(state, str(folder), sharded_strategy=_InProcess(), async_sharded_save=True)
+        request = dist_checkpointing.save(
+            state, str(folder), sharded_strategy=_InProcess(), async_sharded_save=True
+        )
     assert request is not None
     (writer,) = request.async_fn_args
     writer.write_buckets = [
-        (path, name, (objects, [(item, host.copy((str(folder.name), item.index), tensor)) for item, tensor in tensors]))
+        (
+            path,
+            name,
+            (
+                objects,
+                [
+                    (item, host.copy((str(folder.name), item.index), tensor))
+                    for item, tensor in tensors
+                ],
+            ),
+        )
         for path, name, (objects, tensors) in writer.write_buckets
     ]
     host.complete()
@@ -71,7 +89,9 @@ def saved_names(folder: Path) -> list[str]:
 
 
 class HostCopies:
-    """Host memory, pinned for what lies on a GPU, that tensors are copied into. Kept, so that every save uses the same."""
+    """Host memory, pinned for what lies on a GPU, that tensors are copied into. Kept, so that every
+    save uses the same.
+    """
 
     def __init__(self) -> None:
         self._tensors: dict[Any, Tensor] = {}
@@ -79,10 +99,14 @@ class HostCopies:
 
     @torch.no_grad()
     def copy(self, place: Any, tensor: Tensor) -> Tensor:
-        """The copy of `tensor`, whole after `complete`; overwritten by the next one of the same `place`."""
+        """The copy of `tensor`, whole after `complete`; overwritten by the next one of the same
+        `place`.
+        """
         kept = self._tensors.get(place)
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = self._tensors[place] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            kept = self._tensors[place] = torch.empty(
+                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+            )
         if tensor.is_cuda:
             self._copying = tensor.device
         return kept.copy_(tensor, non_blocking=True)
@@ -99,22 +123,31 @@ class HostCopies:
 
 
 class PlannedShards:
-    """One model's part of a checkpoint, whose tensors are in host memory: `write` on any thread, then `finish` on all ranks."""
+    """One model's part of a checkpoint, whose tensors are in host memory: `write` on any thread,
+    then `finish` on all ranks.
+    """
 
     def __init__(self, writer: Any, finalize: Sequence[Callable[[], None]]) -> None:
-        self._writer, self._finalize = writer, finalize
+        self._writer = writer
+        self._finalize = finalize
 
     def write(self, cancelled: threading.Event) -> None:
-        """Write and flush this rank's file. Raises what the disk raised, and RunFailed when `cancelled` between two tensors."""
+        """Write and flush this rank's file. Raises what the disk raised, and RunFailed when
+        `cancelled` between two tensors.
+        """
         if not self._writer.write_buckets:
             return
-        outcome = _write_buckets(self._writer, [_cancellable(bucket, cancelled) for bucket in self._writer.write_buckets])
+        outcome = _write_buckets(
+            self._writer, [_cancellable(bucket, cancelled) for bucket in self._writer.write_buckets]
+        )
         if isinstance(outcome, Exception):
             raise outcome
         self._writer.results_queue.put(outcome)
 
     def finish(self) -> None:
-        """Write what tells where everything is. Every rank calls it, after all of them have written."""
+        """Write what tells where everything is. Every rank calls it, after all of them have
+        written.
+        """
         for step in self._finalize:
             step()
 
@@ -124,14 +157,18 @@ class _InProcess(TorchDistSaveShardedStrategy):
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
-        self.failure: Exception | None = None       # of this rank
+        self.failure: Exception | None = None  # of this rank
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+    def _get_save_and_finalize_callbacks(
+        self, writer: Any, save_state_dict_ret: Any
+    ) -> AsyncRequest:
         request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
         return request._replace(async_fn=self._write, async_fn_args=(writer,), preload_fn=None)
 
     def _write(self, writer: Any) -> None:
-        """What the stock writer does in children: its results, or the error, go into the writer's queue."""
+        """What the stock writer does in children: its results, or the error, go into the writer's
+        queue.
+        """
         if writer.write_buckets:
             outcome = _write_buckets(writer, writer.preload_tensors(writer.write_buckets))
             self.failure = outcome if isinstance(outcome, Exception) else None
@@ -168,7 +205,9 @@ def _cancellable(bucket: _Bucket, cancelled: threading.Event) -> _Bucket:
 
 @contextmanager
 def _local_results() -> Iterator[None]:
-    """The stock writer asks for a queue of a spawned manager process; while this is open it gets a local one."""
+    """The stock writer asks for a queue of a spawned manager process; while this is open it gets a
+    local one.
+    """
     before = filesystem_async._results_queue
     filesystem_async._results_queue = queue.Queue()
     try:

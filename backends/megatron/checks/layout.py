@@ -1,4 +1,6 @@
-"""Which layouts of ranks are refused. Imports neither torch nor Megatron: plans and login nodes ask too."""
+"""Which layouts of ranks are refused. Imports neither torch nor Megatron: plans and login nodes ask
+too.
+"""
 
 from __future__ import annotations
 
@@ -22,94 +24,131 @@ if TYPE_CHECKING:
 def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) -> None:
     """Refuse a layout that the model or the number of processes does not admit.
 
-    Raises ConfigError naming the key, what it divides and what to do. Asks neither torch.distributed nor Megatron.
+    Raises ConfigError naming the key, what it divides and what to do. Asks neither
+    torch.distributed nor Megatron.
     """
-    tp, pp = parallel.tensor, parallel.pipeline
+    tp = parallel.tensor
+    pp = parallel.pipeline
     _check_supported(parallel)
     replica = tp * pp * parallel.context
     if world_size % replica:
         raise ConfigError(
-            f"policy.parallel: tensor {tp} x pipeline {pp} x context {parallel.context} = {replica} does not divide the world "
-            f"size {world_size}; start a multiple of {replica} processes, or lay it out over a divisor of {world_size}"
+            f"policy.parallel: tensor {tp} x pipeline {pp} x context {parallel.context} = {replica}"
+            f" does not divide the world size {world_size}; start a multiple of {replica}"
+            f" processes, or lay it out over a divisor of {world_size}"
         )
     model = arch.transformer
-    heads, groups = model["num_attention_heads"], model.get("num_query_groups") or model["num_attention_heads"]
-    sizes = [("attention heads", heads), ("KV groups", groups), ("feed-forward width", model["ffn_hidden_size"])]
-    if arch.latent_attention:       # tensor parallelism cuts the projections to the low-rank forms too
-        sizes.append(("kv_lora_rank + qk_rope_head_dim", model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]))
+    heads = model["num_attention_heads"]
+    groups = model.get("num_query_groups") or model["num_attention_heads"]
+    sizes = [
+        ("attention heads", heads),
+        ("KV groups", groups),
+        ("feed-forward width", model["ffn_hidden_size"]),
+    ]
+    # tensor parallelism cuts the projections to the low-rank forms too
+    if arch.latent_attention:
+        sizes.append(
+            (
+                "kv_lora_rank + qk_rope_head_dim",
+                model["kv_lora_rank"] + model["qk_pos_emb_head_dim"],
+            )
+        )
         sizes.append(("q_lora_rank", model["q_lora_rank"] or heads))
     for what, size in sizes:
         if size % tp:
             nearest = nearest_divisor(tp, *(size for _, size in sizes))
-            raise ConfigError(f"policy.parallel.tensor: {tp} does not divide the model's {what} ({size}); set it to {nearest}")
+            raise ConfigError(
+                f"policy.parallel.tensor: {tp} does not divide the model's {what} ({size}); set it"
+                f" to {nearest}"
+            )
     layers_of_stages(model["num_layers"], parallel)
     check_experts(arch, parallel, world_size)
 
 
-def check_others(others: Mapping[str, Architecture], parallel: ParallelConfig, world_size: int) -> None:
-    """As `check_layout`, of the models that are laid out as the policy is, by the keys that name their folders."""
+def check_others(
+    others: Mapping[str, Architecture], parallel: ParallelConfig, world_size: int
+) -> None:
+    """As `check_layout`, of the models that are laid out as the policy is, by the keys that name
+    their folders.
+    """
     for key, arch in others.items():
         try:
             check_layout(arch, parallel, world_size)
         except ConfigError as error:
-            raise ConfigError(f"{key}: {arch.folder} does not fit the policy's layout: {error}") from error
+            raise ConfigError(
+                f"{key}: {arch.folder} does not fit the policy's layout: {error}"
+            ) from error
 
 
 def _check_supported(parallel: ParallelConfig) -> None:
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError("policy.parallel.virtual_pipeline: needs pipeline > 1; set it to 1")
     if parallel.sequence and parallel.tensor == 1:
-        raise ConfigError("policy.parallel.sequence: sequence parallelism needs tensor > 1; set it to false")
+        raise ConfigError(
+            "policy.parallel.sequence: sequence parallelism needs tensor > 1; set it to false"
+        )
 
 
 def check_replay(arch: Architecture) -> None:
     """Raises ConfigError for a model without experts."""
     if not arch.num_experts:
-        raise ConfigError(f"policy.routing_replay: the {arch.family} model has no experts to replay; set it to none")
+        raise ConfigError(
+            f"policy.routing_replay: the {arch.family} model has no experts to replay; set it to"
+            " none"
+        )
 
 
 def check_experts(arch: Architecture, parallel: ParallelConfig, world_size: int) -> None:
-    """Refuse a layout of experts that does not fit the model or the ranks, or whose gradients would be wrong.
+    """Refuse a layout of experts that does not fit the model or the ranks, or whose gradients would
+    be wrong.
 
     Raises ConfigError naming the key, the reason and the nearest layout that is right.
     """
-    tp, pp, ep = parallel.tensor, parallel.pipeline, parallel.expert
+    tp = parallel.tensor
+    pp = parallel.pipeline
+    ep = parallel.expert
     etp = tp if parallel.expert_tensor is None else parallel.expert_tensor
     if not arch.num_experts:
         if ep > 1 or etp != tp:
             key = "expert" if ep > 1 else "expert_tensor"
-            raise ConfigError(f"policy.parallel.{key}: the {arch.family} model has no experts to lay out; leave it out")
+            raise ConfigError(
+                f"policy.parallel.{key}: the {arch.family} model has no experts to lay out; leave"
+                " it out"
+            )
         return
     if tp > 1 and not parallel.sequence:
         raise ConfigError(
-            f"policy.parallel.sequence: false, but experts under tensor {tp} need sequence parallelism: else every "
-            "tensor-parallel rank would send all tokens to them; set it to true"
+            f"policy.parallel.sequence: false, but experts under tensor {tp} need sequence"
+            " parallelism: else every tensor-parallel rank would send all tokens to them; set it"
+            " to true"
         )
     _check_sizes(arch, tp, etp, ep)
     if ep == 1 and etp != tp:
         raise ConfigError(
-            f"policy.parallel: tensor {tp}, expert_tensor {etp}, expert 1: megatron-core sums the gradients of experts over "
-            f"the data-parallel ranks of the dense weights, which misses the copies that the tensor-parallel ranks hold; leave "
-            f"expert_tensor out{'' if arch.num_experts % (tp // etp) else f', or set expert={tp // etp}'}"
+            f"policy.parallel: tensor {tp}, expert_tensor {etp}, expert 1: megatron-core sums the"
+            " gradients of experts over the data-parallel ranks of the dense weights, which misses"
+            " the copies that the tensor-parallel ranks hold; leave expert_tensor"
+            f" out{'' if arch.num_experts % (tp // etp) else f', or set expert={tp // etp}'}"
         )
     if world_size % (etp * ep * pp):
         smaller = nearest_divisor(ep, arch.num_experts, world_size // (etp * pp))
         raise ConfigError(
-            f"policy.parallel: expert_tensor {etp} x expert {ep} x pipeline {pp} = {etp * ep * pp} does not divide the world "
-            f"size {world_size}; start a multiple of it, or set expert={smaller}"
+            f"policy.parallel: expert_tensor {etp} x expert {ep} x pipeline {pp} = {etp * ep * pp}"
+            f" does not divide the world size {world_size}; start a multiple of it, or set"
+            f" expert={smaller}"
         )
 
 
 def _check_sizes(arch: Architecture, tp: int, etp: int, ep: int) -> None:
     if tp % etp:
         raise ConfigError(
-            f"policy.parallel.expert_tensor: {etp} does not divide tensor ({tp}); leave it out, or set it to "
-            f"{nearest_divisor(etp, tp)}"
+            f"policy.parallel.expert_tensor: {etp} does not divide tensor ({tp}); leave it out, or"
+            f" set it to {nearest_divisor(etp, tp)}"
         )
     if arch.num_experts % ep:
         raise ConfigError(
-            f"policy.parallel.expert: {ep} does not divide the model's experts ({arch.num_experts}); set it to "
-            f"{nearest_divisor(ep, arch.num_experts)}"
+            f"policy.parallel.expert: {ep} does not divide the model's experts"
+            f" ({arch.num_experts}); set it to {nearest_divisor(ep, arch.num_experts)}"
         )
     for key, size, what in (
         ("expert_tensor", etp, "moe_ffn_hidden_size"), ("tensor", tp, "moe_shared_expert_intermediate_size")
@@ -117,6 +156,6 @@ def _check_sizes(arch: Architecture, tp: int, etp: int, ep: int) -> None:
         width = arch.transformer.get(what)
         if width and width % size:
             raise ConfigError(
-                f"policy.parallel.{key}: {size} does not divide an expert's width ({width}); set it to "
-                f"{nearest_divisor(size, width, tp)}"
+                f"policy.parallel.{key}: {size} does not divide an expert's width ({width}); set it"
+                f" to {nearest_divisor(size, width, tp)}"
             )

@@ -1,4 +1,6 @@
-"""Which choices of activation recomputation are right, and which would fail, be wrong or do nothing. Imports no Megatron."""
+"""Which choices of activation recomputation are right, and which would fail, be wrong or do
+nothing. Imports no Megatron.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ _MODULES = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_act",
 
 
 def check_recompute(
-    given: Mapping[str, Any], arch: Architecture, parallel: ParallelConfig, *, engine: bool | None = None
+    given: Mapping[str, Any],
+    arch: Architecture,
+    parallel: ParallelConfig,
+    *,
+    engine: bool | None = None,
 ) -> None:
     """Refuse what would not give the gradients of the same model without it, or would save nothing.
 
@@ -38,26 +44,39 @@ def check_recompute(
         for key in _OTHERS:
             if given.get(key):
                 value = "selective" if key == "recompute_modules" else "full"
-                raise _refused(key, f"does nothing without recompute_granularity; set that to {value}")
+                raise _refused(
+                    key, f"does nothing without recompute_granularity; set that to {value}"
+                )
     elif granularity == "full":
         _check_full(given, arch, parallel)
     elif granularity == "selective":
         for key in _OF_FULL:
             if given.get(key):
-                raise _refused(key, "belongs to recompute_granularity=full; leave it out, or set that")
+                raise _refused(
+                    key, "belongs to recompute_granularity=full; leave it out, or set that"
+                )
         _check_modules(given.get("recompute_modules", ["core_attn"]), arch, engine)
     else:
         raise _refused("recompute_granularity", f"got {granularity!r}, expected full or selective")
 
 
 def _check_full(given: Mapping[str, Any], arch: Architecture, parallel: ParallelConfig) -> None:
-    """Whole layers: `uniform` in runs of so many, `block` only the first so many of each model chunk."""
-    method, count = given.get("recompute_method"), given.get("recompute_num_layers")
+    """Whole layers: `uniform` in runs of so many, `block` only the first so many of each model
+    chunk.
+    """
+    method = given.get("recompute_method")
+    count = given.get("recompute_num_layers")
     if given.get("recompute_modules"):
-        raise _refused("recompute_modules", "belongs to recompute_granularity=selective; leave it out, or set that")
+        raise _refused(
+            "recompute_modules",
+            "belongs to recompute_granularity=selective; leave it out, or set that",
+        )
     if method not in ("uniform", "block"):
         raise _refused("recompute_method", f"got {method!r}, expected uniform or block")
-    chunks = {layers // parallel.virtual_pipeline for layers in layers_of_stages(arch.transformer["num_layers"], parallel)}
+    chunks = {
+        layers // parallel.virtual_pipeline
+        for layers in layers_of_stages(arch.transformer["num_layers"], parallel)
+    }
     most = math.gcd(*chunks) if method == "uniform" else max(chunks)
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= max(chunks):
         raise _refused("recompute_num_layers", f"got {count!r}, expected a number from 1 to {most}")
@@ -70,7 +89,11 @@ def _check_full(given: Mapping[str, Any], arch: Architecture, parallel: Parallel
         raise _refused("recompute_method", f"block, with {losses[0]}: in layers that are not recomputed megatron-core then "
                                            "counts pads in the routers' losses; set it to uniform")  # fmt: skip
     if given.get("distribute_saved_activations") and (parallel.tensor == 1 or parallel.sequence):
-        reason = "sequence parallelism does it already" if parallel.sequence else "there is no tensor parallelism to do it over"
+        reason = (
+            "sequence parallelism does it already"
+            if parallel.sequence
+            else "there is no tensor parallelism to do it over"
+        )
         raise _refused("distribute_saved_activations", f"{reason}; leave it out")
 
 
@@ -85,7 +108,9 @@ def _check_modules(modules: Any, arch: Architecture, engine: bool | None) -> Non
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise _refused("recompute_modules", f"got {module!r}, {expected}{hint}")
         if module not in works:
-            raise _refused("recompute_modules", f"{module}: {_reason(module, arch, engine)}; {expected}")
+            raise _refused(
+                "recompute_modules", f"{module}: {_reason(module, arch, engine)}; {expected}"
+            )
 
 
 def _working(arch: Architecture, engine: bool | None) -> list[str]:
@@ -94,7 +119,8 @@ def _working(arch: Architecture, engine: bool | None) -> list[str]:
 
 def _reason(module: str, arch: Architecture, engine: bool | None) -> str | None:
     """Why a part of a layer cannot be recomputed alone; None where it can."""
-    experts, model = bool(arch.num_experts), arch.transformer
+    experts = bool(arch.num_experts)
+    model = arch.transformer
     if module in ("moe", "moe_act") and not experts:
         return f"the {arch.family} model has no experts"
     if module == "mlp" and experts and all(arch.moe_layers):

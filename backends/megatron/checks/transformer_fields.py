@@ -1,4 +1,6 @@
-"""Which fields of Megatron's TransformerConfig `policy.megatron` may set: all that change how a step is computed, not what."""
+"""Which fields of Megatron's TransformerConfig `policy.megatron` may set: all that change how a
+step is computed, not what.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,8 @@ _REFUSED_FAMILIES = {
 
 
 def check_overrides(overrides: Mapping[str, Any], arch: Architecture) -> None:
-    """Refuse keys of `policy.megatron` that TransformerConfig does not have, that something else decides, or that do nothing.
+    """Refuse keys of `policy.megatron` that TransformerConfig does not have, that something else
+    decides, or that do nothing.
 
     Raises ConfigError naming the key, and the nearest field or the reason.
     """
@@ -86,7 +89,9 @@ def check_overrides(overrides: Mapping[str, Any], arch: Architecture) -> None:
         if key not in fields:
             nearest = difflib.get_close_matches(key, fields, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ConfigError(f"policy.megatron.{key}: megatron.core's TransformerConfig has no such field{hint}")
+            raise ConfigError(
+                f"policy.megatron.{key}: megatron.core's TransformerConfig has no such field{hint}"
+            )
         reason = _reason(key, arch)
         if reason:
             raise ConfigError(f"policy.megatron.{key}: cannot be set here: {reason}")
@@ -102,4 +107,6 @@ def _reason(key: str, arch: Architecture) -> str | None:
         return _MODEL
     if key.startswith("moe_") and not arch.num_experts:
         return _DENSE
-    return next((reason for start, reason in _REFUSED_FAMILIES.items() if key.startswith(start)), None)
+    return next(
+        (reason for start, reason in _REFUSED_FAMILIES.items() if key.startswith(start)), None
+    )

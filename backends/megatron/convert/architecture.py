@@ -1,4 +1,6 @@
-"""What a Hugging Face folder says about a model, in Megatron's terms. Imports neither torch nor Megatron."""
+"""What a Hugging Face folder says about a model, in Megatron's terms. Imports neither torch nor
+Megatron.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +14,33 @@ from backends.megatron.convert.latent import latent_shapes
 from backends.megatron.convert.table import Entry, Family
 from rlcore.planning.shape import ModelShape
 
-BridgeKind = Literal["none", "mbridge", "megatron-bridge"]      # `model.bridge`
+BridgeKind = Literal["none", "mbridge", "megatron-bridge"]  # `model.bridge`
 
 
 @dataclass(frozen=True)
 class Architecture:
     """A model as its `config.json` describes it.
 
-    `transformer` holds keyword arguments of megatron.core's `TransformerConfig` (with latent attention, of
-    `LatentConfig`), without layout, dtype and activation: the model builder adds `activation_func` by the name in
-    `activation` ("silu" is torch's `F.silu`).
-    `rope_scaling` holds further keyword arguments of `GPTModel` (`rope_scaling`, `rope_scaling_factor`,
+    `transformer` holds keyword arguments of megatron.core's `TransformerConfig` (with latent
+    attention, of `LatentConfig`), without layout, dtype and activation: the model builder adds
+    `activation_func` by the name in `activation` ("silu" is torch's `F.silu`). `rope_scaling` holds
+    further keyword arguments of `GPTModel` (`rope_scaling`, `rope_scaling_factor`,
     `seq_len_interpolation_factor`), or is None; `rope_theta` is its `rotary_base`.
     """
 
     family: str
     hf_config: dict[str, Any]
-    vocab_size: int                             # without Megatron's padding
+    vocab_size: int  # without Megatron's padding
     tie_word_embeddings: bool
     max_position_embeddings: int
     rope_theta: float
     rope_scaling: dict[str, Any] | None
     transformer: dict[str, Any]
     activation: Literal["silu"] = "silu"
-    head: Literal["lm", "value"] = "lm"         # "value": a `*ForSequenceClassification` folder with one label
+    # "value": a `*ForSequenceClassification` folder with one label
+    head: Literal["lm", "value"] = "lm"
     folder: Path = Path()
-    bridged: Family | None = None               # the table, where another package gave it
+    bridged: Family | None = None  # the table, where another package gave it
 
     @property
     def num_layers(self) -> int:
@@ -64,7 +67,9 @@ class Architecture:
     def shape(self) -> ModelShape:
         """Its sizes, for plans and costs."""
         latent = sum(math.prod(size) for size in latent_shapes(self.transformer).values())
-        return ModelShape.of_fields(self.transformer, vocab=self.vocab_size, tied=self.tie_word_embeddings, latent=latent)
+        return ModelShape.of_fields(
+            self.transformer, vocab=self.vocab_size, tied=self.tie_word_embeddings, latent=latent
+        )
 
     @property
     def moe_layers(self) -> list[bool]:
@@ -76,18 +81,8 @@ class Architecture:
 
     def entries(self) -> list[Entry]:
         """The table with every layer and expert written out, in the static order of a forward pass."""
-        return [e for e in self.table.expand(self.moe_layers, self.num_experts) if e.is_in(self.transformer)]
-
-
-
-
-
-
-
-
-
-
-
-
-
-
+        return [
+            e
+            for e in self.table.expand(self.moe_layers, self.num_experts)
+            if e.is_in(self.transformer)
+        ]

@@ -16,22 +16,37 @@ from rlcore.weights import TensorSpec, cut_buckets
 
 
 class FolderWriter:
-    """Takes the tensors in the order of `specs`, writes each as it comes, and renames the folder at the end.
+    """Takes the tensors in the order of `specs`, writes each as it comes, and renames the folder at
+    the end.
 
-    `sources` are the folders that the model and its tokenizer came from. An earlier export in `folder` is replaced when the new
-    one is whole.
+    `sources` are the folders that the model and its tokenizer came from. An earlier export in
+    `folder` is replaced when the new one is whole.
 
     Raises ModelError where `folder` holds something else, or is one of the sources.
     """
 
     def __init__(
-        self, folder: Path, specs: Sequence[TensorSpec], max_shard_bytes: int, sources: Sequence[Path]
+        self,
+        folder: Path,
+        specs: Sequence[TensorSpec],
+        max_shard_bytes: int,
+        sources: Sequence[Path],
     ) -> None:
-        if folder.exists() and not (folder / "config.json").is_file() and (folder.is_file() or any(folder.iterdir())):
-            raise ModelError(f"{folder}: exists and is no Hugging Face folder; choose another folder for the export")
+        if (
+            folder.exists()
+            and not (folder / "config.json").is_file()
+            and (folder.is_file() or any(folder.iterdir()))
+        ):
+            raise ModelError(
+                f"{folder}: exists and is no Hugging Face folder; choose another folder for the"
+                " export"
+            )
         if any(folder.resolve() == source.resolve() for source in sources):
-            raise ModelError(f"{folder}: is what the model was read from; choose another folder for the export")
-        self._folder, self._sources = folder, sources
+            raise ModelError(
+                f"{folder}: is what the model was read from; choose another folder for the export"
+            )
+        self._folder = folder
+        self._sources = sources
         self._aside = folder.with_name(f".{folder.name}.partial")
         self._dtype = specs[0].dtype
         self._failure: OSError | None = None
@@ -43,7 +58,8 @@ class FolderWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         """Take the next tensor; its memory may be reused.
 
-        A disk that refuses it is the business of `finish`: the other ranks are in the middle of sending.
+        A disk that refuses it is the business of `finish`: the other ranks are in the middle of
+            sending.
         """
         if self._failure is not None:
             return
@@ -56,8 +72,8 @@ class FolderWriter:
     def finish(self, hf_config: dict[str, Any], class_name: str) -> None:
         """Write index and config, copy the rest from the sources, and put the folder in its place.
 
-        Raises RunFailed naming the folder and the reason where something could not be written; nothing of it is left then,
-        and an earlier export is what it was.
+        Raises RunFailed naming the folder and the reason where something could not be written;
+        nothing of it is left then, and an earlier export is what it was.
         """
         try:
             if self._failure is not None:
@@ -66,8 +82,9 @@ class FolderWriter:
         except OSError as error:
             shutil.rmtree(self._aside, ignore_errors=True)
             raise RunFailed(
-                f"the export to {self._folder} failed: {error}; the weights are in the last checkpoint: make room and write "
-                f"them by `rlcore export`, or continue the run with --resume"
+                f"the export to {self._folder} failed: {error}; the weights are in the last"
+                " checkpoint: make room and write them by `rlcore export`, or continue the run"
+                " with --resume"
             ) from error
 
     def _put_in_place(self, hf_config: dict[str, Any], class_name: str) -> None:
@@ -81,9 +98,11 @@ class FolderWriter:
         sync(self._folder.parent)
 
     def _config(self, hf_config: dict[str, Any], class_name: str) -> dict[str, Any]:
-        """The source's config; only class, dtype and (for a value head) the number of labels follow what is written."""
+        """The source's config; only class, dtype and (for a value head) the number of labels follow
+        what is written.
+        """
         config = {**hf_config, "architectures": [class_name], "dtype": self._dtype}
-        if "torch_dtype" in config:         # the spelling before transformers 5
+        if "torch_dtype" in config:  # the spelling before transformers 5
             config["torch_dtype"] = self._dtype
         if class_name.endswith("ForSequenceClassification"):
             config |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -1,4 +1,6 @@
-"""What `config.json` says about latent attention, as LatentConfig fields. Imports neither torch nor Megatron."""
+"""What `config.json` says about latent attention, as LatentConfig fields. Imports neither torch nor
+Megatron.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,24 @@ _YARN = {"rope_type", "type", "rope_theta", "factor", "original_max_position_emb
 def latent_fields(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes of the five projections, and the rotary positions of each layer.
 
-    Raises ModelError for a missing number, and for rotary positions that Megatron would compute otherwise.
+    Raises ModelError for a missing number, and for rotary positions that Megatron would compute
+    otherwise.
     """
     heads = integer(folder, config, "num_attention_heads")
     if (config.get("num_key_value_heads") or heads) != heads:
         raise ModelError(
-            f"{folder}/config.json: num_key_value_heads: got {config['num_key_value_heads']}, expected the {heads} attention "
-            "heads: latent attention makes keys and values for each"
+            f"{folder}/config.json: num_key_value_heads: got {config['num_key_value_heads']},"
+            f" expected the {heads} attention heads: latent attention makes keys and values for"
+            " each"
         )
-    plain, rotary = (integer(folder, config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
+    plain, rotary = (
+        integer(folder, config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")
+    )
     return {
         "multi_latent_attention": True,
-        "q_lora_rank": None if config.get("q_lora_rank") is None else integer(folder, config, "q_lora_rank"),
+        "q_lora_rank": (
+            None if config.get("q_lora_rank") is None else integer(folder, config, "q_lora_rank")
+        ),
         "kv_lora_rank": integer(folder, config, "kv_lora_rank"),
         "qk_head_dim": plain,
         "qk_pos_emb_head_dim": rotary,
@@ -40,11 +48,17 @@ def latent_fields(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def latent_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shape of each weight of the attention, by the last part of its Megatron name; none for other attentions."""
+    """Shape of each weight of the attention, by the last part of its Megatron name; none for other
+    attentions.
+    """
     if not fields.get("multi_latent_attention"):
         return {}
-    heads, hidden, latent = fields["num_attention_heads"], fields["hidden_size"], fields["kv_lora_rank"]
-    query, value, low = heads * fields["kv_channels"], heads * fields["v_head_dim"], fields["q_lora_rank"]
+    heads = fields["num_attention_heads"]
+    hidden = fields["hidden_size"]
+    latent = fields["kv_lora_rank"]
+    query = heads * fields["kv_channels"]
+    value = heads * fields["v_head_dim"]
+    low = fields["q_lora_rank"]
     shapes: dict[str, tuple[int, ...]] = {
         "linear_kv_down_proj.weight": (latent + fields["qk_pos_emb_head_dim"], hidden),
         "kv_layernorm.weight": (latent,),
@@ -62,29 +76,48 @@ def latent_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _rotary_fields(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """From either spelling: transformers 5 writes one `rope_parameters`; before, there were `rope_theta` and `rope_scaling`."""
+    """From either spelling: transformers 5 writes one `rope_parameters`; before, there were
+    `rope_theta` and `rope_scaling`.
+    """
     where = f"{folder}/config.json"
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
-        return {"rope_type": "rope", "rotary_base": theta, "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+        return {
+            "rope_type": "rope",
+            "rotary_base": theta,
+            "rotary_scaling_factor": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.0,
+        }
     if kind != "yarn":
-        raise ModelError(f"{where}: RoPE type {kind!r} is not supported with latent attention; expected default or yarn")
+        raise ModelError(
+            f"{where}: RoPE type {kind!r} is not supported with latent attention; expected default"
+            " or yarn"
+        )
     if unknown := sorted(key for key in rope.keys() - _YARN if rope[key] is not None):
-        raise ModelError(f"{where}: yarn RoPE scaling with {unknown[0]}: {rope[unknown[0]]!r} is not supported")
+        raise ModelError(
+            f"{where}: yarn RoPE scaling with {unknown[0]}: {rope[unknown[0]]!r} is not supported"
+        )
     if not isinstance(rope.get("factor"), (int, float)):
-        raise ModelError(f"{where}: yarn RoPE scaling with factor {rope.get('factor')!r}, expected a number")
+        raise ModelError(
+            f"{where}: yarn RoPE scaling with factor {rope.get('factor')!r}, expected a number"
+        )
     mscale, mscale_all_dim = (float(rope.get(key) or 0.0) for key in ("mscale", "mscale_all_dim"))
     if mscale_all_dim and not mscale:
-        raise ModelError(f"{where}: yarn RoPE scaling with mscale_all_dim alone; megatron-core needs mscale too")
+        raise ModelError(
+            f"{where}: yarn RoPE scaling with mscale_all_dim alone; megatron-core needs mscale too"
+        )
     if not mscale_all_dim:
-        mscale = 1.0        # transformers then goes by `factor` alone
+        mscale = 1.0  # transformers then goes by `factor` alone
     return {
         "rope_type": "yarn",
         "rotary_base": theta,
         "rotary_scaling_factor": float(rope["factor"]),
-        "original_max_position_embeddings": integer(folder, rope, "original_max_position_embeddings"),
+        "original_max_position_embeddings": integer(
+            folder, rope, "original_max_position_embeddings"
+        ),
         "beta_fast": float(rope.get("beta_fast") or 32.0),
         "beta_slow": float(rope.get("beta_slow") or 1.0),
         "mscale": mscale,

@@ -1,4 +1,5 @@
-"""The arithmetic of a split: which slice of a Hugging Face tensor a TP rank holds, and how its pieces form a parameter.
+"""The arithmetic of a split: which slice of a Hugging Face tensor a TP rank holds, and how its
+pieces form a parameter.
 
 Both directions are views and copies of the same elements, so that a round trip is exact to the bit:
 
@@ -21,7 +22,9 @@ from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, Entry, Spl
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of a full tensor that one rank holds: `start : start + length` along `dim` (None: all of it)."""
+    """The part of a full tensor that one rank holds: `start : start + length` along `dim` (None:
+    all of it).
+    """
 
     dim: int | None
     start: int = 0
@@ -35,7 +38,9 @@ class Slice:
 
 
 def model_entries(arch: Architecture, head: str) -> list[Entry]:
-    """Every entry of a model with the given head ("lm" or "value"), in the static order of a forward pass."""
+    """Every entry of a model with the given head ("lm" or "value"), in the static order of a
+    forward pass.
+    """
     absent = {VALUE_HEAD} if head == "lm" else {OUTPUT_LAYER}
     if arch.tie_word_embeddings:
         absent.add(OUTPUT_LAYER)
@@ -45,8 +50,11 @@ def model_entries(arch: Architecture, head: str) -> list[Entry]:
 def hf_shapes(arch: Architecture, entry: Entry) -> list[tuple[int, ...]]:
     """The full shape of each Hugging Face tensor of an entry, without vocabulary padding."""
     t = arch.transformer
-    hidden, ffn, head_dim = t["hidden_size"], _ffn_width(arch, entry), t["kv_channels"]
-    query, key = t["num_attention_heads"] * head_dim, t["num_query_groups"] * head_dim
+    hidden = t["hidden_size"]
+    ffn = _ffn_width(arch, entry)
+    head_dim = t["kv_channels"]
+    query = t["num_attention_heads"] * head_dim
+    key = t["num_query_groups"] * head_dim
     if entry.split is Split.VOCAB:
         return [(arch.vocab_size, hidden)]
     if latent := latent_shapes(t).get(entry.megatron.rpartition(".self_attention.")[2]):
@@ -79,8 +87,11 @@ def _ffn_width(arch: Architecture, entry: Entry) -> int:
     return int(arch.transformer["ffn_hidden_size"])
 
 
-def tp_slice(split: Split, shape: tuple[int, ...], rank: int, size: int, padded_vocab: int) -> Slice:
-    """The slice of a Hugging Face tensor of `shape` that TP rank `rank` of `size` holds; empty where all is padding.
+def tp_slice(
+    split: Split, shape: tuple[int, ...], rank: int, size: int, padded_vocab: int
+) -> Slice:
+    """The slice of a Hugging Face tensor of `shape` that TP rank `rank` of `size` holds; empty
+    where all is padding.
 
     A routed expert is cut over the expert-tensor-parallel ranks instead.
     """
@@ -107,7 +118,8 @@ def pack(split: Split, pieces: Sequence[Tensor], head_dim: int, out: Tensor) -> 
 
 
 def unpack(split: Split, param: Tensor, head_dim: int, rows: Sequence[int]) -> list[Tensor]:
-    """Views of a Megatron parameter, one for each Hugging Face tensor; `rows` are the pieces' sizes along dim 0.
+    """Views of a Megatron parameter, one for each Hugging Face tensor; `rows` are the pieces' sizes
+    along dim 0.
 
     Those of a QKV split have one leading dimension more, [groups, rows / groups, ...].
     """

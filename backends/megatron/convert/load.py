@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class SafetensorsFolder:
-    """Slices of the tensors of a folder, by name. Files are opened when first needed and mapped, not read."""
+    """Slices of the tensors of a folder, by name. Files are opened when first needed and mapped,
+    not read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,7 +38,10 @@ class SafetensorsFolder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stack.close()
 
@@ -55,11 +60,13 @@ class SafetensorsFolder:
         stored = self._file(self._file_of[name]).get_slice(name)
         if tuple(stored.get_shape()) != shape:
             raise ModelError(
-                f"{self.folder}: tensor {name!r} has shape {tuple(stored.get_shape())}, config.json makes it {shape}"
+                f"{self.folder}: tensor {name!r} has shape {tuple(stored.get_shape())}, config.json"
+                f" makes it {shape}"
             )
         if part.dim is None:
             return stored[:]
-        if part.length == 0:                # a shard that is all padding; safetensors refuses an empty slice
+        # a shard that is all padding; safetensors refuses an empty slice
+        if part.length == 0:
             return torch.empty(part.shape(shape))
         end = part.start + part.length
         return stored[part.start : end] if part.dim == 0 else stored[:, part.start : end]
@@ -80,22 +87,31 @@ class SafetensorsFolder:
         if name not in self._open:
             path = self.folder / name
             if not path.is_file():
-                raise ModelError(f"{self.folder}: shard {name} is missing; model.safetensors.index.json names it")
+                raise ModelError(
+                    f"{self.folder}: shard {name} is missing; model.safetensors.index.json names it"
+                )
             try:
-                self._open[name] = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+                self._open[name] = self._stack.enter_context(
+                    safe_open(path, framework="pt", device="cpu")
+                )
             except SafetensorError as error:
-                raise ModelError(f"{path}: not a readable safetensors file ({error}); copy the folder again") from error
+                raise ModelError(
+                    f"{path}: not a readable safetensors file ({error}); copy the folder again"
+                ) from error
         return self._open[name]
 
 
 @torch.no_grad()
-def load_hf(chunks: Sequence[nn.Module], arch: Architecture, folder: Path | str, parallel: ParallelState) -> list[str]:
-    """Fill this rank's model chunks from a folder, in place; no communication. Vocabulary padding becomes zero.
+def load_hf(
+    chunks: Sequence[nn.Module], arch: Architecture, folder: Path | str, parallel: ParallelState
+) -> list[str]:
+    """Fill this rank's model chunks from a folder, in place; no communication. Vocabulary padding
+    becomes zero.
 
-    `arch` is the built model's architecture; the folder may be another checkpoint of it, or a sequence classifier whose
-    `score.weight` becomes the value head. Returns the parameters that the folder does not have and that keep their
-    values: the value head, where the folder is a language model.
-    Raises ModelError: a shard or tensor that is missing or has another shape.
+    `arch` is the built model's architecture; the folder may be another checkpoint of it, or a
+    sequence classifier whose `score.weight` becomes the value head. Returns the parameters that the
+    folder does not have and that keep their values: the value head, where the folder is a language
+    model. Raises ModelError: a shard or tensor that is missing or has another shape.
     """
     kept: list[str] = []
     with SafetensorsFolder(Path(folder)) as source:
@@ -109,10 +125,18 @@ def load_hf(chunks: Sequence[nn.Module], arch: Architecture, folder: Path | str,
 
 
 def _read_pieces(
-    source: SafetensorsFolder, arch: Architecture, entry: Entry, param: Tensor, parallel: ParallelState
+    source: SafetensorsFolder,
+    arch: Architecture,
+    entry: Entry,
+    param: Tensor,
+    parallel: ParallelState,
 ) -> list[Tensor]:
     padded = param.size(0) * parallel.tp_size if entry.split is Split.VOCAB else 0
-    rank, size = (parallel.tp_rank, parallel.tp_size) if entry.expert is None else (parallel.etp_rank, parallel.etp_size)
+    rank, size = (
+        (parallel.tp_rank, parallel.tp_size)
+        if entry.expert is None
+        else (parallel.etp_rank, parallel.etp_size)
+    )
     pieces = []
     for name, shape in zip(entry.hf, hf_shapes(arch, entry)):
         part = tp_slice(entry.split, shape, rank, size, padded)

@@ -20,13 +20,18 @@ def unwrap(chunk: nn.Module) -> nn.Module:
     while not hasattr(chunk, "decoder"):
         inner = getattr(chunk, "module", None)
         if not isinstance(inner, nn.Module):
-            raise TypeError(f"{type(chunk).__name__}: a module without a decoder, expected a GPTModel or a wrapper")
+            raise TypeError(
+                f"{type(chunk).__name__}: a module without a decoder, expected a GPTModel or a"
+                " wrapper"
+            )
         chunk = inner
     return chunk
 
 
 def global_name(model: nn.Module, name: str) -> str:
-    """A parameter's name with layer and expert counted over the whole model, in the spelling of the local layer spec."""
+    """A parameter's name with layer and expert counted over the whole model, in the spelling of the
+    local layer spec.
+    """
     match = _LAYER.match(name)
     if match is None:
         return name
@@ -38,11 +43,14 @@ def global_name(model: nn.Module, name: str) -> str:
     return f"decoder.layers.{int(layer.layer_number) - 1}.{rest}"  # type: ignore[arg-type]
 
 
-def owned_parameters(chunks: Sequence[nn.Module], arch: Architecture) -> Iterator[tuple[Entry, Tensor, bool]]:
-    """(entry, weight, is a copy) of this rank's chunks: parameters, and buffers that a folder holds.
+def owned_parameters(
+    chunks: Sequence[nn.Module], arch: Architecture
+) -> Iterator[tuple[Entry, Tensor, bool]]:
+    """(entry, weight, is a copy) of this rank's chunks: parameters, and buffers that a folder
+    holds.
 
-    With tied embeddings and pipeline stages the last stage holds a copy of the first stage's word embedding as its
-    output layer: it is loaded like the embedding and never exported.
+    With tied embeddings and pipeline stages the last stage holds a copy of the first stage's word
+    embedding as its output layer: it is loaded like the embedding and never exported.
     """
     table = {entry.megatron: entry for entry in arch.entries()}
     for chunk in chunks:

@@ -1,4 +1,6 @@
-"""Reading a Hugging Face folder as an architecture. Imports neither torch nor Megatron, unless a bridge is asked."""
+"""Reading a Hugging Face folder as an architecture. Imports neither torch nor Megatron, unless a
+bridge is asked.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,24 @@ from backends.megatron.convert.table import Family
 from rlcore.errors import ModelError
 
 # Megatron hard-codes these three of Llama 3's RoPE scaling; only the factor is an argument.
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
-def read_architecture(folder: Path | str, *, weights: bool = True, bridge: BridgeKind = "none") -> Architecture:
-    """Read `config.json` of a folder and, unless `weights` is false, check that the folder has weights.
+def read_architecture(
+    folder: Path | str, *, weights: bool = True, bridge: BridgeKind = "none"
+) -> Architecture:
+    """Read `config.json` of a folder and, unless `weights` is false, check that the folder has
+    weights.
 
-    `bridge`: the package that gives the table and knows families that we lack; it imports torch and Megatron.
+    `bridge`: the package that gives the table and knows families that we lack; it imports torch and
+        Megatron.
 
-    Raises ModelError: no such folder, no config.json or weights, an architecture or an option that we do not convert.
+    Raises ModelError: no such folder, no config.json or weights, an architecture or an option that
+        we do not convert.
     """
     folder = Path(folder)
     config = _read_config(folder)
@@ -77,7 +88,10 @@ def read_architecture(folder: Path | str, *, weights: bool = True, bridge: Bridg
 
 def _read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder; expected a local Hugging Face folder (config.json, *.safetensors)")
+        raise ModelError(
+            f"{folder}: no such folder; expected a local Hugging Face folder (config.json,"
+            " *.safetensors)"
+        )
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder}: no config.json; expected a Hugging Face model folder")
@@ -91,7 +105,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _is_classifier(config: dict[str, Any]) -> bool:
-    return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+    return any(
+        str(name).endswith("ForSequenceClassification")
+        for name in config.get("architectures") or ()
+    )
 
 
 def _family(folder: Path, config: dict[str, Any], bridge: BridgeKind) -> Family:
@@ -107,18 +124,23 @@ def _family(folder: Path, config: dict[str, Any], bridge: BridgeKind) -> Family:
     if family is None:
         kind = f"model_type {config.get('model_type')!r}"
         got = names[0] if names else kind
-        if got in known:        # Kimi K2 borrows the class of DeepSeek-V3
+        if got in known:  # Kimi K2 borrows the class of DeepSeek-V3
             got += f" with {kind}"
         raise ModelError(
-            f"{folder}: architecture {got} is not converted; converted are: {known}; others may come by model.bridge: mbridge"
+            f"{folder}: architecture {got} is not converted; converted are: {known}; others may"
+            " come by model.bridge: mbridge"
         )
     if names and not set(names) & set(family.classes):
-        raise ModelError(f"{folder}: architecture {names[0]} is not converted; converted are: {known}")
+        raise ModelError(
+            f"{folder}: architecture {names[0]} is not converted; converted are: {known}"
+        )
     return family
 
 
 def _check_supported(folder: Path, config: dict[str, Any], *, bridged: bool) -> None:
-    """Refuse options that would change the model and that we do not carry over; some of them a bridge may."""
+    """Refuse options that would change the model and that we do not carry over; some of them a
+    bridge may.
+    """
     rotary = config.get("rope_parameters") or {}
     partial = rotary.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     refused = {
@@ -133,12 +155,16 @@ def _check_supported(folder: Path, config: dict[str, Any], *, bridged: bool) -> 
     }
     for key, bad in refused.items():
         if bad:
-            raise ModelError(f"{folder}/config.json: {key}: {config.get(key, partial)!r} is not supported by the conversion")
+            raise ModelError(
+                f"{folder}/config.json: {key}: {config.get(key, partial)!r} is not supported by the"
+                " conversion"
+            )
     if _is_classifier(config):
         labels = config.get("num_labels") or len(config.get("id2label") or ("", ""))
         if int(labels) != 1:
             raise ModelError(
-                f"{folder}: a sequence classifier with {labels} labels; expected one (num_labels: 1), a value or reward"
+                f"{folder}: a sequence classifier with {labels} labels; expected one (num_labels:"
+                " 1), a value or reward"
             )
 
 
@@ -147,8 +173,13 @@ def _check_weights(folder: Path) -> None:
         return
     hint = ""
     if any(folder.glob("pytorch_model*.bin")):
-        hint = "; it has pytorch_model*.bin: load it in transformers and save it again with safe_serialization=True"
-    raise ModelError(f"{folder}: no weights: no *.safetensors and no model.safetensors.index.json{hint}")
+        hint = (
+            "; it has pytorch_model*.bin: load it in transformers and save it again with"
+            " safe_serialization=True"
+        )
+    raise ModelError(
+        f"{folder}: no weights: no *.safetensors and no model.safetensors.index.json{hint}"
+    )
 
 
 def _rope(folder: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
@@ -163,15 +194,20 @@ def _rope(folder: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] |
     if kind == "default":
         return theta, None
     if kind not in ("linear", "llama3"):
-        raise ModelError(f"{where}: RoPE type {kind!r} is not supported; expected default, linear or llama3")
+        raise ModelError(
+            f"{where}: RoPE type {kind!r} is not supported; expected default, linear or llama3"
+        )
     if not isinstance(rope.get("factor"), (int, float)):
-        raise ModelError(f"{where}: {kind} RoPE scaling with factor {rope.get('factor')!r}, expected a number")
+        raise ModelError(
+            f"{where}: {kind} RoPE scaling with factor {rope.get('factor')!r}, expected a number"
+        )
     factor = float(rope["factor"])
     if kind == "linear":
         return theta, {"seq_len_interpolation_factor": factor}
     for key, expected in _LLAMA3_ROPE.items():
         if float(rope.get(key, expected)) != expected:
             raise ModelError(
-                f"{where}: llama3 RoPE scaling with {key} {rope[key]}; megatron-core supports {expected:g} alone"
+                f"{where}: llama3 RoPE scaling with {key} {rope[key]}; megatron-core supports"
+                f" {expected:g} alone"
             )
     return theta, {"rope_scaling": True, "rope_scaling_factor": factor}

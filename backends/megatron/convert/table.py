@@ -1,4 +1,6 @@
-"""The words of the conversion tables: which Hugging Face tensors make a Megatron parameter, and how TP splits it."""
+"""The words of the conversion tables: which Hugging Face tensors make a Megatron parameter, and how
+TP splits it.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,20 @@ FUSED_NORMS = {
 # Its grouped matmuls hold the experts of a rank as numbered weights of one module.
 _GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
-VALUE_HEAD = "value_head.weight"            # [1, hidden], replicated over TP; Hugging Face's `score.weight`
+# [1, hidden], replicated over TP; Hugging Face's `score.weight`
+VALUE_HEAD = "value_head.weight"
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 
 
 def local_spelling(name: str) -> str:
-    """The name that the local layer spec gives a parameter of a layer, from its name in either spec.
+    """The name that the local layer spec gives a parameter of a layer, from its name in either
+    spec.
 
-    The tables are written in this spelling, so loading and exporting need no other: `linear_qkv.layer_norm_weight` is
-    `input_layernorm.weight`, `experts.linear_fc1.weight3` is `experts.local_experts.3.linear_fc1.weight`.
+    The tables are written in this spelling, so loading and exporting need no other:
+        `linear_qkv.layer_norm_weight` is
+    `input_layernorm.weight`, `experts.linear_fc1.weight3` is
+    `experts.local_experts.3.linear_fc1.weight`.
     """
     if grouped := _GROUPED_EXPERT.match(name):
         return f"mlp.experts.local_experts.{grouped[3]}.{grouped[1]}.{grouped[2]}"
@@ -35,15 +41,18 @@ def local_spelling(name: str) -> str:
 class Split(Enum):
     """How a full tensor is cut over the tensor-parallel ranks."""
 
-    REPLICATED = "replicated"               # every rank holds all of it
-    COLUMN = "column"                       # dim 0, contiguous
-    ROW = "row"                             # dim 1, contiguous
-    VOCAB = "vocab"                         # dim 0 of the padded vocabulary
-    QKV = "qkv"                             # q, k, v: interleaved per KV group; groups are cut over the ranks
-    GATED = "gated"                         # gate, up: each cut along dim 0, then stacked on every rank
+    REPLICATED = "replicated"  # every rank holds all of it
+    COLUMN = "column"  # dim 0, contiguous
+    ROW = "row"  # dim 1, contiguous
+    VOCAB = "vocab"  # dim 0 of the padded vocabulary
+    # q, k, v: interleaved per KV group; groups are cut over the ranks
+    QKV = "qkv"
+    # gate, up: each cut along dim 0, then stacked on every rank
+    GATED = "gated"
 
 
-Layers = Literal["all", "dense", "moe"]     # which layers have an entry: those with one feed-forward net, or with experts
+# which layers have an entry: those with one feed-forward net, or with experts
+Layers = Literal["all", "dense", "moe"]
 
 
 @dataclass(frozen=True)
@@ -57,10 +66,12 @@ class Entry:
     hf: tuple[str, ...]
     split: Split
     layers: Layers = "all"
-    expert: int | None = None               # whose parameter it is, where names are filled in; None: no routed expert's
-    where: str | None = None                # a TransformerConfig field: only models that have it have the entry
-    unless: str | None = None               # ... only models without it
-    dtype: str | None = None                # kept in this dtype, whatever the model's
+    # whose parameter it is, where names are filled in; None: no routed expert's
+    expert: int | None = None
+    # a TransformerConfig field: only models that have it have the entry
+    where: str | None = None
+    unless: str | None = None  # ... only models without it
+    dtype: str | None = None  # kept in this dtype, whatever the model's
 
     @property
     def per_layer(self) -> bool:
@@ -72,11 +83,15 @@ class Entry:
 
     def at(self, layer: int, expert: int | None = None) -> Entry:
         """The entry of one layer (and expert), names filled in."""
-        megatron, *hf = (name.format(layer=layer, expert=expert) for name in (self.megatron, *self.hf))
+        megatron, *hf = (
+            name.format(layer=layer, expert=expert) for name in (self.megatron, *self.hf)
+        )
         return replace(self, megatron=megatron, hf=tuple(hf), expert=expert)
 
     def is_in(self, fields: Mapping[str, Any]) -> bool:
-        """Whether a model with these TransformerConfig fields has the entry, as far as `where` and `unless` tell."""
+        """Whether a model with these TransformerConfig fields has the entry, as far as `where` and
+        `unless` tell.
+        """
         return (self.where is None or fields.get(self.where) is not None) and (
             self.unless is None or fields.get(self.unless) is None
         )
@@ -86,26 +101,34 @@ class Entry:
 class Experts:
     """How a family's `config.json` speaks of its experts: keys of it, or what it leaves unsaid."""
 
-    width: str                              # key: feed-forward width of a routed expert
-    normalized: str | bool                  # key, or the answer: do the chosen experts' probabilities add up to 1?
-    shared_width: str | None = None         # key: width of the expert that every token passes through, with a gate
-    shared_count: str | None = None         # key: how many experts of `width` every token passes through, without a gate
-    count: tuple[str, ...] = ("num_experts", "num_local_experts")       # keys, either of them: transformers 5 writes both
-    scoring: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: chosen with a bias, in groups, and scaled afterwards
+    width: str  # key: feed-forward width of a routed expert
+    # key, or the answer: do the chosen experts' probabilities add up to 1?
+    normalized: str | bool
+    # key: width of the expert that every token passes through, with a gate
+    shared_width: str | None = None
+    # key: how many experts of `width` every token passes through, without a gate
+    shared_count: str | None = None
+    # keys, either of them: transformers 5 writes both
+    count: tuple[str, ...] = ("num_experts", "num_local_experts")
+    # sigmoid: chosen with a bias, in groups, and scaled afterwards
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
 
 
 @dataclass(frozen=True)
 class Family:
     """A model family: its table, and what its `config.json` leaves unsaid."""
 
-    model_type: str                         # `model_type` in config.json
-    class_prefix: str                       # `<prefix>ForCausalLM`, `<prefix>ForSequenceClassification`
-    entries: tuple[Entry, ...]              # in the order of a forward pass
+    model_type: str  # `model_type` in config.json
+    # `<prefix>ForCausalLM`, `<prefix>ForSequenceClassification`
+    class_prefix: str
+    entries: tuple[Entry, ...]  # in the order of a forward pass
     qkv_bias: bool = False
     qk_norm: bool = False
-    head_dim: int | None = None             # default where config.json has none; None: hidden_size / heads
-    latent_attention: bool = False          # keys and values made of one low-rank form (DeepSeek-V2)
-    experts: Experts | None = None          # a mixture of experts
+    # default where config.json has none; None: hidden_size / heads
+    head_dim: int | None = None
+    # keys and values made of one low-rank form (DeepSeek-V2)
+    latent_attention: bool = False
+    experts: Experts | None = None  # a mixture of experts
 
     @property
     def classes(self) -> tuple[str, str]:
@@ -113,13 +136,20 @@ class Family:
         return f"{self.class_prefix}ForCausalLM", f"{self.class_prefix}ForSequenceClassification"
 
     def expand(self, moe_layers: Sequence[bool], num_experts: int) -> Iterator[Entry]:
-        """Every entry of a model, embedding first, head last; `moe_layers` says of each layer whether it has experts."""
-        before = [e for e in self.entries if not e.per_layer and e.megatron.startswith("embedding.")]
+        """Every entry of a model, embedding first, head last; `moe_layers` says of each layer
+        whether it has experts.
+        """
+        before = [
+            e for e in self.entries if not e.per_layer and e.megatron.startswith("embedding.")
+        ]
         layer = [e for e in self.entries if e.per_layer]
         after = [e for e in self.entries if not e.per_layer and e not in before]
         yield from before
         for number, moe in enumerate(moe_layers):
             for entry in layer:
                 if entry.layers in ("all", "moe" if moe else "dense"):
-                    yield from (entry.at(number, expert) for expert in (range(num_experts) if entry.per_expert else (None,)))
+                    yield from (
+                        entry.at(number, expert)
+                        for expert in (range(num_experts) if entry.per_expert else (None,))
+                    )
         yield from after

@@ -20,9 +20,13 @@ def contiguous_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo refuses parts of different sizes, as the tokens of an expert that is cut over ranks have: a broadcast for each."""
+    """gloo refuses parts of different sizes, as the tokens of an expert that is cut over ranks
+    have: a broadcast for each.
+    """
 
-    def call(tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def call(
+        tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         if async_op or _even(tensor_list):
             return all_gather(tensor_list, tensor, group=group, async_op=async_op)
         tensor_list[dist.get_rank(group)].copy_(tensor)

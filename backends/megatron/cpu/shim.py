@@ -1,8 +1,10 @@
-"""Stock Megatron-Core on a machine without CUDA: its CUDA calls are answered on the CPU while a context is open.
+"""Stock Megatron-Core on a machine without CUDA: its CUDA calls are answered on the CPU while a
+context is open.
 
-Megatron asks for devices by name (`device="cuda"`, `torch.cuda.current_device()`, `tensor.type()`), synchronises streams and
-keeps CUDA random states. `megatron_device("cpu")` answers all of that with the CPU, for the calls inside it; nothing stays
-installed. With CUDA it is a no-op, so every caller is one code path.
+Megatron asks for devices by name (`device="cuda"`, `torch.cuda.current_device()`, `tensor.type()`),
+synchronises streams and keeps CUDA random states. `megatron_device("cpu")` answers all of that with
+the CPU, for the calls inside it; nothing stays installed. With CUDA it is a no-op, so every caller
+is one code path.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from backends.megatron.cpu.gloo import contiguous_scatter, uneven_all_gather, un
 
 _CPU = torch.device("cpu")
 _CUDA_TYPE_NAMES = {
-    f"torch.{kind}": f"torch.cuda.{kind}" for kind in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor")
+    f"torch.{kind}": f"torch.cuda.{kind}"
+    for kind in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor")
 }
 _EXPECTED_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     r"\s*The 'megatron.core.transformer.custom_layers.transformer_engine'",
-    "full scope is deprecated",                     # a default of TransformerConfig
-    "When using async grad allreduce",              # CUDA_DEVICE_MAX_CONNECTIONS, of no use on this path
+    "full scope is deprecated",  # a default of TransformerConfig
+    # CUDA_DEVICE_MAX_CONNECTIONS, of no use on this path
+    "When using async grad allreduce",
 )
 
 
@@ -41,7 +45,9 @@ def _on_cpu(device: Any) -> Any:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Sends explicit CUDA devices to the CPU, and answers by which Megatron asks "is this on the GPU": `.cuda()`, `.type()`."""
+    """Sends explicit CUDA devices to the CPU, and answers by which Megatron asks "is this on the
+    GPU": `.cuda()`, `.type()`.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs:
@@ -96,9 +102,14 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     def set_state(state: torch.Tensor, device: Any = "cuda", graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
-    found: list[tuple[Any, str, Any]] = [(cuda, name, nothing) for name in ("synchronize", "set_device", "empty_cache")]
+    found: list[tuple[Any, str, Any]] = [
+        (cuda, name, nothing) for name in ("synchronize", "set_device", "empty_cache")
+    ]
     found += [(cuda, name, _Nothing) for name in ("Stream", "Event", "stream", "device")]
-    found += [(cuda, name, lambda *args, **kwargs: stream) for name in ("current_stream", "default_stream")]
+    found += [
+        (cuda, name, lambda *args, **kwargs: stream)
+        for name in ("current_stream", "default_stream")
+    ]
     found += [
         (cuda, "current_device", lambda: _CPU),
         (cuda, "is_current_stream_capturing", lambda: False),
@@ -112,7 +123,11 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (cuda.random, "set_rng_state", set_state),
         (torch.distributed, "scatter", contiguous_scatter(torch.distributed.scatter)),
         (torch.distributed, "all_gather", uneven_all_gather(torch.distributed.all_gather)),
-        (torch.distributed, "reduce_scatter", uneven_reduce_scatter(torch.distributed.reduce_scatter)),
+        (
+            torch.distributed,
+            "reduce_scatter",
+            uneven_reduce_scatter(torch.distributed.reduce_scatter),
+        ),
     ]
     random = sys.modules.get("megatron.core.tensor_parallel.random")
     if random is not None:
@@ -124,12 +139,16 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron makes numbers of what it finds on a GPU alone, and all-to-all takes no tensors for its split sizes."""
+    """Megatron makes numbers of what it finds on a GPU alone, and all-to-all takes no tensors for
+    its split sizes.
+    """
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 class _Installed:
-    """The stand-ins are global attributes: installed by the first context that opens, removed by the last that closes."""
+    """The stand-ins are global attributes: installed by the first context that opens, removed by
+    the last that closes.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -141,14 +160,18 @@ class _Installed:
         with self._lock:
             self._open += 1
             if self._open == 1:
-                # torch.optim imports it at first use; its tables refuse a function that stands under two names.
+                # torch.optim imports it at first use; its tables refuse a function that stands
+                # under two names.
                 importlib.import_module("torch._dynamo")
                 stand_ins = _replacements()
-                self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]
+                self._originals = [
+                    (owner, name, getattr(owner, name)) for owner, name, _ in stand_ins
+                ]
                 for owner, name, stand_in in stand_ins:
                     setattr(owner, name, stand_in)
-                # Megatron imported by another library first left its functions to the compiler, whose tables refuse
-                # the stand-ins as well and are made anew after a process group ends.
+                # Megatron imported by another library first left its functions to the compiler,
+                # whose tables refuse the stand-ins as well and are made anew after a process group
+                # ends.
                 self._eager = torch.compiler.set_stance("force_eager")
 
     def __exit__(self, *exception: object) -> None:
@@ -165,9 +188,11 @@ _installed = _Installed()
 
 @contextlib.contextmanager
 def megatron_device(device: torch.device | str) -> Iterator[None]:
-    """Around calls into Megatron: they run on `device`. Re-entrant; needed in each thread that makes such calls.
+    """Around calls into Megatron: they run on `device`. Re-entrant; needed in each thread that
+    makes such calls.
 
-    On the CPU every torch call inside costs about a microsecond more, so generation and the like stay outside.
+    On the CPU every torch call inside costs about a microsecond more, so generation and the like
+    stay outside.
     """
     if torch.device(device).type == "cuda":
         yield
@@ -178,9 +203,11 @@ def megatron_device(device: torch.device | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing_megatron() -> Iterator[None]:
-    """Around the first import of megatron.core: without CUDA its `torch.compile` decorators become no-ops.
+    """Around the first import of megatron.core: without CUDA its `torch.compile` decorators become
+    no-ops.
 
-    They would import the compiler (seconds) and need a C++ compiler when one of the functions is first called.
+    They would import the compiler (seconds) and need a C++ compiler when one of the functions is
+    first called.
     """
     if "megatron.core.jit" in sys.modules:
         yield
@@ -197,7 +224,9 @@ def importing_megatron() -> Iterator[None]:
 
 @contextlib.contextmanager
 def expected_warnings_off() -> Iterator[None]:
-    """Around imports and building: Megatron warns of what this backend chose, by design, to do without."""
+    """Around imports and building: Megatron warns of what this backend chose, by design, to do
+    without.
+    """
     with warnings.catch_warnings():
         for message in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)

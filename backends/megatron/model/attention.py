@@ -1,6 +1,8 @@
-"""Packed (`thd`) causal self-attention without Transformer Engine, its rotary positions, and an RMSNorm.
+"""Packed (`thd`) causal self-attention without Transformer Engine, its rotary positions, and an
+RMSNorm.
 
-A pack is T tokens of several sequences, one behind the other, or a context-parallel rank's share of them (`PackLayout`).
+A pack is T tokens of several sequences, one behind the other, or a context-parallel rank's share of
+them (`PackLayout`).
 """
 
 from __future__ import annotations
@@ -22,29 +24,37 @@ from backends.megatron.model.elementwise import rotate
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """Rotary angles of a pack, each token at its position inside its sequence, left in the `PackedSequences`.
+    """Rotary angles of a pack, each token at its position inside its sequence, left in the
+    `PackedSequences`.
 
-    GPTModel asks for a length and hands it to `forward`; the slot carries the packed sequences instead.
+    GPTModel asks for a length and hands it to `forward`; the slot carries the packed sequences
+    instead.
     """
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
         packed = kwargs.get("packed_seq_params", args[-1] if args else None)
         if not isinstance(packed, PackedSequences):
-            raise TypeError(f"the model takes packed sequences only, got packed_seq_params={packed!r}")
+            raise TypeError(
+                f"the model takes packed sequences only, got packed_seq_params={packed!r}"
+            )
         return packed
 
-    def forward(self, packed: PackedSequences, *args: Any, **kwargs: Any) -> None:     # type: ignore[override]
+    def forward(self, packed: PackedSequences, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         assert packed.layout is not None
-        emb: Tensor = self.get_emb(packed.layout.longest)       # [longest, 1, 1, d], its halves equal
+        # [longest, 1, 1, d], its halves equal
+        emb: Tensor = self.get_emb(packed.layout.longest)
         angles = emb[..., : emb.size(-1) // 2]
-        packed.cos, packed.sin = (part[packed.layout.positions, 0] for part in (angles.cos(), angles.sin()))
+        packed.cos, packed.sin = (
+            part[packed.layout.positions, 0] for part in (angles.cos(), angles.sin())
+        )
 
 
 class CoreAttention(MegatronModule):
-    """Core attention over a pack: q [T, heads, d], k [T, groups, d] and v [T, groups, d_v], rotated, to [T, heads * d_v].
+    """Core attention over a pack: q [T, heads, d], k [T, groups, d] and v [T, groups, d_v],
+    rotated, to [T, heads * d_v].
 
-    On CUDA in half precision variable-length kernels; else a few batched, right-padded calls. Context-parallel ranks gather
-    keys and values.
+    On CUDA in half precision variable-length kernels; else a few batched, right-padded calls.
+    Context-parallel ranks gather keys and values.
     """
 
     def __init__(
@@ -80,12 +90,18 @@ class PackedAttention(CoreAttention):
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's variable-length flash attention serves this device and dtype."""
-    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and _varlen_attention() is not None
+    return (
+        device.type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16)
+        and _varlen_attention() is not None
+    )
 
 
 @cache
 def _varlen_attention() -> Any:
-    """torch's kernel, or None before torch 2.10. Its import brings the compiler along, so only CUDA pays for it."""
+    """torch's kernel, or None before torch 2.10. Its import brings the compiler along, so only CUDA
+    pays for it.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -93,15 +109,21 @@ def _varlen_attention() -> Any:
     return varlen_attn
 
 
-def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
-    """Causal attention inside each sequence of a pack, one call for front and one for back chunks: [T, heads * d_v]."""
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float
+) -> Tensor:
+    """Causal attention inside each sequence of a pack, one call for front and one for back chunks:
+    [T, heads * d_v].
+    """
     outputs: list[Tensor] = []
-    width, narrow = value.size(-1), query.size(-1) - value.size(-1)
-    value = F.pad(value, (0, narrow)) if narrow else value      # the kernel knows one size of head
+    width = value.size(-1)
+    narrow = query.size(-1) - value.size(-1)
+    value = F.pad(value, (0, narrow)) if narrow else value  # the kernel knows one size of head
     for cut in layout.cuts.parts:
         q = query if cut.queries is None else query.index_select(0, cut.queries)
         k, v = (x if cut.keys is None else x.index_select(0, cut.keys) for x in (key, value))
-        # (-1, 0) is causal, aligned to the end of the keys where there are more of them than queries.
+        # (-1, 0) is causal, aligned to the end of the keys where there are more of them than
+        # queries.
         out = _varlen_attention()(
             q, k, v, cut.cu_queries, cut.cu_keys, cut.longest_queries, cut.longest_keys,
             scale=scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1),
@@ -111,20 +133,29 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackLayo
     return outputs[0] if restore is None else torch.cat(outputs).index_select(0, restore)
 
 
-def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
-    """Causal attention inside each sequence of a pack, one batched call per bucket: [T, heads * d_v]."""
-    heads, groups = query.size(1), key.size(1)
+def bucketed_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float
+) -> Tensor:
+    """Causal attention inside each sequence of a pack, one batched call per bucket: [T, heads *
+    d_v].
+    """
+    heads = query.size(1)
+    groups = key.size(1)
     buckets = layout.buckets
     outputs: list[Tensor] = []
     for bucket in buckets.parts:
         q, k, v = (
-            (x if buckets.identity else x.index_select(0, index.view(-1))).reshape(*index.shape, x.size(1), x.size(2))
+            (x if buckets.identity else x.index_select(0, index.view(-1))).reshape(
+                *index.shape, x.size(1), x.size(2)
+            )
             for x, index in ((query, bucket.queries), (key, bucket.keys), (value, bucket.keys))
         )
         seen = None
-        if bucket.before is not None:   # queries that begin amid their sequence, each at its own place
+        # queries that begin amid their sequence, each at its own place
+        if bucket.before is not None:
             last = bucket.before + torch.arange(q.size(1), device=q.device)[:, None]
-            seen = torch.arange(k.size(1), device=q.device) <= last                     # [b, 1, queries, keys]
+            # [b, 1, queries, keys]
+            seen = torch.arange(k.size(1), device=q.device) <= last
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
             attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=heads != groups,
@@ -135,7 +166,9 @@ def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackLa
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm; under sequence parallelism its weight is marked, so that its gradient is summed over TP."""
+    """torch's RMSNorm; under sequence parallelism its weight is marked, so that its gradient is
+    summed over TP.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)

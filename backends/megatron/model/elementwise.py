@@ -1,4 +1,6 @@
-"""Rotary embedding and gated activation with their own backward passes: fewer sweeps over the activations than autograd's."""
+"""Rotary embedding and gated activation with their own backward passes: fewer sweeps over the
+activations than autograd's.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,21 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None    # a rotation's transpose turns back
+        return _rotated(grad, cos, -sin), None, None  # a rotation's transpose turns back
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty_like(x)
-    (a, b), (out_a, out_b) = x.chunk(2, -1), out.chunk(2, -1)
+    a, b = x.chunk(2, -1)
+    out_a, out_b = out.chunk(2, -1)
     torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=out_b).addcmul_(a, sin)
     return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021), halves paired as in Llama: x [T, heads, d]; cos, sin [T, 1, d/2].
+    """Rotary position embedding (Su et al. 2021), halves paired as in Llama: x [T, heads, d]; cos,
+    sin [T, 1, d/2].
 
     With fewer angles only the first dimensions of a head are turned.
     """
@@ -58,7 +62,9 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class SwiGLU(nn.Module):
-    """silu(gate) * up of [..., 2f] to [..., f] (Shazeer 2020), as the `activation_func` module of Megatron's MLP."""
+    """silu(gate) * up of [..., 2f] to [..., f] (Shazeer 2020), as the `activation_func` module of
+    Megatron's MLP.
+    """
 
     def __init__(self, config: Any = None) -> None:
         super().__init__()

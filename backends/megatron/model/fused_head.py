@@ -1,9 +1,10 @@
 """Log-probs and entropy of hidden states under a vocabulary-parallel output layer, tile by tile.
 
-A tile is some rows times some columns of the logits, small enough for the caches and square enough for the matmuls. The
-forward pass keeps three running sums a row, the backward pass computes each tile again. Two small all-reduces give the softmax
-over all tensor-parallel ranks, however many tiles there are. Columns that Megatron added to pad the vocabulary, and those
-outside a row's keep-set, take no part in softmax, entropy or gradient.
+A tile is some rows times some columns of the logits, small enough for the caches and square enough
+for the matmuls. The forward pass keeps three running sums a row, the backward pass computes each
+tile again. Two small all-reduces give the softmax over all tensor-parallel ranks, however many
+tiles there are. Columns that Megatron added to pad the vocabulary, and those outside a row's
+keep-set, take no part in softmax, entropy or gradient.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from torch.distributed import ProcessGroup
 from rlcore.config.sections.policy import default_chunk_elements
 from rlcore.data.batch import BatchSamplingMasks
 
-_NO_COLUMN = -1e20      # the logit of a column that is not there: finite, since 0 * -inf would be NaN in the entropy
+# the logit of a column that is not there: finite, since 0 * -inf would be NaN in the entropy
+_NO_COLUMN = -1e20
 
 
 def fused_logprobs(
     hidden: Tensor, weight: Tensor, tokens: Tensor, *, vocab_size: int, tp: ProcessGroup, entropy: bool = True,
     temperature: float = 1.0, tile_elements: int | None = None, keep: BatchSamplingMasks | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(hidden [M, H], weight [V/tp, H], tokens int64 [M]) -> (logprobs [M], entropy [M] or None), fp32 or wider.
+    """(hidden [M, H], weight [V/tp, H], tokens int64 [M]) -> (logprobs [M], entropy [M] or None),
+    fp32 or wider.
 
-    Both are of softmax(hidden @ weight.T / temperature) over the first `vocab_size` columns; with `keep` (on the device of
-    `hidden`) over a row's set alone, renormalised. The gradient of `hidden` is this rank's part: the caller's region op sums
-    it over `tp`.
+    Both are of softmax(hidden @ weight.T / temperature) over the first `vocab_size` columns; with
+    `keep` (on the device of `hidden`) over a row's set alone, renormalised. The gradient of
+    `hidden` is this rank's part: the caller's region op sums it over `tp`.
 
     Args:
         tile_elements: logits that exist at one time; by default `default_chunk_elements`.
@@ -47,10 +50,10 @@ def fused_logprobs(
 class _Shard:
     """The part of the vocabulary that this rank holds, and what is asked of it."""
 
-    first: int                  # token of its first column
-    live: int                   # its columns that are real tokens
+    first: int  # token of its first column
+    live: int  # its columns that are real tokens
     temperature: float
-    elements: int               # of a tile, at most
+    elements: int  # of a tile, at most
     keep: BatchSamplingMasks | None
 
 
@@ -58,9 +61,12 @@ class _Tiles:
     """The logits of one shard, one tile at a time, in memory that every tile uses again."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, shard: _Shard) -> None:
-        self.hidden, self.weight, self.shard = hidden, weight, shard
+        self.hidden = hidden
+        self.weight = weight
+        self.shard = shard
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
-        rows, live = hidden.size(0), shard.live
+        rows = hidden.size(0)
+        live = shard.live
         width = max(isqrt(2 * shard.elements), shard.elements // max(rows, 1), 1)
         self.width = min(width, max(live, 1))
         self.height = max(1, min(shard.elements // self.width, rows))
@@ -70,17 +76,21 @@ class _Tiles:
         self._logits, self._other = (hidden.new_empty(size, dtype=self.dtype) for _ in range(2))
         self._product = hidden.new_empty(size) if hidden.dtype != self.dtype else None
         keep = shard.keep
-        self._row_of = None     # int64 [K]: which row each kept token belongs to
+        self._row_of = None  # int64 [K]: which row each kept token belongs to
         if keep is not None:
             counts = keep.offsets.diff().to(hidden.device)
-            self._whole = counts == 0       # rows that keep the whole vocabulary
-            self._row_of = torch.arange(rows, device=hidden.device).repeat_interleave(counts, output_size=len(keep.tokens))
+            self._whole = counts == 0  # rows that keep the whole vocabulary
+            self._row_of = torch.arange(rows, device=hidden.device).repeat_interleave(
+                counts, output_size=len(keep.tokens)
+            )
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
         """[rows, columns] of hidden @ weight.T / temperature; valid until the next call."""
         z = _view(self._logits, rows, columns)
         product = z if self._product is None else _view(self._product, rows, columns)
-        product.addmm_(self.hidden[rows], self.weight[columns].t(), beta=0, alpha=1 / self.shard.temperature)
+        product.addmm_(
+            self.hidden[rows], self.weight[columns].t(), beta=0, alpha=1 / self.shard.temperature
+        )
         if self._product is not None:
             z.copy_(product)
         if self.shard.keep is not None:
@@ -96,13 +106,17 @@ class _Tiles:
         return dz if self._product is None else _view(self._product, rows, columns).copy_(dz)
 
     def target(self, tokens: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """Where each row's token stands in a tile: (column [rows, 1], whether it is there at all [rows, 1])."""
+        """Where each row's token stands in a tile: (column [rows, 1], whether it is there at all
+        [rows, 1]).
+        """
         column = tokens[rows, None] - (self.shard.first + columns.start)
         width = columns.stop - columns.start
         return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
     def _kept(self, keep: BatchSamplingMasks, rows: slice, columns: slice) -> Tensor:
-        """bool [rows, columns]. Tokens of other columns fall into one more column, so that no shape depends on data."""
+        """bool [rows, columns]. Tokens of other columns fall into one more column, so that no shape
+        depends on data.
+        """
         assert self._row_of is not None
         part = slice(int(keep.offsets[rows.start]), int(keep.offsets[rows.stop]))
         width = columns.stop - columns.start
@@ -114,18 +128,21 @@ class _Tiles:
 
 
 def _view(memory: Tensor, rows: slice, columns: slice) -> Tensor:
-    height, width = rows.stop - rows.start, columns.stop - columns.start
+    height = rows.stop - rows.start
+    width = columns.stop - columns.start
     return memory[: height * width].view(height, width)
 
 
 @dataclass
 class _Softmax:
-    """Running statistics of M rows: sums over the columns seen so far, relative to the highest logit among them."""
+    """Running statistics of M rows: sums over the columns seen so far, relative to the highest
+    logit among them.
+    """
 
-    highest: Tensor             # [M]
-    exp: Tensor                 # [M], sum of e^x where x = logit - highest
-    weighted: Tensor            # [M], sum of e^x * x
-    target: Tensor              # [M], the target's logit itself, 0 until it is met
+    highest: Tensor  # [M]
+    exp: Tensor  # [M], sum of e^x where x = logit - highest
+    weighted: Tensor  # [M], sum of e^x * x
+    target: Tensor  # [M], the target's logit itself, 0 until it is met
 
     @classmethod
     def empty(cls, like: Tensor, rows: int, dtype: torch.dtype) -> _Softmax:
@@ -159,7 +176,13 @@ class _Softmax:
 class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, shard: _Shard, entropy: bool, tp: ProcessGroup
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        tokens: Tensor,
+        shard: _Shard,
+        entropy: bool,
+        tp: ProcessGroup,
     ) -> tuple[Tensor, Tensor | None]:
         tiles = _Tiles(hidden, weight, shard)
         softmax = _Softmax.empty(hidden, hidden.size(0), tiles.dtype)
@@ -185,22 +208,35 @@ class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, tokens, log_normalizer, entropies = ctx.saved_tensors
-        d_logprobs, d_entropy = (None if g is None else g / ctx.shard.temperature for g in gradients)
+        d_logprobs, d_entropy = (
+            None if g is None else g / ctx.shard.temperature for g in gradients
+        )
         tiles = _Tiles(hidden, weight, ctx.shard)
         d_hidden = torch.zeros_like(hidden, dtype=tiles.dtype) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for columns in tiles.columns:
             # Sums over many tiles are fp32, whatever the weights are.
-            d_columns = None if d_weight is None else torch.zeros_like(weight[columns], dtype=tiles.dtype)
+            d_columns = (
+                None if d_weight is None else torch.zeros_like(weight[columns], dtype=tiles.dtype)
+            )
             for rows in tiles.rows:
-                dz = _d_logits(tiles, rows, columns, tokens, log_normalizer, entropies, d_logprobs, d_entropy)
+                dz = _d_logits(
+                    tiles, rows, columns, tokens, log_normalizer, entropies, d_logprobs, d_entropy
+                )
                 if d_hidden is not None:
                     _add_product(d_hidden[rows], dz, weight[columns])
                 if d_columns is not None:
                     _add_product(d_columns, dz.t(), hidden[rows])
             if d_weight is not None and d_columns is not None:
                 d_weight[columns] = d_columns
-        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, None, None, None, None
+        return (
+            None if d_hidden is None else d_hidden.to(hidden.dtype),
+            d_weight,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _d_logits(
@@ -211,7 +247,7 @@ def _d_logits(
 
     d logprob / d logit = 1[target] - p,   d entropy / d logit = -p (log p + entropy)
     """
-    z = tiles.logits(rows, columns).sub_(log_normalizer[rows, None])        # log p
+    z = tiles.logits(rows, columns).sub_(log_normalizer[rows, None])  # log p
     p = tiles.exp(z)
     through_p = torch.zeros_like(log_normalizer[rows]) if d_logprobs is None else -d_logprobs[rows]
     if d_entropy is None:

@@ -1,4 +1,6 @@
-"""Megatron models from an architecture: configuration, layer specs, chunks, and the wrappers around them."""
+"""Megatron models from an architecture: configuration, layer specs, chunks, and the wrappers around
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
@@ -44,7 +49,9 @@ def transformer_config(
     `layers`: the fields that `layer_fields` gives for the chosen layers; `overrides`: the user's.
     """
     check_overrides(overrides, arch)
-    check_recompute(overrides, arch, parallel, engine=layers["transformer_impl"] == "transformer_engine")
+    check_recompute(
+        overrides, arch, parallel, engine=layers["transformer_impl"] == "transformer_engine"
+    )
     torch_dtype = DTYPES[dtype]
     interleaved = parallel.virtual_pipeline > 1
     fields = {
@@ -61,13 +68,15 @@ def transformer_config(
         "params_dtype": torch_dtype,
         "pipeline_dtype": torch_dtype,
         "bf16": torch_dtype == torch.bfloat16,
-        # Not `perform_initialization: False`: that leaves weights without their tensor-parallel mark, and so out of the
-        # gradient norm on all ranks but the first. Zeros also fill the rows that pad the vocabulary.
+        # Not `perform_initialization: False`: that leaves weights without their tensor-parallel
+        # mark, and so out of the gradient norm on all ranks but the first. Zeros also fill the rows
+        # that pad the vocabulary.
         **dict.fromkeys(INIT_METHODS, nn.init.zeros_),
         "use_cpu_initialization": False,
         "calculate_per_token_loss": True,
         "variable_seq_lengths": False,
-        # Batched p2p is ambiguous where two stages exchange several chunks (PP 2 with VPP): wrong gradients.
+        # Batched p2p is ambiguous where two stages exchange several chunks (PP 2 with VPP): wrong
+        # gradients.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": not interleaved,
@@ -79,7 +88,9 @@ def transformer_config(
     try:
         return (LatentConfig if arch.latent_attention else TransformerConfig)(**fields)
     except (ValueError, AssertionError) as error:
-        raise ConfigError(f"policy.megatron {dict(overrides)}: megatron.core refuses the model: {error}") from error
+        raise ConfigError(
+            f"policy.megatron {dict(overrides)}: megatron.core refuses the model: {error}"
+        ) from error
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
@@ -98,16 +109,24 @@ class PolicyModel(GPTModel):
         if self.post_process:
             self.output_layer.__class__ = LogprobHead
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Targets | None = None, **kwargs: Any) -> Any:
+    def _postprocess(
+        self, hidden_states: Tensor, *args: Any, labels: Targets | None = None, **kwargs: Any
+    ) -> Any:
         if not self.post_process:
             return hidden_states
         assert labels is not None, "pass labels=Targets(...) with the micro-batch"
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else None
+        )
         return self.output_layer(hidden_states, labels, self.true_vocab_size, weight)
 
 
 class ValueModel(GPTModel):
-    """A GPTModel whose last stage returns values [M], fp32, by a `value_head` instead of an output layer."""
+    """A GPTModel whose last stage returns values [M], fp32, by a `value_head` instead of an output
+    layer.
+    """
 
     def __init__(self, *args: Any, seed: int, **kwargs: Any) -> None:
         kwargs["share_embeddings_and_output_weights"] = False
@@ -117,13 +136,17 @@ class ValueModel(GPTModel):
             del self.output_layer
             self.value_head = ValueHead(self.config, self.pg_collection.tp, seed=seed)
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Targets | None = None, **kwargs: Any) -> Any:
+    def _postprocess(
+        self, hidden_states: Tensor, *args: Any, labels: Targets | None = None, **kwargs: Any
+    ) -> Any:
         if not self.post_process:
             return hidden_states
         assert labels is not None, "pass labels=Targets(...) with the micro-batch"
         return self.value_head(hidden_states, labels)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> Any:
         # GPTModel's own expects the output layer that is not here.
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
@@ -134,18 +157,23 @@ def _rotate_packs(model: GPTModel) -> None:
         model.rotary_pos_emb.__class__ = PackedRotaryEmbedding
 
 
-def _layer_specs(arch: Architecture, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _layer_specs(
+    arch: Architecture, config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """The layers of one chunk."""
     layer_spec: Callable[[TransformerConfig, int | None], ModuleSpec] = _layer_spec
     norm: Any = LocalRMSNorm
     if config.transformer_impl == "transformer_engine":
         from backends.megatron.model import te_layers as engine_layers
 
-        layer_spec, norm = engine_layers.te_layer_spec, engine_layers.FINAL_NORM
+        layer_spec = engine_layers.te_layer_spec
+        norm = engine_layers.FINAL_NORM
     dense, moe = (layer_spec(config, experts) for experts in (None, config.num_moe_experts))
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     here = arch.moe_layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
-    return TransformerBlockSubmodules(layer_specs=[moe if has else dense for has in here], layer_norm=norm)
+    return TransformerBlockSubmodules(
+        layer_specs=[moe if has else dense for has in here], layer_norm=norm
+    )
 
 
 def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
@@ -177,9 +205,15 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
 
 
 def build_chunks(
-    arch: Architecture, config: TransformerConfig, *, padded_vocab: int, value_head: bool = False, seed: int = 0
+    arch: Architecture,
+    config: TransformerConfig,
+    *,
+    padded_vocab: int,
+    value_head: bool = False,
+    seed: int = 0,
 ) -> list[GPTModel]:
-    """This rank's model chunks (one, or one per virtual stage), on the device, all weights 0 but norms and the value head.
+    """This rank's model chunks (one, or one per virtual stage), on the device, all weights 0 but
+    norms and the value head.
 
     Collective where embedding and head are tied over pipeline stages.
     """
@@ -204,34 +238,48 @@ def build_chunks(
             chunk: GPTModel = ValueModel(**common, seed=seed)
         else:
             chunk = PolicyModel(
-                **common, share_embeddings_and_output_weights=arch.tie_word_embeddings, true_vocab_size=arch.vocab_size
+                **common,
+                share_embeddings_and_output_weights=arch.tie_word_embeddings,
+                true_vocab_size=arch.vocab_size,
             )
-        chunks.append(chunk.to(torch.cuda.current_device()))      # a router makes its weight on the CPU
+        # a router makes its weight on the CPU
+        chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks
 
 
 def in_dtype(chunks: list[GPTModel], config: TransformerConfig) -> list[nn.Module]:
-    """The chunks as they are called: in bf16 behind Megatron's wrapper, which hands fp32 out of the last stage."""
+    """The chunks as they are called: in bf16 behind Megatron's wrapper, which hands fp32 out of the
+    last stage.
+    """
     return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else list(chunks)
 
 
 def with_gradients(
-    modules: list[nn.Module], config: TransformerConfig, *, distributed_optimizer: bool, overlap: bool = False
+    modules: list[nn.Module],
+    config: TransformerConfig,
+    *,
+    distributed_optimizer: bool,
+    overlap: bool = False,
 ) -> list[nn.Module]:
-    """The chunks behind Megatron's DDP, whose fp32 gradient buffers it sums over the data-parallel ranks.
+    """The chunks behind Megatron's DDP, whose fp32 gradient buffers it sums over the data-parallel
+    ranks.
 
-    `overlap`: bucket by bucket, as the backward pass of the last micro-batch fills them; the schedule learns which is the last.
-    Parameters are always gathered before the optimizer step ends, since publication and scoring read them right away.
+    `overlap`: bucket by bucket, as the backward pass of the last micro-batch fills them; the
+        schedule learns which is the last.
+    Parameters are always gathered before the optimizer step ends, since publication and scoring
+    read them right away.
     """
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed_optimizer,
         overlap_grad_reduce=overlap,
-        check_for_nan_in_grad=False,        # a non-finite norm skips the step instead of ending the run
+        # a non-finite norm skips the step instead of ending the run
+        check_for_nan_in_grad=False,
         average_in_collective=False,
     )
     wrapped = [
-        DistributedDataParallel(config, ddp, module, disable_bucketing=stage > 0) for stage, module in enumerate(modules)
+        DistributedDataParallel(config, ddp, module, disable_bucketing=stage > 0)
+        for stage, module in enumerate(modules)
     ]
     if overlap:
         waits = [module.no_sync for module in wrapped]

@@ -20,37 +20,47 @@ from rlcore.data.batch import BatchSamplingMasks
 
 @dataclass(frozen=True)
 class Targets:
-    """What this rank computes for one micro-batch: which slots of its hidden states, and the tokens that they predict."""
+    """What this rank computes for one micro-batch: which slots of its hidden states, and the tokens
+    that they predict.
+    """
 
-    index: Tensor               # int64 [M]: slots in the pack, before the sequence-parallel split
-    tokens: Tensor              # int64 [M]: the successor of each slot
-    entropy: bool = True        # whether the entropy is wanted
-    temperature: float = 1.0    # log-probs are those of logits / temperature
-    chunk_elements: int | None = None       # logits that exist at one time; by default what suits the device
-    keep: BatchSamplingMasks | None = None            # the tokens that log-probs and entropy are of; by default all
+    index: Tensor  # int64 [M]: slots in the pack, before the sequence-parallel split
+    tokens: Tensor  # int64 [M]: the successor of each slot
+    entropy: bool = True  # whether the entropy is wanted
+    temperature: float = 1.0  # log-probs are those of logits / temperature
+    # logits that exist at one time; by default what suits the device
+    chunk_elements: int | None = None
+    # the tokens that log-probs and entropy are of; by default all
+    keep: BatchSamplingMasks | None = None
 
 
 class LogprobHead(ColumnParallelLinear):
     """Megatron's output layer with another `forward`.
 
-    It stays a *called* module, since Megatron's DDP waits for gathered parameters in a pre-forward hook; names and sharding of
-    its state are those of the stock layer.
+    It stays a *called* module, since Megatron's DDP waits for gathered parameters in a pre-forward
+    hook; names and sharding of its state are those of the stock layer.
     """
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, targets: Targets, vocab_size: int, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden [T, 1, H] (its sequence-parallel share) -> (logprobs [M], entropy [M] or None), fp32.
+        """hidden [T, 1, H] (its sequence-parallel share) -> (logprobs [M], entropy [M] or None),
+        fp32.
 
         `weight`: the shared embedding where the model ties its head, else the layer's own.
         """
         assert self.bias is None, "an output layer with a bias is not supported"
         assert hidden.size(1) == 1, "packed input has a batch dimension of 1"
-        if self.sequence_parallel:      # the backward of the gather is the reduce-scatter of the ranks' parts
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
+        # the backward of the gather is the reduce-scatter of the ranks' parts
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=self.tp_group
+            )
             rows = hidden[:, 0].index_select(0, targets.index)
-        else:                           # index first: the backward then all-reduces [M, H], not [T, H]
-            rows = copy_to_tensor_model_parallel_region(hidden[:, 0].index_select(0, targets.index), group=self.tp_group)
+        else:  # index first: the backward then all-reduces [M, H], not [T, H]
+            rows = copy_to_tensor_model_parallel_region(
+                hidden[:, 0].index_select(0, targets.index), group=self.tp_group
+            )
         own = self.weight if weight is None else weight
         return fused_logprobs(
             rows, own, targets.tokens, vocab_size=vocab_size, tp=self.tp_group, entropy=targets.entropy,
@@ -59,25 +69,35 @@ class LogprobHead(ColumnParallelLinear):
 
 
 class ValueHead(nn.Module):
-    """A linear map to one value, replicated over TP; initialised with std 1 / sqrt(hidden + 1), the same on every rank.
+    """A linear map to one value, replicated over TP; initialised with std 1 / sqrt(hidden + 1), the
+    same on every rank.
 
-    Values are computed in fp32 on the rank's own share of the tokens, so that under sequence parallelism only [T] is gathered;
-    the weight's gradient is then partial on every rank, which the mark on it makes Megatron sum.
+    Values are computed in fp32 on the rank's own share of the tokens, so that under sequence
+    parallelism only [T] is gathered; the weight's gradient is then partial on every rank, which the
+    mark on it makes Megatron sum.
     """
 
     def __init__(self, config: Any, tp_group: ProcessGroup, *, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        initial = torch.randn(1, config.hidden_size, generator=generator) * (config.hidden_size + 1) ** -0.5
-        device = torch.cuda.current_device()        # the CPU inside `megatron_device("cpu")`
+        initial = (
+            torch.randn(1, config.hidden_size, generator=generator)
+            * (config.hidden_size + 1) ** -0.5
+        )
+        device = torch.cuda.current_device()  # the CPU inside `megatron_device("cpu")`
         self.weight = nn.Parameter(initial.to(device=device, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.sequence_parallel = config.sequence_parallel
         self.tp_group = tp_group
 
     def forward(self, hidden: Tensor, targets: Targets) -> Tensor:
-        """hidden [T, 1, H] (its sequence-parallel share) -> values [M], fp32, of the states that choose the target tokens."""
+        """hidden [T, 1, H] (its sequence-parallel share) -> values [M], fp32, of the states that
+        choose the target tokens.
+        """
         values = (hidden[:, 0].float() @ self.weight.float().t())[:, 0]
-        if self.sequence_parallel:      # every rank goes on alike: the backward takes the own share, without a sum
-            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self.tp_group)
+        # every rank goes on alike: the backward takes the own share, without a sum
+        if self.sequence_parallel:
+            values = gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False, group=self.tp_group
+            )
         return values.index_select(0, targets.index)

@@ -1,7 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024) over packs: Megatron's projections with our rotation and core attention.
+"""Multi-head latent attention (DeepSeek-V2, 2024) over packs: Megatron's projections with our
+rotation and core attention.
 
-Of Megatron's `MLASelfAttention` the path from hidden states to q, k and v is replaced. Its own cuts a pack sequence by sequence
-in Python, in every layer, and leaves each tensor-parallel rank with a part of the gradient of the one shared key.
+Of Megatron's `MLASelfAttention` the path from hidden states to q, k and v is replaced. Its own cuts
+a pack sequence by sequence in Python, in every layer, and leaves each tensor-parallel rank with a
+part of the gradient of the one shared key.
 """
 
 from __future__ import annotations
@@ -28,13 +30,17 @@ from backends.megatron.model.elementwise import rotate
 
 @dataclass
 class LatentConfig(MLATransformerConfig):
-    """`rope_interleave`: in the weights the two numbers that are turned together stand side by side, not half a head apart."""
+    """`rope_interleave`: in the weights the two numbers that are turned together stand side by
+    side, not half a head apart.
+    """
 
     rope_interleave: bool = True
 
 
 class LatentRMSNorm(LocalRMSNorm):
-    """The norm of a low-rank form. Its epsilon is not that of `config.json` (transformers, and DeepSeek's own code)."""
+    """The norm of a low-rank form. Its epsilon is not that of `config.json` (transformers, and
+    DeepSeek's own code).
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__(config, hidden_size, eps=1e-6)
@@ -51,27 +57,38 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         self, hidden_states: Tensor, key_value_states: Any = None, position_ids: Any = None,
         packed_seq_params: PackedSequences | None = None, *args: Any, **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """Hidden states [T, 1, hidden] -> q and k [T, heads, d_qk], rotated, v [T, heads, d_v], and both low-rank forms."""
+        """Hidden states [T, 1, hidden] -> q and k [T, heads, d_qk], rotated, v [T, heads, d_v], and
+        both low-rank forms.
+        """
         cos, sin = self._angles(packed_seq_params)
         low_query = hidden_states[:, 0]
         if self.config.q_lora_rank is not None:
-            low_query = self.q_layernorm(self._over_slots(self._whole(self.linear_q_down_proj, hidden_states)))
+            low_query = self.q_layernorm(
+                self._over_slots(self._whole(self.linear_q_down_proj, hidden_states))
+            )
         both = self._whole(self.linear_kv_down_proj, hidden_states)
-        latent, shared_key = both.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), -1)
+        latent, shared_key = both.split(
+            (self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), -1
+        )
         latent = self.kv_layernorm(self._over_slots(latent))
-        # Each tensor-parallel rank makes its own heads of the shared key: their gradients are summed.
+        # Each tensor-parallel rank makes its own heads of the shared key: their gradients are
+        # summed.
         shared_key = copy_to_tensor_model_parallel_region(shared_key)
         query, key, value = self._heads(low_query, latent, shared_key, cos, sin)
         return query, key, value, low_query, latent
 
     def _angles(self, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [T, 1, d/2] of each slot at its position inside its sequence, with YaRN's factor."""
+        """Cosine and sine [T, 1, d/2] of each slot at its position inside its sequence, with YaRN's
+        factor.
+        """
         if packed is None or packed.layout is None:
             raise TypeError("LatentAttention takes packed sequences only")
-        found, factor = self.rotary_pos_emb.get_emb(packed.layout.longest), 1.0
+        found = self.rotary_pos_emb.get_emb(packed.layout.longest)
+        factor = 1.0
         if isinstance(found, tuple):
             found, factor = found
-        angles = found[packed.layout.positions, 0, :, : found.size(-1) // 2]    # its halves are equal
+        # its halves are equal
+        angles = found[packed.layout.positions, 0, :, : found.size(-1) // 2]
         return angles.cos() * factor, angles.sin() * factor
 
     def _whole(self, projection: Any, hidden_states: Tensor) -> Tensor:
@@ -81,22 +98,36 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         return whole[:, 0]
 
     def _over_slots(self, low: Tensor) -> Tensor:
-        """Under sequence parallelism this rank's slots, as the projection to the heads expects them."""
+        """Under sequence parallelism this rank's slots, as the projection to the heads expects
+        them.
+        """
         return scatter_to_sequence_parallel_region(low) if self.config.sequence_parallel else low
 
     def _heads(
         self, low_query: Tensor, latent: Tensor, shared_key: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        config, heads = self.config, self.num_attention_heads_per_partition
+        config = self.config
+        heads = self.num_attention_heads_per_partition
         project = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
-        query, rotary_query = _split_heads(project(low_query)[0], heads, config.qk_head_dim, config.qk_pos_emb_head_dim)
-        key, value = _split_heads(self.linear_kv_up_proj(latent)[0], heads, config.qk_head_dim, config.v_head_dim)
-        rotary_query, rotary_key = (self._rotated(x, cos, sin) for x in (rotary_query, shared_key[:, None]))
+        query, rotary_query = _split_heads(
+            project(low_query)[0], heads, config.qk_head_dim, config.qk_pos_emb_head_dim
+        )
+        key, value = _split_heads(
+            self.linear_kv_up_proj(latent)[0], heads, config.qk_head_dim, config.v_head_dim
+        )
+        rotary_query, rotary_key = (
+            self._rotated(x, cos, sin) for x in (rotary_query, shared_key[:, None])
+        )
         rotary_key = rotary_key.expand(-1, heads, -1)
-        return torch.cat((query, rotary_query), -1), torch.cat((key, rotary_key), -1), value.contiguous()
+        return (
+            torch.cat((query, rotary_query), -1),
+            torch.cat((key, rotary_key), -1),
+            value.contiguous(),
+        )
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if self.config.rope_interleave:     # even numbers, then odd ones; q and k alike, so their products stay
+        # even numbers, then odd ones; q and k alike, so their products stay
+        if self.config.rope_interleave:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
         return rotate(x, cos, sin)
 
@@ -116,7 +147,9 @@ def _split_heads(x: Tensor, heads: int, first: int, second: int) -> tuple[Tensor
 
 @contextmanager
 def _engine_as_installed() -> Iterator[None]:
-    """Without Transformer Engine, Megatron's module takes the stand-ins of its classes for real and fails on `isinstance`."""
+    """Without Transformer Engine, Megatron's module takes the stand-ins of its classes for real and
+    fails on `isinstance`.
+    """
     believed = multi_latent_attention.HAVE_TE
     multi_latent_attention.HAVE_TE = believed and transformer_engine.HAVE_TE
     try:

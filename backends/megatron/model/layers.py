@@ -1,4 +1,6 @@
-"""Which layers a model is built of: Transformer Engine's where it is installed on CUDA, else Megatron's local ones."""
+"""Which layers a model is built of: Transformer Engine's where it is installed on CUDA, else
+Megatron's local ones.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from rlcore.config import Config
 from rlcore.config.sections.policy import Fp8Config
 from rlcore.errors import ConfigError
 
-# Fields of `TransformerConfig`. The local MLP's activation is a module of ours; the second makes Megatron build it.
+# Fields of `TransformerConfig`. The local MLP's activation is a module of ours; the second makes
+# Megatron build it.
 LOCAL_FIELDS: dict[str, Any] = {"transformer_impl": "local", "use_te_activation_func": True}
 
 
@@ -26,14 +29,25 @@ class Layers:
         return self.kind == "transformer_engine"
 
     def __str__(self) -> str:
-        layers = "Transformer Engine" if self.transformer_engine else "megatron-core local spec, torch RMSNorm"
+        layers = (
+            "Transformer Engine"
+            if self.transformer_engine
+            else "megatron-core local spec, torch RMSNorm"
+        )
         return f"{layers} ({self.reason})"
 
 
 def choose_layers(
-    wanted: Literal["auto", "off"], *, device: str, installed: bool, deterministic: bool, latent: bool = False
+    wanted: Literal["auto", "off"],
+    *,
+    device: str,
+    installed: bool,
+    deterministic: bool,
+    latent: bool = False,
 ) -> Layers:
-    """The layers for a device ("cpu" or "cuda"), of a model with `latent` attention or without; pure."""
+    """The layers for a device ("cpu" or "cuda"), of a model with `latent` attention or without;
+    pure.
+    """
     if wanted == "off":
         return Layers("local", "policy.transformer_engine: off")
     if device != "cuda":
@@ -60,7 +74,9 @@ def layers_of(config: Config, device: str, *, latent: bool = False) -> Layers:
         latent=latent,
     )
     if config.policy.fp8 is not None and not layers.transformer_engine:
-        raise ConfigError(f"policy.fp8: needs Transformer Engine's layers, got {layers}; remove policy.fp8")
+        raise ConfigError(
+            f"policy.fp8: needs Transformer Engine's layers, got {layers}; remove policy.fp8"
+        )
     return layers
 
 

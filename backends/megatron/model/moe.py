@@ -1,4 +1,6 @@
-"""Mixtures of experts on Megatron: the router, whose losses come out right under padding, CP and SP, and what it reports."""
+"""Mixtures of experts on Megatron: the router, whose losses come out right under padding, CP and
+SP, and what it reports.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from rlcore.config.sections.policy import ParallelConfig
 
 
 def moe_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    """TransformerConfig fields that experts need, beside those of the architecture; none for a dense model.
+    """TransformerConfig fields that experts need, beside those of the architecture; none for a
+    dense model.
 
     The routers' losses are off by default, whatever `config.json` says of pre-training.
     """
@@ -40,26 +43,37 @@ def moe_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
 class PackRouter(TopKRouter):
     """Megatron's top-k router with its own sums of the two losses.
 
-    A loss of a micro-batch is a mean over its n tokens, pads left out, and counts n times among the N tokens of the optimizer
-    step (Megatron divides by N later). The ranks that share a micro-batch (context parallelism, and tensor parallelism under
-    sequence parallelism) each add the part of their tokens. Megatron's own parts come out too small by the number of those
-    ranks, and are NaN for a micro-batch of pads alone.
+    A loss of a micro-batch is a mean over its n tokens, pads left out, and counts n times among the
+    N tokens of the optimizer step (Megatron divides by N later). The ranks that share a micro-batch
+    (context parallelism, and tensor parallelism under sequence parallelism) each add the part of
+    their tokens. Megatron's own parts come out too small by the number of those ranks, and are NaN
+    for a micro-batch of pads alone.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.sums: dict[str, Tensor] = {}       # loss -> the sum of its parts, n times each, since the last `take_losses`
+        # loss -> the sum of its parts, n times each, since the last `take_losses`
+        self.sums: dict[str, Tensor] = {}
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits in `moe_router_dtype`, or that of the input. Megatron's own needs Transformer Engine to be installed."""
-        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
+        """Logits in `moe_router_dtype`, or that of the input. Megatron's own needs Transformer
+        Engine to be installed.
+        """
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
+            self.config.moe_router_dtype, input.dtype
+        )
         return F.linear(input.to(dtype), self.weight.to(dtype))
 
     def _apply_aux_loss(
-        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        with_padding_mask: bool = False,
     ) -> Tensor:
         """E * sum over experts of (share of the choices) * (mean probability), Fedus et al. 2021."""
-        chosen = reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), self.tp_cp_group)     # [E], all ranks
+        # [E], all ranks
+        chosen = reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), self.tp_cp_group)
         share = chosen / chosen.sum().clamp(min=1)
         return self._attach(probs, "aux", self.num_experts * (scores_for_aux_loss.sum(dim=0) * share).sum(),
                             self.get_aux_loss_coeff("aux_loss"))  # fmt: skip
@@ -81,9 +95,11 @@ class PackRouter(TopKRouter):
 
 
 def padding_mask(padding: Tensor, config: TransformerConfig, chunk: GPTModel) -> Tensor | None:
-    """What hides pads from the routers of a chunk: bool [1, T], True at a pad; None for a dense model.
+    """What hides pads from the routers of a chunk: bool [1, T], True at a pad; None for a dense
+    model.
 
-    Under sequence parallelism Megatron cuts it over the tensor-parallel ranks on the first stage alone.
+    Under sequence parallelism Megatron cuts it over the tensor-parallel ranks on the first stage
+    alone.
     """
     if config.num_moe_experts is None:
         return None
@@ -99,12 +115,17 @@ def clear_losses(chunks: Sequence[GPTModel]) -> None:
         router.sums.clear()
 
 
-def mean_losses(chunks: Sequence[GPTModel], arch: Architecture, step_tokens: int) -> dict[str, float]:
-    """`moe_aux_loss` and `moe_z_loss`, where switched on: without coefficients, means over the tokens of the optimizer step and
-    over the layers with experts. The same on every rank; collective over all of them.
+def mean_losses(
+    chunks: Sequence[GPTModel], arch: Architecture, step_tokens: int
+) -> dict[str, float]:
+    """`moe_aux_loss` and `moe_z_loss`, where switched on: without coefficients, means over the
+    tokens of the optimizer step and over the layers with experts. The same on every rank;
+    collective over all of them.
     """
     config = chunks[0].config
-    coefficients = {"aux": config.moe_aux_loss_coeff, "z": config.moe_z_loss_coeff} if arch.num_experts else {}
+    coefficients = (
+        {"aux": config.moe_aux_loss_coeff, "z": config.moe_z_loss_coeff} if arch.num_experts else {}
+    )
     names = [name for name, coeff in coefficients.items() if coeff]
     if not names:
         return {}
@@ -112,7 +133,8 @@ def mean_losses(chunks: Sequence[GPTModel], arch: Architecture, step_tokens: int
     for router in _routers(chunks):
         sums += torch.stack([router.sums.get(name, sums.new_zeros(())) for name in names])
     if dist.is_initialized():
-        dist.all_reduce(sums)       # layers over stages, tokens over data, context and sequence parallelism
+        # layers over stages, tokens over data, context and sequence parallelism
+        dist.all_reduce(sums)
     means = sums / max(step_tokens, 1) / sum(arch.moe_layers)
     return {f"moe_{name}_loss": mean for name, mean in zip(names, means.tolist())}
 

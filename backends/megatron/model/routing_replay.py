@@ -1,7 +1,9 @@
-"""Routing replay: training sends each token to the experts that an earlier pass chose for it, whatever the weights say by then.
+"""Routing replay: training sends each token to the experts that an earlier pass chose for it,
+whatever the weights say by then.
 
-Megatron's routers ask an object in their `router_replay` for the top-k; ours stands there. Megatron's own `RouterReplay` keeps
-the routers of all models of the process in one list, and must be told before every call whether a recomputation is due.
+Megatron's routers ask an object in their `router_replay` for the top-k; ours stands there.
+Megatron's own `RouterReplay` keeps the routers of all models of the process in one list, and must
+be told before every call whether a recomputation is due.
 """
 
 from __future__ import annotations
@@ -26,29 +28,44 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class ExpertChoice:
-    """The top-k of one router: its own, or one that is given, with the scores as they are now. Gradients flow through these."""
+    """The top-k of one router: its own, or one that is given, with the scores as they are now.
+    Gradients flow through these.
+    """
 
     def __init__(self, place: int = 0) -> None:
-        self.place = place                          # among the layers with experts of the whole model
-        self.given: Tensor | None = None            # int16 [t, k]: what the next forward uses; -1: the router's own choice
-        self.recomputed = True                      # whether a forward without gradients may be run once more
-        self.hidden: Tensor | None = None           # bool [t]: pads, which no metric counts
-        self.made: Tensor | None = None             # int64 [t, k]: what the last forward without `given` chose
-        self.changed: Tensor | None = None          # tokens whose own choice was another one than the given
-        self._again: deque[Tensor] = deque()        # given to forwards that the backward runs once more, oldest first
+        # among the layers with experts of the whole model
+        self.place = place
+        # int16 [t, k]: what the next forward uses; -1: the router's own choice
+        self.given: Tensor | None = None
+        # whether a forward without gradients may be run once more
+        self.recomputed = True
+        self.hidden: Tensor | None = None  # bool [t]: pads, which no metric counts
+        # int64 [t, k]: what the last forward without `given` chose
+        self.made: Tensor | None = None
+        # tokens whose own choice was another one than the given
+        self.changed: Tensor | None = None
+        # given to forwards that the backward runs once more, oldest first
+        self._again: deque[Tensor] = deque()
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None,
         default_compute_topk: TopK = torch.topk,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """scores [t, experts] -> (scores, experts) [t, topk]; the name and the arguments are Megatron's."""
-        if torch.is_grad_enabled() and self._again:     # a checkpointed layer has gradients when it is recomputed alone
+        """scores [t, experts] -> (scores, experts) [t, topk]; the name and the arguments are
+        Megatron's.
+        """
+        # a checkpointed layer has gradients when it is recomputed alone
+        if torch.is_grad_enabled() and self._again:
             given = self._again.popleft().long()
             return scores.gather(1, given), given
         if self.given is None:
-            chosen, self.made = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            chosen, self.made = default_compute_topk(
+                scores, topk, num_groups=num_groups, group_topk=group_topk
+            )
             return chosen, self.made
-        own = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]
+        own = default_compute_topk(
+            scores.detach(), topk, num_groups=num_groups, group_topk=group_topk
+        )[1]
         given = torch.where((self.given < 0).any(dim=1, keepdim=True), own, self.given.long())
         if self.recomputed and not torch.is_grad_enabled():
             self._again.append(given.to(torch.int16))
@@ -66,7 +83,8 @@ class ExpertChoice:
 def replay_routing(chunks: Sequence[GPTModel], arch: Architecture) -> None:
     """Make the routers of a model ready for `recording` and `replaying`.
 
-    Raises ConfigError for a model without experts, and for routers that are fused: they choose inside a kernel.
+    Raises ConfigError for a model without experts, and for routers that are fused: they choose
+        inside a kernel.
     """
     check_replay(arch)
     for chunk in chunks:
@@ -75,12 +93,16 @@ def replay_routing(chunks: Sequence[GPTModel], arch: Architecture) -> None:
                               "policy.megatron.moe_router_fusion to false")  # fmt: skip
         for layer in chunk.decoder.layers:
             if hasattr(layer.mlp, "router"):
-                layer.mlp.router.router_replay = ExpertChoice(sum(arch.moe_layers[: layer.layer_number - 1]))
+                layer.mlp.router.router_replay = ExpertChoice(
+                    sum(arch.moe_layers[: layer.layer_number - 1])
+                )
 
 
 @contextmanager
 def recording(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
-    """Around a forward: the experts that it chooses are kept with the micro-batch, those of the first such forward alone."""
+    """Around a forward: the experts that it chooses are kept with the micro-batch, those of the
+    first such forward alone.
+    """
     yield
     for layer, choice in _choices(chunk):
         if layer not in micro.experts and choice.made is not None:
@@ -90,18 +112,23 @@ def recording(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
 
 @contextmanager
 def replaying(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
-    """Around a forward: every router uses the experts that are kept with the micro-batch, in its recomputation too.
+    """Around a forward: every router uses the experts that are kept with the micro-batch, in its
+    recomputation too.
 
-    Those that the engine recorded are taken where there are any; a token without a record is left to the router.
-    Raises RuntimeError where there are none.
+    Those that the engine recorded are taken where there are any; a token without a record is left
+    to the router. Raises RuntimeError where there are none.
     """
     choices = list(_choices(chunk))
     for layer, choice in choices:
         if layer not in micro.experts and micro.routed_experts is not None:
             micro.experts[layer] = _own_share(micro.routed_experts, chunk)[:, choice.place]
         if layer not in micro.experts:
-            raise RuntimeError(f"routing replay: layer {layer} has no recorded experts; call score('policy') before update")
-        choice.given, choice.hidden = micro.experts[layer], _own_share(micro.padding[0], chunk)
+            raise RuntimeError(
+                f"routing replay: layer {layer} has no recorded experts; call score('policy')"
+                " before update"
+            )
+        choice.given = micro.experts[layer]
+        choice.hidden = _own_share(micro.padding[0], chunk)
         choice.recomputed = chunk.training
     try:
         yield
@@ -111,19 +138,24 @@ def replaying(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
 
 
 def check_records(batch: RolloutBatch, arch: Architecture) -> None:
-    """Raises RunFailed for a batch without the engine's records, or with those of a model of another shape."""
+    """Raises RunFailed for a batch without the engine's records, or with those of a model of
+    another shape.
+    """
     wanted = (sum(arch.moe_layers), arch.transformer["moe_router_topk"])
-    records, experts = batch.routed_experts, arch.transformer["num_moe_experts"]
+    records = batch.routed_experts
+    experts = arch.transformer["num_moe_experts"]
     if records is None or tuple(records.shape[1:]) != wanted:
         got = "missing" if records is None else tuple(records.shape[1:])
         raise RunFailed(
-            f"policy.routing_replay is engine, but the samples' routed_experts are {got}, expected [tokens, "
-            f"{wanted[0]} layers with experts, {wanted[1]} experts a token]: set it to logprobs, or use another engine"
+            f"policy.routing_replay is engine, but the samples' routed_experts are {got}, expected"
+            f" [tokens, {wanted[0]} layers with experts, {wanted[1]} experts a token]: set it to"
+            " logprobs, or use another engine"
         )
     if records.numel() and int(records.max()) >= experts:
         raise RunFailed(
-            f"policy.routing_replay is engine, but the samples' routed_experts name expert {int(records.max())} of a model of "
-            f"{experts}: set it to logprobs, or use an engine with this model"
+            "policy.routing_replay is engine, but the samples' routed_experts name expert"
+            f" {int(records.max())} of a model of {experts}: set it to logprobs, or use an engine"
+            " with this model"
         )
 
 
@@ -143,26 +175,32 @@ def routed(routing: Routing, chunk: GPTModel, micro: MicroBatch) -> AbstractCont
 
 
 def start_step(chunks: Sequence[GPTModel]) -> None:
-    """Forget what an optimizer step before left: its counts, and recomputations that an error kept from happening."""
+    """Forget what an optimizer step before left: its counts, and recomputations that an error kept
+    from happening.
+    """
     for chunk in chunks:
         for _, choice in _choices(chunk):
             choice.start_step()
 
 
 def changed_share(chunks: Sequence[GPTModel], arch: Architecture, step_tokens: int) -> float:
-    """Of all pairs of a token and a layer with experts in the optimizer step, those whose router would have chosen other
-    experts than the replayed. The same on every rank; collective over all of them.
+    """Of all pairs of a token and a layer with experts in the optimizer step, those whose router
+    would have chosen other experts than the replayed. The same on every rank; collective over all
+    of them.
     """
     count = torch.zeros((), dtype=torch.float64, device=next(chunks[0].parameters()).device)
     for chunk in chunks:
         for _, choice in _choices(chunk):
             count += 0 if choice.changed is None else choice.changed
-    dist.all_reduce(count)      # layers over stages; tokens over data, context and sequence parallelism
+    # layers over stages; tokens over data, context and sequence parallelism
+    dist.all_reduce(count)
     return float(count) / max(step_tokens, 1) / sum(arch.moe_layers)
 
 
 def _choices(chunk: GPTModel) -> Iterator[tuple[int, ExpertChoice]]:
-    """(number of the layer in the model, its router's choice) for the layers with experts; none where nothing is replayed."""
+    """(number of the layer in the model, its router's choice) for the layers with experts; none
+    where nothing is replayed.
+    """
     for layer in chunk.decoder.layers:
         choice = getattr(getattr(layer.mlp, "router", None), "router_replay", None)
         if choice is not None:
@@ -170,7 +208,9 @@ def _choices(chunk: GPTModel) -> Iterator[tuple[int, ExpertChoice]]:
 
 
 def _own_share(slots: Tensor, chunk: GPTModel) -> Tensor:
-    """Of a tensor [T, ...], the part that the routers of this rank see: all, or [T / TP, ...] under sequence parallelism."""
+    """Of a tensor [T, ...], the part that the routers of this rank see: all, or [T / TP, ...] under
+    sequence parallelism.
+    """
     if not chunk.config.sequence_parallel:
         return slots
     tp = chunk.pg_collection.tp

@@ -1,7 +1,9 @@
-"""The router of DeepSeek-V3: sigmoid scores, a bias that corrects the choice alone, groups of experts.
+"""The router of DeepSeek-V3: sigmoid scores, a bias that corrects the choice alone, groups of
+experts.
 
-Megatron has one too. It scores a group by its best `topk // groups` experts where the model was made with its best two, always
-normalises the chosen scores, and counts tokens for its update of the bias in a way that fails where pads are hidden.
+Megatron has one too. It scores a group by its best `topk // groups` experts where the model was
+made with its best two, always normalises the chosen scores, and counts tokens for its update of the
+bias in a way that fails where pads are hidden.
 """
 
 from __future__ import annotations
@@ -17,24 +19,31 @@ from backends.megatron.model.moe import PackRouter
 
 
 class SigmoidRouter(PackRouter):
-    """`expert_bias` [experts], fp32 in any model, comes with the weights and stays as it is: no step changes it."""
+    """`expert_bias` [experts], fp32 in any model, comes with the weights and stays as it is: no
+    step changes it.
+    """
 
     expert_bias: Tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        del self.expert_bias        # Megatron's, None
+        del self.expert_bias  # Megatron's, None
         device = torch.cuda.current_device()
-        self.register_buffer("expert_bias", torch.zeros(self.num_experts, dtype=torch.float32, device=device))
+        self.register_buffer(
+            "expert_bias", torch.zeros(self.num_experts, dtype=torch.float32, device=device)
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         kept = self.expert_bias
         super()._apply(fn, recurse)
-        self.expert_bias = kept.to(self.expert_bias.device)     # a change of dtype would change the choice
+        # a change of dtype would change the choice
+        self.expert_bias = kept.to(self.expert_bias.device)
         return self
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [T, 1, experts] -> weights of the experts, 0 where not chosen, and the choice, both [T, experts]."""
+        """Logits [T, 1, experts] -> weights of the experts, 0 where not chosen, and the choice,
+        both [T, experts].
+        """
         logits = logits.view(-1, self.num_experts)
         hidden = None if padding_mask is None else padding_mask.reshape(-1)
         logits = self.apply_z_loss(logits, padding_mask=hidden)
@@ -53,20 +62,29 @@ class SigmoidRouter(PackRouter):
         return probs, chosen_map
 
     def _choice(self, scores: Tensor) -> Tensor:
-        """int64 [T, topk]: the experts of the best scores with the bias, or those that are replayed."""
+        """int64 [T, topk]: the experts of the best scores with the bias, or those that are
+        replayed.
+        """
         biased = scores + self.expert_bias
         if self.router_replay is None:
             return self._best(biased, self.topk)[1]
-        chosen: Tensor = self.router_replay.get_replay_topk(biased, self.topk, default_compute_topk=self._best)[1]
+        chosen: Tensor = self.router_replay.get_replay_topk(
+            biased, self.topk, default_compute_topk=self._best
+        )[1]
         return chosen
 
     def _best(self, biased: Tensor, topk: int, **groups: Any) -> tuple[Tensor, Tensor]:
         """The best of the best groups; a group counts by its two best experts."""
-        count, keep = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        count = self.config.moe_router_num_groups
+        keep = self.config.moe_router_group_topk
         by_group = biased.view(len(biased), count, -1)
         best_groups = by_group.topk(2, dim=-1).values.sum(dim=-1).topk(keep, dim=-1).indices
-        left_out = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best_groups, False)
-        best = by_group.masked_fill(left_out[..., None], float("-inf")).flatten(1).topk(topk, dim=-1)
+        left_out = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(
+            1, best_groups, False
+        )
+        best = (
+            by_group.masked_fill(left_out[..., None], float("-inf")).flatten(1).topk(topk, dim=-1)
+        )
         return best.values, best.indices
 
 

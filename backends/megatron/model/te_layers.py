@@ -22,10 +22,12 @@ FINAL_NORM = TENorm
 
 
 class TEAttention(MegatronModule):
-    """Transformer Engine's core attention over a pack: q [T, heads, d], k and v [T, groups, d] to [T, heads * d].
+    """Transformer Engine's core attention over a pack: q [T, heads, d], k and v [T, groups, d] to
+    [T, heads * d].
 
-    Rotates q and k as `PackedAttention` does. Under context parallelism Transformer Engine exchanges keys and values itself; it
-    takes the sequences in our layout: padded to a multiple of 2 * CP, each rank with an early and a late chunk.
+    Rotates q and k as `PackedAttention` does. Under context parallelism Transformer Engine
+    exchanges keys and values itself; it takes the sequences in our layout: padded to a multiple of
+    2 * CP, each rank with an early and a late chunk.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -36,38 +38,58 @@ class TEAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, attn_mask_type: Any = None,
         attention_bias: Tensor | None = None, packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:  # fmt: skip
-        if packed_seq_params is None or packed_seq_params.cos is None or packed_seq_params.sin is None:
+        if (
+            packed_seq_params is None
+            or packed_seq_params.cos is None
+            or packed_seq_params.sin is None
+        ):
             raise TypeError("TEAttention takes packed sequences only")
         query, key = (rotate(x, packed_seq_params.cos, packed_seq_params.sin) for x in (query, key))
         out: Tensor = self.attention(
-            query, key, value, attention_mask, attn_mask_type, attention_bias, te_params(packed_seq_params)
+            query,
+            key,
+            value,
+            attention_mask,
+            attn_mask_type,
+            attention_bias,
+            te_params(packed_seq_params),
         )
         return out.reshape(query.size(0), -1)
 
 
 def te_params(packed: PackedSequences) -> PackedSeqParams:
-    """What Transformer Engine is told of a pack: the lengths of its sequences over all context-parallel ranks."""
+    """What Transformer Engine is told of a pack: the lengths of its sequences over all
+    context-parallel ranks.
+    """
     assert packed.layout is not None
     cu = packed.layout.cu_seqlens
     longest = packed.layout.longest
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 
 def te_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """One Transformer Engine layer; with experts, grouped matmuls and the router that leaves pads out.
+    """One Transformer Engine layer; with experts, grouped matmuls and the router that leaves pads
+    out.
 
     Raises ConfigError where Transformer Engine is installed and cannot be imported.
     """
     if not HAVE_TE:
         raise ConfigError(
-            "transformer_engine is installed and Megatron cannot import it (`import transformer_engine.pytorch` has the "
-            "reason); repair it, or set policy.transformer_engine: off"
+            "transformer_engine is installed and Megatron cannot import it (`import"
+            " transformer_engine.pytorch` has the reason); repair it, or set"
+            " policy.transformer_engine: off"
         )
     layer = copy.deepcopy(
         get_gpt_layer_with_transformer_engine_spec(
-            num_experts=num_experts, moe_grouped_gemm=num_experts is not None, qk_layernorm=config.qk_layernorm
+            num_experts=num_experts,
+            moe_grouped_gemm=num_experts is not None,
+            qk_layernorm=config.qk_layernorm,
         )
     )
     layer.submodules.self_attention.submodules.core_attention = TEAttention

@@ -1,4 +1,6 @@
-"""The questions that `ParallelState.from_mpu` puts to Megatron's `parallel_state`, the real one or a stub in a unit test."""
+"""The questions that `ParallelState.from_mpu` puts to Megatron's `parallel_state`, the real one or
+a stub in a unit test.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ MPU_GROUPS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
 
 
 def ask(mpu: Any, function: str, *, otherwise: int | None = None) -> int:
-    """The int that `mpu` answers; `otherwise`, where given, if it has no such function or answers something else.
+    """The int that `mpu` answers; `otherwise`, where given, if it has no such function or answers
+    something else.
 
     Raises AttributeError or TypeError naming the function.
     """
@@ -30,16 +33,27 @@ def ask(mpu: Any, function: str, *, otherwise: int | None = None) -> int:
     if otherwise is not None:
         return otherwise
     if not callable(asked):
-        raise AttributeError(f"mpu has no function {function}; a stub of it needs one that returns an int")
-    raise TypeError(f"mpu.{function}() returned {answer!r}, expected an int: give the stub that answer")
+        raise AttributeError(
+            f"mpu has no function {function}; a stub of it needs one that returns an int"
+        )
+    raise TypeError(
+        f"mpu.{function}() returned {answer!r}, expected an int: give the stub that answer"
+    )
 
 
-def ask_place(mpu: Any, axis: str, *, otherwise: tuple[int | None, int | None] = (None, None)) -> tuple[int, int]:
-    """(size, rank) of this process on one axis of the layout. Raises ValueError for a rank outside the size."""
+def ask_place(
+    mpu: Any, axis: str, *, otherwise: tuple[int | None, int | None] = (None, None)
+) -> tuple[int, int]:
+    """(size, rank) of this process on one axis of the layout. Raises ValueError for a rank outside
+    the size.
+    """
     size = ask(mpu, f"get_{axis}_world_size", otherwise=otherwise[0])
     rank = ask(mpu, f"get_{axis}_rank", otherwise=otherwise[1])
     if not 0 <= rank < size:
-        raise ValueError(f"mpu.get_{axis}_rank() is {rank}, expected 0 to {size - 1}, as get_{axis}_world_size() is {size}")
+        raise ValueError(
+            f"mpu.get_{axis}_rank() is {rank}, expected 0 to {size - 1}, as get_{axis}_world_size()"
+            f" is {size}"
+        )
     return size, rank
 
 

@@ -16,8 +16,9 @@ from rlcore.errors import FailedElsewhere
 def raise_on_all_ranks(parallel: ParallelState, what: str) -> Iterator[None]:
     """Around work that may fail on one rank: all ranks leave it raise_on_all_ranks, or all raise.
 
-    The failing rank raises its own error, the others FailedElsewhere naming `what` and the rank. Work that itself communicates
-    is covered only from its last communication on: a peer that waits for a failed rank is freed by the group's timeout.
+    The failing rank raises its own error, the others FailedElsewhere naming `what` and the rank.
+    Work that itself communicates is covered only from its last communication on: a peer that waits
+    for a failed rank is freed by the group's timeout.
     """
     failure: Exception | None = None
     try:

@@ -1,4 +1,6 @@
-"""How the ranks are laid out: sizes, places and process groups; `ParallelState.from_mpu` alone asks Megatron."""
+"""How the ranks are laid out: sizes, places and process groups; `ParallelState.from_mpu` alone asks
+Megatron.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from rlcore.config.sections.policy import ParallelConfig
 
 
 class _Group:
-    """A process group of a `ParallelState`, found by the name of the attribute. One that is not there is a RuntimeError."""
+    """A process group of a `ParallelState`, found by the name of the attribute. One that is not
+    there is a RuntimeError.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -26,16 +30,23 @@ class _Group:
         if self.name not in state.groups:
             why = "torch.distributed was not initialised when it was made"
             if state.is_distributed:
-                why = f"mpu.{MPU_GROUPS[self.name][0]} is missing, or returned no ProcessGroup of torch"
-            raise RuntimeError(f"this ParallelState has no {self.name}: {why}, as is usual where mpu is a stub")
+                why = (
+                    f"mpu.{MPU_GROUPS[self.name][0]} is missing, or returned no ProcessGroup of"
+                    " torch"
+                )
+            raise RuntimeError(
+                f"this ParallelState has no {self.name}: {why}, as is usual where mpu is a stub"
+            )
         return state.groups[self.name]
 
 
 @dataclass(frozen=True)
 class ParallelState:
-    """This rank's place. `tp`, `pp`, `dp`, `cp`, `ep`: tensor, pipeline, data, context, expert parallelism.
+    """This rank's place. `tp`, `pp`, `dp`, `cp`, `ep`: tensor, pipeline, data, context, expert
+    parallelism.
 
-    A replica is the set of ranks that hold one copy of the model and work on the same sequences: one data-parallel index.
+    A replica is the set of ranks that hold one copy of the model and work on the same sequences:
+        one data-parallel index.
     Made without torch.distributed, as in a unit test, a state has sizes and places and no groups.
     """
 
@@ -45,18 +56,19 @@ class ParallelState:
     tp_rank: int
     pp_size: int
     pp_rank: int
-    dp_size: int                # context parallelism not counted
+    dp_size: int  # context parallelism not counted
     dp_rank: int
     cp_size: int
     cp_rank: int
     ep_size: int
     ep_rank: int
-    etp_size: int               # tensor parallelism inside an expert
+    etp_size: int  # tensor parallelism inside an expert
     etp_rank: int
-    edp_rank: int               # among the ranks that hold the same experts
-    vpp_size: int               # model chunks of this rank
-    replica_leaders: tuple[int, ...]    # [dp_size] global rank of the first rank of each replica
-    score_sources: tuple[int, ...]      # [dp_size] global rank of one rank of each replica's last stage
+    edp_rank: int  # among the ranks that hold the same experts
+    vpp_size: int  # model chunks of this rank
+    replica_leaders: tuple[int, ...]  # [dp_size] global rank of the first rank of each replica
+    # [dp_size] global rank of one rank of each replica's last stage
+    score_sources: tuple[int, ...]
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
 
     tp_group = _Group()
@@ -64,9 +76,10 @@ class ParallelState:
     dp_group = _Group()
     cp_group = _Group()
     dp_cp_group = _Group()
-    mp_group = _Group()         # tensor x pipeline
-    control_group = _Group()    # all ranks, gloo: batches, vectors and decisions travel here, on CUDA too
-    replica_group = _Group()    # the ranks of this replica, gloo
+    mp_group = _Group()  # tensor x pipeline
+    # all ranks, gloo: batches, vectors and decisions travel here, on CUDA too
+    control_group = _Group()
+    replica_group = _Group()  # the ranks of this replica, gloo
 
     @property
     def place(self) -> CPRank:
@@ -84,33 +97,43 @@ class ParallelState:
 
     @classmethod
     def from_mpu(cls, mpu: Any, *, timeout_s: float = 600.0) -> ParallelState:
-        """Read the layout from Megatron's `parallel_state` after `init_parallel`, or from a stub of it.
+        """Read the layout from Megatron's `parallel_state` after `init_parallel`, or from a stub of
+        it.
 
-        With torch.distributed initialised this is collective: it makes the gloo groups. Without, nothing is communicated;
-        rank and world size follow from the answers, in Megatron's default order of ranks ("tp-cp-ep-dp-pp").
+        With torch.distributed initialised this is collective: it makes the gloo groups. Without,
+            nothing is communicated;
+        rank and world size follow from the answers, in Megatron's default order of ranks
+        ("tp-cp-ep-dp-pp").
 
-        A stub answers `get_{tensor_model,pipeline_model,data,context}_parallel_{world_size,rank}`. What it leaves out of
-        the rest has the value that it has in a model without experts and without a virtual pipeline.
+        A stub answers `get_{tensor_model,pipeline_model,data,context}_parallel_{world_size,rank}`.
+        What it leaves out of the rest has the value that it has in a model without experts and
+        without a virtual pipeline.
 
         Raises:
             AttributeError: `mpu` lacks one of these functions.
             TypeError: a function returned something that is no int.
             ValueError: a rank lies outside its size, or the ranks contradict one another.
         """
-        # Before anything is communicated: a stub that lacks a function must not leave other ranks waiting.
+        # Before anything is communicated: a stub that lacks a function must not leave other ranks
+        # waiting.
         tp_size, tp_rank = ask_place(mpu, "tensor_model_parallel")
         pp_size, pp_rank = ask_place(mpu, "pipeline_model_parallel")
         dp_size, dp_rank = ask_place(mpu, "data_parallel")
         cp_size, cp_rank = ask_place(mpu, "context_parallel")
         ep_size, ep_rank = ask_place(mpu, "expert_model_parallel", otherwise=(1, 0))
         etp_size, etp_rank = ask_place(mpu, "expert_tensor_parallel", otherwise=(tp_size, tp_rank))
-        edp_rank = ask(mpu, "get_expert_data_parallel_rank", otherwise=(dp_rank * cp_size + cp_rank) // ep_size)
+        edp_rank = ask(
+            mpu, "get_expert_data_parallel_rank", otherwise=(dp_rank * cp_size + cp_rank) // ep_size
+        )
         vpp_size = ask(mpu, "get_virtual_pipeline_model_parallel_world_size", otherwise=1)
 
         groups: dict[str, ProcessGroup] = {}
         if dist.is_initialized():
-            rank, timeout = dist.get_rank(), timedelta(seconds=timeout_s)
-            groups["control_group"] = dist.new_group(backend="gloo", timeout=timeout, group_desc="CONTROL")
+            rank = dist.get_rank()
+            timeout = timedelta(seconds=timeout_s)
+            groups["control_group"] = dist.new_group(
+                backend="gloo", timeout=timeout, group_desc="CONTROL"
+            )
             places = _gather_places(dp_rank, pp_rank, groups["control_group"])
             replicas = _replicas(places, dp_size, pp_size)
             made = [
@@ -121,7 +144,12 @@ class ParallelState:
         else:
             shards = tp_size * cp_size
             rank = ((pp_rank * dp_size + dp_rank) * cp_size + cp_rank) * tp_size + tp_rank
-            places = [(d, stage) for stage in range(pp_size) for d in range(dp_size) for _ in range(shards)]
+            places = [
+                (d, stage)
+                for stage in range(pp_size)
+                for d in range(dp_size)
+                for _ in range(shards)
+            ]
             replicas = _replicas(places, dp_size, pp_size)
         return cls(
             rank=rank,
@@ -141,7 +169,9 @@ class ParallelState:
             edp_rank=edp_rank,
             vpp_size=vpp_size,
             replica_leaders=tuple(ranks[0] for ranks in replicas),
-            score_sources=tuple(next(r for r in ranks if places[r][1] == pp_size - 1) for ranks in replicas),
+            score_sources=tuple(
+                next(r for r in ranks if places[r][1] == pp_size - 1) for ranks in replicas
+            ),
             groups=groups,
         )
 
@@ -158,35 +188,44 @@ def _replicas(places: Sequence[tuple[int, int]], dp_size: int, pp_size: int) -> 
     for d in range(dp_size):
         if (d, pp_size - 1) not in places:
             raise ValueError(
-                f"no rank of {len(places)} is the last of {pp_size} pipeline stages of data-parallel rank {d} of {dp_size}; "
-                f"(data-parallel rank, stage) by rank: {places}. Give each process a stub of mpu with ranks of its own"
+                f"no rank of {len(places)} is the last of {pp_size} pipeline stages of"
+                f" data-parallel rank {d} of {dp_size}; (data-parallel rank, stage) by rank:"
+                f" {places}. Give each process a stub of mpu with ranks of its own"
             )
     return [[rank for rank, (index, _) in enumerate(places) if index == d] for d in range(dp_size)]
 
 
 def init_process_group(device: torch.device, *, timeout_s: float) -> bool:
-    """Join a process group of one rank if none exists. Returns whether it was made here (and is ours to destroy)."""
+    """Join a process group of one rank if none exists. Returns whether it was made here (and is
+    ours to destroy).
+    """
     if dist.is_initialized():
         return False
     backend = "nccl" if device.type == "cuda" else "gloo"
     # A HashStore needs no port, so two runs on one machine cannot meet.
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s)
+    )
     return True
 
 
 def init_parallel(parallel: ParallelConfig, *, timeout_s: float, seed: int) -> ParallelState:
-    """Create Megatron's process groups over the initialised world. Collective; call inside `megatron_device`."""
+    """Create Megatron's process groups over the initialised world. Collective; call inside
+    `megatron_device`.
+    """
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
 
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        virtual_pipeline_model_parallel_size=(
+            parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+        ),
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
-        distributed_timeout_minutes=timeout_s / 60,     # type: ignore[arg-type]  # it makes a timedelta of it
+        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  # it makes a timedelta of it
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return ParallelState.from_mpu(mpu, timeout_s=timeout_s)

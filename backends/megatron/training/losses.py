@@ -17,14 +17,21 @@ _PER_TOKEN = ("ref_logprobs", "rollout_logprobs", "versions")
 
 
 def policy_loss(
-    objective: Callable[[PolicyLossInputs], PolicyLoss], held: LocalBatch, minibatch: int, moments: Moments
+    objective: Callable[[PolicyLossInputs], PolicyLoss],
+    held: LocalBatch,
+    minibatch: int,
+    moments: Moments,
 ) -> Loss:
-    """`sum(weights * objective)`; without assigned `old_logprobs` the step is on-policy and takes its own, detached."""
+    """`sum(weights * objective)`; without assigned `old_logprobs` the step is on-policy and takes
+    its own, detached.
+    """
     stats = held.batch_stats(minibatch)
 
     def loss(micro: MicroBatch, output: Any) -> Tensor:
         logprobs, entropy = output
-        given = {name: held.vectors[name][micro.rows] for name in _PER_TOKEN if name in held.vectors}
+        given = {
+            name: held.vectors[name][micro.rows] for name in _PER_TOKEN if name in held.vectors
+        }
         if "sequence_ids" in held.vectors:
             given["sequence_ids"] = held.vectors["sequence_ids"][micro.sequences]
         old = held.vectors.get("old_logprobs")
@@ -50,10 +57,13 @@ def critic_loss(config: CriticConfig, held: LocalBatch, moments: Moments) -> Los
     """`value_loss_coef * sum(weights * value_loss)`; the metric is without the coefficient."""
 
     def loss(micro: MicroBatch, output: Any) -> Tensor:
-        returns, weights = held.vector("returns")[micro.rows], held.vector("weights")[micro.rows]
+        returns = held.vector("returns")[micro.rows]
+        weights = held.vector("weights")[micro.rows]
         old = held.vectors["values"][micro.rows] if "values" in held.vectors else None
         per_token = value_loss(output, old, returns, config.value_clip)
-        moments.add_value_loss(per_token, weights, value_clipped(output, old, returns, config.value_clip))
+        moments.add_value_loss(
+            per_token, weights, value_clipped(output, old, returns, config.value_clip)
+        )
         return config.value_loss_coef * (weights * per_token).sum()
 
     return loss

@@ -20,7 +20,9 @@ def shared_moments(moments: Moments, parallel: ParallelState) -> Moments:
         moments = Moments.unpack(names, sums, maxima)
     if parallel.pp_size > 1:
         packed = [names, *(x.tolist() for x in moments.pack(names))]
-        names, sums, maxima = broadcast_json(packed, parallel.score_sources[parallel.dp_rank], parallel.replica_group)
+        names, sums, maxima = broadcast_json(
+            packed, parallel.score_sources[parallel.dp_rank], parallel.replica_group
+        )
         wide = (torch.tensor(x, dtype=torch.float64) for x in (sums, maxima))
         moments = Moments.unpack(names, *wide)
     return moments

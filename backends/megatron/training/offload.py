@@ -1,10 +1,12 @@
-"""Device memory that is given back between its uses, or while others use the device: its contents wait in host memory,
-pinned on CUDA.
+"""Device memory that is given back between its uses, or while others use the device: its contents
+wait in host memory, pinned on CUDA.
 
-What is offloaded is a storage, never a tensor: it shrinks to nothing and grows again in place, so that every view of it (a
-parameter in a distributed optimizer's buffer, a `main_grad`) stays a view and no `param.data` is ever reassigned. CUDA's
-allocator has the memory meanwhile, and `empty_cache` is not needed for another tensor to take it. On the CPU the same code
-runs, and moves the contents between host tensors.
+What is offloaded is a storage, never a tensor: it shrinks to nothing and grows again in place, so
+    that every view of it (a
+parameter in a distributed optimizer's buffer, a `main_grad`) stays a view and no `param.data` is
+ever reassigned. CUDA's allocator has the memory meanwhile, and `empty_cache` is not needed for
+another tensor to take it. On the CPU the same code runs, and moves the contents between host
+tensors.
 """
 
 from __future__ import annotations
@@ -18,29 +20,37 @@ from torch import Tensor, UntypedStorage
 
 
 class StateOf(Enum):
-    CHANGING = "changing"       # kept, and copied out after each use
-    FROZEN = "frozen"           # kept, and copied out once
-    SCRATCH = "scratch"         # not kept: whoever uses it writes before reading
+    CHANGING = "changing"  # kept, and copied out after each use
+    FROZEN = "frozen"  # kept, and copied out once
+    SCRATCH = "scratch"  # not kept: whoever uses it writes before reading
 
 
 class OffloadedState:
-    """Storages that are on their device inside `present()`, which may be nested, and as long as they stay there.
+    """Storages that are on their device inside `present()`, which may be nested, and as long as
+    they stay there.
 
     Args:
-        tensors: asked each time that they leave, since an optimizer has no state before its first step and gets other
-            tensors from a checkpoint. Storages may be shared; scalars stay, and so does what lives on another device.
+        tensors: asked each time that they leave, since an optimizer has no state before its first
+            step and gets other tensors from a checkpoint. Storages may be shared; scalars stay, and
+            so does what lives on another device.
         device: where the contents are used.
-        stays: whether they are on the device outside `present()` too, until `leave` and again from `stay` on.
+        stays: whether they are on the device outside `present()` too, until `leave` and again from
+            `stay` on.
     """
 
     def __init__(
         self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, contents: StateOf = StateOf.CHANGING,
         *, stays: bool = False,
     ) -> None:  # fmt: skip
-        self._tensors, self._device, self._contents = tensors, device, contents
-        self._hosts: dict[int, Tensor] = {}     # by storage: uint8 [bytes]
-        self._away: dict[int, tuple[UntypedStorage, int]] = {}      # ... and what has left, with its size
-        self._users, self._is_resident, self._stays = 1, stays, stays
+        self._tensors = tensors
+        self._device = device
+        self._contents = contents
+        self._hosts: dict[int, Tensor] = {}  # by storage: uint8 [bytes]
+        # ... and what has left, with its size
+        self._away: dict[int, tuple[UntypedStorage, int]] = {}
+        self._users = 1
+        self._is_resident = stays
+        self._stays = stays
         if not stays:
             self._leave()
 
@@ -51,7 +61,9 @@ class OffloadedState:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Inside, the contents are on the device; afterwards their memory there is free, unless they stay."""
+        """Inside, the contents are on the device; afterwards their memory there is free, unless
+        they stay.
+        """
         self._enter()
         try:
             yield
@@ -65,7 +77,9 @@ class OffloadedState:
             self._is_resident = True
 
     def leave(self) -> None:
-        """StateOf that stay are on the device only inside `present()` from now on; no effect on others."""
+        """StateOf that stay are on the device only inside `present()` from now on; no effect on
+        others.
+        """
         if self._is_resident:
             self._is_resident = False
             self._leave()
@@ -88,11 +102,14 @@ class OffloadedState:
             for key, storage in storages.items():
                 host = self._hosts.get(key)
                 if host is None or host.numel() != storage.nbytes():
-                    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+                    host = torch.empty(
+                        storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda"
+                    )
                 elif self._contents is StateOf.FROZEN:
                     hosts[key] = host
                     continue
-                # In the order of the stream: the host is read by the copy back alone, never by the CPU.
+                # In the order of the stream: the host is read by the copy back alone, never by the
+                # CPU.
                 hosts[key] = host.copy_(_as_bytes(storage, self._device), non_blocking=True)
             self._hosts = hosts
         for key, storage in storages.items():

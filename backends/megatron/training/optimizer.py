@@ -1,4 +1,6 @@
-"""AdamW through Megatron's optimizers, the learning-rate schedule, and what loading their state needs without Apex or TE."""
+"""AdamW through Megatron's optimizers, the learning-rate schedule, and what loading their state
+needs without Apex or TE.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ from rlcore.config.sections.policy import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (0-based): linear warm-up to `lr`, then constant, linear or cosine to `min_lr`.
+    """The rate of optimizer step `step` (0-based): linear warm-up to `lr`, then constant, linear or
+    cosine to `min_lr`.
 
-    Warm-up step k of w uses (k + 1) / w of the rate; decay ends at `decay_steps` (default: `total_steps`).
+    Warm-up step k of w uses (k + 1) / w of the rate; decay ends at `decay_steps` (default:
+    `total_steps`).
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -29,7 +33,11 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
         return config.lr
     end = config.decay_steps or total_steps
     progress = min(max((step - config.warmup_steps) / max(end - config.warmup_steps, 1), 0.0), 1.0)
-    share = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    share = (
+        1.0 - progress
+        if config.schedule == "linear"
+        else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
     return config.min_lr + (config.lr - config.min_lr) * share
 
 
@@ -37,16 +45,24 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 class StepReport:
     lr: float
     grad_norm: float
-    skipped: bool           # the norm was not finite, so nothing was changed
+    skipped: bool  # the norm was not finite, so nothing was changed
 
 
 class ScheduledOptimizer:
-    """Megatron's AdamW for one model's chunks, with clipping and a schedule that counts the steps taken."""
+    """Megatron's AdamW for one model's chunks, with clipping and a schedule that counts the steps
+    taken.
+    """
 
     def __init__(
-        self, config: OptimizerConfig, modules: Sequence[nn.Module], *, params_dtype: torch.dtype, total_steps: int
+        self,
+        config: OptimizerConfig,
+        modules: Sequence[nn.Module],
+        *,
+        params_dtype: torch.dtype,
+        total_steps: int,
     ) -> None:
-        self.config, self.total_steps = config, total_steps
+        self.config = config
+        self.total_steps = total_steps
         self.steps_taken = 0
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -64,9 +80,14 @@ class ScheduledOptimizer:
             ),
             list(modules),
         )
-        # What the optimizer holds of the model itself (all weights in fp32, or views of a buffer) is not its to offload.
-        self._of_the_model = {p.untyped_storage()._cdata for module in modules for p in module.parameters()}
-        self.offloading = OffloadedState(self._own_tensors, next(modules[0].parameters()).device, stays=not config.offload)
+        # What the optimizer holds of the model itself (all weights in fp32, or views of a buffer)
+        # is not its to offload.
+        self._of_the_model = {
+            p.untyped_storage()._cdata for module in modules for p in module.parameters()
+        }
+        self.offloading = OffloadedState(
+            self._own_tensors, next(modules[0].parameters()).device, stays=not config.offload
+        )
 
     @property
     def parts(self) -> list[MegatronOptimizer]:
@@ -78,15 +99,17 @@ class ScheduledOptimizer:
         return learning_rate(self.config, self.steps_taken, self.total_steps)
 
     def state_present(self) -> AbstractContextManager[None]:
-        """Inside, moments and fp32 weights are where they are used: outside they may be offloaded in host memory."""
+        """Inside, moments and fp32 weights are where they are used: outside they may be offloaded
+        in host memory.
+        """
         return self.offloading.present()
 
     @torch.no_grad()
     def step(self) -> StepReport:
         """Clip and apply the gradients that the schedule left in the DDP buffers.
 
-        A gradient norm that is not finite leaves every parameter and the schedule as they are; the norm is all-reduced, so all
-        ranks agree. Collective.
+        A gradient norm that is not finite leaves every parameter and the schedule as they are; the
+        norm is all-reduced, so all ranks agree. Collective.
         """
         with self.state_present():
             return self._step()
@@ -100,7 +123,8 @@ class ScheduledOptimizer:
         self._clip(norm)
         for group in self.megatron.param_groups:
             group["lr"] = lr * group["lr_mult"]
-            # Megatron leaves this to its own scheduler; without it norms and biases would decay too.
+            # Megatron leaves this to its own scheduler; without it norms and biases would decay
+            # too.
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         self.megatron.step_with_ready_grads()
         self.steps_taken += 1
@@ -109,14 +133,21 @@ class ScheduledOptimizer:
     def _clip(self, norm: float) -> None:
         scale = self.config.clip_grad / (norm + 1e-6) if self.config.clip_grad else 1.0
         if scale < 1.0:
-            gradients = [p.grad for part in self.parts for p in part.get_parameters() if p.grad is not None]
+            gradients = [
+                p.grad for part in self.parts for p in part.get_parameters() if p.grad is not None
+            ]
             if gradients:
                 torch._foreach_mul_(gradients, scale)
 
     def _own_tensors(self) -> Iterator[Tensor]:
         for part in self.parts:
             held = [p for group in part.param_groups for p in group["params"]]
-            held += [t for state in part.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+            held += [
+                t
+                for state in part.optimizer.state.values()
+                for t in state.values()
+                if isinstance(t, Tensor)
+            ]
             yield from (t for t in held if t.untyped_storage()._cdata not in self._of_the_model)
 
     def zero_grad(self) -> None:
@@ -124,11 +155,15 @@ class ScheduledOptimizer:
 
     @property
     def counts_in_groups(self) -> bool:
-        """Whether AdamW counts steps once a group, as Transformer Engine's and Apex's do, not once a parameter, as torch's."""
+        """Whether AdamW counts steps once a group, as Transformer Engine's and Apex's do, not once
+        a parameter, as torch's.
+        """
         return not all(isinstance(part.optimizer, torch.optim.AdamW) for part in self.parts)
 
     def prepare_for_load(self) -> None:
-        """Give AdamW, which has no state before its first step, the tensors that a checkpoint is loaded into."""
+        """Give AdamW, which has no state before its first step, the tensors that a checkpoint is
+        loaded into.
+        """
         for part in self.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
@@ -142,8 +177,8 @@ class ScheduledOptimizer:
     def load_megatron_state(self, state_dict: Any) -> None:
         """Load what `megatron.sharded_state_dict` saved.
 
-        The distributed optimizer's loader expects no `step` tensor, and gives every parameter the same one, which would then
-        advance once per parameter: it gets a clone each.
+        The distributed optimizer's loader expects no `step` tensor, and gives every parameter the
+        same one, which would then advance once per parameter: it gets a clone each.
         """
         with _step_stays_out_of_loading():
             self.megatron.load_state_dict(state_dict)
@@ -154,7 +189,9 @@ class ScheduledOptimizer:
 
 
 class _step_stays_out_of_loading:
-    """While open, the distributed optimizer's per-parameter loader keeps each parameter's own `step`."""
+    """While open, the distributed optimizer's per-parameter loader keeps each parameter's own
+    `step`.
+    """
 
     def __enter__(self) -> None:
         self.original = DistributedOptimizer._set_main_param_and_optimizer_states

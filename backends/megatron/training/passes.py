@@ -1,4 +1,6 @@
-"""Passes of a model over micro-batches through Megatron's pipeline schedules, with and without gradients."""
+"""Passes of a model over micro-batches through Megatron's pipeline schedules, with and without
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +28,34 @@ from backends.megatron.training.optimizer import ScheduledOptimizer, StepReport
 
 @dataclass
 class Model:
-    """One model on this rank. Each has a TransformerConfig of its own, since Megatron keeps a model's hooks there."""
+    """One model on this rank. Each has a TransformerConfig of its own, since Megatron keeps a
+    model's hooks there.
+    """
 
     arch: Architecture
     config: TransformerConfig
-    chunks: list[GPTModel]                      # bare: parameters, conversion, checkpoints
-    modules: list[nn.Module]                    # as they are called: behind Float16Module and DDP
-    optimizer: ScheduledOptimizer | None = None     # None: frozen
-    _parked: list[OffloadedState] = field(default_factory=list)        # weights; then gradients, where there are any; none while built
+    chunks: list[GPTModel]  # bare: parameters, conversion, checkpoints
+    modules: list[nn.Module]  # as they are called: behind Float16Module and DDP
+    optimizer: ScheduledOptimizer | None = None  # None: frozen
+    # weights; then gradients, where there are any; none while built
+    _parked: list[OffloadedState] = field(default_factory=list)
 
     def attach_optimizer(self, optimizer: ScheduledOptimizer) -> None:
         self.optimizer = optimizer
         self.config.finalize_model_grads_func = finalize_model_grads
-        self.config.grad_scale_func = None      # no loss scale: fp32 gradients
+        self.config.grad_scale_func = None  # no loss scale: fp32 gradients
 
     def make_parkable(self, device: torch.device, *, offload: bool) -> None:
-        """From now on weights and gradient buffers can leave `device`, and with `offload` they do between their uses."""
-        contents, stays = StateOf.FROZEN if self.optimizer is None else StateOf.CHANGING, not offload
+        """From now on weights and gradient buffers can leave `device`, and with `offload` they do
+        between their uses.
+        """
+        contents = StateOf.FROZEN if self.optimizer is None else StateOf.CHANGING
+        stays = not offload
         self._parked.append(OffloadedState(self._weights, device, contents, stays=stays))
         if self.optimizer is not None:
-            self._parked.append(OffloadedState(self._gradients, device, StateOf.SCRATCH, stays=stays))
+            self._parked.append(
+                OffloadedState(self._gradients, device, StateOf.SCRATCH, stays=stays)
+            )
 
     @property
     def parkings(self) -> list[OffloadedState]:
@@ -63,7 +73,10 @@ class Model:
     @contextmanager
     def unparked(self) -> Iterator[None]:
         """Inside, weights and optimizer state are on the device."""
-        with self.present(), nullcontext() if self.optimizer is None else self.optimizer.state_present():
+        with (
+            self.present(),
+            nullcontext() if self.optimizer is None else self.optimizer.state_present(),
+        ):
             yield
 
     def _weights(self) -> list[Tensor]:
@@ -71,7 +84,11 @@ class Model:
 
     def _gradients(self) -> list[Tensor]:
         wrapped: list[Any] = self.modules
-        return [buffer.grad_data for ddp in wrapped for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+        return [
+            buffer.grad_data
+            for ddp in wrapped
+            for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)
+        ]
 
 
 @dataclass(frozen=True)
@@ -84,27 +101,41 @@ class HeadOptions:
 
     def targets(self, micro: MicroBatch) -> Targets:
         return Targets(
-            micro.target_index, micro.target_tokens, self.entropy, self.temperature, self.chunk_elements, micro.sampling_mask
+            micro.target_index,
+            micro.target_tokens,
+            self.entropy,
+            self.temperature,
+            self.chunk_elements,
+            micro.sampling_mask,
         )
 
 
-Loss = Callable[[MicroBatch, Any], Tensor]      # (micro-batch, the head's result for all its targets) -> weighted sum
+# (micro-batch, the head's result for all its targets) -> weighted sum
+Loss = Callable[[MicroBatch, Any], Tensor]
 
 
 def score_pass(
-    model: Model, micro_batches: Sequence[MicroBatch], head: HeadOptions, *, routing: Routing = Routing.OWN
+    model: Model,
+    micro_batches: Sequence[MicroBatch],
+    head: HeadOptions,
+    *,
+    routing: Routing = Routing.OWN,
 ) -> list[Any]:
-    """What the last stage returns for each micro-batch, without gradients; empty on other stages. Collective.
+    """What the last stage returns for each micro-batch, without gradients; empty on other stages.
+    Collective.
 
     Args:
         routing: whose experts the pass uses, and whether they are kept for a later `training_pass`.
     """
 
-    def forward_step(data: Iterator[MicroBatch], module: nn.Module) -> tuple[Any, Callable[..., Any]]:
+    def forward_step(
+        data: Iterator[MicroBatch], module: nn.Module
+    ) -> tuple[Any, Callable[..., Any]]:
         micro = next(data)
         with routed(routing, _chunk(model, module), micro):
             output = _forward(model, module, micro, head)
-        # Where there are experts Megatron asks for the device of a model's output: one tensor of it will do.
+        # Where there are experts Megatron asks for the device of a model's output: one tensor of it
+        # will do.
         shown = output[0] if isinstance(output, tuple) else output
         return shown, lambda _, non_loss_data: whole(micro, output)
 
@@ -114,22 +145,31 @@ def score_pass(
 
 
 def training_pass(
-    model: Model, micro_batches: Sequence[MicroBatch], head: HeadOptions, loss: Loss, *, step_tokens: int
+    model: Model,
+    micro_batches: Sequence[MicroBatch],
+    head: HeadOptions,
+    loss: Loss,
+    *,
+    step_tokens: int,
 ) -> StepReport:
     """Forward, backward and one optimizer step. Collective.
 
     Args:
-        loss: the weighted sum over a micro-batch; weights are those of the whole optimizer step, so sums simply add up.
+        loss: the weighted sum over a micro-batch; weights are those of the whole optimizer step, so
+            sums simply add up.
         step_tokens: model tokens of the optimizer step over all ranks.
     """
     assert model.optimizer is not None, "a frozen model takes no step"
     whole = _over_context(model)
 
-    def forward_step(data: Iterator[MicroBatch], module: nn.Module) -> tuple[Any, Callable[..., Any]]:
+    def forward_step(
+        data: Iterator[MicroBatch], module: nn.Module
+    ) -> tuple[Any, Callable[..., Any]]:
         micro = next(data)
 
         def scheduled(output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            # Megatron divides by the tokens of the step again; without tokens the empty sum stays in the graph.
+            # Megatron divides by the tokens of the step again; without tokens the empty sum stays
+            # in the graph.
             total = loss(micro, whole(micro, output)) * step_tokens
             return total, torch.tensor(micro.num_tokens, dtype=torch.int, device=total.device), {}
 
@@ -158,13 +198,21 @@ def _chunk(model: Model, module: nn.Module) -> GPTModel:
 
 
 def _over_context(model: Model) -> Callable[[MicroBatch, Any], Any]:
-    """(micro-batch, the head's result for the own targets) -> for all of them, on every context-parallel rank."""
+    """(micro-batch, the head's result for the own targets) -> for all of them, on every
+    context-parallel rank.
+    """
     group = model.chunks[0].pg_collection.cp
-    return lambda micro, output: gather_targets(output, micro.target_own, micro.num_trainable, group)
+    return lambda micro, output: gather_targets(
+        output, micro.target_own, micro.num_trainable, group
+    )
 
 
 def _run(
-    model: Model, forward_step: Callable[..., Any], micro_batches: Sequence[MicroBatch], *, forward_only: bool
+    model: Model,
+    forward_step: Callable[..., Any],
+    micro_batches: Sequence[MicroBatch],
+    *,
+    forward_only: bool,
 ) -> list[Any]:
     iterators = [iter(micro_batches) for _ in model.modules]
     several = len(model.modules) > 1

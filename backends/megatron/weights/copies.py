@@ -1,4 +1,6 @@
-"""Weights taken from one model into another: copies, and frozen weights in host memory that the policy makes room for."""
+"""Weights taken from one model into another: copies, and frozen weights in host memory that the
+policy makes room for.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ class HostWeights:
     @torch.no_grad()
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._weights = [_host_copy(p) for p in _weights(chunks)]
-        self._aside: list[Tensor] = []      # the borrower's own weights meanwhile; made at the first loan
+        # the borrower's own weights meanwhile; made at the first loan
+        self._aside: list[Tensor] = []
 
     @contextmanager
     def lent_to(self, chunks: Sequence[nn.Module]) -> Iterator[None]:

@@ -1,10 +1,13 @@
-"""Megatron parameters -> Hugging Face tensors: gathered bucket by bucket, for a publication or for a folder on disk.
+"""Megatron parameters -> Hugging Face tensors: gathered bucket by bucket, for a publication or for
+a folder on disk.
 
-Every rank of the first model replica (for experts: of the first that hold them) copies its part of a bucket into one flat
-buffer and sends it straight to rank 0, which puts the parts raise_on_all_ranks. So each weight crosses the wire once, a bucket costs one
-message a rank however many tensors it holds, and the pipeline stages convert and send ahead of one another. Large parts go by
-themselves: who holds them as they are sends them from there, and where they are rows of their tensor rank 0 receives them in
-their place. Rank 0 is one bucket ahead too: it gathers the next while the last is on its way to the engines.
+Every rank of the first model replica (for experts: of the first that hold them) copies its part of
+a bucket into one flat buffer and sends it straight to rank 0, which puts the parts
+raise_on_all_ranks. So each weight crosses the wire once, a bucket costs one message a rank however
+many tensors it holds, and the pipeline stages convert and send ahead of one another. Large parts go
+by themselves: who holds them as they are sends them from there, and where they are rows of their
+tensor rank 0 receives them in their place. Rank 0 is one bucket ahead too: it gathers the next
+while the last is on its way to the engines.
 """
 
 from __future__ import annotations
@@ -31,17 +34,19 @@ from rlcore.weights import Bucket, TensorSpec, cut_buckets
 
 Head = Literal["lm", "value"]
 
-_IN_FLIGHT = 2      # buffers: one on the wire, or (rank 0) in the consumer's hands, while the next is filled
-_ALONE_BYTES = 1 << 20      # from here on a message of its own costs less than the copies
-_BUCKETS = 16       # at least so many, that gathering, sending and applying overlap ...
-_SMALL_BUCKET = 16 << 20    # ... but none is made smaller than this for it: each costs a round trip
+# buffers: one on the wire, or (rank 0) in the consumer's hands, while the next is filled
+_IN_FLIGHT = 2
+_ALONE_BYTES = 1 << 20  # from here on a message of its own costs less than the copies
+_BUCKETS = 16  # at least so many, that gathering, sending and applying overlap ...
+_SMALL_BUCKET = 16 << 20  # ... but none is made smaller than this for it: each costs a round trip
 
 
 def weight_specs(arch: Architecture, dtype: torch.dtype, head: Head = "lm") -> list[TensorSpec]:
-    """Name, shape and dtype of every weight of the model with an "lm" or "value" head, in the order of a forward pass.
+    """Name, shape and dtype of every weight of the model with an "lm" or "value" head, in the order
+    of a forward pass.
 
-    Those that keep a dtype of their own come last, since no bucket mixes dtypes. Tied models have no `lm_head.weight`;
-    vocabulary padding is left out.
+    Those that keep a dtype of their own come last, since no bucket mixes dtypes. Tied models have
+    no `lm_head.weight`; vocabulary padding is left out.
     """
     name = str(dtype).removeprefix("torch.")
     return [
@@ -52,18 +57,29 @@ def weight_specs(arch: Architecture, dtype: torch.dtype, head: Head = "lm") -> l
 
 
 def export_hf(
-    exporter: WeightExporter, folder: Path, tokenizer: Path | None = None, *, max_shard_bytes: int = 4 << 30
+    exporter: WeightExporter,
+    folder: Path,
+    tokenizer: Path | None = None,
+    *,
+    max_shard_bytes: int = 4 << 30,
 ) -> None:
-    """Write a Hugging Face folder that `transformers` loads: shards, index, config, and the files of the tokenizer.
+    """Write a Hugging Face folder that `transformers` loads: shards, index, config, and the files
+    of the tokenizer.
 
-    `tokenizer`: the folder that has them, by default the model's own. Collective. The folder is written aside and renamed
+    `tokenizer`: the folder that has them, by default the model's own. Collective. The folder is
+        written aside and renamed
     by rank 0; an earlier export there is replaced.
-    Raises ModelError on rank 0 (and RunFailed elsewhere) where the folder holds something else or is the model's source.
+    Raises ModelError on rank 0 (and RunFailed elsewhere) where the folder holds something else or
+    is the model's source.
     """
-    arch, parallel, writer = exporter.arch, exporter.parallel, None
+    arch = exporter.arch
+    parallel = exporter.parallel
+    writer = None
     with raise_on_all_ranks(parallel, f"the export to {folder}"):
         if parallel.rank == 0:
-            writer = FolderWriter(folder, exporter.specs, max_shard_bytes, (arch.folder, tokenizer or arch.folder))
+            writer = FolderWriter(
+                folder, exporter.specs, max_shard_bytes, (arch.folder, tokenizer or arch.folder)
+            )
     with raise_on_all_ranks(parallel, f"the export to {folder}"):
         for bucket, flat in exporter.export_buckets():
             if writer is not None and flat is not None:
@@ -78,8 +94,8 @@ class _Source:
     """Where one Hugging Face tensor comes from: the same on every rank of the replica."""
 
     entry: Entry
-    piece: int                              # which of the entry's tensors
-    stage: int                              # pipeline stage that owns it
+    piece: int  # which of the entry's tensors
+    stage: int  # pipeline stage that owns it
 
 
 @dataclass(frozen=True)
@@ -88,14 +104,21 @@ class _Place:
 
     tp: int
     stage: int
-    replica: int                            # among the copies of the dense weights
+    replica: int  # among the copies of the dense weights
     etp: int
     ep: int
-    expert_replica: int                     # ... and of the experts'
+    expert_replica: int  # ... and of the experts'
 
     @classmethod
     def of(cls, p: ParallelState) -> _Place:
-        return cls(p.tp_rank, p.pp_rank, p.dp_rank * p.cp_size + p.cp_rank, p.etp_rank, p.ep_rank, p.edp_rank)
+        return cls(
+            p.tp_rank,
+            p.pp_rank,
+            p.dp_rank * p.cp_size + p.cp_rank,
+            p.etp_rank,
+            p.ep_rank,
+            p.edp_rank,
+        )
 
 
 @dataclass(frozen=True)
@@ -114,7 +137,8 @@ class _Part:
 class WeightExporter:
     """Gathers the weights of a model to rank 0 under their Hugging Face names.
 
-    Built once (collective) and used for every publication: its buffers are reused. Buckets have at most `bucket_bytes`.
+    Built once (collective) and used for every publication: its buffers are reused. Buckets have at
+    most `bucket_bytes`.
     """
 
     def __init__(
@@ -127,7 +151,9 @@ class WeightExporter:
         head: Head = "lm",
         bucket_bytes: int = 256 << 20,
     ) -> None:
-        self.arch, self.parallel, self.head = arch, parallel, head
+        self.arch = arch
+        self.parallel = parallel
+        self.head = head
         self.specs = weight_specs(arch, dtype, head)
         self.buckets = cut_buckets(self.specs, min(bucket_bytes, _overlapping_size(self.specs)))
         held = [(entry, param) for entry, param, copy in owned_parameters(chunks, arch) if not copy]
@@ -137,7 +163,8 @@ class WeightExporter:
         vocab = [param.size(0) for entry, param in held if entry.split is Split.VOCAB]
         self._padded_vocab = vocab[0] * parallel.tp_size if vocab else 0
         self._places = self._find_places()
-        # Experts may be spread over data-parallel ranks: then rank 0 hears from more than its model-parallel group.
+        # Experts may be spread over data-parallel ranks: then rank 0 hears from more than its
+        # model-parallel group.
         self._group = parallel.mp_group if arch.num_experts == 0 else dist.group.WORLD
         self._sources = self._find_sources()
         self._plans: dict[tuple[int, int], list[_Part]] = {}
@@ -145,12 +172,16 @@ class WeightExporter:
 
     @torch.no_grad()
     def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
-        """Each bucket in order: uint8 [num_bytes] on rank 0, None elsewhere. Collective; iterate to the end on every rank.
+        """Each bucket in order: uint8 [num_bytes] on rank 0, None elsewhere. Collective; iterate to
+        the end on every rank.
 
-        The tensor is overwritten when the next bucket is asked for. Nothing else may use the ranks' group until the end.
+        The tensor is overwritten when the next bucket is asked for. Nothing else may use the ranks'
+        group until the end.
         """
         if self.parallel.rank == 0:
-            yield from prefetched(lambda bucket: (bucket, self._gather(bucket)), self.buckets, self._device)
+            yield from prefetched(
+                lambda bucket: (bucket, self._gather(bucket)), self.buckets, self._device
+            )
             return
         on_wire: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
         for bucket in self.buckets:
@@ -165,7 +196,7 @@ class WeightExporter:
         """Give the memory of the buffers back until the next export."""
         self._buffers = {}
 
-    # --- one bucket ---------------------------------------------------------------------------------------------------
+    # --- one bucket -------------------------------------------------------------------------------
 
     def _gather(self, bucket: Bucket) -> Tensor:
         """Rank 0: receive every other rank's part, convert the own meanwhile, put all in place."""
@@ -178,7 +209,10 @@ class WeightExporter:
             aside = [part for part in alone if part.slice.dim not in (None, 0)] + packed
             buffer = self._buffer("receive", rank, sum(part.num_bytes for part in aside))
             pieces = {part.spec.name: piece for part, piece in _pieces(aside, buffer)}
-            into = [_raw(pieces.get(part.spec.name, part.slice.of(out[part.spec.name]))) for part in alone]
+            into = [
+                _raw(pieces.get(part.spec.name, part.slice.of(out[part.spec.name])))
+                for part in alone
+            ]
             if packed:
                 into.append(_tail(buffer, packed))
             arrivals.append((aside, buffer))
@@ -203,10 +237,20 @@ class WeightExporter:
         out = [_raw(held[part.spec.name]) for part in alone]
         if packed:
             out.append(_tail(buffer, packed))
-        return list(dist.batch_isend_irecv([dist.P2POp(dist.isend, memory, 0, self._group) for memory in out])) if out else []
+        return (
+            list(
+                dist.batch_isend_irecv(
+                    [dist.P2POp(dist.isend, memory, 0, self._group) for memory in out]
+                )
+            )
+            if out
+            else []
+        )
 
     def _messages(self, bucket: Bucket, rank: int) -> tuple[list[_Part], list[_Part]]:
-        """The parts of a bucket that `rank` sends one by one, in this order, and those that follow in one message."""
+        """The parts of a bucket that `rank` sends one by one, in this order, and those that follow
+        in one message.
+        """
         alone: list[_Part] = []
         packed: list[_Part] = []
         for part in self._parts(bucket, rank):
@@ -214,7 +258,9 @@ class WeightExporter:
         return alone, packed
 
     def _parts(self, bucket: Bucket, rank: int) -> list[_Part]:
-        """What `rank` holds of a bucket, in the bucket's order; rank 0 and the sender come to the same list."""
+        """What `rank` holds of a bucket, in the bucket's order; rank 0 and the sender come to the
+        same list.
+        """
         key = bucket.index, rank
         if key not in self._plans:
             parts = []
@@ -227,7 +273,9 @@ class WeightExporter:
         return self._plans[key]
 
     def _contributes(self, place: _Place, source: _Source) -> bool:
-        """Whether the rank at `place` sends its part of a tensor: of several that hold the same, the first does."""
+        """Whether the rank at `place` sends its part of a tensor: of several that hold the same,
+        the first does.
+        """
         entry = source.entry
         if place.stage != source.stage:
             return False
@@ -242,19 +290,29 @@ class WeightExporter:
         return tp_slice(entry.split, shape, rank, size, self._padded_vocab)
 
     def _copy_own(self, part: _Part, out: Tensor) -> None:
-        """Copy this rank's piece of a tensor into `out`, which has the piece's shape, cast to the dtype of the wire."""
+        """Copy this rank's piece of a tensor into `out`, which has the piece's shape, cast to the
+        dtype of the wire.
+        """
         own = self._own(part)
         out.view(own.shape).copy_(own)
 
     def _own(self, part: _Part) -> Tensor:
-        """This rank's piece of a tensor, as the parameter has it: perhaps strided, of another shape or dtype."""
+        """This rank's piece of a tensor, as the parameter has it: perhaps strided, of another shape
+        or dtype.
+        """
         source = self._sources[part.spec.name]
-        split, own = source.entry.split, self._places[self.parallel.rank]
-        held = [self._slice(source.entry, shape, own).shape(shape) for shape in hf_shapes(self.arch, source.entry)]
+        split = source.entry.split
+        own = self._places[self.parallel.rank]
+        held = [
+            self._slice(source.entry, shape, own).shape(shape)
+            for shape in hf_shapes(self.arch, source.entry)
+        ]
         param = self._params[source.entry.megatron].data
-        return unpack(split, param, self.arch.transformer["kv_channels"], [shape[0] for shape in held])[source.piece]
+        return unpack(
+            split, param, self.arch.transformer["kv_channels"], [shape[0] for shape in held]
+        )[source.piece]
 
-    # --- what is agreed once ------------------------------------------------------------------------------------------
+    # --- what is agreed once ----------------------------------------------------------------------
 
     def _find_places(self) -> list[_Place]:
         """Of every rank of the world."""
@@ -266,20 +324,28 @@ class WeightExporter:
     def _find_sources(self) -> dict[str, _Source]:
         """The owning stage of every tensor."""
         entries = model_entries(self.arch, self.head)
-        stages = torch.tensor([self.parallel.pp_rank if entry.megatron in self._params else -1 for entry in entries])
+        stages = torch.tensor(
+            [self.parallel.pp_rank if entry.megatron in self._params else -1 for entry in entries]
+        )
         dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=self.parallel.control_group)
         sources = {}
         for entry, stage in zip(entries, stages.tolist()):
             if stage < 0:
                 raise KeyError(f"{entry.megatron}: no pipeline stage holds this parameter")
-            sources.update({name: _Source(entry, piece, stage) for piece, name in enumerate(entry.hf)})
+            sources.update(
+                {name: _Source(entry, piece, stage) for piece, name in enumerate(entry.hf)}
+            )
         return sources
 
     def _buffer(self, kind: str, key: int, size: int) -> Tensor:
-        """The first `size` bytes of a buffer that grows to the largest need seen and is then reused."""
+        """The first `size` bytes of a buffer that grows to the largest need seen and is then
+        reused.
+        """
         buffer = self._buffers.get((kind, key))
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[kind, key] = torch.empty(size, dtype=torch.uint8, device=self._device)
+            buffer = self._buffers[kind, key] = torch.empty(
+                size, dtype=torch.uint8, device=self._device
+            )
         return buffer[:size]
 
 

@@ -1,4 +1,6 @@
-"""Making the next thing while the last one is in use: in a thread on the CPU, on a stream of its own on a GPU."""
+"""Making the next thing while the last one is in use: in a thread on the CPU, on a stream of its
+own on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ R = TypeVar("R")
 def prefetched(make: Callable[[T], R], items: Sequence[T], device: torch.device) -> Iterator[R]:
     """`make(item)` of each item in order; the next is being made while the consumer has the last.
 
-    `make` is called for one item after the other, without gradients. It must not overwrite the last thing that it made: that
-    is the consumer's until the next is asked for. When the consumer stops early, the one begun is still made.
+    `make` is called for one item after the other, without gradients. It must not overwrite the last
+        thing that it made: that
+    is the consumer's until the next is asked for. When the consumer stops early, the one begun is
+    still made.
     """
     with _Stream(device) if device.type == "cuda" else _Thread() as maker:
         pending = maker.begin(make, items[0]) if items else None
@@ -44,7 +48,7 @@ class _Thread:
         self._worker.shutdown()
 
     def begin(self, make: Callable[[T], R], item: T) -> Callable[[], R]:
-        def without_gradients() -> R:       # a thread begins with them
+        def without_gradients() -> R:  # a thread begins with them
             with torch.no_grad():
                 return make(item)
 
@@ -53,7 +57,9 @@ class _Thread:
 
 
 class _Stream:
-    """Calls return when their kernels are queued. Both streams wait for each other on the device alone."""
+    """Calls return when their kernels are queued. Both streams wait for each other on the device
+    alone.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -66,7 +72,8 @@ class _Stream:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def begin(self, make: Callable[[T], R], item: T) -> Callable[[], R]:
-        # The consumer's stream: the weights are what its last step made, and the memory to write to is no longer read there.
+        # The consumer's stream: the weights are what its last step made, and the memory to write to
+        # is no longer read there.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
             made = make(item)

@@ -6,7 +6,8 @@ from rlcore.algorithms import Advantages, EstimatorInputs, expand_to_tokens, seg
 
 
 class Pairwise:
-    """The share of its peers that a sample beats, less the share that beats it, on each of its tokens.
+    """The share of its peers that a sample beats, less the share that beats it, on each of its
+    tokens.
 
         A = scale * mean over the others of its group of sign(R - R_other)
 
@@ -21,7 +22,8 @@ class Pairwise:
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         scores = torch.zeros_like(inputs.rewards)
-        member = segment_lengths(inputs.cu_seqlens) > 0     # the reward of an empty sequence means nothing
+        # the reward of an empty sequence means nothing
+        member = segment_lengths(inputs.cu_seqlens) > 0
         for group in inputs.group_ids[member].unique():
             rows = member & (inputs.group_ids == group)
             rewards = inputs.rewards[rows]

@@ -8,7 +8,7 @@ from rlcore.algorithms import PolicyLoss, PolicyLossInputs
 class Hopeful:
     """Policy gradient in which a negative advantage counts for less.
 
-        l_t = -w A logprobs        w = 1 where A > 0, else failure_weight
+    l_t = -w A logprobs        w = 1 where A > 0, else failure_weight
     """
 
     formula = "-w A * logprobs, w = 1 where A > 0, else failure_weight"
@@ -20,5 +20,5 @@ class Hopeful:
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
         failed = inputs.advantages < 0
         advantages = torch.where(failed, self.failure_weight * inputs.advantages, inputs.advantages)
-        metrics = {"failed": failed.to(advantages.dtype)}       # logged as policy/failed_avg
+        metrics = {"failed": failed.to(advantages.dtype)}  # logged as policy/failed_avg
         return PolicyLoss(-advantages * inputs.logprobs, metrics)

@@ -20,6 +20,8 @@ def test_the_loss_keeps_the_contract() -> None:
 
 def test_three_samples_of_a_prompt() -> None:
     inputs = EstimatorInputs(
-        cu_seqlens=torch.tensor([0, 1, 3, 4]), rewards=torch.tensor([0.2, 0.9, 0.2]), group_ids=torch.tensor([7, 7, 7])
+        cu_seqlens=torch.tensor([0, 1, 3, 4]),
+        rewards=torch.tensor([0.2, 0.9, 0.2]),
+        group_ids=torch.tensor([7, 7, 7]),
     )
     assert Pairwise()(inputs).advantages.tolist() == [-0.5, 1.0, 1.0, -0.5]

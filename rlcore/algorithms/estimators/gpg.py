@@ -12,18 +12,21 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
     source="Chu et al., arXiv:2504.02546",
 )  # fmt: skip
 class GPG:
-    """The reward of a sequence less the mean of its group, scaled up for the samples without a gradient.
+    """The reward of a sequence less the mean of its group, scaled up for the samples without a
+    gradient.
 
         alpha = samples / samples in groups whose rewards are not all equal          over the whole batch
         A_t   = alpha * (R - mean of the group)                                      F_norm = 1 of the paper
 
-    A group that is all right or all wrong adds nothing to the gradient but counts in its mean; alpha (the paper's
-    B / (B - M)) takes it out again. So advantages depend on the whole batch. verl counts *rewards* that are not 0 in
-    place of groups with a gradient, which on 0/1 rewards also scales by how hard the prompts are. Groups of one have
-    no gradient: their advantage is 0. Where no group has one, alpha is 1. The paper's resampling of thin batches is a
-    matter of rollout filters.
+    A group that is all right or all wrong adds nothing to the gradient but counts in its mean;
+    alpha (the paper's B / (B - M)) takes it out again. So advantages depend on the whole batch.
+    verl counts *rewards* that are not 0 in place of groups with a gradient, which on 0/1 rewards
+    also scales by how hard the prompts are. Groups of one have no gradient: their advantage is 0.
+    Where no group has one, alpha is 1. The paper's resampling of thin batches is a matter of
+    rollout filters.
 
-    X. Chu et al., "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", arXiv:2504.02546.
+    X. Chu et al., "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning",
+    arXiv:2504.02546.
     """
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:

@@ -1,4 +1,6 @@
-"""What the estimators that compare samples of one prompt share: the members of each group, and their returns."""
+"""What the estimators that compare samples of one prompt share: the members of each group, and
+their returns.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
 class GroupedReturns:
     """The returns of the N sequences that have a trainable token, beside those of their groups.
 
-    A sequence without trainable tokens is no member of its group: it has nothing to credit, and is often an aborted
-    one whose reward means nothing (it may be NaN). Everything is float64, so that rewards of 1e4 that differ by 1e-2
-    keep their differences.
+    A sequence without trainable tokens is no member of its group: it has nothing to credit, and is
+        often an aborted
+    one whose reward means nothing (it may be NaN). Everything is float64, so that rewards of 1e4
+    that differ by 1e-2 keep their differences.
 
     Args:
         inputs: groups come from `group_ids` alone.
@@ -23,7 +26,8 @@ class GroupedReturns:
 
     returns: Tensor  # float64 [N]
     lengths: Tensor  # int64 [N]
-    residuals: Tensor  # float64 [N], return less the mean of its group; exactly 0 where those of the group are equal
+    # float64 [N], return less the mean of its group; exactly 0 where those of the group are equal
+    residuals: Tensor
 
     def __init__(self, inputs: EstimatorInputs, returns: Tensor | None = None) -> None:
         lengths = segment_lengths(inputs.cu_seqlens)
@@ -31,13 +35,20 @@ class GroupedReturns:
         group_ids = inputs.group_ids
         if lengths.numel() and int(lengths.min()) == 0:
             member = lengths > 0
-            lengths, returns, group_ids = lengths[member], returns[member], group_ids[member]
-        self.returns, self.lengths = returns, lengths
-        self._dtype, self._num_tokens = inputs.rewards.dtype, inputs.num_tokens
+            lengths = lengths[member]
+            returns = returns[member]
+            group_ids = group_ids[member]
+        self.returns = returns
+        self.lengths = lengths
+        self._dtype = inputs.rewards.dtype
+        self._num_tokens = inputs.num_tokens
         self._index, self._num_groups = group_index(group_ids)
         self._group_sizes = torch.bincount(self._index, minlength=self._num_groups).double()
-        # counted from the least return of its group, a constant is a row of zeros, whose mean is exact
-        least = returns.new_full((self._num_groups,), float("inf")).scatter_reduce(0, self._index, returns, "amin")
+        # counted from the least return of its group, a constant is a row of zeros, whose mean is
+        # exact
+        least = returns.new_full((self._num_groups,), float("inf")).scatter_reduce(
+            0, self._index, returns, "amin"
+        )
         above = returns - self._per_member(least)
         self.residuals = above - self._per_member(self._group_total(above) / self._group_sizes)
 
@@ -48,17 +59,22 @@ class GroupedReturns:
 
     @property
     def stds(self) -> Tensor:
-        """Unbiased, two-pass standard deviation of the group of each member, `[N]`; 0 in a group of one."""
+        """Unbiased, two-pass standard deviation of the group of each member, `[N]`; 0 in a group of
+        one.
+        """
         variance = self._group_total(self.residuals.square()) / (self._group_sizes - 1).clamp(min=1)
         return self._per_member(variance.sqrt())
 
     @property
     def leave_one_out(self) -> Tensor:
-        """Return of each member less the mean of the *others* of its group, `[N]`; 0 in a group of one.
+        """Return of each member less the mean of the *others* of its group, `[N]`; 0 in a group of
+        one.
 
         r - (sum - r) / (n - 1) = n / (n - 1) * (r - mean)
         """
-        return self.residuals * self._per_member(self._group_sizes / (self._group_sizes - 1).clamp(min=1))
+        return self.residuals * self._per_member(
+            self._group_sizes / (self._group_sizes - 1).clamp(min=1)
+        )
 
     def total(self, x: Tensor) -> Tensor:
         """Sum `x` (`[N]`) over the group of each member, `[N]`."""

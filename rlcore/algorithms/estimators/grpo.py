@@ -8,25 +8,35 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
 @register_estimator(
-    "grpo", formula="A = (R - mean of the group) / (std of the group + eps)", source="Shao et al., arXiv:2402.03300"
+    "grpo",
+    formula="A = (R - mean of the group) / (std of the group + eps)",
+    source="Shao et al., arXiv:2402.03300",
 )
 class GRPO:
-    """The reward of a sequence against those of its group, in units of their spread, on each of its tokens.
+    """The reward of a sequence against those of its group, in units of their spread, on each of its
+    tokens.
 
         A_t = (R - mean of the group) / (std of the group + eps)          std with n - 1
         A_t =  R - mean of the group                                      where normalize_std is False
-        with leave_one_out the baseline is the mean of the *others*: R - mean becomes n / (n - 1) * (R - mean)
+        with leave_one_out the baseline is the mean of the *others*: R - mean becomes n / (n - 1) *
+            (R - mean)
 
-    The std is that of the whole group, the sample itself included, with leave_one_out as without: only the baseline
-    leaves the sample out. In a group of one the advantage is 0, and so it is where all rewards are equal.
+    The std is that of the whole group, the sample itself included, with leave_one_out as without:
+        only the baseline
+    leaves the sample out. In a group of one the advantage is 0, and so it is where all rewards are
+    equal.
 
     Z. Shao et al., "DeepSeekMath", arXiv:2402.03300; the leave-one-out baseline: arXiv:2402.14740.
     """
 
-    def __init__(self, *, normalize_std: bool = True, eps: float = 1e-6, leave_one_out: bool = False) -> None:
+    def __init__(
+        self, *, normalize_std: bool = True, eps: float = 1e-6, leave_one_out: bool = False
+    ) -> None:
         if not 0.0 < eps < float("inf"):
             raise ValueError(f"eps: expected a number > 0, got {eps}")
-        self.normalize_std, self.eps, self.leave_one_out = normalize_std, eps, leave_one_out
+        self.normalize_std = normalize_std
+        self.eps = eps
+        self.leave_one_out = leave_one_out
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         group = GroupedReturns(inputs)

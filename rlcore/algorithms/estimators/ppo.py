@@ -6,7 +6,13 @@ from torch import Tensor
 
 from rlcore.algorithms.ragged import discounted_suffix_sum_, last_token_index
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.shaping import check_coefficient, check_unit_interval, require, shaped_rewards, shaping_needs
+from rlcore.algorithms.shaping import (
+    check_coefficient,
+    check_unit_interval,
+    require,
+    shaped_rewards,
+    shaping_needs,
+)
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 from rlcore.algorithms.wide import add_
 
@@ -29,21 +35,30 @@ class PPO:
         A_t     = delta_t + gamma * lam * A_{t+1}
         returns = A_t + V_t
 
-    t + 1 is the next *trainable* token: the tokens of tools and observations in between are no steps of the policy, so
-    they take neither a gamma nor a lambda. The critic's targets come from the same rewards, KL included.
+    t + 1 is the next *trainable* token: the tokens of tools and observations in between are no
+    steps of the policy, so they take neither a gamma nor a lambda. The critic's targets come from
+    the same rewards, KL included.
 
-    J. Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
-    arXiv:1506.02438; KL in the reward: arXiv:2203.02155.
+    J. Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage
+    Estimation", arXiv:1506.02438; KL in the reward: arXiv:2203.02155.
     """
 
     def __init__(
-        self, *, gamma: float = 1.0, lam: float = 0.95, kl_coef: float = 0.0, distill_coef: float = 0.0
+        self,
+        *,
+        gamma: float = 1.0,
+        lam: float = 0.95,
+        kl_coef: float = 0.0,
+        distill_coef: float = 0.0,
     ) -> None:
         check_unit_interval("gamma", gamma)
         check_unit_interval("lam", lam)
         check_coefficient("kl_coef", kl_coef)
         check_coefficient("distill_coef", distill_coef)
-        self.gamma, self.lam, self.kl_coef, self.distill_coef = gamma, lam, kl_coef, distill_coef
+        self.gamma = gamma
+        self.lam = lam
+        self.kl_coef = kl_coef
+        self.distill_coef = distill_coef
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         values = require(inputs.values, "values")
@@ -55,8 +70,11 @@ class PPO:
         return Advantages(advantages, returns=add_(wide, values).to(dtype))
 
 
-def temporal_differences_(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
-    """Turn `rewards` into `r_t + gamma * V_{t+1} - V_t` inside each sequence, with V = 0 behind its last token.
+def temporal_differences_(
+    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float
+) -> Tensor:
+    """Turn `rewards` into `r_t + gamma * V_{t+1} - V_t` inside each sequence, with V = 0 behind its
+    last token.
 
     Args:
         rewards: float64 `[M]`, changed in place and returned.
@@ -66,5 +84,6 @@ def temporal_differences_(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, g
     last = last_token_index(cu_seqlens)
     ends = delta[last]
     add_(delta[:-1], values[1:], gamma)
-    # put back, not subtracted again: a huge or infinite value of the next sequence must leave no trace here
+    # put back, not subtracted again: a huge or infinite value of the next sequence must leave no
+    # trace here
     return delta.index_copy_(0, last, ends)

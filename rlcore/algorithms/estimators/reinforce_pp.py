@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from rlcore.algorithms.ragged import discounted_suffix_sum_
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.shaping import check_coefficient, check_unit_interval, shaped_rewards, shaping_needs
+from rlcore.algorithms.shaping import (
+    check_coefficient,
+    check_unit_interval,
+    shaped_rewards,
+    shaping_needs,
+)
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
@@ -24,19 +29,25 @@ class ReinforcePP:
               + (reward of the sequence, where t is its last token)
         A_t = returns_t = r_t + gamma * A_{t+1}
 
-    The outcome reaches every turn of a multi-turn sequence. Whitening over the batch, which the paper asks for, is the
-    step after the estimator (`algorithm.normalize_advantages`).
+    The outcome reaches every turn of a multi-turn sequence. Whitening over the batch, which the
+    paper asks for, is the step after the estimator (`algorithm.normalize_advantages`).
 
     J. Hu et al., "REINFORCE++", arXiv:2501.03262.
     """
 
-    def __init__(self, *, gamma: float = 1.0, kl_coef: float = 0.0, distill_coef: float = 0.0) -> None:
+    def __init__(
+        self, *, gamma: float = 1.0, kl_coef: float = 0.0, distill_coef: float = 0.0
+    ) -> None:
         check_unit_interval("gamma", gamma)
         check_coefficient("kl_coef", kl_coef)
         check_coefficient("distill_coef", distill_coef)
-        self.gamma, self.kl_coef, self.distill_coef = gamma, kl_coef, distill_coef
+        self.gamma = gamma
+        self.kl_coef = kl_coef
+        self.distill_coef = distill_coef
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         rewards = shaped_rewards(inputs, self.kl_coef, self.distill_coef)
-        returns = discounted_suffix_sum_(rewards, inputs.cu_seqlens, self.gamma).to(inputs.rewards.dtype)
+        returns = discounted_suffix_sum_(rewards, inputs.cu_seqlens, self.gamma).to(
+            inputs.rewards.dtype
+        )
         return Advantages(returns, returns=returns)

@@ -18,15 +18,17 @@ def _needs(estimator: ReinforcePPBaseline) -> set[str]:
     source="Hu et al., arXiv:2501.03262",
 )  # fmt: skip
 class ReinforcePPBaseline:
-    """The reward of a sequence less the mean of its group, and on each token what that token alone earns or costs.
+    """The reward of a sequence less the mean of its group, and on each token what that token alone
+    earns or costs.
 
         A_t = (R - mean of the group) + token_rewards_t - kl_coef * kl_t
               + distill_coef * (teacher_logprobs_t - logprobs_t)
 
-    The per-token terms are not accumulated: a token answers for its own KL, not for that of the tokens behind it. In a
-    group of one R - mean is 0, and the per-token terms remain. Whitening over the batch, which takes the place of the
-    std of a group, is the step after the estimator (`algorithm.normalize_advantages`). The paper itself moves the KL
-    of this variant into the loss (`algorithm.kl.loss_coef`, k2); kl_coef is the form that keeps it in the reward.
+    The per-token terms are not accumulated: a token answers for its own KL, not for that of the
+    tokens behind it. In a group of one R - mean is 0, and the per-token terms remain. Whitening
+    over the batch, which takes the place of the std of a group, is the step after the estimator
+    (`algorithm.normalize_advantages`). The paper itself moves the KL of this variant into the loss
+    (`algorithm.kl.loss_coef`, k2); kl_coef is the form that keeps it in the reward.
 
     J. Hu et al., "REINFORCE++", arXiv:2501.03262.
     """
@@ -34,7 +36,8 @@ class ReinforcePPBaseline:
     def __init__(self, *, kl_coef: float = 0.0, distill_coef: float = 0.0) -> None:
         check_coefficient("kl_coef", kl_coef)
         check_coefficient("distill_coef", distill_coef)
-        self.kl_coef, self.distill_coef = kl_coef, distill_coef
+        self.kl_coef = kl_coef
+        self.distill_coef = distill_coef
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         group = GroupedReturns(inputs)

@@ -18,23 +18,26 @@ def _needs(estimator: RLOO) -> set[str]:
     source="Ahmadian et al., arXiv:2402.14740",
 )  # fmt: skip
 class RLOO:
-    """The return of a sequence less the mean of those of the *others* in its group, on each of its tokens.
+    """The return of a sequence less the mean of those of the *others* in its group, on each of its
+    tokens.
 
         G   = reward of the sequence + sum over its tokens of
               (token_rewards_t - kl_coef * kl_t + distill_coef * (teacher_logprobs_t - logprobs_t))
         A_t = G - mean of the G of the others  =  n / (n - 1) * (G - mean of the group)
 
-    The sequence is one action: its whole KL is part of its return, and of the baseline of the others. In a group of
+    The sequence is one action: its whole KL is part of its return, and of the baseline of the
+        others. In a group of
     one there are no others, and the advantage is 0.
 
-    A. Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in
-    LLMs", arXiv:2402.14740.
+    A. Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from
+    Human Feedback in LLMs", arXiv:2402.14740.
     """
 
     def __init__(self, *, kl_coef: float = 0.0, distill_coef: float = 0.0) -> None:
         check_coefficient("kl_coef", kl_coef)
         check_coefficient("distill_coef", distill_coef)
-        self.kl_coef, self.distill_coef = kl_coef, distill_coef
+        self.kl_coef = kl_coef
+        self.distill_coef = distill_coef
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         group = GroupedReturns(inputs, shaped_returns(inputs, self.kl_coef, self.distill_coef))

@@ -1,4 +1,6 @@
-"""GAE with one lambda for the critic and another for the actor that adapts to the length of a sequence, for VAPO."""
+"""GAE with one lambda for the critic and another for the actor that adapts to the length of a
+sequence, for VAPO.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from torch import Tensor
 from rlcore.algorithms.estimators.ppo import temporal_differences_
 from rlcore.algorithms.ragged import discounted_suffix_sum, discounted_suffix_sum_, segment_lengths
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.shaping import check_coefficient, check_unit_interval, require, shaped_rewards, shaping_needs
+from rlcore.algorithms.shaping import (
+    check_coefficient,
+    check_unit_interval,
+    require,
+    shaped_rewards,
+    shaping_needs,
+)
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 from rlcore.algorithms.wide import add_
 
@@ -27,16 +35,18 @@ class VAPO:
 
         delta_t = r_t + gamma * V_{t+1} - V_t                     as in `ppo`
         A_t     = delta_t + gamma * lambda * A_{t+1}              lambda = actor_lam, or by default
-                                                                  1 - 1 / (alpha * length), clamped to [0, 1]
+                                                                  1 - 1 / (alpha * length), clamped
+                                                                  to [0, 1]
         returns = C_t + V_t,  C_t = delta_t + gamma * critic_lam * C_{t+1}
 
-    With critic_lam 1 the critic learns Monte-Carlo returns, unbiased however long the sequence. The actor's lambda
-    keeps the sum of its weights at alpha * length (the length in trainable tokens), so that the reward at the end
-    reaches the first token of a long sequence and the variance of a short one stays low; up to 1 / alpha tokens
-    (20 by default) lambda is 0. With actor_lam equal to critic_lam it is `ppo`.
+    With critic_lam 1 the critic learns Monte-Carlo returns, unbiased however long the sequence. The
+    actor's lambda keeps the sum of its weights at alpha * length (the length in trainable tokens),
+    so that the reward at the end reaches the first token of a long sequence and the variance of a
+    short one stays low; up to 1 / alpha tokens (20 by default) lambda is 0. With actor_lam equal to
+    critic_lam it is `ppo`.
 
-    Y. Yue et al., "VAPO: Efficient and Reliable Reinforcement Learning for Advanced Reasoning Tasks",
-    arXiv:2504.05118; the decoupled lambdas: VC-PPO, arXiv:2503.01491.
+    Y. Yue et al., "VAPO: Efficient and Reliable Reinforcement Learning for Advanced Reasoning
+    Tasks", arXiv:2504.05118; the decoupled lambdas: VC-PPO, arXiv:2503.01491.
     """
 
     def __init__(
@@ -51,15 +61,23 @@ class VAPO:
             raise ValueError(f"alpha: expected a number > 0, got {alpha}")
         check_coefficient("kl_coef", kl_coef)
         check_coefficient("distill_coef", distill_coef)
-        self.gamma, self.critic_lam, self.actor_lam, self.alpha = gamma, critic_lam, actor_lam, alpha
-        self.kl_coef, self.distill_coef = kl_coef, distill_coef
+        self.gamma = gamma
+        self.critic_lam = critic_lam
+        self.actor_lam = actor_lam
+        self.alpha = alpha
+        self.kl_coef = kl_coef
+        self.distill_coef = distill_coef
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         values = require(inputs.values, "values")
         rewards = shaped_rewards(inputs, self.kl_coef, self.distill_coef)
         delta = temporal_differences_(rewards, values, inputs.cu_seqlens, self.gamma)
-        advantages = discounted_suffix_sum(delta, inputs.cu_seqlens, self._actor_decay(inputs.cu_seqlens))
-        returns = add_(discounted_suffix_sum_(delta, inputs.cu_seqlens, self.gamma * self.critic_lam), values)
+        advantages = discounted_suffix_sum(
+            delta, inputs.cu_seqlens, self._actor_decay(inputs.cu_seqlens)
+        )
+        returns = add_(
+            discounted_suffix_sum_(delta, inputs.cu_seqlens, self.gamma * self.critic_lam), values
+        )
         dtype = inputs.rewards.dtype
         return Advantages(advantages.to(dtype), returns=returns.to(dtype))
 

@@ -1,4 +1,6 @@
-"""The losses that ship with rlcore, one file each; importing this package registers the policy losses."""
+"""The losses that ship with rlcore, one file each; importing this package registers the policy
+losses.
+"""
 
 from rlcore.algorithms.losses import (  # noqa: F401
     cispo,

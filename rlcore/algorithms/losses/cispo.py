@@ -19,10 +19,13 @@ class CISPO:
         r   = exp(logprobs - old_logprobs), the log-ratio clamped to +-20 before exp
         l_t = -sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * logprobs                    sg: no gradient
 
-    The paper has no lower limit and does not print its upper one. `clip_low: 1` is no lower limit, `clip_high: 4` caps
-    the weight at 5, as TRL recommends after ScaleRL (arXiv:2510.13786). verl takes PPO's own limits.
+    The paper has no lower limit and does not print its upper one. `clip_low: 1` is no lower limit,
+        `clip_high: 4` caps
+    the weight at 5, as TRL recommends after ScaleRL (arXiv:2510.13786). verl takes PPO's own
+    limits.
 
-    Metrics, all `[M]`: `ratio`, `approxkl`, `clipfrac` (1 where the clip changes the weight and A is not 0), of which
+    Metrics, all `[M]`: `ratio`, `approxkl`, `clipfrac` (1 where the clip changes the weight and A
+        is not 0), of which
     `clipfrac_high` (upper limit) and `clipfrac_low` (lower limit), whatever the sign of A.
 
     MiniMax, "MiniMax-M1", arXiv:2506.13585, equations 4 and 5.
@@ -30,7 +33,8 @@ class CISPO:
 
     def __init__(self, *, clip_low: float = 1.0, clip_high: float = 4.0) -> None:
         check_clip(clip_low, clip_high)
-        self.clip_low, self.clip_high = clip_low, clip_high
+        self.clip_low = clip_low
+        self.clip_high = clip_high
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
         log_ratio = clamped_log_ratio(inputs.logprobs.detach(), inputs.old_logprobs)

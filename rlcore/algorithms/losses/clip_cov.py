@@ -18,25 +18,30 @@ from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
     source="Cui et al., arXiv:2505.22617",
 )  # fmt: skip
 class ClipCov:
-    """PPO's clipped surrogate without some tokens whose covariance of log-prob and advantage is high.
+    """PPO's clipped surrogate without some tokens whose covariance of log-prob and advantage is
+    high.
 
         cov_t = (A_t - mean of A) * (old_logprobs_t - mean of old_logprobs)       means over the optimizer step
         S     = max(floor(clip_cov_ratio * tokens of the step), 1) tokens, or as many as there are, drawn from those
                 with clip_cov_lb < cov_t < clip_cov_ub
         l_t   = 0 in S, else max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
 
-    S is fixed once an optimizer step, by `batch_stats`: among the eligible tokens those with the smallest hash of
-    (sequence, position). So it depends neither on the split nor on the order nor on a generator. Where no token is eligible, S
-    is empty; two tokens of one hash are taken together.
+    S is fixed once an optimizer step, by `batch_stats`: among the eligible tokens those with the
+        smallest hash of
+    (sequence, position). So it depends neither on the split nor on the order nor on a generator.
+    Where no token is eligible, S is empty; two tokens of one hash are taken together.
 
-    The authors' code, and verl's, differ: they take covariance, count and draw once a *micro-batch*, from the
-    log-probs of the current policy, draw with torch's global generator, and do not draw tokens that the clip has
-    already stopped. The last cannot be known before the split, and costs next to nothing: such a token has no gradient.
+    The authors' code, and verl's, differ: they take covariance, count and draw once a
+    *micro-batch*, from the log-probs of the current policy, draw with torch's global generator, and
+    do not draw tokens that the clip has already stopped. The last cannot be known before the split,
+    and costs next to nothing: such a token has no gradient.
 
-    Metrics, all `[M]`: `ratio`, `approxkl`, the clip fractions of `ppo_clip` (outside S), `covariance`, and
+    Metrics, all `[M]`: `ratio`, `approxkl`, the clip fractions of `ppo_clip` (outside S),
+        `covariance`, and
     `cov_clipfrac` (1 in S).
 
-    G. Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv:2505.22617.
+    G. Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models",
+    arXiv:2505.22617.
     """
 
     def __init__(
@@ -46,9 +51,14 @@ class ClipCov:
         check_clip(clip_low, clip_high)
         covariance.check_ratio("clip_cov_ratio", clip_cov_ratio)
         if not clip_cov_lb < clip_cov_ub:
-            raise ValueError(f"clip_cov_lb: expected a number < clip_cov_ub ({clip_cov_ub}), got {clip_cov_lb}")
-        self.clip_low, self.clip_high = clip_low, clip_high
-        self.ratio, self.lower, self.upper = clip_cov_ratio, clip_cov_lb, clip_cov_ub
+            raise ValueError(
+                f"clip_cov_lb: expected a number < clip_cov_ub ({clip_cov_ub}), got {clip_cov_lb}"
+            )
+        self.clip_low = clip_low
+        self.clip_high = clip_high
+        self.ratio = clip_cov_ratio
+        self.lower = clip_cov_lb
+        self.upper = clip_cov_ub
 
     def batch_stats(self, inputs: PolicyLossInputs) -> dict[str, Tensor]:
         """Return the means and the last draw that is still in S, float64 scalars."""
@@ -61,8 +71,11 @@ class ClipCov:
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
         assert inputs.batch_stats is not None
         cov = covariance.token_covariance(inputs, inputs.batch_stats)
-        chosen = self._eligible(cov) & (covariance.token_draws(inputs) <= inputs.batch_stats["last_draw"])
-        advantages = torch.where(chosen, 0.0, inputs.advantages)  # no loss, no gradient, nothing to clip
+        chosen = self._eligible(cov) & (
+            covariance.token_draws(inputs) <= inputs.batch_stats["last_draw"]
+        )
+        # no loss, no gradient, nothing to clip
+        advantages = torch.where(chosen, 0.0, inputs.advantages)
         log_ratio = clamped_log_ratio(inputs.logprobs, inputs.old_logprobs)
         loss, clips = clipped_surrogate(log_ratio.exp(), advantages, self.clip_low, self.clip_high)
         metrics = {"covariance": cov.to(loss.dtype), "cov_clipfrac": chosen.to(loss.dtype)}

@@ -1,8 +1,10 @@
-"""How `clip_cov` and `kl_cov` choose tokens: the covariance of log-prob and advantage, over one optimizer step.
+"""How `clip_cov` and `kl_cov` choose tokens: the covariance of log-prob and advantage, over one
+optimizer step.
 
-A token's covariance is `(advantage - mean) * (old log-prob - mean)`, the means over all tokens of the step. Its mean is
-the covariance proper, whose size is how fast the step lowers the entropy. `batch_stats` of the losses keeps the two means and
-a threshold, three or four numbers; from them every micro-batch recomputes the covariances of its tokens bit for bit.
+A token's covariance is `(advantage - mean) * (old log-prob - mean)`, the means over all tokens of
+the step. Its mean is the covariance proper, whose size is how fast the step lowers the entropy.
+`batch_stats` of the losses keeps the two means and a threshold, three or four numbers; from them
+every micro-batch recomputes the covariances of its tokens bit for bit.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ NO_DRAW = -1.0  # below every draw: with it as the last draw, no token is chosen
 
 
 def step_means(inputs: PolicyLossInputs) -> dict[str, Tensor]:
-    """Return `advantage_mean` and `logprob_mean` over the tokens of the whole step, float64 scalars; 0 of no tokens."""
+    """Return `advantage_mean` and `logprob_mean` over the tokens of the whole step, float64
+    scalars; 0 of no tokens.
+    """
     return {
         "advantage_mean": _mean(_as_held(inputs.advantages)),
         "logprob_mean": _mean(_as_held(inputs.old_logprobs)),
@@ -26,8 +30,11 @@ def step_means(inputs: PolicyLossInputs) -> dict[str, Tensor]:
 
 
 def token_covariance(inputs: PolicyLossInputs, means: Mapping[str, Tensor]) -> Tensor:
-    """Return the covariance of each token, float64 `[M]`: elementwise, so that no split can change a bit of it."""
-    advantages, logprobs = _as_held(inputs.advantages), _as_held(inputs.old_logprobs)
+    """Return the covariance of each token, float64 `[M]`: elementwise, so that no split can change
+    a bit of it.
+    """
+    advantages = _as_held(inputs.advantages)
+    logprobs = _as_held(inputs.old_logprobs)
     return (advantages - means["advantage_mean"]) * (logprobs - means["logprob_mean"])
 
 
@@ -59,5 +66,7 @@ def _as_held(x: Tensor) -> Tensor:
 
 
 def _mean(x: Tensor) -> Tensor:
-    """Average; exact where all values are equal, since float64 holds the sum of fewer than 2^29 equal float32 numbers."""
+    """Average; exact where all values are equal, since float64 holds the sum of fewer than 2^29
+    equal float32 numbers.
+    """
     return x.sum() / max(x.numel(), 1)

@@ -25,17 +25,20 @@ class DecoupledPPO:
         w   = min(w, behavior_cap), or 0 where w > behavior_cap with cap_mode mask
         l_t = w * ppo_clip(r = exp(logprobs - old_logprobs))
 
-    The behaviour policy (`rollout_logprobs`) made the tokens, perhaps several versions ago; the proximal one
-    (`old_logprobs`) is the policy at the start of the step, around which the clip holds. So it needs
-    `algorithm.old_logprobs: recompute`; with the engine's own log-probs as old ones w is 1 and this is `ppo_clip`.
+    The behaviour policy (`rollout_logprobs`) made the tokens, perhaps several versions ago; the
+    proximal one (`old_logprobs`) is the policy at the start of the step, around which the clip
+    holds. So it needs `algorithm.old_logprobs: recompute`; with the engine's own log-probs as old
+    ones w is 1 and this is `ppo_clip`.
 
-    The papers have no cap. `truncate` bounds the variance and keeps every token; `mask` is what AReaL's code does with
-    its `behav_imp_weight_cap`: it drops tokens that the policy has moved towards too far. Denominators stay as they are.
+    The papers have no cap. `truncate` bounds the variance and keeps every token; `mask` is what
+    AReaL's code does with its `behav_imp_weight_cap`: it drops tokens that the policy has moved
+    towards too far. Denominators stay as they are.
 
-    Metrics, all `[M]`: those of `ppo_clip`, `behavior_weight` (after the cap), and `behavior_capped` with a cap.
+    Metrics, all `[M]`: those of `ppo_clip`, `behavior_weight` (after the cap), and
+        `behavior_capped` with a cap.
 
-    J. Hilton et al., "Batch size-invariance for policy optimization", arXiv:2110.00641; W. Fu et al., "AReaL",
-    arXiv:2505.24298.
+    J. Hilton et al., "Batch size-invariance for policy optimization", arXiv:2110.00641; W. Fu et
+    al., "AReaL", arXiv:2505.24298.
     """
 
     def __init__(
@@ -45,7 +48,8 @@ class DecoupledPPO:
         if behavior_cap is not None and not behavior_cap > 0.0:
             raise ValueError(f"behavior_cap: expected a number > 0 or none, got {behavior_cap}")
         self.surrogate = PPOClip(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-        self.behavior_cap, self.cap_mode = behavior_cap, cap_mode
+        self.behavior_cap = behavior_cap
+        self.cap_mode = cap_mode
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
         assert inputs.rollout_logprobs is not None

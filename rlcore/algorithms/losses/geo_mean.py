@@ -1,4 +1,6 @@
-"""Geometric-Mean Policy Optimization: clip each token, then take the geometric mean of the sequence."""
+"""Geometric-Mean Policy Optimization: clip each token, then take the geometric mean of the
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
 
 @register_policy_loss(
     "geo_mean",
-    formula="-A exp(mean over the sequence of d),  d = min(log r, clip_high) where A > 0, max(log r, -clip_low) where A < 0",
+    formula=(
+        "-A exp(mean over the sequence of d),  d = min(log r, clip_high) where A > 0, max(log r,"
+        " -clip_low) where A < 0"
+    ),
     source="Zhao et al. (GMPO), arXiv:2507.20673",
 )
 class GeoMean:
@@ -25,11 +30,13 @@ class GeoMean:
         g   = exp(mean of d over the sequence), the mean clamped to +-20 before exp
         l_t = -A_t g
 
-    The limits are of the *log*-ratio: 0.4 lets ratios run from e^-0.4 to e^0.4, as in the paper. The paper has one
-    advantage a sequence; where they differ inside it, each token is clipped by the sign of its own and weighs the same
-    g, so that `aggregation: seq-mean-token-mean`, the paper's, gives the mean advantage times g, as in verl.
+    The limits are of the *log*-ratio: 0.4 lets ratios run from e^-0.4 to e^0.4, as in the paper.
+    The paper has one advantage a sequence; where they differ inside it, each token is clipped by
+    the sign of its own and weighs the same g, so that `aggregation: seq-mean-token-mean`, the
+    paper's, gives the mean advantage times g, as in verl.
 
-    Metrics, all `[M]`: `ratio` and `approxkl` of the tokens, `sequence_ratio` (g), `clipfrac` (1 where the clip changes
+    Metrics, all `[M]`: `ratio` and `approxkl` of the tokens, `sequence_ratio` (g), `clipfrac` (1
+        where the clip changes
     d), of which `clipfrac_high` (A > 0) and `clipfrac_low` (A < 0).
 
     Y. Zhao et al., "Geometric-Mean Policy Optimization", arXiv:2507.20673.
@@ -39,7 +46,8 @@ class GeoMean:
         for name, limit in (("clip_low", clip_low), ("clip_high", clip_high)):
             if not limit >= 0.0:
                 raise ValueError(f"{name}: expected a log-ratio >= 0, got {limit}")
-        self.clip_low, self.clip_high = clip_low, clip_high
+        self.clip_low = clip_low
+        self.clip_high = clip_high
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
         log_ratio = inputs.logprobs - inputs.old_logprobs
@@ -58,6 +66,9 @@ class GeoMean:
         return PolicyLoss(loss, metrics)
 
     def _clip(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Keep the pessimistic side: a token never gains by going further in the direction that its advantage asks for."""
-        upper, lower = log_ratio.clamp(max=self.clip_high), log_ratio.clamp(min=-self.clip_low)
+        """Keep the pessimistic side: a token never gains by going further in the direction that its
+        advantage asks for.
+        """
+        upper = log_ratio.clamp(max=self.clip_high)
+        lower = log_ratio.clamp(min=-self.clip_low)
         return torch.where(advantages > 0, upper, torch.where(advantages < 0, lower, 0.0))

@@ -1,16 +1,26 @@
-"""The token variant of GSPO: the ratio of the sequence in the value, the token alone in the gradient."""
+"""The token variant of GSPO: the ratio of the sequence in the value, the token alone in the
+gradient.
+"""
 
 from __future__ import annotations
 
 from rlcore.algorithms.kl import clamp_log_ratio, clamped_log_ratio
-from rlcore.algorithms.losses.surrogate import check_clip, clipped_surrogate, mean_of_sequence, ratio_metrics
+from rlcore.algorithms.losses.surrogate import (
+    check_clip,
+    clipped_surrogate,
+    mean_of_sequence,
+    ratio_metrics,
+)
 from rlcore.algorithms.registry import register_policy_loss
 from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
 
 
 @register_policy_loss(
     "gspo_token",
-    formula="max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high)),  s_t = sg(s) * r_t / sg(r_t), s as in gspo",
+    formula=(
+        "max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high)),  s_t = sg(s) * r_t / sg(r_t), s as"
+        " in gspo"
+    ),
     source="Zheng et al., arXiv:2507.18071, section 4.3",
 )
 class GSPOToken:
@@ -20,20 +30,24 @@ class GSPOToken:
         s_t = sg(s) * exp(logprobs_t - sg(logprobs_t))                     sg: no gradient
         l_t = max(-A_t s_t, -A_t clip(s_t, 1 - clip_low, 1 + clip_high))
 
-    Values and metrics are those of `gspo`. So is the gradient, where advantages and loss weights are equal inside each
-    sequence; else `gspo` spreads every token's push over its whole sequence and this loss does not. verl's `gspo` is
-    this variant. A token whose own log-ratio is beyond +-20 has no gradient.
+    Values and metrics are those of `gspo`. So is the gradient, where advantages and loss weights
+    are equal inside each sequence; else `gspo` spreads every token's push over its whole sequence
+    and this loss does not. verl's `gspo` is this variant. A token whose own log-ratio is beyond
+    +-20 has no gradient.
 
     C. Zheng et al., "Group Sequence Policy Optimization", arXiv:2507.18071, section 4.3.
     """
 
     def __init__(self, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> None:
         check_clip(clip_low, clip_high)
-        self.clip_low, self.clip_high = clip_low, clip_high
+        self.clip_low = clip_low
+        self.clip_high = clip_high
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
         log_ratio = clamped_log_ratio(inputs.logprobs, inputs.old_logprobs)
         mean = mean_of_sequence((inputs.logprobs - inputs.old_logprobs).detach(), inputs)
         ratio = clamp_log_ratio(mean + (log_ratio - log_ratio.detach())).exp()
         loss, clips = clipped_surrogate(ratio, inputs.advantages, self.clip_low, self.clip_high)
-        return PolicyLoss(loss, {**ratio_metrics(log_ratio), "sequence_ratio": ratio.detach(), **clips})
+        return PolicyLoss(
+            loss, {**ratio_metrics(log_ratio), "sequence_ratio": ratio.detach(), **clips}
+        )

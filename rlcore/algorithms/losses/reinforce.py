@@ -9,18 +9,20 @@ from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
 
 
 @register_policy_loss(
-    "reinforce", formula="-A * logprobs", source="Williams, Machine Learning 8, 1992; for GRPO: GPG, arXiv:2504.02546"
+    "reinforce",
+    formula="-A * logprobs",
+    source="Williams, Machine Learning 8, 1992; for GRPO: GPG, arXiv:2504.02546",
 )
 class Reinforce:
     """Log-likelihood weighted by the advantage, with no ratio and no clip.
 
         l_t = -A * logprobs
 
-    Right for tokens of the policy being trained; `old_logprobs` go into the metrics only (`ratio` and `approxkl`, `[M]`),
-    which tell how far from that it is. verl calls this loss `gpg`.
+    Right for tokens of the policy being trained; `old_logprobs` go into the metrics only (`ratio`
+    and `approxkl`, `[M]`), which tell how far from that it is. verl calls this loss `gpg`.
 
-    R. Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", Machine
-    Learning 8, 1992; X. Chu et al., "GPG", arXiv:2504.02546.
+    R. Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement
+    learning", Machine Learning 8, 1992; X. Chu et al., "GPG", arXiv:2504.02546.
     """
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:

@@ -22,9 +22,9 @@ class SAPO:
         tau = tau_pos where A > 0, else tau_neg
         l_t = -A * (4 / tau) * sigmoid(tau * (r - 1))
 
-    The factor 4 / tau gives slope 1 at r = 1, where the gradient is that of -A r. Its value there is -2 A / tau, so
-    losses of different tau do not compare. The paper averages over each sequence: `aggregation: seq-mean-token-mean`.
-    Metrics, `[M]`: `ratio` and `approxkl`; nothing is clipped.
+    The factor 4 / tau gives slope 1 at r = 1, where the gradient is that of -A r. Its value there
+    is -2 A / tau, so losses of different tau do not compare. The paper averages over each sequence:
+    `aggregation: seq-mean-token-mean`. Metrics, `[M]`: `ratio` and `approxkl`; nothing is clipped.
 
     C. Gao et al., "Soft Adaptive Policy Optimization", arXiv:2511.20347.
     """
@@ -33,10 +33,13 @@ class SAPO:
         for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
             if not 0.0 < tau < float("inf"):
                 raise ValueError(f"{name}: expected a number > 0, got {tau}")
-        self.tau_pos, self.tau_neg = tau_pos, tau_neg
+        self.tau_pos = tau_pos
+        self.tau_neg = tau_neg
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
         log_ratio = clamped_log_ratio(inputs.logprobs, inputs.old_logprobs)
-        tau = torch.full_like(log_ratio, self.tau_neg).masked_fill(inputs.advantages > 0, self.tau_pos)
+        tau = torch.full_like(log_ratio, self.tau_neg).masked_fill(
+            inputs.advantages > 0, self.tau_pos
+        )
         gate = (4.0 / tau) * torch.sigmoid(tau * torch.expm1(log_ratio))
         return PolicyLoss(-inputs.advantages * gate, ratio_metrics(log_ratio))

@@ -1,4 +1,6 @@
-"""What the losses on a probability ratio share: the clipped surrogate, its limits, and the metrics of a ratio."""
+"""What the losses on a probability ratio share: the clipped surrogate, its limits, and the metrics
+of a ratio.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,19 @@ def check_clip(clip_low: float, clip_high: float, dual_clip: float | None = None
 
 
 def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+    ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return PPO's clipped loss of a ratio, `[M]`, and where the clip changed it.
 
         l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
         l = min(l, -dual_clip * A)                            where A < 0 and dual_clip is given
 
-    Metrics, `[M]`: `clipfrac`, of which `clipfrac_high` (A > 0) and `clipfrac_low` (A < 0), and `dual_clipfrac` with
+    Metrics, `[M]`: `clipfrac`, of which `clipfrac_high` (A > 0) and `clipfrac_low` (A < 0), and
+        `dual_clipfrac` with
     dual clip.
     """
     plain = -advantages * ratio
@@ -48,7 +55,8 @@ def clipped_surrogate(
 
 
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
-    """Return `ratio` and `approxkl` (half the squared log-ratio) of a clamped log-ratio of tokens, `[M]`.
+    """Return `ratio` and `approxkl` (half the squared log-ratio) of a clamped log-ratio of tokens,
+    `[M]`.
 
     Every loss reports these of the tokens, also one that works with the ratio of a sequence.
     """
@@ -58,4 +66,6 @@ def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
 
 def mean_of_sequence(x: Tensor, inputs: PolicyLossInputs) -> Tensor:
     """Return on each token the mean of `x` over its sequence, `[M]`."""
-    return expand_to_tokens(segment_mean(x, inputs.cu_seqlens), inputs.cu_seqlens, inputs.num_tokens)
+    return expand_to_tokens(
+        segment_mean(x, inputs.cu_seqlens), inputs.cu_seqlens, inputs.num_tokens
+    )

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def value_loss(values: Tensor, old_values: Tensor | None, returns: Tensor, clip: float | None = None) -> Tensor:
+def value_loss(
+    values: Tensor, old_values: Tensor | None, returns: Tensor, clip: float | None = None
+) -> Tensor:
     """Return the squared error of the critic at each token, not reduced.
 
         l_t = 0.5 * (v - R)^2                                              without clip
@@ -24,8 +26,12 @@ def value_loss(values: Tensor, old_values: Tensor | None, returns: Tensor, clip:
     return 0.5 * (plain if clipped is None else torch.maximum(plain, clipped))
 
 
-def value_clipped(values: Tensor, old_values: Tensor | None, returns: Tensor, clip: float | None = None) -> Tensor:
-    """Return 1 where the clip raises the loss, else 0, detached `[M]`: the vector behind `val/clipfrac_avg`."""
+def value_clipped(
+    values: Tensor, old_values: Tensor | None, returns: Tensor, clip: float | None = None
+) -> Tensor:
+    """Return 1 where the clip raises the loss, else 0, detached `[M]`: the vector behind
+    `val/clipfrac_avg`.
+    """
     plain, clipped = _squared_errors(values.detach(), old_values, returns, clip)
     return torch.zeros_like(plain) if clipped is None else (clipped > plain).to(plain.dtype)
 
@@ -33,10 +39,17 @@ def value_clipped(values: Tensor, old_values: Tensor | None, returns: Tensor, cl
 def _squared_errors(
     values: Tensor, old_values: Tensor | None, returns: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    others = [("returns", returns)] if old_values is None else [("returns", returns), ("old_values", old_values)]
+    others = (
+        [("returns", returns)]
+        if old_values is None
+        else [("returns", returns), ("old_values", old_values)]
+    )
     for name, other in others:
         if other.shape != values.shape:
-            raise ValueError(f"{name}: expected the shape of values, {list(values.shape)}, got {list(other.shape)}")
+            raise ValueError(
+                f"{name}: expected the shape of values, {list(values.shape)}, got"
+                f" {list(other.shape)}"
+            )
     plain = (values - returns).square()
     if clip is None:
         return plain, None

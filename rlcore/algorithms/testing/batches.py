@@ -1,4 +1,6 @@
-"""Small batches for the contract tests: layouts from one token upwards, and ways to rearrange a batch."""
+"""Small batches for the contract tests: layouts from one token upwards, and ways to rearrange a
+batch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from rlcore.algorithms.types import EstimatorInputs, PolicyLossInputs
 
 Record = TypeVar("Record", EstimatorInputs, PolicyLossInputs)
 
-PER_SEQUENCE = frozenset({"rewards", "group_ids", "baseline_rewards", "rollout_ids", "sequence_ids"})
+PER_SEQUENCE = frozenset(
+    {"rewards", "group_ids", "baseline_rewards", "rollout_ids", "sequence_ids"}
+)
 
 
 @dataclass(frozen=True)
@@ -24,13 +28,16 @@ class Layout:
     groups: tuple[int, ...]
 
 
-# Two groups of eight neighbours: the one layout that even an estimator that reshapes rewards to [-1, n] can take.
+# Two groups of eight neighbours: the one layout that even an estimator that reshapes rewards to
+# [-1, n] can take.
 NEIGHBOURS = Layout((1, 2, 3, 1, 2, 1, 1, 2) * 2, (0,) * 8 + (1,) * 8)
 NO_TOKENS = (Layout((), ()), Layout((0,), (0,)), Layout((0, 0, 0), (4, -1, 4)))
 
 
 def peers(seed: int) -> list[Layout]:
-    """Layouts, smallest first, in which every group has two members or more and every sequence a token."""
+    """Layouts, smallest first, in which every group has two members or more and every sequence a
+    token.
+    """
     small = [Layout((1, 1, 1, 1), (0, 1, 0, 1)), Layout((2, 1, 1, 3, 1), (7, -3, 7, -3, 7))]
     alternating = Layout(NEIGHBOURS.lengths, (0, 1) * 8)
     return [*small, _random(seed, [0] * 2 + [3] * 3 + [-9] * 6, longest=70), alternating]
@@ -59,7 +66,8 @@ def estimator_batch(layout: Layout, seed: int) -> EstimatorInputs:
     noise = _Noise(seed, sum(layout.lengths), len(layout.lengths))
     counted = torch.tensor(layout.lengths, dtype=torch.int64) > 0
     unread = torch.where(counted, 0.0, float("nan")).double()
-    logprobs, ref_logprobs = noise.logprobs(), noise.logprobs()
+    logprobs = noise.logprobs()
+    ref_logprobs = noise.logprobs()
     return EstimatorInputs(
         cu_seqlens=borders(layout.lengths),
         rewards=noise.sequences() + unread,
@@ -98,7 +106,8 @@ def policy_loss_batch(layout: Layout, seed: int) -> PolicyLossInputs:
 class _Noise:
     def __init__(self, seed: int, num_tokens: int, num_sequences: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self.num_tokens, self.num_sequences = num_tokens, num_sequences
+        self.num_tokens = num_tokens
+        self.num_sequences = num_sequences
 
     def tokens(self) -> Tensor:
         return torch.randn(self.num_tokens, generator=self.generator, dtype=torch.float64)
@@ -115,7 +124,10 @@ class _Noise:
 
 def _rollouts(groups: Sequence[int]) -> Tensor:
     """Two by two, the members of a group come from one rollout."""
-    ids = [1000 * group + sum(other == group for other in groups[:b]) // 2 for b, group in enumerate(groups)]
+    ids = [
+        1000 * group + sum(other == group for other in groups[:b]) // 2
+        for b, group in enumerate(groups)
+    ]
     return torch.tensor(ids, dtype=torch.int64)
 
 
@@ -135,17 +147,24 @@ def only(record: Record, names: Collection[str]) -> Record:
 
 def cast(record: Record, dtype: torch.dtype) -> Record:
     """Convert the floating fields."""
-    changed: dict[str, Any] = {name: value.to(dtype) for name, value in tensors(record) if value.is_floating_point()}
+    changed: dict[str, Any] = {
+        name: value.to(dtype) for name, value in tensors(record) if value.is_floating_point()
+    }
     return replace(record, **changed)
 
 
 def take(record: Record, order: Sequence[int]) -> tuple[Record, Tensor]:
     """Choose and order sequences; also return the index that does the same to a vector of tokens."""
-    starts, lengths = record.cu_seqlens.tolist(), record.cu_seqlens.diff().tolist()
-    tokens = torch.tensor([starts[b] + t for b in order for t in range(lengths[b])], dtype=torch.int64)
+    starts = record.cu_seqlens.tolist()
+    lengths = record.cu_seqlens.diff().tolist()
+    tokens = torch.tensor(
+        [starts[b] + t for b in order for t in range(lengths[b])], dtype=torch.int64
+    )
     sequences = torch.tensor(order, dtype=torch.int64)
     changed: dict[str, Any] = {
-        name: value[sequences if name in PER_SEQUENCE else tokens] for name, value in tensors(record) if name != "cu_seqlens"
+        name: value[sequences if name in PER_SEQUENCE else tokens]
+        for name, value in tensors(record)
+        if name != "cu_seqlens"
     }
     return replace(record, cu_seqlens=borders([lengths[b] for b in order]), **changed), tokens
 
@@ -153,22 +172,34 @@ def take(record: Record, order: Sequence[int]) -> tuple[Record, Tensor]:
 def shuffled(count: int, seed: int) -> list[list[int]]:
     """Orders of `count` things: reversed, rotated by one, and a random one."""
     order = list(range(count))
-    return [order[::-1], order[1:] + order[:1], torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()]
+    return [
+        order[::-1],
+        order[1:] + order[:1],
+        torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist(),
+    ]
 
 
 def strided(record: Record) -> Record:
     """The same numbers in tensors that are not contiguous."""
-    changed: dict[str, Any] = {name: torch.stack([value, value], 1)[:, 0] for name, value in tensors(record)}
+    changed: dict[str, Any] = {
+        name: torch.stack([value, value], 1)[:, 0] for name, value in tensors(record)
+    }
     return replace(record, **changed)
 
 
 def describe(record: Record, names: Collection[str]) -> str:
     """Write a batch out, one line a field, at most eight numbers of each."""
     lines = [f"lengths {_numbers(record.cu_seqlens.diff())}"]
-    lines += [f"{name} {_numbers(value)}" for name, value in tensors(record) if name in names and name != "cu_seqlens"]
+    lines += [
+        f"{name} {_numbers(value)}"
+        for name, value in tensors(record)
+        if name in names and name != "cu_seqlens"
+    ]
     return "\n".join(lines)
 
 
 def _numbers(vector: Tensor) -> str:
-    shown = ", ".join(f"{x:.6g}" if vector.is_floating_point() else str(x) for x in vector[:8].tolist())
+    shown = ", ".join(
+        f"{x:.6g}" if vector.is_floating_point() else str(x) for x in vector[:8].tolist()
+    )
     return f"[{shown}{', ...' if vector.numel() > 8 else ''}]"

@@ -1,4 +1,6 @@
-"""A rule of the contract, the error of a plugin that breaks it, and the report on one that keeps them all."""
+"""A rule of the contract, the error of a plugin that breaks it, and the report on one that keeps
+them all.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class Rule:
 
 
 class ContractError(AssertionError):
-    """A plugin breaks a rule; the message has the rule, the smallest batch that shows it, and what to do.
+    """A plugin breaks a rule; the message has the rule, the smallest batch that shows it, and what
+    to do.
 
     Attributes:
         rule: the rule that broke.
@@ -27,8 +30,12 @@ class ContractError(AssertionError):
 
     def __init__(self, subject: str, rule: Rule, example: str) -> None:
         lines = "\n".join(f"  {line}" for line in example.splitlines())
-        super().__init__(f"{subject} breaks the rule {rule.name!r}: {rule.sentence}\n{lines}\n  to do: {rule.advice}")
-        self.subject, self.rule = subject, rule
+        super().__init__(
+            f"{subject} breaks the rule {rule.name!r}: {rule.sentence}\n{lines}\n  to do:"
+            f" {rule.advice}"
+        )
+        self.subject = subject
+        self.rule = rule
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,9 @@ class ContractReport:
 
 
 def builds(thing: Callable[..., Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether `thing` can be called with just the keywords: then it makes an algorithm, else it is one."""
+    """Whether `thing` can be called with just the keywords: then it makes an algorithm, else it is
+    one.
+    """
     if isinstance(thing, type):
         return True
     try:

@@ -30,24 +30,31 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
 def check_estimator(
-    estimator: str | Callable[..., Any], *, seed: int = 0, uses_batch: bool = False, random: bool = False, **keywords: Any
+    estimator: str | Callable[..., Any],
+    *,
+    seed: int = 0,
+    uses_batch: bool = False,
+    random: bool = False,
+    **keywords: Any,
 ) -> ContractReport:
     """Try an estimator against every rule that the framework, and its users, take for granted.
 
     Args:
-        estimator: a registered name, an import path `package.module:Name`, a class, a function that builds one, an instance,
-            or what `build_estimator` returned.
+        estimator: a registered name, an import path `package.module:Name`, a class, a function that
+            builds one, an instance, or what `build_estimator` returned.
         seed: of the batches; the same seed gives the same verdict.
-        uses_batch: the estimator means to look beyond the group of a sequence, as whitening does. Leaves out `group-split`.
+        uses_batch: the estimator means to look beyond the group of a sequence, as whitening does.
+            Leaves out `group-split`.
         random: two calls may differ. Leaves out every rule that compares two calls.
-        **keywords: of its constructor. One that is named like an argument here needs an instance instead.
+        **keywords: of its constructor. One that is named like an argument here needs an instance
+            instead.
 
     Returns:
         The rules that were checked, and those left out.
 
     Raises:
-        ContractError: a rule is broken. The message names it, with the smallest batch found, what was expected, what came,
-            and what to do.
+        ContractError: a rule is broken. The message names it, with the smallest batch found, what
+            was expected, what came, and what to do.
         AlgorithmError: the estimator cannot be built from these keywords.
     """
     subject = _Subject(_guarded(estimator, keywords), seed)
@@ -71,7 +78,10 @@ def _guarded(estimator: str | Callable[..., Any], keywords: dict[str, Any]) -> G
         instance = estimator(**keywords)
         return instance if isinstance(instance, GuardedEstimator) else guard_estimator(instance)
     if keywords:
-        raise TypeError(f"{', '.join(keywords)}: the estimator is built already; pass its class or name with keywords")
+        raise TypeError(
+            f"{', '.join(keywords)}: the estimator is built already; pass its class or name with"
+            " keywords"
+        )
     return estimator if isinstance(estimator, GuardedEstimator) else guard_estimator(estimator)
 
 
@@ -85,7 +95,9 @@ class _Subject:
         return self.guarded.needs | self.guarded.optional | {*ESTIMATOR_ALWAYS}
 
     def trial(self, rule: Rule) -> Trial[EstimatorInputs]:
-        return Trial(f"estimator {self.guarded.name!r}", self._declared, self.takes, self.seed, rule)
+        return Trial(
+            f"estimator {self.guarded.name!r}", self._declared, self.takes, self.seed, rule
+        )
 
     def batch(self, layout: Layout) -> EstimatorInputs:
         return only(estimator_batch(layout, self.seed), self.takes)
@@ -109,7 +121,8 @@ def _outputs(result: Advantages) -> Outputs:
     return {name: value for name, value in both.items() if value is not None}
 
 
-# The rules, in the order in which they are tried: what is simplest, and explains the failure of others, comes first.
+# The rules, in the order in which they are tried: what is simplest, and explains the failure of
+# others, comes first.
 
 DECLARED = Rule(
     "declared-fields",
@@ -131,35 +144,45 @@ DETERMINISTIC = Rule(
     "the same batch gives the same result, whatever was called in between",
     "keep no state between calls and draw no random numbers, or pass random=True",
 )
-OPTIONAL = Rule("optional-fields", "a field in optional may be absent", "test it with `is not None` before you read it")
+OPTIONAL = Rule(
+    "optional-fields",
+    "a field in optional may be absent",
+    "test it with `is not None` before you read it",
+)
 PERMUTATION = Rule(
     "permutation",
     "sequences in another order get the same numbers in that order",
-    "nothing may depend on where a sequence stands; sums over neighbours stop at the borders in cu_seqlens",
+    "nothing may depend on where a sequence stands; sums over neighbours stop at the borders in"
+    " cu_seqlens",
 )
 GROUP_IDS = Rule(
     "group-ids",
     "groups come from group_ids: any integers, members anywhere, sizes unequal",
-    "number the groups with group_index(inputs.group_ids), or take group_mean_std(rewards, group_ids)",
+    "number the groups with group_index(inputs.group_ids), or take group_mean_std(rewards,"
+    " group_ids)",
 )
 GROUP_OF_ONE = Rule(
     "group-of-one",
     "a sequence that is alone in its group has finite advantages",
-    "std(n - 1) and a mean over the others are 0 / 0 there: divide by (n - 1).clamp(min=1), or choose a value",
+    "std(n - 1) and a mean over the others are 0 / 0 there: divide by (n - 1).clamp(min=1), or"
+    " choose a value",
 )
 EMPTY = Rule(
     "empty-sequences",
     "a sequence without tokens changes nothing, and its reward, which may be NaN, is not read",
-    "leave out such sequences first: member = segment_lengths(inputs.cu_seqlens) > 0; rewards = inputs.rewards[member]",
+    "leave out such sequences first: member = segment_lengths(inputs.cu_seqlens) > 0; rewards ="
+    " inputs.rewards[member]",
 )
 NO_TOKENS_RULE = Rule(
-    "no-tokens", "a batch without tokens, or without sequences, gives empty results", "max and min of nothing raise"
+    "no-tokens",
+    "a batch without tokens, or without sequences, gives empty results",
+    "max and min of nothing raise",
 )
 GROUP_SPLIT = Rule(
     "group-split",
     "what a group gets does not depend on the other groups of the batch",
-    "compute inside each group, with sums that stop at its borders (a difference of running sums loses the small ones), "
-    "or pass uses_batch=True",
+    "compute inside each group, with sums that stop at its borders (a difference of running sums"
+    " loses the small ones), or pass uses_batch=True",
 )
 CONSTANT = Rule(
     "constant-rewards",
@@ -177,7 +200,9 @@ EXTREMES = Rule(
     "take variances in two passes, never E[x^2] - mean^2; clamp a log-ratio before exp",
 )
 STORAGE = Rule(
-    "storage", "numbers count, not how they lie in memory", "use reshape instead of view, and no data_ptr or as_strided"
+    "storage",
+    "numbers count, not how they lie in memory",
+    "use reshape instead of view, and no data_ptr or as_strided",
 )
 
 
@@ -185,7 +210,8 @@ def _check_declared(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
     full = estimator_batch(NEIGHBOURS, subject.seed)
     everything = subject.with_fields(frozenset(ESTIMATOR_OPTIONAL))
     try:
-        expected, again = everything(full), everything(full)
+        expected = everything(full)
+        again = everything(full)
     except Exception:  # noqa: BLE001  (it fails with everything there: the rule `outputs` will say how)
         return
     if not same_outputs(expected, again):  # the rule `deterministic` will say so
@@ -213,17 +239,28 @@ def _check_deterministic(subject: _Subject, trial: Trial[EstimatorInputs]) -> No
     exactly = dict.fromkeys(expected, 0.0)
     trial.same(batch, "the same call again", expected, trial.run(batch), allowed=exactly)
     trial.run(only(estimator_batch(NEIGHBOURS, subject.seed + 1), subject.takes))
-    trial.same(batch, "the same call after one on another batch", expected, trial.run(batch), allowed=exactly)
+    trial.same(
+        batch,
+        "the same call after one on another batch",
+        expected,
+        trial.run(batch),
+        allowed=exactly,
+    )
 
 
 def _check_optional(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
     for field in sorted(subject.guarded.optional):
         trial.run(only(subject.batch(NEIGHBOURS), subject.takes - {field}), f"without {field!r}")
-    trial.run(only(subject.batch(NEIGHBOURS), subject.takes - subject.guarded.optional), "without any optional field")
+    trial.run(
+        only(subject.batch(NEIGHBOURS), subject.takes - subject.guarded.optional),
+        "without any optional field",
+    )
 
 
 def _check_permutation(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
-    """Two neighbours of one group change places: groups that are counted off by position survive that."""
+    """Two neighbours of one group change places: groups that are counted off by position survive
+    that.
+    """
     try:
         _swap_neighbours(subject, trial, NEIGHBOURS)
     except ContractError:
@@ -248,8 +285,13 @@ def _check_group_ids(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
         batch = subject.batch(layout)
         expected = trial.run(batch)
         _, number = torch.unique(batch.group_ids, return_inverse=True)
-        for change, renamed in (("group ids times -10**12", batch.group_ids * -(10**12)), ("group ids from 0", number)):
-            trial.same(batch, change, expected, trial.run(replace(batch, group_ids=renamed), change))
+        for change, renamed in (
+            ("group ids times -10**12", batch.group_ids * -(10**12)),
+            ("group ids from 0", number),
+        ):
+            trial.same(
+                batch, change, expected, trial.run(replace(batch, group_ids=renamed), change)
+            )
         side_by_side = torch.argsort(number, stable=True).tolist()
         for order in (side_by_side, *shuffled(len(layout.lengths), subject.seed)):
             _reorder(trial, batch, order)
@@ -263,8 +305,13 @@ def _check_group_of_one(subject: _Subject, trial: Trial[EstimatorInputs]) -> Non
 
 def _check_empty(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
     for layout in (*loners(subject.seed), *peers(subject.seed)):
-        count, stranger = len(layout.lengths), max(layout.groups) + 1
-        for position, group in ((0, layout.groups[0]), (count // 2, layout.groups[-1]), (count, stranger)):
+        count = len(layout.lengths)
+        stranger = max(layout.groups) + 1
+        for position, group in (
+            (0, layout.groups[0]),
+            (count // 2, layout.groups[-1]),
+            (count, stranger),
+        ):
             lengths = (*layout.lengths[:position], 0, *layout.lengths[position:])
             groups = (*layout.groups[:position], group, *layout.groups[position:])
             batch = subject.batch(Layout(lengths, groups))
@@ -283,14 +330,23 @@ def _check_group_split(subject: _Subject, trial: Trial[EstimatorInputs]) -> None
         whole = subject.batch(layout)
         together = trial.run(whole)
         for group in sorted(set(layout.groups)):
-            part, index = take(whole, [b for b, other in enumerate(layout.groups) if other == group])
+            part, index = take(
+                whole, [b for b, other in enumerate(layout.groups) if other == group]
+            )
             change = f"group {group} in the batch instead of alone"
             trial.same(whole, change, trial.run(part), at(together, index), places=index)
-            loud = cast(replace(whole, rewards=torch.where(whole.group_ids == group, 1.0, 1e6) * whole.rewards), torch.float32)
+            loud = cast(
+                replace(
+                    whole, rewards=torch.where(whole.group_ids == group, 1.0, 1e6) * whole.rewards
+                ),
+                torch.float32,
+            )
             alone = trial.run(cast(part, torch.float32))
             allowed = {name: 1e-4 * max(1.0, largest(value)) for name, value in alone.items()}
             change = f"group {group} among rewards times 1e6 instead of alone, in float32"
-            trial.same(loud, change, alone, at(trial.run(loud), index), places=index, allowed=allowed)
+            trial.same(
+                loud, change, alone, at(trial.run(loud), index), places=index, allowed=allowed
+            )
 
 
 def _check_constant(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:

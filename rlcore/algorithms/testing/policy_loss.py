@@ -28,16 +28,25 @@ from rlcore.algorithms.testing.batches import (
     tensors,
 )
 from rlcore.algorithms.testing.contract import ContractReport, Rule, builds
-from rlcore.algorithms.testing.trial import READ_ONLY, Outputs, Trial, at, same_numbers, same_outputs
+from rlcore.algorithms.testing.trial import (
+    READ_ONLY,
+    Outputs,
+    Trial,
+    at,
+    same_numbers,
+    same_outputs,
+)
 from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
 
 
-def check_policy_loss(loss: str | Callable[..., Any], *, seed: int = 0, **keywords: Any) -> ContractReport:
+def check_policy_loss(
+    loss: str | Callable[..., Any], *, seed: int = 0, **keywords: Any
+) -> ContractReport:
     """Try a policy loss against every rule that the framework, and its users, take for granted.
 
     Args:
-        loss: a registered name, an import path `package.module:Name`, a class, a function that builds one, an instance, or
-            what `build_policy_loss` returned.
+        loss: a registered name, an import path `package.module:Name`, a class, a function that
+            builds one, an instance, or what `build_policy_loss` returned.
         seed: of the batches; the same seed gives the same verdict.
         **keywords: of its constructor.
 
@@ -45,8 +54,8 @@ def check_policy_loss(loss: str | Callable[..., Any], *, seed: int = 0, **keywor
         The rules that were checked.
 
     Raises:
-        ContractError: a rule is broken. The message names it, with the smallest batch found, what was expected, what came,
-            and what to do.
+        ContractError: a rule is broken. The message names it, with the smallest batch found, what
+            was expected, what came, and what to do.
         AlgorithmError: the loss cannot be built from these keywords.
     """
     subject = _Subject(_guarded(loss, keywords), seed)
@@ -68,7 +77,10 @@ def _guarded(loss: str | Callable[..., Any], keywords: dict[str, Any]) -> Guarde
         instance = loss(**keywords)
         return instance if isinstance(instance, GuardedPolicyLoss) else guard_policy_loss(instance)
     if keywords:
-        raise TypeError(f"{', '.join(keywords)}: the loss is built already; pass its class or name with keywords")
+        raise TypeError(
+            f"{', '.join(keywords)}: the loss is built already; pass its class or name with"
+            " keywords"
+        )
     return loss if isinstance(loss, GuardedPolicyLoss) else guard_policy_loss(loss)
 
 
@@ -107,16 +119,22 @@ class _Subject:
         result = self.guarded(inputs)
         for name, value in tensors(inputs):
             if not same_numbers(value.detach(), before[name]):
-                raise EstimatorMutationError(f"it wrote into its input {name!r}, past the version counter")
+                raise EstimatorMutationError(
+                    f"it wrote into its input {name!r}, past the version counter"
+                )
         loss = result.per_token
         if not loss.requires_grad:
-            raise OutputError("per_token: expected a gradient to logprobs, got a tensor without one")
+            raise OutputError(
+                "per_token: expected a gradient to logprobs, got a tensor without one"
+            )
         weights = 2 + inputs.old_logprobs.cos()
         (gradient,) = torch.autograd.grad((weights * loss).sum(), leaf)
         outputs = {"per_token": loss.detach(), "gradient": gradient}
         for name, value in outputs.items():
             if not torch.isfinite(value).all():
-                raise OutputError(f"{name}: expected finite numbers, got {value[~torch.isfinite(value)][0]}")
+                raise OutputError(
+                    f"{name}: expected finite numbers, got {value[~torch.isfinite(value)][0]}"
+                )
         return outputs, result
 
     def _with_stats(self, inputs: PolicyLossInputs) -> PolicyLossInputs:
@@ -128,16 +146,23 @@ class _Subject:
 
 
 def _metrics(result: PolicyLoss, inputs: PolicyLossInputs) -> Outputs:
-    """The metrics as vectors of tokens; none where tokens and sequences are equal in number and cannot be told apart."""
+    """The metrics as vectors of tokens; none where tokens and sequences are equal in number and
+    cannot be told apart.
+    """
     if inputs.num_tokens == inputs.num_sequences:
         return {}
     return {
-        f"metrics[{name!r}]": value if value.numel() == inputs.num_tokens else expand_to_tokens(value, inputs.cu_seqlens)
+        f"metrics[{name!r}]": (
+            value
+            if value.numel() == inputs.num_tokens
+            else expand_to_tokens(value, inputs.cu_seqlens)
+        )
         for name, value in result.metrics.items()
     }
 
 
-# The rules, in the order in which they are tried: what is simplest, and explains the failure of others, comes first.
+# The rules, in the order in which they are tried: what is simplest, and explains the failure of
+# others, comes first.
 
 DECLARED = Rule(
     "declared-fields",
@@ -146,15 +171,21 @@ DECLARED = Rule(
 )
 OUTPUTS = Rule(
     "outputs",
-    "the result is a PolicyLoss of finite floats [M] with a finite gradient to logprobs; metrics are [M] or [B]",
+    "the result is a PolicyLoss of finite floats [M] with a finite gradient to logprobs; metrics"
+    " are [M] or [B]",
     "return one number a token, neither reduced nor detached: the framework weighs and sums",
 )
 DETERMINISTIC = Rule(
     "deterministic",
     "the same micro-batch gives the same result, whatever was called in between",
-    "keep no state between calls; choose tokens by a hash of sequence_ids and position, not by a generator",
+    "keep no state between calls; choose tokens by a hash of sequence_ids and position, not by a"
+    " generator",
 )
-OPTIONAL = Rule("optional-fields", "a field in optional may be absent", "test it with `is not None` before you read it")
+OPTIONAL = Rule(
+    "optional-fields",
+    "a field in optional may be absent",
+    "test it with `is not None` before you read it",
+)
 PERMUTATION = Rule(
     "permutation",
     "sequences in another order get the same numbers in that order",
@@ -163,16 +194,23 @@ PERMUTATION = Rule(
 MICRO_BATCHES = Rule(
     "micro-batches",
     "splitting the step into micro-batches of whole sequences changes no number",
-    "reduce nothing over the batch; what the loss must know of the whole step it computes in batch_stats(inputs)",
+    "reduce nothing over the batch; what the loss must know of the whole step it computes in"
+    " batch_stats(inputs)",
 )
 EMPTY = Rule(
-    "empty-sequences", "a sequence without tokens changes nothing", "segment_mean defines the mean of nothing as 0"
+    "empty-sequences",
+    "a sequence without tokens changes nothing",
+    "segment_mean defines the mean of nothing as 0",
 )
 NO_TOKENS_RULE = Rule(
-    "no-tokens", "a micro-batch without tokens, or without sequences, gives empty results", "max and min of nothing raise"
+    "no-tokens",
+    "a micro-batch without tokens, or without sequences, gives empty results",
+    "max and min of nothing raise",
 )
 UNWEIGHTED = Rule(
-    "unweighted", "loss weights may be read, not applied: scaling them changes nothing", "the framework multiplies by them"
+    "unweighted",
+    "loss weights may be read, not applied: scaling them changes nothing",
+    "the framework multiplies by them",
 )
 FLOAT32 = Rule(
     "float32",
@@ -181,18 +219,23 @@ FLOAT32 = Rule(
 )
 EXTREMES = Rule(
     "extremes",
-    "log-ratios of +-1e4 and advantages of 1e6 keep the loss and its gradient finite and right in float32",
-    "clamp the log-ratio before exp: clamping the ratio is too late, since the gradient of exp is inf by then",
+    "log-ratios of +-1e4 and advantages of 1e6 keep the loss and its gradient finite and right in"
+    " float32",
+    "clamp the log-ratio before exp: clamping the ratio is too late, since the gradient of exp is"
+    " inf by then",
 )
 STORAGE = Rule(
-    "storage", "numbers count, not how they lie in memory", "use reshape instead of view, and no data_ptr or as_strided"
+    "storage",
+    "numbers count, not how they lie in memory",
+    "use reshape instead of view, and no data_ptr or as_strided",
 )
 
 
 def _check_declared(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
     full = policy_loss_batch(NEIGHBOURS, subject.seed)
     try:
-        expected, again = subject.call(full), subject.call(full)
+        expected = subject.call(full)
+        again = subject.call(full)
     except Exception:  # noqa: BLE001  (it fails with everything there: the rule `outputs` will say how)
         return
     if not same_outputs(expected, again):  # the rule `deterministic` will say so
@@ -214,16 +257,31 @@ def _check_deterministic(subject: _Subject, trial: Trial[PolicyLossInputs]) -> N
     expected = trial.run(batch, call=subject.call_with_metrics)
     exactly = dict.fromkeys(expected, 0.0)
     change = "the same call again"
-    trial.same(batch, change, expected, trial.run(batch, change, subject.call_with_metrics), allowed=exactly)
+    trial.same(
+        batch,
+        change,
+        expected,
+        trial.run(batch, change, subject.call_with_metrics),
+        allowed=exactly,
+    )
     trial.run(only(policy_loss_batch(NEIGHBOURS, subject.seed + 1), subject.takes))
     change = "the same call after one on another batch"
-    trial.same(batch, change, expected, trial.run(batch, change, subject.call_with_metrics), allowed=exactly)
+    trial.same(
+        batch,
+        change,
+        expected,
+        trial.run(batch, change, subject.call_with_metrics),
+        allowed=exactly,
+    )
 
 
 def _check_optional(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
     for field in sorted(subject.guarded.optional):
         trial.run(only(subject.batch(NEIGHBOURS), subject.takes - {field}), f"without {field!r}")
-    trial.run(only(subject.batch(NEIGHBOURS), subject.takes - subject.guarded.optional), "without any optional field")
+    trial.run(
+        only(subject.batch(NEIGHBOURS), subject.takes - subject.guarded.optional),
+        "without any optional field",
+    )
 
 
 def _check_permutation(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
@@ -239,7 +297,8 @@ def _check_permutation(subject: _Subject, trial: Trial[PolicyLossInputs]) -> Non
 
 def _check_micro_batches(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
     for layout in (*loners(subject.seed), *peers(subject.seed)):
-        step, count = subject.step(layout), len(layout.lengths)
+        step = subject.step(layout)
+        count = len(layout.lengths)
         expected = trial.run(step, call=subject.call_with_metrics)
         for size in sorted({1, (count + 1) // 2}):
             for first in range(0, count, size):

@@ -18,10 +18,13 @@ Outputs = Mapping[str, Tensor]  # by name, [M] each
 READ_ONLY = Rule(
     "read-only",
     "inputs are read, never written",
-    "compute out of place (x * y, not x.mul_(y)), or write into x.clone(); x.data and x.numpy() share memory with x",
+    "compute out of place (x * y, not x.mul_(y)), or write into x.clone(); x.data and x.numpy()"
+    " share memory with x",
 )
-TOLERANCE = 1e-5  # of the largest number, where two results should agree: above any order of summation
-ROUNDINGS = 8  # how many times the effect of rounding its inputs to float32 an algorithm in float32 may be off
+# of the largest number, where two results should agree: above any order of summation
+TOLERANCE = 1e-5
+# how many times the effect of rounding its inputs to float32 an algorithm in float32 may be off
+ROUNDINGS = 8
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,9 @@ class Trial(Generic[Record]):
         """The same plugin under another rule."""
         return replace(self, rule=rule)
 
-    def run(self, batch: Record, change: str = "", call: Callable[[Record], Outputs] | None = None) -> Outputs:
+    def run(
+        self, batch: Record, change: str = "", call: Callable[[Record], Outputs] | None = None
+    ) -> Outputs:
         """Call the plugin; whatever it raises breaks the rule."""
         try:
             return (call or self.call)(batch)
@@ -59,13 +64,18 @@ class Trial(Generic[Record]):
         self, batch: Record, change: str, expected: Outputs, got: Outputs, *,
         places: Tensor | None = None, allowed: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
-        """Fail unless both results agree; entry i belongs to token `places[i]` of `batch`, by default to token i."""
+        """Fail unless both results agree; entry i belongs to token `places[i]` of `batch`, by
+        default to token i.
+        """
         for name, wanted in expected.items():
             found = got.get(name)
             if found is None:
-                self.fail(batch, change, f"{name}: expected a tensor as without the change, got None")
+                self.fail(
+                    batch, change, f"{name}: expected a tensor as without the change, got None"
+                )
             limit = allowed[name] if allowed else TOLERANCE * max(1.0, largest(wanted))
-            apart = (~((found.double() - wanted.double()).abs() <= limit)).nonzero().flatten()  # NaN is apart
+            # NaN is apart
+            apart = (~((found.double() - wanted.double()).abs() <= limit)).nonzero().flatten()
             if not apart.numel():
                 continue
             first = int(apart[0])
@@ -73,23 +83,37 @@ class Trial(Generic[Record]):
             sequence = int(torch.searchsorted(batch.cu_seqlens, token, right=True)) - 1
             place = f"sequence {sequence}, token {token - int(batch.cu_seqlens[sequence])}"
             count = f"{apart.numel()} of {wanted.numel()} tokens differ, by more than {limit:.2g}"
-            self.fail(batch, change, f"{name} of {place}: expected {wanted[first]:.8g}, got {found[first]:.8g} ({count})")
+            self.fail(
+                batch,
+                change,
+                f"{name} of {place}: expected {wanted[first]:.8g}, got {found[first]:.8g}"
+                f" ({count})",
+            )
 
     def as_good_as_rounding(self, batch: Record, change: str = "") -> None:
-        """Fail unless float32 gives what float64 gives, to what rounding the inputs to float32 does to the result."""
+        """Fail unless float32 gives what float64 gives, to what rounding the inputs to float32 does
+        to the result.
+        """
         change = f"{change}, " if change else ""
         narrow = cast(batch, torch.float32)
         wide = cast(narrow, torch.float64)
-        expected, got = self.run(wide, f"{change}in float64"), self.run(narrow, f"{change}in float32")
+        expected = self.run(wide, f"{change}in float64")
+        got = self.run(narrow, f"{change}in float32")
         moved = [self.run(other, f"{change}in float64") for other in self._roundings(wide)]
         allowed = {
-            name: ROUNDINGS * max(largest(other[name] - value) for other in moved) + TOLERANCE * largest(value) + 1e-30
+            name: (
+                ROUNDINGS * max(largest(other[name] - value) for other in moved)
+                + TOLERANCE * largest(value)
+                + 1e-30
+            )
             for name, value in expected.items()
         }
         self.same(narrow, f"{change}in float32 instead of float64", expected, got, allowed=allowed)
 
     def _roundings(self, batch: Record) -> list[Record]:
-        """Batches that float32 cannot tell from this one: each number moved by up to half a unit in the last place."""
+        """Batches that float32 cannot tell from this one: each number moved by up to half a unit in
+        the last place.
+        """
         generator = torch.Generator().manual_seed(self.seed)
 
         def moved(value: Tensor) -> Tensor:
@@ -98,14 +122,20 @@ class Trial(Generic[Record]):
 
         batches = []
         for _ in range(2):
-            changed: dict[str, Any] = {name: moved(x) for name, x in tensors(batch) if x.is_floating_point()}
+            changed: dict[str, Any] = {
+                name: moved(x) for name, x in tensors(batch) if x.is_floating_point()
+            }
             batches.append(replace(batch, **changed))
         return batches
 
-    def fail(self, batch: Record, change: str, finding: str, cause: Exception | None = None) -> NoReturn:
+    def fail(
+        self, batch: Record, change: str, finding: str, cause: Exception | None = None
+    ) -> NoReturn:
         """Raise the `ContractError` of this rule."""
         parts = [describe(batch, self.shown), f"change: {change}" if change else "", finding]
-        raise ContractError(self.subject, self.rule, "\n".join(part for part in parts if part)) from cause
+        raise ContractError(
+            self.subject, self.rule, "\n".join(part for part in parts if part)
+        ) from cause
 
 
 def largest(vector: Tensor) -> float:

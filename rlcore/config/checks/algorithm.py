@@ -1,4 +1,6 @@
-"""Checks of the algorithm: nothing that is given is left unused. Pure: no torch, no files, no network."""
+"""Checks of the algorithm: nothing that is given is left unused. Pure: no torch, no files, no
+network.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from rlcore.config.messages import Problem
 from rlcore.config.sections.algorithm import CorrectionConfig
 from rlcore.config.sections.root import Config
 
-DECOUPLED = "decoupled_ppo"     # the loss that corrects for the engine itself
+DECOUPLED = "decoupled_ppo"  # the loss that corrects for the engine itself
 
 
 def reward_terms(config: Config) -> Iterator[Problem]:
@@ -17,9 +19,14 @@ def reward_terms(config: Config) -> Iterator[Problem]:
     algorithm = config.algorithm
     for keyword, path in COEFFICIENTS.items():
         if keyword in algorithm.estimator.options:
-            yield Problem(f"algorithm.estimator.{keyword}", f"set {path} instead; estimators are given it")
+            yield Problem(
+                f"algorithm.estimator.{keyword}", f"set {path} instead; estimators are given it"
+            )
     if "kl_coef" in algorithm.loss.options:
-        yield Problem("algorithm.loss.kl_coef", "set algorithm.kl.loss_coef instead; it is added to every loss")
+        yield Problem(
+            "algorithm.loss.kl_coef",
+            "set algorithm.kl.loss_coef instead; it is added to every loss",
+        )
     if config.is_sft:
         used = {
             "algorithm.kl.reward_coef": algorithm.kl.reward_coef,
@@ -32,55 +39,108 @@ def reward_terms(config: Config) -> Iterator[Problem]:
                 yield Problem(path, f"got {value:g}, but the sft loss has no such term: remove it")
         return
     if takes_coefficients(config) is False:
-        yield from (coefficient_ignored(config, keyword) for keyword, value in coefficients(config).items() if value)
+        yield from (
+            coefficient_ignored(config, keyword)
+            for keyword, value in coefficients(config).items()
+            if value
+        )
     if algorithm.distillation.coef and config.teacher.path is None:
-        yield Problem("teacher.path", "missing: algorithm.distillation.coef is not 0, so name the model to learn from")
+        yield Problem(
+            "teacher.path",
+            "missing: algorithm.distillation.coef is not 0, so name the model to learn from",
+        )
 
 
 def coefficient_ignored(config: Config, keyword: str) -> Problem:
     """A coefficient of the reward that the estimator has no keyword for."""
-    name, got = config.algorithm.estimator.name, f"got {coefficients(config)[keyword]:g}, but estimator "
+    name = config.algorithm.estimator.name
+    got = f"got {coefficients(config)[keyword]:g}, but estimator "
     term, instead = {
         "kl_coef": ("KL", "set algorithm.kl.loss_coef, or algorithm.kl.monitor to watch KL alone"),
-        "distill_coef": ("distillation", "choose one with rewards a token, such as reinforce++ or ppo"),
+        "distill_coef": (
+            "distillation",
+            "choose one with rewards a token, such as reinforce++ or ppo",
+        ),
     }[keyword]
-    return Problem(COEFFICIENTS[keyword], f"{got}{name!r} takes no {term} into its reward and would ignore it: {instead}")
+    return Problem(
+        COEFFICIENTS[keyword],
+        f"{got}{name!r} takes no {term} into its reward and would ignore it: {instead}",
+    )
 
 
 def loss_terms(config: Config) -> Iterator[Problem]:
-    """What shapes the loss has a loss to shape: norm_length, per_rollout, unbiased KL, the engine's log-probs."""
-    algorithm, loss = config.algorithm, config.algorithm.loss
+    """What shapes the loss has a loss to shape: norm_length, per_rollout, unbiased KL, the engine's
+    log-probs.
+    """
+    algorithm = config.algorithm
+    loss = config.algorithm.loss
     constant = loss.aggregation == "seq-mean-token-sum-norm"
     if constant and loss.norm_length is None:
-        yield Problem("algorithm.loss.norm_length", "missing: aggregation seq-mean-token-sum-norm divides by it")
+        yield Problem(
+            "algorithm.loss.norm_length",
+            "missing: aggregation seq-mean-token-sum-norm divides by it",
+        )
     if not constant and loss.norm_length is not None:
-        yield Problem("algorithm.loss.norm_length", f"aggregation {loss.aggregation} does not use it: remove it")
+        yield Problem(
+            "algorithm.loss.norm_length",
+            f"aggregation {loss.aggregation} does not use it: remove it",
+        )
     if loss.per_rollout and (config.is_sft or loss.aggregation == "token-mean"):
-        why = "every row is a rollout of its own" if config.is_sft else "aggregation token-mean counts tokens alone"
+        why = (
+            "every row is a rollout of its own"
+            if config.is_sft
+            else "aggregation token-mean counts tokens alone"
+        )
         yield Problem("algorithm.loss.per_rollout", f"would change nothing, as {why}: remove it")
     if algorithm.kl.loss_unbiased and not algorithm.kl.loss_coef:
-        yield Problem("algorithm.kl.loss_unbiased", "there is no KL in the loss to weigh: set algorithm.kl.loss_coef too")
+        yield Problem(
+            "algorithm.kl.loss_unbiased",
+            "there is no KL in the loss to weigh: set algorithm.kl.loss_coef too",
+        )
     if loss.name == DECOUPLED and algorithm.old_logprobs == "rollout":
-        message = f"loss {DECOUPLED!r} keeps the policy before the step apart from the engine's: set recompute or auto"
+        message = (
+            f"loss {DECOUPLED!r} keeps the policy before the step apart from the engine's: set"
+            " recompute or auto"
+        )
         yield Problem("algorithm.old_logprobs", message)
 
 
 def correction(config: Config) -> Iterator[Problem]:
     """A correction is named where it has options, and has two log-probs to compare."""
-    algorithm, given, path = config.algorithm, config.algorithm.correction, "algorithm.correction"
+    algorithm = config.algorithm
+    given = config.algorithm.correction
+    path = "algorithm.correction"
     if config.is_sft and given.max_staleness is not None:
-        yield Problem(f"{path}.max_staleness", "supervised fine-tuning trains on labels, which have no version: remove it")
+        yield Problem(
+            f"{path}.max_staleness",
+            "supervised fine-tuning trains on labels, which have no version: remove it",
+        )
     if given.name == "none":
         unset = CorrectionConfig().options
         for key, value in given.options.items():
             if value != unset[key]:
-                message = f"got {value!r}, but {path}.name is none: name one (tis, mis, icepop) or remove it"
+                message = (
+                    f"got {value!r}, but {path}.name is none: name one (tis, mis, icepop) or"
+                    " remove it"
+                )
                 yield Problem(f"{path}.{key}", message)
     elif config.is_sft:
-        yield Problem(f"{path}.name", "supervised fine-tuning has no engine whose log-probs could differ: remove it")
+        yield Problem(
+            f"{path}.name",
+            "supervised fine-tuning has no engine whose log-probs could differ: remove it",
+        )
     elif algorithm.old_logprobs == "rollout":
-        message = f"{given.name!r} compares the trainer's log-probs with the engine's, and algorithm.old_logprobs: rollout "
-        yield Problem(f"{path}.name", message + "takes the engine's for both: set recompute or auto there, or none here")
+        message = (
+            f"{given.name!r} compares the trainer's log-probs with the engine's, and"
+            " algorithm.old_logprobs: rollout "
+        )
+        yield Problem(
+            f"{path}.name",
+            message + "takes the engine's for both: set recompute or auto there, or none here",
+        )
     elif algorithm.loss.name == DECOUPLED:
-        message = f"loss {DECOUPLED!r} has this ratio as a weight of its own, so {given.name!r} would apply it twice: set none"
+        message = (
+            f"loss {DECOUPLED!r} has this ratio as a weight of its own, so {given.name!r} would"
+            " apply it twice: set none"
+        )
         yield Problem(f"{path}.name", message)

@@ -1,4 +1,6 @@
-"""Checks of `rollout.engine`: what is given is what this kind of engine reads. Pure: no torch, no files, no network."""
+"""Checks of `rollout.engine`: what is given is what this kind of engine reads. Pure: no torch, no
+files, no network.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,26 @@ SGLANG_ONLY = (
     "python", "urls", "tensor_parallel", "gpus", "host", "server", "router_url", "transport", "weights_dir",
     "max_in_flight",
 )  # fmt: skip
-ENDING_S = 45.0         # beyond its limit, for an engine that does not answer to be given up and ended
-MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device")     # up to whoever starts it
+# beyond its limit, for an engine that does not answer to be given up and ended
+ENDING_S = 45.0
+# up to whoever starts it
+MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device")
 
 
 def engine_kind(config: Config) -> Iterator[Problem]:
     """Every key of the engine is one that its kind reads."""
     engine = config.rollout.engine
     if engine.kind == "embedded":
-        yield from _given(engine, SGLANG_ONLY, "only SGLang engines read it: set rollout.engine.kind=sglang, or leave it out")
+        yield from _given(
+            engine,
+            SGLANG_ONLY,
+            "only SGLang engines read it: set rollout.engine.kind=sglang, or leave it out",
+        )
         if engine.in_process and engine.count > 1:
-            yield Problem(f"{ENGINE}.count", f"got {engine.count}, but one engine runs in this process: leave it out")
+            yield Problem(
+                f"{ENGINE}.count",
+                f"got {engine.count}, but one engine runs in this process: leave it out",
+            )
     else:
         yield from _given(engine, EMBEDDED_ONLY, "only the embedded engine reads it: leave it out")
 
@@ -35,15 +46,24 @@ def engine_servers(config: Config) -> Iterator[Problem]:
     """Engines are either started by the run or given by URL."""
     engine = config.rollout.engine
     if engine.urls:
-        why = "engines given by rollout.engine.urls are started by somebody else: leave it out, or to `rlcore engine`"
+        why = (
+            "engines given by rollout.engine.urls are started by somebody else: leave it out, or to"
+            " `rlcore engine`"
+        )
         yield from _given(engine, MANAGED_ONLY, why)
         yield from (_bad_url(f"{ENGINE}.urls", url) for url in engine.urls if not _is_url(url))
         if len({url.rstrip("/") for url in engine.urls}) < len(engine.urls):
             yield Problem(f"{ENGINE}.urls", "one engine is named twice")
     if engine.router_url is not None:
         if not engine.urls:
-            message = "a router hands requests to engines that it knows by URL: name the same in rollout.engine.urls"
-            yield Problem(f"{ENGINE}.router_url", f"{message} (weights and control go to them directly), or leave it out")
+            message = (
+                "a router hands requests to engines that it knows by URL: name the same in"
+                " rollout.engine.urls"
+            )
+            yield Problem(
+                f"{ENGINE}.router_url",
+                f"{message} (weights and control go to them directly), or leave it out",
+            )
         if not _is_url(engine.router_url):
             yield _bad_url(f"{ENGINE}.router_url", engine.router_url)
         lost = {
@@ -52,17 +72,28 @@ def engine_servers(config: Config) -> Iterator[Problem]:
             "policy.logprobs.keep_sets": config.policy.logprobs.keep_sets and truncates(config),
         }
         for path in (path for path, is_asked in lost.items() if is_asked):
-            yield Problem(path, "sglang-router 0.3.2 does not pass that on: leave rollout.engine.router_url out, or this")
+            yield Problem(
+                path,
+                "sglang-router 0.3.2 does not pass that on: leave rollout.engine.router_url out, or"
+                " this",
+            )
 
 
 def engine_transport(config: Config) -> Iterator[Problem]:
-    """A folder for weights goes with a transport that writes there, and is known to who else reads it."""
+    """A folder for weights goes with a transport that writes there, and is known to who else reads
+    it.
+    """
     engine = config.rollout.engine
     if engine.weights_dir is not None and engine.transport not in ("disk", "delta"):
-        message = f"only transports disk and delta write there: set {ENGINE}.transport to one of these"
+        message = (
+            f"only transports disk and delta write there: set {ENGINE}.transport to one of these"
+        )
         yield Problem(f"{ENGINE}.weights_dir", f"{message}, got {engine.transport!r}")
     if engine.transport == "delta" and engine.urls and engine.weights_dir is None:
-        message = "not given; engines elsewhere follow the changes there: name a folder that they share with the trainer"
+        message = (
+            "not given; engines elsewhere follow the changes there: name a folder that they share"
+            " with the trainer"
+        )
         yield Problem(f"{ENGINE}.weights_dir", message)
 
 
@@ -70,17 +101,27 @@ def engine_notes(config: Config) -> Iterator[Problem]:
     """What of `rollout` was given and has no effect, or another than one may think."""
     if not generates(config):
         return
-    rollout, sglang = config.rollout, config.rollout.engine.kind == "sglang"
+    rollout = config.rollout
+    sglang = config.rollout.engine.kind == "sglang"
     if rollout.on_update != "drain" and rollout.max_staleness == 0:
-        message = "changes nothing: with max_staleness 0 no response is unfinished when weights change"
+        message = (
+            "changes nothing: with max_staleness 0 no response is unfinished when weights change"
+        )
         yield Problem("rollout.on_update", message)
-    limit, patience = rollout.engine.update_timeout_s, config.cluster.collective_timeout_s
+    limit = rollout.engine.update_timeout_s
+    patience = config.cluster.collective_timeout_s
     if world_size(config) > 1 and limit + ENDING_S > patience:
-        message = f"got {limit:g}, but while an engine hangs the other ranks wait in a collective, for {patience:g} s at most: "
+        message = (
+            f"got {limit:g}, but while an engine hangs the other ranks wait in a collective, for"
+            f" {patience:g} s at most: "
+        )
         message += f"leave cluster.collective_timeout_s at least {ENDING_S:g} s more than this"
         yield Problem(f"{ENGINE}.update_timeout_s", message)
     if sglang and config.run.deterministic:
-        yield Problem("run.deterministic", "covers the trainer alone: what SGLang samples differs from run to run")
+        yield Problem(
+            "run.deterministic",
+            "covers the trainer alone: what SGLang samples differs from run to run",
+        )
 
 
 def _given(engine: EngineConfig, keys: Sequence[str], message: str) -> Iterator[Problem]:
@@ -98,7 +139,7 @@ def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:                          # a port beyond 65535, half an IPv6 address
+    except ValueError:  # a port beyond 65535, half an IPv6 address
         return False
 
 

@@ -13,34 +13,63 @@ from rlcore.config.sections.training import RayConfig
 
 def ray_launcher(config: Config) -> Iterator[Problem]:
     """What Ray places is left to Ray."""
-    cluster, engine = config.cluster, config.rollout.engine
+    cluster = config.cluster
+    engine = config.rollout.engine
     if cluster.launcher != "ray":
         return
     address = cluster.ray.address
     if address is not None and "://" in address:
-        message = f"got {address!r}, expected HOST:PORT of the cluster's head node: start `rlcore train` on one of its nodes"
+        message = (
+            f"got {address!r}, expected HOST:PORT of the cluster's head node: start `rlcore train`"
+            " on one of its nodes"
+        )
         yield Problem("cluster.ray.address", message)
     if engine.in_process:
-        yield Problem("rollout.engine.in_process", "got true, but under Ray every engine is an actor: leave it out")
+        yield Problem(
+            "rollout.engine.in_process",
+            "got true, but under Ray every engine is an actor: leave it out",
+        )
     if engine.gpus:
-        yield Problem("rollout.engine.gpus", f"got {engine.gpus}, but Ray chooses GPUs: leave it out")
+        yield Problem(
+            "rollout.engine.gpus", f"got {engine.gpus}, but Ray chooses GPUs: leave it out"
+        )
     yield from _gpu_shares(config)
 
 
 def _gpu_shares(config: Config) -> Iterator[Problem]:
     """Ray gives a share of one GPU, or whole ones."""
-    ray, engine = config.cluster.ray, config.rollout.engine
+    ray = config.cluster.ray
+    engine = config.rollout.engine
     if not (ray.rank_gpus < 1 or ray.rank_gpus.is_integer()):
-        yield Problem("cluster.ray.rank_gpus", f"got {ray.rank_gpus:g}, but Ray gives a share of one GPU or a whole number")
+        yield Problem(
+            "cluster.ray.rank_gpus",
+            f"got {ray.rank_gpus:g}, but Ray gives a share of one GPU or a whole number",
+        )
     if engine.device == "cpu" or engine.urls or not generates(config):
         return
-    needed, width = engine.count * engine.tensor_parallel, engine.tensor_parallel
+    needed = engine.count * engine.tensor_parallel
+    width = engine.tensor_parallel
     if engine.colocated and needed > (there := math.ceil(gpus_of_a_node(config))) > 0:
-        message = f"{engine.count} x rollout.engine.tensor_parallel {width} need {needed} GPUs, but the ranks, whose GPUs they "
-        yield Problem("rollout.engine.count", message + f"share, have {there}: use fewer or smaller engines")
-    elif not engine.colocated and not ray.engine_gpus.is_integer() and (ray.engine_gpus > 1 or width > 1):
-        message = f"got {ray.engine_gpus:g}, but Ray gives a share of one GPU or a whole number, and an engine needs one GPU "
-        yield Problem("cluster.ray.engine_gpus", message + f"for each of its {width} tensor-parallel ranks: set it to 1")
+        message = (
+            f"{engine.count} x rollout.engine.tensor_parallel {width} need {needed} GPUs, but the"
+            " ranks, whose GPUs they "
+        )
+        yield Problem(
+            "rollout.engine.count", message + f"share, have {there}: use fewer or smaller engines"
+        )
+    elif (
+        not engine.colocated
+        and not ray.engine_gpus.is_integer()
+        and (ray.engine_gpus > 1 or width > 1)
+    ):
+        message = (
+            f"got {ray.engine_gpus:g}, but Ray gives a share of one GPU or a whole number, and an"
+            " engine needs one GPU "
+        )
+        yield Problem(
+            "cluster.ray.engine_gpus",
+            message + f"for each of its {width} tensor-parallel ranks: set it to 1",
+        )
 
 
 def ray_notes(config: Config) -> Iterator[Problem]:

@@ -1,4 +1,6 @@
-"""Checks of the SGLang servers that a run starts: what rlcore decides itself is not the user's to say. Pure, as all checks."""
+"""Checks of the SGLang servers that a run starts: what rlcore decides itself is not the user's to
+say. Pure, as all checks.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,20 @@ from rlcore.config.sections.root import Config
 
 ANY_ADDRESS = ("", "0.0.0.0", "::")
 
-_WEIGHTS = "weights are published to the ranks of one server, all of which hold parts of every layer"
-_PARTS = "set rollout.engine.tensor_parallel: each rank of a server is taken to hold its own part of every layer, and no copies"
+_WEIGHTS = (
+    "weights are published to the ranks of one server, all of which hold parts of every layer"
+)
+_PARTS = (
+    "set rollout.engine.tensor_parallel: each rank of a server is taken to hold its own part of"
+    " every layer, and no copies"
+)
 _HTTP = "engines are asked and controlled over HTTP, which a server of SMG's gRPC does not speak"
 _ELSEWHERE = "an engine over several machines is started by hand, and given by rollout.engine.urls"
-_PLAIN = "engines speak plain HTTP on rollout.engine.host; put a proxy with TLS in front, and give rollout.engine.urls"
-OURS: dict[str, str] = {            # arguments of sglang.launch_server -> what to do instead
+_PLAIN = (
+    "engines speak plain HTTP on rollout.engine.host; put a proxy with TLS in front, and give"
+    " rollout.engine.urls"
+)
+OURS: dict[str, str] = {  # arguments of sglang.launch_server -> what to do instead
     "model_path": "set model.path",
     "model": "set model.path",
     "tokenizer_path": "set model.tokenizer",
@@ -59,7 +69,9 @@ OURS: dict[str, str] = {            # arguments of sglang.launch_server -> what 
 
 
 def managed_servers(config: Config) -> Iterator[Problem]:
-    """Servers that the run starts have an address and a device of this machine, and no argument that is rlcore's to set."""
+    """Servers that the run starts have an address and a device of this machine, and no argument
+    that is rlcore's to set.
+    """
     engine = config.rollout.engine
     if engine.kind == "sglang" and not engine.urls:
         yield from cannot_start(engine)
@@ -71,10 +83,16 @@ def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
         if (instead := OURS.get(argument_name(name))) is not None:
             yield Problem(f"rollout.engine.server.{name}", f"not to be given here: {instead}")
     if engine.host in ANY_ADDRESS:
-        message = f"{engine.host!r} is every address of this machine; give one that others can reach it at"
+        message = (
+            f"{engine.host!r} is every address of this machine; give one that others can reach"
+            " it at"
+        )
         yield Problem("rollout.engine.host", message)
     if engine.device not in (None, "cuda", "cpu"):
-        message = f"got {engine.device!r}, expected 'cuda' or 'cpu'; rollout.engine.gpus chooses among GPUs"
+        message = (
+            f"got {engine.device!r}, expected 'cuda' or 'cpu'; rollout.engine.gpus chooses among"
+            " GPUs"
+        )
         yield Problem("rollout.engine.device", message)
 
 

@@ -17,19 +17,25 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """A section of the configuration. Keys that it does not declare are errors."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False
+    )
 
     @field_validator("*", mode="before")
     @classmethod
     def _null_is_an_empty_map(cls, value: Any, info: ValidationInfo) -> Any:
-        """Maps of an earlier file merge with later ones; `rollout.engine.server=null` is how to be rid of one."""
+        """Maps of an earlier file merge with later ones; `rollout.engine.server=null` is how to be
+        rid of one.
+        """
         is_map = typing.get_origin(cls.model_fields[str(info.field_name)].annotation) is dict
         return {} if value is None and is_map else value
 
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python takes True for 1; a configuration that says `true` where a number belongs is wrong."""
+        """Python takes True for 1; a configuration that says `true` where a number belongs is
+        wrong.
+        """
         if isinstance(value, bool):
             annotation = cls.model_fields[str(info.field_name)].annotation
             if {annotation, *typing.get_args(annotation)} & {int, float}:
@@ -38,14 +44,19 @@ class Section(BaseModel):
 
 
 class Plugin(Section):
-    """A section that names a plugin; other keys are the plugin's own keywords, checked where the plugin is built."""
+    """A section that names a plugin; other keys are the plugin's own keywords, checked where the
+    plugin is built.
+    """
 
     model_config = ConfigDict(extra="allow", validate_assignment=True)
 
     name: str
-    keywords: ClassVar[frozenset[str]] = frozenset()    # declared keys that are the named plugin's, not the section's
+    # declared keys that are the named plugin's, not the section's
+    keywords: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords for the plugin's constructor: every key that this section does not declare itself."""
+        """The keywords for the plugin's constructor: every key that this section does not declare
+        itself.
+        """
         return dict(self.model_extra or {})

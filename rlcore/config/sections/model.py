@@ -9,7 +9,9 @@ class ModelConfig(Section):
     """The policy's architecture, tokenizer and initial weights: a Hugging Face folder."""
 
     path: str
-    tokenizer: str | None = None                # default: `path`
+    tokenizer: str | None = None  # default: `path`
     dtype: Literal["fp32", "bf16"] = "bf16"
-    vocab_divisible_by: PositiveInt = 1         # the vocabulary is padded to a multiple of this times TP
-    bridge: Literal["none", "mbridge", "megatron-bridge"] = "none"      # the package that knows the family, if not we
+    # the vocabulary is padded to a multiple of this times TP
+    vocab_divisible_by: PositiveInt = 1
+    # the package that knows the family, if not we
+    bridge: Literal["none", "mbridge", "megatron-bridge"] = "none"

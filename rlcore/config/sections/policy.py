@@ -6,7 +6,14 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from rlcore.config.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section
+from rlcore.config.sections.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+)
 
 
 class ParallelConfig(Section):
@@ -15,12 +22,14 @@ class ParallelConfig(Section):
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     virtual_pipeline: PositiveInt = 1
-    first_stage_layers: PositiveInt | None = None   # of the pipeline; default: all stages hold the same number of layers
+    # of the pipeline; default: all stages hold the same number of layers
+    first_stage_layers: PositiveInt | None = None
     last_stage_layers: PositiveInt | None = None
-    context: PositiveInt = 1                    # every sequence is cut over so many ranks
+    context: PositiveInt = 1  # every sequence is cut over so many ranks
     expert: PositiveInt = 1
-    expert_tensor: PositiveInt | None = None    # default: `tensor`
-    sequence: bool = False                      # sequence parallelism inside the tensor-parallel group
+    expert_tensor: PositiveInt | None = None  # default: `tensor`
+    # sequence parallelism inside the tensor-parallel group
+    sequence: bool = False
 
 
 class OptimizerConfig(Section):
@@ -30,27 +39,32 @@ class OptimizerConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
-    decay_steps: PositiveInt | None = None      # default: every optimizer step of the run
+    decay_steps: PositiveInt | None = None  # default: every optimizer step of the run
     weight_decay: NonNegativeFloat = 0.0
     beta1: Probability = 0.9
     beta2: Probability = 0.95
     eps: PositiveFloat = 1e-8
-    clip_grad: NonNegativeFloat = 1.0           # global norm; 0 turns clipping off
-    distributed: bool = False                   # shard optimizer state over data-parallel ranks
-    overlap: bool = False                       # sum gradients over them while the last backward pass still runs
-    offload: bool = False                       # keep optimizer state in host memory between steps
+    clip_grad: NonNegativeFloat = 1.0  # global norm; 0 turns clipping off
+    distributed: bool = False  # shard optimizer state over data-parallel ranks
+    # sum gradients over them while the last backward pass still runs
+    overlap: bool = False
+    offload: bool = False  # keep optimizer state in host memory between steps
 
 
 def default_chunk_elements(device: str) -> int:
-    """2 MiB of fp32 logits on a CPU, for its caches; 64 MiB on "cuda", where a kernel has to be worth its launch."""
+    """2 MiB of fp32 logits on a CPU, for its caches; 64 MiB on "cuda", where a kernel has to be
+    worth its launch.
+    """
     return 1 << 24 if device == "cuda" else 1 << 19
 
 
 class LogprobsConfig(Section):
     """The LM head is worked through in chunks, so that `[tokens, vocabulary]` never exists."""
 
-    chunk_elements: PositiveInt | None = None   # logits that exist at one time; default: the device's, as above
-    keep_sets: bool = False                     # log-probs over the tokens that top-p and top-k left, as they were sampled
+    # logits that exist at one time; default: the device's, as above
+    chunk_elements: PositiveInt | None = None
+    # log-probs over the tokens that top-p and top-k left, as they were sampled
+    keep_sets: bool = False
 
 
 class Fp8Config(Section):
@@ -58,7 +72,8 @@ class Fp8Config(Section):
 
     format: Literal["hybrid", "e4m3"] = "hybrid"
     recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
-    margin: NonNegativeInt = 0                  # the last two and this one belong to recipe `delayed`
+    # the last two and this one belong to recipe `delayed`
+    margin: NonNegativeInt = 0
     amax_history: PositiveInt = 1
     amax_compute: Literal["most_recent", "max"] = "most_recent"
 
@@ -66,13 +81,18 @@ class Fp8Config(Section):
 class PolicyConfig(Section):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    max_tokens_per_microbatch: PositiveInt = 16384  # over all context-parallel ranks, with the pads that they need
-    checkpoint: str | None = None               # weights from a training checkpoint instead of `model.path`
+    # over all context-parallel ranks, with the pads that they need
+    max_tokens_per_microbatch: PositiveInt = 16384
+    # weights from a training checkpoint instead of `model.path`
+    checkpoint: str | None = None
     logprobs: LogprobsConfig = Field(default_factory=LogprobsConfig)
-    transformer_engine: Literal["auto", "off"] = "auto"        # its layers, where it is installed on CUDA
-    fp8: Fp8Config | None = None                # default: none
-    routing_replay: Literal["none", "logprobs", "engine"] = "none"   # whose choice of experts training repeats
-    megatron: dict[str, Any] = Field(default_factory=dict)     # any field of megatron.core's TransformerConfig
+    # its layers, where it is installed on CUDA
+    transformer_engine: Literal["auto", "off"] = "auto"
+    fp8: Fp8Config | None = None  # default: none
+    # whose choice of experts training repeats
+    routing_replay: Literal["none", "logprobs", "engine"] = "none"
+    # any field of megatron.core's TransformerConfig
+    megatron: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("transformer_engine", mode="before")
     @classmethod
@@ -84,23 +104,25 @@ class PolicyConfig(Section):
 class ReferenceConfig(Section):
     """The frozen model that KL is measured against."""
 
-    path: str | None = None                     # default: the initial policy
-    offload: bool = False                       # keep it in host memory between passes
+    path: str | None = None  # default: the initial policy
+    offload: bool = False  # keep it in host memory between passes
 
 
 class TeacherConfig(Section):
     """The frozen model that the policy learns from, token by token: `algorithm.distillation`."""
 
-    path: str | None = None                     # a Hugging Face folder with the policy's vocabulary
-    offload: bool = False                       # keep it in host memory between passes
+    path: str | None = None  # a Hugging Face folder with the policy's vocabulary
+    offload: bool = False  # keep it in host memory between passes
 
 
 class CriticConfig(Section):
     """The value model, laid out as the policy is. Used only when the estimator needs values."""
 
-    path: str | None = None                     # default: the initial policy; a reward model brings its head
+    # default: the initial policy; a reward model brings its head
+    path: str | None = None
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     value_clip: PositiveFloat | None = None
     value_loss_coef: PositiveFloat = 1.0
-    warmup_steps: NonNegativeInt = 0            # steps that train the critic alone
-    offload: bool = False                       # keep it, its gradients and optimizer in host memory between passes
+    warmup_steps: NonNegativeInt = 0  # steps that train the critic alone
+    # keep it, its gradients and optimizer in host memory between passes
+    offload: bool = False

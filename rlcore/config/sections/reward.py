@@ -16,7 +16,7 @@ class RewardModelConfig(Section):
 class RewardPartConfig(Section):
     """One named part of the reward: `function` or `model`."""
 
-    function: str | None = None                 # exact_match | math | package.module:function
+    function: str | None = None  # exact_match | math | package.module:function
     model: RewardModelConfig | None = None
     weight: float = 1.0
 
@@ -33,7 +33,9 @@ class RewardConfig(Section):
     parts: dict[str, RewardPartConfig] = Field(
         default_factory=lambda: {"exact_match": RewardPartConfig(function="exact_match")}
     )
-    non_stop_penalty: float | None = None       # replaces the score of a response that ended by length
-    timeout_s: PositiveFloat = 10.0             # for one call
-    on_error: float = 0.0                       # the score of a sample whose reward failed or timed out; counted
+    # replaces the score of a response that ended by length
+    non_stop_penalty: float | None = None
+    timeout_s: PositiveFloat = 10.0  # for one call
+    # the score of a sample whose reward failed or timed out; counted
+    on_error: float = 0.0
     workers: PositiveInt = 2

@@ -4,7 +4,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rlcore.config.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlcore.config.sections.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 class SamplingConfig(Section):
@@ -12,56 +18,71 @@ class SamplingConfig(Section):
 
     temperature: NonNegativeFloat = 1.0
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = -1                             # -1: off
+    top_k: int = -1  # -1: off
     max_new_tokens: PositiveInt = 1024
     stop: list[str] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)    # the tokenizer's eos is always one
+    stop_token_ids: list[int] = Field(default_factory=list)  # the tokenizer's eos is always one
 
 
 class RestartConfig(Section):
-    """What becomes of an engine that failed: it is started again, after a pause that doubles until it has served again."""
+    """What becomes of an engine that failed: it is started again, after a pause that doubles until
+    it has served again.
+    """
 
-    limit: NonNegativeInt = 10                  # restarts of one engine in a run
-    backoff_s: PositiveFloat = 1.0              # before the first
+    limit: NonNegativeInt = 10  # restarts of one engine in a run
+    backoff_s: PositiveFloat = 1.0  # before the first
     max_backoff_s: PositiveFloat = 60.0
 
 
 class EngineConfig(Section):
     kind: Literal["embedded", "sglang"] = "embedded"
-    count: PositiveInt = 1                      # engines that the run starts
-    in_process: bool | None = None              # embedded: default true where the run has one process and one engine
-    device: str | None = None                   # default: cuda when there is one, else cpu
-    dtype: Literal["fp32", "bf16"] | None = None    # default: `model.dtype`
-    threads: PositiveInt | None = None          # torch threads of an engine process
-    max_batch: PositiveInt = 256                # embedded: sequences generated together
-    bucket_bytes: PositiveInt = 256 << 20       # weights are published in flat buckets of at most this size
+    count: PositiveInt = 1  # engines that the run starts
+    # embedded: default true where the run has one process and one engine
+    in_process: bool | None = None
+    device: str | None = None  # default: cuda when there is one, else cpu
+    dtype: Literal["fp32", "bf16"] | None = None  # default: `model.dtype`
+    threads: PositiveInt | None = None  # torch threads of an engine process
+    max_batch: PositiveInt = 256  # embedded: sequences generated together
+    # weights are published in flat buckets of at most this size
+    bucket_bytes: PositiveInt = 256 << 20
     start_timeout_s: PositiveFloat = 300.0
     request_timeout_s: PositiveFloat = 600.0
-    update_timeout_s: PositiveFloat = 300.0     # one bucket
+    update_timeout_s: PositiveFloat = 300.0  # one bucket
 
     # sglang: which servers, and what they are told
-    python: str | None = None                   # interpreter of the engine's own environment; default: .venv-sglang's
-    urls: list[str] = Field(default_factory=list)   # engines that somebody else runs
-    tensor_parallel: PositiveInt = 1            # ranks of one engine
-    gpus: list[NonNegativeInt] = Field(default_factory=list)    # of this machine, shared out in order; default: chosen by us
-    host: str = "127.0.0.1"                     # the address that engines listen on, and are reached at
-    server: dict[str, Any] = Field(default_factory=dict)        # any argument of `python -m sglang.launch_server`
-    router_url: str | None = None               # an sglang-router in front of the engines, for generation
-    max_in_flight: PositiveInt = 256            # sglang: requests that one engine is given at a time
-    retries: NonNegativeInt = 3                 # times that a request is sent again when its engine fails
+    # interpreter of the engine's own environment; default: .venv-sglang's
+    python: str | None = None
+    urls: list[str] = Field(default_factory=list)  # engines that somebody else runs
+    tensor_parallel: PositiveInt = 1  # ranks of one engine
+    # of this machine, shared out in order; default: chosen by us
+    gpus: list[NonNegativeInt] = Field(default_factory=list)
+    # the address that engines listen on, and are reached at
+    host: str = "127.0.0.1"
+    # any argument of `python -m sglang.launch_server`
+    server: dict[str, Any] = Field(default_factory=dict)
+    # an sglang-router in front of the engines, for generation
+    router_url: str | None = None
+    # sglang: requests that one engine is given at a time
+    max_in_flight: PositiveInt = 256
+    # times that a request is sent again when its engine fails
+    retries: NonNegativeInt = 3
 
-    # log-probs against the trainer's: on the first step, where a difference ends the run; then it is a warning
-    logprobs_every: NonNegativeInt = 20         # steps from one comparison to the next; 0: never compared
-    max_logprob_diff: PositiveFloat | None = None   # mean over tokens, in nats; default: 0.001 in fp32, 0.1 in bf16
+    # log-probs against the trainer's: on the first step, where a difference ends the run; then it
+    # is a warning steps from one comparison to the next; 0: never compared
+    logprobs_every: NonNegativeInt = 20
+    # mean over tokens, in nats; default: 0.001 in fp32, 0.1 in bf16
+    max_logprob_diff: PositiveFloat | None = None
 
     # publication, health
     transport: Literal["auto", "distributed", "tensor", "disk", "delta"] = "auto"
-    weights_dir: str | None = None              # disk and delta: a folder that trainer and engines share; default: the run's
-    verify_every: NonNegativeInt = 0            # publications from one checksum of all weights to the next; 0: never
+    # disk and delta: a folder that trainer and engines share; default: the run's
+    weights_dir: str | None = None
+    # publications from one checksum of all weights to the next; 0: never
+    verify_every: NonNegativeInt = 0
     health_every_s: PositiveFloat = 5.0
     health_timeout_s: PositiveFloat = 10.0
     restart: RestartConfig = Field(default_factory=RestartConfig)
-    colocated: bool = False                     # trainer and engines take turns on the same GPUs
+    colocated: bool = False  # trainer and engines take turns on the same GPUs
 
 
 class RolloutConfig(Section):
@@ -74,4 +95,4 @@ class RolloutConfig(Section):
     on_update: Literal["drain", "retract", "in_place", "abort"] = "drain"
     filters: list[str] = Field(default_factory=list)
     oversample: float = Field(default=1.0, ge=1.0)
-    timeout_s: PositiveFloat = 1800.0           # the longest that a step may wait for its rollouts
+    timeout_s: PositiveFloat = 1800.0  # the longest that a step may wait for its rollouts

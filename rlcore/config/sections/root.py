@@ -1,4 +1,6 @@
-"""The whole configuration. Checks across sections are in `checks.py`; reading files is in `load.py`."""
+"""The whole configuration. Checks across sections are in `checks.py`; reading files is in
+`load.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from rlcore.config.sections.policy import CriticConfig, PolicyConfig, ReferenceC
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.config.sections.rollout import RolloutConfig
 from rlcore.config.sections.run import RunConfig
-from rlcore.config.sections.training import CheckpointConfig, ClusterConfig, EvaluationConfig, TrackingConfig, TrainingConfig
+from rlcore.config.sections.training import (
+    CheckpointConfig,
+    ClusterConfig,
+    EvaluationConfig,
+    TrackingConfig,
+    TrainingConfig,
+)
 
 
 class Config(Section):

@@ -9,5 +9,5 @@ class RunConfig(Section):
     name: str
     dir: str = "runs"
     seed: int = 1
-    deterministic: bool = False     # torch deterministic algorithms: bit-equal reruns on one layout
-    threads: int | None = None      # torch intra-op threads a process; None leaves torch's choice
+    deterministic: bool = False  # torch deterministic algorithms: bit-equal reruns on one layout
+    threads: int | None = None  # torch intra-op threads a process; None leaves torch's choice

@@ -26,8 +26,8 @@ from rlcore.config.derived import COEFFICIENTS, NORMALIZED
 from rlcore.config.sections.algorithm import CorrectionConfig, KLConfig, LossConfig
 from rlcore.config.sections.base import Section
 
-WIDTH = 120         # of the lines of `rlcore algorithms`
-_LABELS = 10        # columns of the labels in front of an entry's lines
+WIDTH = 120  # of the lines of `rlcore algorithms`
+_LABELS = 10  # columns of the labels in front of an entry's lines
 
 
 class Mode(NamedTuple):
@@ -38,15 +38,24 @@ class Mode(NamedTuple):
     source: str = ""
 
 
-# M trainable tokens of the optimizer step; N sequences that have one; T tokens of the token's sequence.
+# M trainable tokens of the optimizer step; N sequences that have one; T tokens of the token's
+# sequence.
 AGGREGATION: Mapping[str, Mode] = {
-    "token-mean": Mode("Each token of the optimizer step counts the same.", "1 / M", "Yu et al. (DAPO), arXiv:2503.14476"),
+    "token-mean": Mode(
+        "Each token of the optimizer step counts the same.",
+        "1 / M",
+        "Yu et al. (DAPO), arXiv:2503.14476",
+    ),
     "seq-mean-token-mean": Mode(
-        "Each sequence counts the same, and each token in it.", "1 / (N * T)", "Shao et al. (GRPO), arXiv:2402.03300"
+        "Each sequence counts the same, and each token in it.",
+        "1 / (N * T)",
+        "Shao et al. (GRPO), arXiv:2402.03300",
     ),
     "seq-mean-token-sum": Mode("Sums over the tokens, averaged over the sequences.", "1 / N"),
     "seq-mean-token-sum-norm": Mode(
-        "The same, divided by a constant length.", "1 / (N * norm_length)", "Liu et al. (Dr. GRPO), arXiv:2503.20783"
+        "The same, divided by a constant length.",
+        "1 / (N * norm_length)",
+        "Liu et al. (Dr. GRPO), arXiv:2503.20783",
     ),
 }
 
@@ -59,7 +68,9 @@ KL_KINDS: Mapping[str, Mode] = {
 
 NORMALIZATION: Mapping[str, Mode] = {
     "batch": Mode("Over all tokens of the batch.", "(A - mean) / sqrt(var + 1e-8)"),
-    "group": Mode("Over the tokens of each group.", "(A - mean of the group) / sqrt(var of the group + 1e-8)"),
+    "group": Mode(
+        "Over the tokens of each group.", "(A - mean of the group) / sqrt(var of the group + 1e-8)"
+    ),
     "none": Mode("As the estimator returned them.", "A"),
 }
 
@@ -67,16 +78,23 @@ NORMALIZATION: Mapping[str, Mode] = {
 def list_metrics() -> Iterator[str]:
     """One line a metric: name, unit, what it is averaged over, definition."""
     specs = list(METRICS.values())
-    widths = [max(len(getattr(spec, column)) for spec in specs) for column in ("name", "unit", "denominator")]
+    widths = [
+        max(len(getattr(spec, column)) for spec in specs)
+        for column in ("name", "unit", "denominator")
+    ]
     for spec in specs:
         cells = (spec.name, spec.unit, spec.denominator)
-        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths)) + f"  {spec.definition}"
+        yield (
+            "  ".join(cell.ljust(width) for cell, width in zip(cells, widths))
+            + f"  {spec.definition}"
+        )
 
 
 def metrics_page() -> str:
     """docs/metrics.md, made by `rlcore metrics --markdown`."""
     rows = "\n".join(
-        f"| `{spec.name}` | {spec.definition} | {spec.denominator} | {spec.unit} |" for spec in METRICS.values()
+        f"| `{spec.name}` | {spec.definition} | {spec.denominator} | {spec.unit} |"
+        for spec in METRICS.values()
     )
     return f"""# Metrics
 
@@ -96,24 +114,42 @@ several optimizer steps a batch and no pass before them nothing compares the pol
 
 
 def list_algorithms() -> Iterator[str]:
-    """Every algorithm by the key that chooses it, in lines of at most WIDTH where no single word is longer."""
-    yield "estimators (algorithm.estimator.name): one advantage A_t a token, from the reward R of a sequence"
+    """Every algorithm by the key that chooses it, in lines of at most WIDTH where no single word is
+    longer.
+    """
+    yield (
+        "estimators (algorithm.estimator.name): one advantage A_t a token, from the reward R of a"
+        " sequence"
+    )
     for name in estimator_names():
         yield from _plugin_entry(name, estimator_plugin, build_estimator)
     yield ""
-    yield "policy losses (algorithm.loss.name): one loss a token, of the ratio r_t = exp(logprobs_t - old_logprobs_t)"
+    yield (
+        "policy losses (algorithm.loss.name): one loss a token, of the ratio r_t = exp(logprobs_t -"
+        " old_logprobs_t)"
+    )
     for name in policy_loss_names():
         yield from _plugin_entry(name, policy_loss_plugin, build_policy_loss)
     yield ""
-    yield "corrections (algorithm.correction.name): weights from w = exp(old_logprobs - rollout_logprobs), trainer to engine"
+    yield (
+        "corrections (algorithm.correction.name): weights from w = exp(old_logprobs -"
+        " rollout_logprobs), trainer to engine"
+    )
     yield from _entry("none", "No correction.", [])
     for name, spec in CORRECTIONS.items():
         lower = "1 / upper" if spec.lower is None else f"{spec.lower:g}"
-        rows = [("formula", spec.formula), ("keywords", f"lower = {lower}, upper = {spec.upper:g}"), ("source", spec.source)]
+        rows = [
+            ("formula", spec.formula),
+            ("keywords", f"lower = {lower}, upper = {spec.upper:g}"),
+            ("source", spec.source),
+        ]
         yield from _entry(name, "", rows)
     yield from _keys(CorrectionConfig, "level", "veto", "max_staleness")
     yield ""
-    yield "aggregation (algorithm.loss.aggregation): the weight of a token, fixed before the optimizer step is split"
+    yield (
+        "aggregation (algorithm.loss.aggregation): the weight of a token, fixed before the"
+        " optimizer step is split"
+    )
     yield "  M tokens of N sequences in the optimizer step, T of them in the sequence of the token"
     yield from _mode_entries(AGGREGATION)
     yield from _keys(LossConfig, "norm_length", "per_rollout")
@@ -134,31 +170,54 @@ def _mode_entries(modes: Mapping[str, Mode]) -> Iterator[str]:
 
 
 def _plugin_entry(
-    name: str, find: Callable[[str], Plugin], build: Callable[..., GuardedEstimator | GuardedPolicyLoss]
+    name: str,
+    find: Callable[[str], Plugin],
+    build: Callable[..., GuardedEstimator | GuardedPolicyLoss],
 ) -> Iterator[str]:
     try:
         plugin = find(name)
         keywords = constructor_keywords(plugin.factory, repr(name))
-    except (AlgorithmError, ImportError) as error:      # of an installed package: the others can be listed all the same
+    # of an installed package: the others can be listed all the same
+    except (AlgorithmError, ImportError) as error:
         yield from _entry(name, f"cannot be used: {error}", [])
         return
     module, qualname = (getattr(plugin.factory, key, "?") for key in ("__module__", "__qualname__"))
     rows = [("formula", plugin.formula), *_fields(plugin, keywords, build)]
-    rows += [("keywords" * (i == 0), _keyword(keyword)) for i, keyword in enumerate(keywords.values())]
-    rows += [("source", plugin.source), ("plugin", "" if module.startswith("rlcore.") else f"{module}:{qualname}")]
-    yield from _entry(name, next(iter((plugin.factory.__doc__ or "").strip().splitlines()), ""), rows)
+    rows += [
+        ("keywords" * (i == 0), _keyword(keyword)) for i, keyword in enumerate(keywords.values())
+    ]
+    rows += [
+        ("source", plugin.source),
+        ("plugin", "" if module.startswith("rlcore.") else f"{module}:{qualname}"),
+    ]
+    yield from _entry(
+        name, next(iter((plugin.factory.__doc__ or "").strip().splitlines()), ""), rows
+    )
 
 
-def _fields(plugin: Plugin, keywords: Mapping[str, Keyword], build: Callable[..., Any]) -> list[tuple[str, str]]:
-    """What it needs of the batch, and what it takes where the batch has it, beside the fields that are always there."""
+def _fields(
+    plugin: Plugin, keywords: Mapping[str, Keyword], build: Callable[..., Any]
+) -> list[tuple[str, str]]:
+    """What it needs of the batch, and what it takes where the batch has it, beside the fields that
+    are always there.
+    """
     try:
         built = build(plugin.name)
-        coefficients = {name: build(plugin.name, **{name: 1.0}).needs for name in COEFFICIENTS if name in keywords}
-    except (ValueError, TypeError):     # a keyword has no default, or the constructor refuses these values
+        coefficients = {
+            name: build(plugin.name, **{name: 1.0}).needs
+            for name in COEFFICIENTS
+            if name in keywords
+        }
+    # a keyword has no default, or the constructor refuses these values
+    except (ValueError, TypeError):
         return [("needs", "depends on its keywords")]
     needs = [", ".join(sorted(built.needs))]
     for name, fields in coefficients.items():
-        needs += [f"{', '.join(sorted(fields - built.needs))} where {name} is not 0"] if fields - built.needs else []
+        needs += (
+            [f"{', '.join(sorted(fields - built.needs))} where {name} is not 0"]
+            if fields - built.needs
+            else []
+        )
     if getattr(built, "has_batch_stats", False):
         needs.append("a look at the whole optimizer step")
     return [("needs", "; ".join(filter(None, needs))), ("takes", ", ".join(sorted(built.optional)))]
@@ -185,6 +244,11 @@ def _entry(name: str, sentence: str, rows: list[tuple[str, str]]) -> Iterator[st
 def _wrapped(start: str, text: str, *, indent: int | None = None) -> Iterator[str]:
     later = " " * (len(start) if indent is None else indent)
     lines = textwrap.wrap(
-        text, WIDTH, initial_indent=start, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+        text,
+        WIDTH,
+        initial_indent=start,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     return iter(lines or [start])

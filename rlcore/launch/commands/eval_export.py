@@ -1,4 +1,6 @@
-"""Commands that need the model once, in one process: scoring it, and writing it as a Hugging Face folder."""
+"""Commands that need the model once, in one process: scoring it, and writing it as a Hugging Face
+folder.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,14 @@ from rlcore.trainer.gpu_sharing import GpuPhase
 
 
 def evaluate_model(loaded: Loaded, output: Path | None) -> int:
-    """Publish the configured weights to an engine, score the evaluation prompts, print the scores and a few samples."""
+    """Publish the configured weights to an engine, score the evaluation prompts, print the scores
+    and a few samples.
+    """
     config = _generating(_in_one_process(pin_initial_policy(loaded, resume=False).config))
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory()))
-        config.run.dir, config.run.name = str(scratch), "eval"
+        config.run.dir = str(scratch)
+        config.run.name = "eval"
         process = stack.enter_context(join(config))
         check_model(config, 1)
         handles = open_handles(config, process, stack)
@@ -47,7 +52,9 @@ def evaluate_model(loaded: Loaded, output: Path | None) -> int:
                 sharing.switch_to(phase)
 
         handles.source.start()
-        publisher = build_weight_publisher(config, process, backend, handles, VersionJournal(scratch / "versions.jsonl"))
+        publisher = build_weight_publisher(
+            config, process, backend, handles, VersionJournal(scratch / "versions.jsonl")
+        )
         assert publisher is not None
         switch_to(GpuPhase.HANDOVER)
         if lost := publisher.publish(0):
@@ -73,9 +80,13 @@ def export_checkpoint(source: Path, folder: Path) -> int:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty: choose another folder")
     shards = find_checkpoint(source, "export")
-    run = RunDirectory(next((p for p in (source, *source.parents) if (p / "config.yaml").is_file()), source))
+    run = RunDirectory(
+        next((p for p in (source, *source.parents) if (p / "config.yaml").is_file()), source)
+    )
     if not run.config_path.is_file():
-        raise UserError(f"{source}: no config.yaml in it or above it; expected a run or one of its checkpoints")
+        raise UserError(
+            f"{source}: no config.yaml in it or above it; expected a run or one of its checkpoints"
+        )
     config = _in_one_process(load_config([run.config_path]).config)
     config.policy.checkpoint = str(shards)
     with ExitStack() as stack:
@@ -86,11 +97,14 @@ def export_checkpoint(source: Path, folder: Path) -> int:
 
 
 def _in_one_process(config: Config) -> Config:
-    """The same models without a layout; nothing is trained, so no optimizer has to be sharded either."""
+    """The same models without a layout; nothing is trained, so no optimizer has to be sharded
+    either.
+    """
     config = config.model_copy(deep=True)
     config.policy.parallel = ParallelConfig()
     config.policy.optimizer.distributed = False
-    config.cluster.launcher, config.cluster.processes_per_node = "local", 1
+    config.cluster.launcher = "local"
+    config.cluster.processes_per_node = 1
     return config
 
 

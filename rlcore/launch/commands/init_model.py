@@ -1,4 +1,5 @@
-"""A small language model out of nothing: random weights and a tokenizer of single characters, as a Hugging Face folder.
+"""A small language model out of nothing: random weights and a tokenizer of single characters, as a
+Hugging Face folder.
 
 For tests, examples and first runs, where no download should be needed.
 """
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
 
 Family = Literal["qwen3", "qwen2", "llama", "qwen3_moe", "mixtral", "deepseek_v3"]
 
-PAD, EOS = "<pad>", "<eos>"
+PAD = "<pad>"
+EOS = "<eos>"
 ALPHABETS = {
-    "addition": string.digits + "+-*/=()<>.,:;?! \nxy",     # 29 characters; 31 symbols with <pad> and <eos>
+    # 29 characters; 31 symbols with <pad> and <eos>
+    "addition": string.digits + "+-*/=()<>.,:;?! \nxy",
     "ascii": string.digits + string.ascii_letters + string.punctuation + " \n\t",
 }
 # Characters carry no roles: a conversation is its contents, one after the other.
@@ -30,7 +33,9 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Family, sizes and alphabet. The defaults have 595,200 parameters and learn to add on two cores."""
+    """Family, sizes and alphabet. The defaults have 595,200 parameters and learn to add on two
+    cores.
+    """
 
     family: Family = "qwen3"
     alphabet: str = ALPHABETS["addition"]
@@ -39,26 +44,47 @@ class ModelSpec:
     heads: int = 4
     kv_heads: int = 2
     intermediate: int = 256
-    experts: int = 8            # of each layer, for the families that have them; half as wide as a dense net
+    # of each layer, for the families that have them; half as wide as a dense net
+    experts: int = 8
     experts_per_token: int = 2
     tied: bool = True
     seed: int = 1
     max_positions: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "heads", "kv_heads", "intermediate", "experts", "experts_per_token"):
+        for name in (
+            "hidden",
+            "layers",
+            "heads",
+            "kv_heads",
+            "intermediate",
+            "experts",
+            "experts_per_token",
+        ):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}: got {getattr(self, name)}, expected 1 or more")
         if self.hidden % (2 * self.heads):
-            raise UserError(f"hidden: got {self.hidden}, expected a multiple of 2 x heads ({self.heads})")
+            raise UserError(
+                f"hidden: got {self.hidden}, expected a multiple of 2 x heads ({self.heads})"
+            )
         if self.heads % self.kv_heads:
-            raise UserError(f"kv_heads: got {self.kv_heads}, expected a divisor of heads ({self.heads})")
+            raise UserError(
+                f"kv_heads: got {self.kv_heads}, expected a divisor of heads ({self.heads})"
+            )
         if self.experts_per_token > self.experts:
-            raise UserError(f"experts_per_token: got {self.experts_per_token}, more than the {self.experts} experts")
+            raise UserError(
+                f"experts_per_token: got {self.experts_per_token}, more than the {self.experts}"
+                " experts"
+            )
         if self.family == "deepseek_v3" and self.experts < 2:
-            raise UserError(f"experts: got {self.experts}, expected 2 or more: a group of experts counts by its two best")
+            raise UserError(
+                f"experts: got {self.experts}, expected 2 or more: a group of experts counts by its"
+                " two best"
+            )
         if not self.alphabet or len(set(self.alphabet)) != len(self.alphabet):
-            raise UserError(f"alphabet: got {self.alphabet!r}, expected one character or more, each once")
+            raise UserError(
+                f"alphabet: got {self.alphabet!r}, expected one character or more, each once"
+            )
 
     @classmethod
     def preset(cls, name: str, **given: Any) -> ModelSpec:
@@ -71,7 +97,8 @@ class ModelSpec:
 
 
 def init_model(folder: Path, spec: ModelSpec | None = None, *, overwrite: bool = False) -> int:
-    """Write configuration, fp32 weights and tokenizer to `folder`; the same `spec` writes the same weights.
+    """Write configuration, fp32 weights and tokenizer to `folder`; the same `spec` writes the same
+    weights.
 
     Returns:
         The number of parameters.
@@ -89,19 +116,24 @@ def init_model(folder: Path, spec: ModelSpec | None = None, *, overwrite: bool =
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return int(sum(parameter.numel() for parameter in model.parameters()))
 
 
 def char_tokenizer(alphabet: str, max_length: int = 512) -> PreTrainedTokenizerFast:
-    """One token a character and nothing added: `decode(encode(text)) == text`. An unknown character is an error."""
+    """One token a character and nothing added: `decode(encode(text)) == text`. An unknown character
+    is an error.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {symbol: index for index, symbol in enumerate((PAD, EOS, *alphabet))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))     # not in it: raises instead of skipping
+    # not in it: raises instead of skipping
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -116,7 +148,14 @@ def char_tokenizer(alphabet: str, max_length: int = 512) -> PreTrainedTokenizerF
 
 def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
     """The family's own configuration class with our sizes."""
-    from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    from transformers import (
+        DeepseekV3Config,
+        LlamaConfig,
+        MixtralConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
     sizes: dict[str, Any] = {
         "vocab_size": spec.vocab_size,
@@ -131,7 +170,7 @@ def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
         "pad_token_id": pad,
         "bos_token_id": None,
     }
-    if spec.family == "qwen2":      # takes its head size from hidden / heads
+    if spec.family == "qwen2":  # takes its head size from hidden / heads
         return Qwen2Config(**sizes)
     width = max(spec.intermediate // 2, 1)
     if spec.family == "deepseek_v3":
@@ -147,7 +186,9 @@ def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
 
 
 def _latent_sizes(spec: ModelSpec) -> dict[str, Any]:
-    """Queries of half, keys and values of a quarter of the hidden size; a dense layer first, and one group of experts."""
+    """Queries of half, keys and values of a quarter of the hidden size; a dense layer first, and
+    one group of experts.
+    """
     head = spec.hidden // spec.heads
     return {
         "num_key_value_heads": spec.heads,

@@ -12,12 +12,14 @@ from rlcore.runs.directory import RunDirectory
 from rollout.accounting.audit import Audit, audit
 from rollout.accounting.journal_reader import DETAILS, History, read_journal
 
-BALANCED, CONTRADICTED = 0, 1
-MOST = 10       # contradictions that are shown
+BALANCED = 0
+CONTRADICTED = 1
+MOST = 10  # contradictions that are shown
 
 
 def show_ledger(path: Path, *, draw: int | None, as_json: bool, recordings: bool) -> int:
-    """Print it. The exit code: 0 when everything agrees, 1 when something contradicts something; always 0 with a `draw`.
+    """Print it. The exit code: 0 when everything agrees, 1 when something contradicts something;
+    always 0 with a `draw`.
 
     Raises:
         UserError: `path` is no run, has no ledger, or has not made that draw.
@@ -37,11 +39,17 @@ def show_ledger(path: Path, *, draw: int | None, as_json: bool, recordings: bool
 def describe(found: Audit) -> Iterator[str]:
     """The whole ledger, in a few lines."""
     states = ", ".join(f"{count} {state}" for state, count in found.states.items() if count)
-    yield f"draws            {found.draws}: {states}" if states else f"draws            {found.draws}"
+    yield (
+        f"draws            {found.draws}: {states}" if states else f"draws            {found.draws}"
+    )
     yield f"steps            {found.steps}"
     if found.given_up:
-        yield "given up         " + ", ".join(f"{count} {reason}" for reason, count in sorted(found.given_up.items()))
-    yield f"restarts         {found.restarts}" + (f", which rewound {found.rewound} lines" if found.restarts else "")
+        yield "given up         " + ", ".join(
+            f"{count} {reason}" for reason, count in sorted(found.given_up.items())
+        )
+    yield f"restarts         {found.restarts}" + (
+        f", which rewound {found.rewound} lines" if found.restarts else ""
+    )
     yield "checkpoint       " + ("none" if found.checkpoint is None else f"step {found.checkpoint}")
     yield f"recordings       of {found.recorded} steps"
     if not found.contradictions:
@@ -63,13 +71,16 @@ def life_of(history: History, draw: int) -> Iterator[str]:
     yield f"draw {draw}: {_state_of(history, draw, rewound=bool(life))}"
     for number, transition, detail, rewound_by in life:
         told = "" if detail is None else f" ({DETAILS[transition]} {detail})"
-        yield f"  line {number:<8} {transition}{told}" + ("" if rewound_by is None else f", rewound by line {rewound_by}")
+        yield f"  line {number:<8} {transition}{told}" + (
+            "" if rewound_by is None else f", rewound by line {rewound_by}"
+        )
 
 
 def _state_of(history: History, draw: int, *, rewound: bool) -> str:
     try:
         ledger = history.at()
-    except DataError as error:          # recovery: what is written of the draw can be read all the same
+    # recovery: what is written of the draw can be read all the same
+    except DataError as error:
         return f"in no one state, the journal contradicts itself: {error}"
     assert ledger is not None
     if 0 <= draw < len(ledger):

@@ -1,4 +1,6 @@
-"""`rlcore plan`: the configuration's models on so many GPUs. Reads `config.json` files, never weights."""
+"""`rlcore plan`: the configuration's models on so many GPUs. Reads `config.json` files, never
+weights.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,24 @@ from rlcore.planning.memory import Layout, Recompute
 from rlcore.planning.report import report
 from rlcore.planning.search import Job, judge, options
 
-_PROMPT = 1024      # tokens, where data.max_prompt_tokens does not say
-_SHARED = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "sequence")   # of ParallelConfig and Layout
+_PROMPT = 1024  # tokens, where data.max_prompt_tokens does not say
+# of ParallelConfig and Layout
+_SHARED = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "sequence")
 
 
 def plan(config: Config, *, gpus: int, gpu_memory: int, gpu: str) -> Iterator[str]:
-    """Lines to print: the configuration's layout, and those that fit on `gpus` of `gpu_memory` bytes, the fastest first.
+    """Lines to print: the configuration's layout, and those that fit on `gpus` of `gpu_memory`
+    bytes, the fastest first.
 
     Raises ModelError for a `config.json` that is missing or not converted.
     """
     arch = read_architecture(config.model.path, weights=False, bridge=config.model.bridge)
     others = {
-        key: read_architecture(path, weights=False, bridge=config.model.bridge) for key, path in other_folders(config).items()
+        key: read_architecture(path, weights=False, bridge=config.model.bridge)
+        for key, path in other_folders(config).items()
     }
-    job, device = make_job(config, arch, others), GPUS[gpu]
+    job = make_job(config, arch, others)
+    device = GPUS[gpu]
 
     def why_not(parallel: ParallelConfig) -> str | None:
         try:
@@ -43,7 +49,9 @@ def plan(config: Config, *, gpus: int, gpu_memory: int, gpu: str) -> Iterator[st
             return str(error)
         return None
 
-    own = why_not(config.policy.parallel) or judge(configured_layout(config, arch, gpus), job, device)
+    own = why_not(config.policy.parallel) or judge(
+        configured_layout(config, arch, gpus), job, device
+    )
     found = options(job, gpus, device, lambda layout: why_not(_parallel(layout)) is None)
     return report(job, gpus, gpu_memory, device, own, found)
 
@@ -66,12 +74,16 @@ def configured_layout(config: Config, arch: Architecture, gpus: int) -> Layout:
 
 
 def make_job(config: Config, arch: Architecture, others: Mapping[str, Architecture]) -> Job:
-    """The models that the run builds, and the work of one optimizer step with every sample at its longest.
+    """The models that the run builds, and the work of one optimizer step with every sample at its
+    longest.
 
     Args:
-        others: the models with a folder of their own, by its key; one without has the policy's sizes.
+        others: the models with a folder of their own, by its key; one without has the policy's
+            sizes.
     """
-    policy, shape, made = config.policy, arch.shape, _passes(config)
+    policy = config.policy
+    shape = arch.shape
+    made = _passes(config)
     trained = [Trained("policy", shape, offload_optimizer=policy.optimizer.offload)]
     if made.critic:
         given = config.critic
@@ -85,7 +97,11 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
         other = others.get("teacher.path", arch).shape
         frozen.append(Frozen("teacher", other, config.teacher.offload, guest=other == shape))
     prompt = config.data.max_prompt_tokens or min(_PROMPT, policy.max_tokens_per_microbatch // 2)
-    response = policy.max_tokens_per_microbatch - prompt if config.is_sft else config.rollout.sampling.max_new_tokens
+    response = (
+        policy.max_tokens_per_microbatch - prompt
+        if config.is_sft
+        else config.rollout.sampling.max_new_tokens
+    )
     return Job(
         trained=tuple(trained),
         frozen=tuple(frozen),
@@ -102,7 +118,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
 
 def _passes(config: Config) -> Passes:
     found = built_in_passes(config)
-    if found is None:       # a plugin says what it needs; it is built, and torch imported
+    if found is None:  # a plugin says what it needs; it is built, and torch imported
         from rlcore.trainer.credit import CreditAssignment
         from rlcore.trainer.objective import Objective
 
@@ -112,7 +128,9 @@ def _passes(config: Config) -> Passes:
 
 def _parallel(layout: Layout) -> ParallelConfig:
     expert_tensor = None if layout.expert_tensor == layout.tensor else layout.expert_tensor
-    return ParallelConfig(**{name: getattr(layout, name) for name in _SHARED}, expert_tensor=expert_tensor)
+    return ParallelConfig(
+        **{name: getattr(layout, name) for name in _SHARED}, expert_tensor=expert_tensor
+    )
 
 
 def _recompute(config: Config) -> Recompute:

@@ -1,4 +1,6 @@
-"""Servers that run alone: started together, each started again where it was when it ends, and ended together."""
+"""Servers that run alone: started together, each started again where it was when it ends, and ended
+together.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,14 @@ class Server(Protocol):
 
 
 async def run_servers(
-    servers: Sequence[Server], announce: Callable[[Sequence[str]], None], follow: Follow | None = None, *,
+    servers: Sequence[Server],
+    announce: Callable[[Sequence[str]], None],
+    follow: Follow | None = None,
+    *,
     restart: RestartConfig,
 ) -> None:
-    """Start all at once, announce their URLs, and keep them up until SIGINT or SIGTERM; then none runs.
+    """Start all at once, announce their URLs, and keep them up until SIGINT or SIGTERM; then none
+    runs.
 
     Args:
         follow: runs beside them, told their URLs; nothing goes on without it.
@@ -70,15 +76,19 @@ async def run_servers(
         beside[-1].result()
     finally:
         stopping.cancel()
-        for work in (*beside, *starting):       # what has begun to start is ended by that
+        for work in (*beside, *starting):  # what has begun to start is ended by that
             work.cancel()
         await asyncio.gather(*beside, *starting, all_started, return_exceptions=True)
         await asyncio.gather(*(server.stop() for server in servers))
 
 
 async def _keep(server: Server, url: str, restart: RestartConfig) -> str:
-    """Start it again at `url`, where its users look for it, whenever it ends. Returns what it met at last."""
-    port, barren, why = urlsplit(url).port or 0, 0, ""
+    """Start it again at `url`, where its users look for it, whenever it ends. Returns what it met
+    at last.
+    """
+    port = urlsplit(url).port or 0
+    barren = 0
+    why = ""
     for number in range(1, restart.limit + 1):
         began = time.monotonic()
         why = why or await _end(server)
@@ -86,12 +96,15 @@ async def _keep(server: Server, url: str, restart: RestartConfig) -> str:
             barren = 0
         pause_s = pause_before(restart, barren)
         _say(why)
-        _say(f"{server.name} is started again in {pause_s:g} s: {number} of {restart.limit} (rollout.engine.restart.limit)")
+        _say(
+            f"{server.name} is started again in {pause_s:g} s: {number} of {restart.limit}"
+            " (rollout.engine.restart.limit)"
+        )
         await asyncio.sleep(pause_s)
         barren += 1
         try:
             await server.start(port)
-        except RlcoreError as error:        # recovery: the next start, or it is left alone
+        except RlcoreError as error:  # recovery: the next start, or it is left alone
             why = str(error)
         else:
             why = ""

@@ -1,1 +1,3 @@
-"""Runs on a Ray cluster: trainer ranks, rollout service and engines as actors. Nothing else in rlcore imports ray."""
+"""Runs on a Ray cluster: trainer ranks, rollout service and engines as actors. Nothing else in
+rlcore imports ray.
+"""

@@ -1,4 +1,6 @@
-"""What every actor of a run does first: go where the driver is, log into the run's folder, speak on the driver's terminal."""
+"""What every actor of a run does first: go where the driver is, log into the run's folder, speak on
+the driver's terminal.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 CONNECT_S = 60.0
-HALF_SAID_S = 2.0       # for the text of a line that is counted: its speaker may have been killed in between
+# for the text of a line that is counted: its speaker may have been killed in between
+HALF_SAID_S = 2.0
 _COUNT = "lines"
 
 
@@ -28,8 +31,8 @@ _COUNT = "lines"
 class ActorEnv:
     """Where the driver is."""
 
-    folder: str             # its working directory: relative paths of the configuration begin there
-    host: str               # of its store of lines, see `LogRelay`
+    folder: str  # its working directory: relative paths of the configuration begin there
+    host: str  # of its store of lines, see `LogRelay`
     port: int
 
     def enter(self) -> None:
@@ -38,16 +41,19 @@ class ActorEnv:
             os.chdir(self.folder)
         except OSError as error:
             raise RunFailed(
-                f"{self.folder} cannot be entered on node {os.uname().nodename} ({error}): a run's nodes share the folder that "
-                "it is started in, under one path"
+                f"{self.folder} cannot be entered on node {os.uname().nodename} ({error}): a run's"
+                " nodes share the folder that it is started in, under one path"
             ) from error
 
     def speak(self) -> None:
         """What this process prints from now on appears on the driver's terminal."""
         import torch.distributed as dist
 
-        lines = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False)
-        sys.stdout, sys.stderr = RemoteStdout(lines, "out"), RemoteStdout(lines, "err")
+        lines = dist.TCPStore(
+            self.host, self.port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False
+        )
+        sys.stdout = RemoteStdout(lines, "out")
+        sys.stderr = RemoteStdout(lines, "err")
 
 
 class RemoteStdout(io.TextIOBase):
@@ -56,7 +62,9 @@ class RemoteStdout(io.TextIOBase):
     encoding = "utf-8"
 
     def __init__(self, store: Store, stream: str) -> None:
-        self._store, self._stream, self._line = store, stream, ""
+        self._store = store
+        self._stream = stream
+        self._line = ""
 
     def writable(self) -> bool:
         return True
@@ -75,7 +83,7 @@ class RemoteStdout(io.TextIOBase):
 
         try:
             self._store.set(line_key(self._store.add(_COUNT, 1)), f"{self._stream} {line}")
-        except DistError:       # recovery: the driver is gone, and with it the terminal
+        except DistError:  # recovery: the driver is gone, and with it the terminal
             logging.getLogger(__name__).info("not said: %s", line.rstrip())
 
 
@@ -89,13 +97,17 @@ class LogRelay:
     def __init__(self, host: str) -> None:
         import torch.distributed as dist
 
-        self._store = dist.TCPStore(host, 0, None, True, timedelta(seconds=CONNECT_S), wait_for_workers=False)
+        self._store = dist.TCPStore(
+            host, 0, None, True, timedelta(seconds=CONNECT_S), wait_for_workers=False
+        )
         self.port = self._store.port
         self._next = 1
-        self._missed_at: float | None = None    # when the next line was counted, and not there
+        self._missed_at: float | None = None  # when the next line was counted, and not there
 
     def show(self, *, patience_s: float = HALF_SAID_S) -> None:
-        """Everything that was said since the last time; a line that stays half said for `patience_s` is passed over."""
+        """Everything that was said since the last time; a line that stays half said for
+        `patience_s` is passed over.
+        """
         while self._next <= self._store.add(_COUNT, 0):
             key = line_key(self._next)
             if self._store.check([key]):
@@ -104,7 +116,8 @@ class LogRelay:
                 print(text, end="", file=sys.stdout if stream == "out" else sys.stderr, flush=True)
             elif not self._is_lost(patience_s):
                 return
-            self._next, self._missed_at = self._next + 1, None
+            self._next = self._next + 1
+            self._missed_at = None
 
     def _is_lost(self, patience_s: float) -> bool:
         now = time.monotonic()
@@ -113,7 +126,9 @@ class LogRelay:
 
 
 def log_to(path: Path) -> None:
-    """All records and everything that is printed below Python go to `path` from now on; SIGUSR1 writes all stacks there."""
+    """All records and everything that is printed below Python go to `path` from now on; SIGUSR1
+    writes all stacks there.
+    """
     from rlcore.launch.logs import FORMAT, Terminal
 
     path.parent.mkdir(parents=True, exist_ok=True)

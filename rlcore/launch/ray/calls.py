@@ -12,9 +12,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from rlcore.errors import DeadlineExceeded, PartLost, RlcoreError, RunFailed
 
-NAMESPACE = "rlcore"        # of all named actors
+NAMESPACE = "rlcore"  # of all named actors
 END_S = 10.0
-POLL_S = 0.2                # from one question to the next, of an actor that is being started
+POLL_S = 0.2  # from one question to the next, of an actor that is being started
 
 
 class ActorLost(PartLost):
@@ -50,7 +50,9 @@ def get_when_up(call: Callable[[], Any], *, limit_s: float, what: str, key: str)
             return get(call(), limit_s=left, what=what, key=key)
         except ActorLost as error:
             if left <= POLL_S:
-                raise DeadlineExceeded(f"{what}: its process was not started again within {limit_s:g} s ({key})") from error
+                raise DeadlineExceeded(
+                    f"{what}: its process was not started again within {limit_s:g} s ({key})"
+                ) from error
         time.sleep(POLL_S)
 
 
@@ -79,8 +81,11 @@ def in_our_words(error: RayError, what: str) -> RlcoreError:
             return cause
         return RunFailed(f"{what}: {type(cause).__name__}: {cause}")
     if isinstance(error, RayActorError):
-        if error.actor_init_failed:         # another start would fail, too
-            return RunFailed(f"{what}: it could not begin: {last_line(error).partition(': ')[2] or last_line(error)}")
+        if error.actor_init_failed:  # another start would fail, too
+            return RunFailed(
+                f"{what}: it could not begin:"
+                f" {last_line(error).partition(': ')[2] or last_line(error)}"
+            )
         return ActorLost(f"{what}: its process is gone: {last_line(error)}")
     return RunFailed(f"{what}: {type(error).__name__}: {first_line(error)}")
 
@@ -96,7 +101,9 @@ def last_line(error: BaseException) -> str:
 
 
 def _lines(error: BaseException) -> list[str]:
-    return [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return [line.strip() for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
 
 
 def actor_name(run: str, part: str) -> str:
@@ -106,11 +113,12 @@ def actor_name(run: str, part: str) -> str:
 
 def end_named(names: Iterable[str]) -> None:
     """End actors by their names, for good; returns when the names are free again, or after END_S."""
-    left, deadline = set(names), time.monotonic() + END_S
+    left = set(names)
+    deadline = time.monotonic() + END_S
     while left and time.monotonic() < deadline:
         for name in sorted(left):
             try:
                 ray.kill(ray.get_actor(name, namespace=NAMESPACE))
-            except (RayError, ValueError):      # it is gone
+            except (RayError, ValueError):  # it is gone
                 left.discard(name)
         time.sleep(POLL_S if left else 0.0)

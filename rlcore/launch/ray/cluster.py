@@ -22,10 +22,14 @@ from rlcore.errors import RunFailed, UserError
 from rlcore.launch.ray.calls import NAMESPACE, first_line
 from rlcore.launch.ray.placement import Placement, Resources, bundles, lacking, place
 
-LOCAL = "local"             # as cluster.ray.address: always a cluster of our own
-NO_TOKEN = "it wants a token (RAY_AUTH_MODE=token) and this process has none: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH"
+LOCAL = "local"  # as cluster.ray.address: always a cluster of our own
+NO_TOKEN = (
+    "it wants a token (RAY_AUTH_MODE=token) and this process has none: set RAY_AUTH_TOKEN, or"
+    " RAY_AUTH_TOKEN_PATH"
+)
 ROOT = Path(__file__).resolve().parents[3]
-WAIT_S = 1              # whole seconds: Ray takes less for nothing, and a loop of that keeps a core busy
+# whole seconds: Ray takes less for nothing, and a loop of that keeps a core busy
+WAIT_S = 1
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Cluster:
     """A cluster that this process is connected to."""
 
     placement: Placement
-    address: str            # of this node, for the others
+    address: str  # of this node, for the others
 
 
 @contextmanager
@@ -41,14 +45,15 @@ def connected(config: Config) -> Iterator[Cluster]:
     """Connected to the cluster of `cluster.ray.address`; one that was started for it ends with it.
 
     Raises:
-        UserError: there is none at that address, or it wants a token; or Ray does not take `cluster.ray.runtime_env`.
+        UserError: there is none at that address, or it wants a token; or Ray does not take
+            `cluster.ray.runtime_env`.
         RunFailed: one of our own does not start.
     """
     try:
         try:
             _connect(config.cluster.ray.address, config)
             placement = place(config, has_gpus=ray.cluster_resources().get("GPU", 0.0) > 0)
-        except SystemExit as asked:     # Ray's own handler of SIGTERM
+        except SystemExit as asked:  # Ray's own handler of SIGTERM
             raise KeyboardInterrupt from asked
         yield Cluster(placement, ray.util.get_node_ip_address())
     finally:
@@ -63,42 +68,65 @@ def _connect(address: str | None, config: Config) -> None:
     try:
         RuntimeEnv(**options["runtime_env"])
     except (TypeError, ValueError) as error:
-        raise UserError(f"cluster.ray.runtime_env: Ray does not take it: {first_line(error)}") from error
+        raise UserError(
+            f"cluster.ray.runtime_env: Ray does not take it: {first_line(error)}"
+        ) from error
     if address != LOCAL:
         try:
             ray.init(address=address or "auto", **options)
             return
         except (ConnectionError, RuntimeError, ValueError) as error:
             if address is not None:
-                raise UserError(f"cluster.ray.address: no Ray cluster at {address!r}: {first_line(error)}") from error
-        except AuthenticationError as error:        # so there is one
-            raise UserError(f"cluster.ray.address: the Ray cluster refuses us: {NO_TOKEN}") from error
-    # Ray counts CPUs, and has no more than it is told of: a machine with few runs a small job all the same.
-    cpus = max(os.cpu_count() or 1, *(place(config, has_gpus=some).total["CPU"] for some in (False, True)))
-    niceness = {"worker_niceness": 0}       # as under the other launchers; Ray's own, 15, starves a run where others work too
+                raise UserError(
+                    f"cluster.ray.address: no Ray cluster at {address!r}: {first_line(error)}"
+                ) from error
+        except AuthenticationError as error:  # so there is one
+            raise UserError(
+                f"cluster.ray.address: the Ray cluster refuses us: {NO_TOKEN}"
+            ) from error
+    # Ray counts CPUs, and has no more than it is told of: a machine with few runs a small job all
+    # the same.
+    cpus = max(
+        os.cpu_count() or 1, *(place(config, has_gpus=some).total["CPU"] for some in (False, True))
+    )
+    # as under the other launchers; Ray's own, 15, starves a run where others work too
+    niceness = {"worker_niceness": 0}
     try:
-        ray.init(address=LOCAL, num_cpus=int(-(-cpus // 1)), include_dashboard=False, _system_config=niceness, **options)
-    except Exception as error:      # Ray has no narrower one where its own processes do not start in time
+        ray.init(
+            address=LOCAL,
+            num_cpus=int(-(-cpus // 1)),
+            include_dashboard=False,
+            _system_config=niceness,
+            **options,
+        )
+    # Ray has no narrower one where its own processes do not start in time
+    except Exception as error:
         raise RunFailed(
-            f"no Ray cluster could be started on this machine (cluster.ray.address): {first_line(error)} Is it too busy? Ray "
-            "gives its own processes 30 s; their logs are in /tmp/ray/session_latest/logs"
+            "no Ray cluster could be started on this machine (cluster.ray.address):"
+            f" {first_line(error)} Is it too busy? Ray gives its own processes 30 s; their logs are"
+            " in /tmp/ray/session_latest/logs"
         ) from error
 
 
 def runtime_env(given: dict[str, Any]) -> dict[str, Any]:
     """The user's, with this checkout importable where he says nothing of it."""
-    variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    }
     own = given.get("env_vars", {})
-    return given | {"env_vars": variables | own} if isinstance(own, dict) else given    # Ray says what is wrong with it
+    # Ray says what is wrong with it
+    return given | {"env_vars": variables | own} if isinstance(own, dict) else given
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bundles on nodes of the cluster, ours from when they are there. Ray finds others for those of a node that is lost."""
+    """Bundles on nodes of the cluster, ours from when they are there. Ray finds others for those of
+    a node that is lost.
+    """
 
     group: PlacementGroup
     parts: Sequence[Resources]
-    what: str               # "the trainer"
+    what: str  # "the trainer"
 
     def wait(self, cluster: Cluster, *, limit_s: float, tick: Callable[[], None]) -> PlacementGroup:
         """Until all bundles are there.
@@ -132,10 +160,17 @@ def room(parts: Sequence[Resources], strategy: str, what: str) -> Iterator[Room]
 
 
 def _no_room(parts: Sequence[Resources], cluster: Cluster, what: str, limit_s: float) -> str:
-    asked = "; ".join(", ".join(f"{amount:g} {name}" for name, amount in part.items()) for part in parts)
+    asked = "; ".join(
+        ", ".join(f"{amount:g} {name}" for name, amount in part.items()) for part in parts
+    )
     short = lacking(cluster.placement, ray.cluster_resources())
-    why = f"it lacks {short}" if short else "others use it, or no node has a whole bundle free (`ray status`)"
+    why = (
+        f"it lacks {short}"
+        if short
+        else "others use it, or no node has a whole bundle free (`ray status`)"
+    )
     return (
-        f"the Ray cluster has no room for {what} within {limit_s:g} s (cluster.start_timeout_s): asked is [{asked}]; "
-        f"{why}; free nodes, ask for less (cluster.ray), or use fewer processes or engines"
+        f"the Ray cluster has no room for {what} within {limit_s:g} s (cluster.start_timeout_s):"
+        f" asked is [{asked}]; {why}; free nodes, ask for less (cluster.ray), or use fewer"
+        " processes or engines"
     )

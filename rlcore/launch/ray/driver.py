@@ -1,4 +1,5 @@
-"""`rlcore train` with `cluster.launcher: ray`: places the parts of a run, watches them, and starts again what is lost.
+"""`rlcore train` with `cluster.launcher: ray`: places the parts of a run, watches them, and starts
+again what is lost.
 
     this process    the ranks' store, the terminal, signals
     board           a small actor: `rlcore status`, `rlcore stop`
@@ -20,7 +21,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from rlcore.config.derived import generates, world_size
 from rlcore.config.load import Loaded
@@ -43,8 +47,9 @@ from rlcore.trainer.rank0 import FINISHED
 from rlcore.trainer.rank_sync import Failure
 from rollout.engines.sglang.keys import Keys
 
-CLOSE_S = 20.0          # for the service to end its engines, before they are ended with their actors
-CONCURRENT = 1000       # calls of the service at a time
+# for the service to end its engines, before they are ended with their actors
+CLOSE_S = 20.0
+CONCURRENT = 1000  # calls of the service at a time
 
 
 def drive(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
@@ -52,12 +57,14 @@ def drive(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
 
     Raises:
         UserError: bad input, or no cluster at `cluster.ray.address`.
-        RunFailed: a rank failed, or was lost more than `cluster.max_restarts` times; the message is as under `local`.
+        RunFailed: a rank failed, or was lost more than `cluster.max_restarts` times; the message is
+            as under `local`.
     """
     check_input(loaded.config, world_size(loaded.config), resume=resume, overwrite=overwrite)
     requests = EndRequests()
     with ExitStack() as last, connected(loaded.config) as cluster, ExitStack() as stack:
-        last.enter_context(requests.heeding_signals())      # until all is closed, and the exit code is the run's
+        # until all is closed, and the exit code is the run's
+        last.enter_context(requests.heeding_signals())
         return Driver(loaded, cluster, stack, requests).run(resume=resume, overwrite=overwrite)
 
 
@@ -67,10 +74,12 @@ def host_name(run: str, index: int) -> str:
 
 
 def here(*, spills: bool = False) -> NodeAffinitySchedulingStrategy:
-    """On the driver's node, with which the run is lost anyway. `spills`: elsewhere, where that has no room."""
+    """On the driver's node, with which the run is lost anyway. `spills`: elsewhere, where that has
+    no room.
+    """
     node = ray.get_runtime_context().get_node_id()
-    # By itself `soft` minds only whether the node is there: on one that is busy it would wait. What spills, does so sometimes
-    # where there is room, too.
+    # By itself `soft` minds only whether the node is there: on one that is busy it would wait. What
+    # spills, does so sometimes where there is room, too.
     return NodeAffinitySchedulingStrategy(node_id=node, soft=spills, _spill_on_unavailable=spills)
 
 
@@ -81,8 +90,12 @@ def _warn(text: str) -> None:
 class Driver:
     """One run. What it makes ends with `stack`."""
 
-    def __init__(self, loaded: Loaded, cluster: Cluster, stack: ExitStack, requests: EndRequests) -> None:
-        self._loaded, self._cluster, self._stack = loaded, cluster, stack
+    def __init__(
+        self, loaded: Loaded, cluster: Cluster, stack: ExitStack, requests: EndRequests
+    ) -> None:
+        self._loaded = loaded
+        self._cluster = cluster
+        self._stack = stack
         self.config = loaded.config
         self._folder = Path(self.config.run.dir) / self.config.run.name
         self._lines = LogRelay(cluster.address)
@@ -90,45 +103,54 @@ class Driver:
         self._keys = Keys.from_environment()
         self._requests = requests
         self._ranks: Ranks | None = None
-        self._asked = False                     # the ranks were asked to end
+        self._asked = False  # the ranks were asked to end
         self._board: Any = None
         self._service: Any = None
-        self._heartbeat: Heartbeat | None = None        # the service's
+        self._heartbeat: Heartbeat | None = None  # the service's
         self._hosts: list[Any] = []
         self._restarts = 0
-        self._opened = False                    # the ranks have taken the run's folder
-        self._resumes = False                   # ... and this start of them goes on with it
-        self._began = time.time()               # this start of the ranks
+        self._opened = False  # the ranks have taken the run's folder
+        self._resumes = False  # ... and this start of them goes on with it
+        self._began = time.time()  # this start of the ranks
 
     def run(self, *, resume: bool, overwrite: bool) -> int:
         with self._requests.ending_at_once(), self._leaving_a_result():
-            self._stack.callback(self._lines.show, patience_s=0.0)      # nobody speaks any more
+            self._stack.callback(self._lines.show, patience_s=0.0)  # nobody speaks any more
             self._open_board()
             placement = self._cluster.placement
-            # The trainer's first, and for all its starts: it needs whole nodes, and engines go anywhere.
+            # The trainer's first, and for all its starts: it needs whole nodes, and engines go
+            # anywhere.
             trainer = self._stack.enter_context(room(placement.trainer, "PACK", "the trainer"))
             self._wait_for(trainer)
             engines = None
             if placement.engines:
-                engines = self._wait_for(self._stack.enter_context(room(placement.engines, "SPREAD", "the engines")))
-            self._stack.callback(self._end_service)     # while the engines still have their bundles
+                engines = self._wait_for(
+                    self._stack.enter_context(room(placement.engines, "SPREAD", "the engines"))
+                )
+            self._stack.callback(self._end_service)  # while the engines still have their bundles
             if not placement.shares_gpus:
                 self._host_engines(engines, [])
                 self._start_service()
             code = None
-            while code is None:     # what an attempt has begun, the next one goes on with
-                code = self._attempt(trainer, resume=resume or self._opened, overwrite=overwrite and not self._opened)
+            while code is None:  # what an attempt has begun, the next one goes on with
+                code = self._attempt(
+                    trainer, resume=resume or self._opened, overwrite=overwrite and not self._opened
+                )
             return code
 
     def _wait_for(self, room: Room) -> PlacementGroup:
-        return room.wait(self._cluster, limit_s=self.config.cluster.start_timeout_s, tick=self._tick)
+        return room.wait(
+            self._cluster, limit_s=self.config.cluster.start_timeout_s, tick=self._tick
+        )
 
     def _attempt(self, trainer: Room, *, resume: bool, overwrite: bool) -> int | None:
         """One start of the ranks: the run's exit code, or None for another one."""
         self._resumes = self._opened
         if self._resumes:
             limit = self.config.cluster.start_timeout_s
-            wait_until_free(self._folder, limit_s=limit, key="cluster.start_timeout_s", tick=self._tick)
+            wait_until_free(
+                self._folder, limit_s=limit, key="cluster.start_timeout_s", tick=self._tick
+            )
         group = self._wait_for(trainer)
         ranks = Ranks(self._cluster, group, self._loaded, self._workplace, self._tick)
         try:
@@ -139,7 +161,10 @@ class Driver:
             result = RunDirectory(self._folder).read_result(since=self._began)
             status = None if result is None or not is_loss else result["status"]
             if status in FINISHED or (status == "interrupted" and self._asked):
-                _warn(f"trainer {failure}, after the end of the run: an upload, or the last word to a tracker, may be missing")
+                _warn(
+                    f"trainer {failure}, after the end of the run: an upload, or the last word to a"
+                    " tracker, may be missing"
+                )
                 return 0 if status in FINISHED else INTERRUPTED
             if not self._goes_on(is_loss):
                 ranks.wait_for_the_others()
@@ -152,27 +177,35 @@ class Driver:
             self._write_board([])
         self._restarts += 1
         self._began = time.time()
-        again = f"restart {self._restarts} of {self.config.cluster.max_restarts} (cluster.max_restarts)"
+        again = (
+            f"restart {self._restarts} of {self.config.cluster.max_restarts} (cluster.max_restarts)"
+        )
         _warn(f"trainer {failure}; {again}, from the last checkpoint")
         return None
 
-    def _run(self, ranks: Ranks, group: PlacementGroup, *, resume: bool, overwrite: bool) -> Failure | None:
+    def _run(
+        self, ranks: Ranks, group: PlacementGroup, *, resume: bool, overwrite: bool
+    ) -> Failure | None:
         """From ranks that have a place to their end."""
         if self._cluster.placement.shares_gpus:
             self._end_service()
             self._host_engines(group, ranks.gpus)
             self._start_service()
-        self._write_board([
-            {"rank": rank, "node": node, "pid": pid, "gpus": gpus}
-            for rank, (node, pid, gpus) in enumerate(zip(ranks.nodes, ranks.pids, ranks.gpus, strict=True))
-        ])
-        self._ranks = ranks     # from here on they end cleanly
+        self._write_board(
+            [
+                {"rank": rank, "node": node, "pid": pid, "gpus": gpus}
+                for rank, (node, pid, gpus) in enumerate(
+                    zip(ranks.nodes, ranks.pids, ranks.gpus, strict=True)
+                )
+            ]
+        )
+        self._ranks = ranks  # from here on they end cleanly
         return ranks.run(resume=resume, overwrite=overwrite, service=self._service)
 
     def _goes_on(self, is_loss: bool) -> bool:
         return is_loss and self._restarts < self.config.cluster.max_restarts and not self._asked
 
-    # --- the parts ------------------------------------------------------------------------------------------------
+    # --- the parts --------------------------------------------------------------------------------
 
     def _open_board(self) -> None:
         """Raises UserError where a run of this name goes on already."""
@@ -185,11 +218,17 @@ class Driver:
             self._board = board.remote()
         except ValueError as error:
             raise UserError(
-                f"run {name!r} goes on on this cluster already: end it with `rlcore stop {name}`, or choose another run.name"
+                f"run {name!r} goes on on this cluster already: end it with `rlcore stop {name}`,"
+                " or choose another run.name"
             ) from error
         self._requests.heed(self._board)
         self._stack.callback(lambda: end_named([actor_name(name, "board")]))
-        facts = {"run": name, "folder": str(self._folder.absolute()), "driver": os.getpid(), "began": self._began}
+        facts = {
+            "run": name,
+            "folder": str(self._folder.absolute()),
+            "driver": os.getpid(),
+            "began": self._began,
+        }
         self._board.write.remote(facts)
         self._write_board([])
 
@@ -198,9 +237,11 @@ class Driver:
 
     def _host_engines(self, group: PlacementGroup | None, gpus: list[list[str]]) -> None:
         """An actor an engine, in its bundle. `gpus`: of each rank, for engines that share them."""
-        placement, width = self._cluster.placement, self.config.rollout.engine.tensor_parallel
+        placement = self._cluster.placement
+        width = self.config.rollout.engine.tensor_parallel
         resources = bundles([placement.engine])[0]
-        theirs = list(dict.fromkeys(gpu for mine in gpus for gpu in mine))      # ranks may have shares of one
+        # ranks may have shares of one
+        theirs = list(dict.fromkeys(gpu for mine in gpus for gpu in mine))
         for index, bundle in enumerate(placement.hosts):
             shared = theirs[index * width : (index + 1) * width]
             host = ray.remote(EngineHost).options(
@@ -231,20 +272,30 @@ class Driver:
             with suppress(RayError):
                 ray.get(self._service.close.remote(), timeout=CLOSE_S)
         name = self.config.run.name
-        end_named([actor_name(name, "service"), *(host_name(name, index) for index in range(len(self._hosts)))])
-        self._service, self._hosts = None, []
+        end_named(
+            [
+                actor_name(name, "service"),
+                *(host_name(name, index) for index in range(len(self._hosts))),
+            ]
+        )
+        self._service = None
+        self._hosts = []
 
-    # --- meanwhile ------------------------------------------------------------------------------------------------
+    # --- meanwhile --------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         """Show what the actors print; end a service that hangs; pass on that the run shall end."""
         self._lines.show()
         if self._heartbeat is not None and (silent_s := self._heartbeat.look()) is not None:
-            _warn(f"the rollout service was silent for {silent_s:.0f} s (cluster.heartbeat_timeout_s): it is made anew")
+            _warn(
+                f"the rollout service was silent for {silent_s:.0f} s"
+                " (cluster.heartbeat_timeout_s): it is made anew"
+            )
         self._requests.look()
         if not self._requests.count:
             return
-        if self._ranks is None or self._requests.count > 1:     # without ranks nothing is trained yet, or at the moment
+        # without ranks nothing is trained yet, or at the moment
+        if self._ranks is None or self._requests.count > 1:
             raise KeyboardInterrupt
         if not self._asked:
             self._asked = True
@@ -252,12 +303,16 @@ class Driver:
 
     @contextmanager
     def _leaving_a_result(self) -> Iterator[None]:
-        """Of a run that is ended at once, by a second signal or while its ranks are started again, or that cannot be."""
+        """Of a run that is ended at once, by a second signal or while its ranks are started again,
+        or that cannot be.
+        """
         try:
             yield
         except KeyboardInterrupt:
             if self._opened:
-                conclude_unless_written(self.config, "interrupted", "it was ended at once", began=self._began)
+                conclude_unless_written(
+                    self.config, "interrupted", "it was ended at once", began=self._began
+                )
             raise
         except RlcoreError as error:
             if self._resumes:

@@ -1,7 +1,9 @@
-"""Engines on a cluster. An actor owns an engine's server process; requests and weights go to that directly, by its URL.
+"""Engines on a cluster. An actor owns an engine's server process; requests and weights go to that
+directly, by its URL.
 
-Actors belong to the driver, so that an engine outlives the service. Ray starts an actor again whose node is lost, elsewhere;
-the server in it is started by the service's fleet, as any engine that failed.
+Actors belong to the driver, so that an engine outlives the service. Ray starts an actor again whose
+node is lost, elsewhere; the server in it is started by the service's fleet, as any engine that
+failed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from rollout.asyncio_utils import within
 from rollout.engines.sglang.keys import Keys
 
 LOOPBACK = "127.0.0.1"
-KILL_S = 15.0           # for an actor to end its server, before it is ended with it
+KILL_S = 15.0  # for an actor to end its server, before it is ended with it
 
 logger = logging.getLogger(__name__)
 
@@ -49,24 +51,30 @@ class Server(Protocol):
 
 
 class EngineHost:
-    """The actor of one engine: starts its server on this node, watches it, ends it. The server ends with the actor.
+    """The actor of one engine: starts its server on this node, watches it, ends it. The server ends
+    with the actor.
 
     Args:
         keys: of SGLang's servers; an embedded engine takes one of them.
         gpus: by name, where Ray has not chosen them; empty: what Ray lets this process see.
     """
 
-    def __init__(self, workplace: ActorEnv, config: Config, index: int, keys: Keys, gpus: Sequence[str] = ()) -> None:
+    def __init__(
+        self, workplace: ActorEnv, config: Config, index: int, keys: Keys, gpus: Sequence[str] = ()
+    ) -> None:
         workplace.enter()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._server = _server(config, index, keys, gpus)
-        self._starting: asyncio.Task[str] | None = None     # the newest start, which may be over
+        self._starting: asyncio.Task[str] | None = None  # the newest start, which may be over
 
     async def start(self) -> str:
-        """The server's URL. One that runs or comes up is left alone: the service that had it started may be gone."""
-        ended, starting = self._server.ended, self._starting
-        runs = ended is not None and not ended.done()       # which it does, too, while it comes up
+        """The server's URL. One that runs or comes up is left alone: the service that had it
+        started may be gone.
+        """
+        ended = self._server.ended
+        starting = self._starting
+        runs = ended is not None and not ended.done()  # which it does, too, while it comes up
         if starting is None or (starting.done() and not runs):
             starting = self._starting = asyncio.ensure_future(self._server.start())
         return await asyncio.shield(starting)
@@ -107,7 +115,9 @@ def _server(config: Config, index: int, keys: Keys, gpus: Sequence[str]) -> Serv
     if engine.kind == "sglang":
         import torch
 
-        return managed_server(config, keys, index, logs=logs, gpus=gpus, on_gpu=torch.cuda.is_available())
+        return managed_server(
+            config, keys, index, logs=logs, gpus=gpus, on_gpu=torch.cuda.is_available()
+        )
     from rollout.engines.embedded.server_process import EmbeddedServer
 
     return EmbeddedServer(
@@ -119,40 +129,54 @@ def _server(config: Config, index: int, keys: Keys, gpus: Sequence[str]) -> Serv
 class HostedServer:
     """The server behind an `EngineHost`, as the service sees it. Use it from one event loop.
 
-    It is both a `rollout.engines.embedded.client.EngineProcess` and what `SGLangEngine` takes for a server of ours.
+    It is both a `rollout.engines.embedded.client.EngineProcess` and what `SGLangEngine` takes for a
+    server of ours.
 
     Args:
-        place_timeout_s: for the actor to be there, before the server's own time begins: Ray may miss a node for half a
-            minute, and has to find another one.
+        place_timeout_s: for the actor to be there, before the server's own time begins: Ray may
+            miss a node for half a minute, and has to find another one.
     """
 
     managed = True
 
     def __init__(self, host: Any, name: str, key: str, *, place_timeout_s: float) -> None:
-        self._host, self.name, self.key, self._place_s = host, name, key, place_timeout_s
-        self._begun = False                                 # the host was asked to start it
-        self._ended: asyncio.Task[str] | None = None        # of the present life; None while it comes up
+        self._host = host
+        self.name = name
+        self.key = key
+        self._place_s = place_timeout_s
+        self._begun = False  # the host was asked to start it
+        # of the present life; None while it comes up
+        self._ended: asyncio.Task[str] | None = None
         self.pid: int | None = None
 
     async def start(self) -> str:
-        """Its URL. Raises what `EngineHost.start` raises, or DeadlineExceeded where Ray finds no place for it."""
-        await within(self._place_s, answer_when_up(self._host.pid.remote, what=f"engine {self.name}"), self._homeless)
-        self._begun, self._ended = True, None
-        url: str = await answer_when_up(self._host.start.remote, what=f"starting engine {self.name}")
+        """Its URL. Raises what `EngineHost.start` raises, or DeadlineExceeded where Ray finds no
+        place for it.
+        """
+        await within(
+            self._place_s,
+            answer_when_up(self._host.pid.remote, what=f"engine {self.name}"),
+            self._homeless,
+        )
+        self._begun = True
+        self._ended = None
+        url: str = await answer_when_up(
+            self._host.start.remote, what=f"starting engine {self.name}"
+        )
         self.pid = await answer_when_up(self._host.pid.remote, what=f"engine {self.name}")
         self._ended = asyncio.ensure_future(self._until_ended())
         return url
 
     def _homeless(self) -> str:
         return (
-            f"engine {self.name} has no process after {self._place_s:g} s (cluster.start_timeout_s): the cluster has no room "
-            "for it (`ray status`)"
+            f"engine {self.name} has no process after {self._place_s:g} s"
+            " (cluster.start_timeout_s): the cluster has no room for it (`ray status`)"
         )
 
     async def _until_ended(self) -> str:
         try:
             return str(await answer(self._host.wait_ended.remote(), what=f"engine {self.name}"))
-        except RlcoreError as error:        # its actor, or the node, is gone
+        except RlcoreError as error:  # its actor, or the node, is gone
             return str(error)
 
     @property
@@ -161,7 +185,11 @@ class HostedServer:
         return self._ended
 
     def describe_end(self) -> str:
-        return self._ended.result() if self._ended is not None and self._ended.done() else "it still runs"
+        return (
+            self._ended.result()
+            if self._ended is not None and self._ended.done()
+            else "it still runs"
+        )
 
     async def stop(self) -> None:
         await self._end("stop")
@@ -179,7 +207,7 @@ class HostedServer:
         except DeadlineExceeded as error:
             logger.warning("%s; it is killed", error)
             ray.kill(self._host, no_restart=False)
-        except RlcoreError as error:        # recovery: none is needed, it is gone
+        except RlcoreError as error:  # recovery: none is needed, it is gone
             logger.info("%s", error)
         if self._ended is not None:
             await asyncio.wait({self._ended}, timeout=KILL_S)
@@ -195,20 +223,29 @@ def cluster_engines(config: Config, hosts: Sequence[Any], keys: Keys) -> list[Ro
     if engine.urls:
         return [*external_engines(config)]
     servers = [
-        HostedServer(host, engine_name(index), keys.api, place_timeout_s=config.cluster.start_timeout_s)
+        HostedServer(
+            host, engine_name(index), keys.api, place_timeout_s=config.cluster.start_timeout_s
+        )
         for index, host in enumerate(hosts)
     ]
     if engine.kind == "sglang":
         from rollout.engines.sglang.engine import SGLangEngine
 
-        return [SGLangEngine(one, config=engine, keys=keys, model_path=config.model.path) for one in servers]
+        return [
+            SGLangEngine(one, config=engine, keys=keys, model_path=config.model.path)
+            for one in servers
+        ]
     from rollout.engines.embedded.client import RemoteEngine
 
     return [
         RemoteEngine(
-            config.model.path, config=engine, dtype=config.model.dtype, tokenizer=config.model.tokenizer, name=one.name,
-            log=engine_log(folder_of(config.run), index), process=one,
+            config.model.path,
+            config=engine,
+            dtype=config.model.dtype,
+            tokenizer=config.model.tokenizer,
+            name=one.name,
+            log=engine_log(folder_of(config.run), index),
+            process=one,
         )
         for index, one in enumerate(servers)
     ]
-

@@ -1,4 +1,6 @@
-"""Finds an actor that hangs. For Ray an actor lives as long as its process does, so one that answers nothing is ended here."""
+"""Finds an actor that hangs. For Ray an actor lives as long as its process does, so one that
+answers nothing is ended here.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 BEAT_S = 1.0
-STALL_S = 10.0          # between two looks: it was this process that stood still
+STALL_S = 10.0  # between two looks: it was this process that stood still
 
 
 class Heartbeat:
@@ -22,13 +24,16 @@ class Heartbeat:
     """
 
     def __init__(self, actor: Any, *, limit_s: float) -> None:
-        self._actor, self._limit_s = actor, limit_s
-        self._asked: Any = None                 # a beat that is not answered yet
+        self._actor = actor
+        self._limit_s = limit_s
+        self._asked: Any = None  # a beat that is not answered yet
         self._is_up = False
         self._heard = self._looked = time.monotonic()
 
     def look(self) -> float | None:
-        """End the actor if it hangs: the seconds for which it was silent then, else None. Call it often; it never waits."""
+        """End the actor if it hangs: the seconds for which it was silent then, else None. Call it
+        often; it never waits.
+        """
         now = time.monotonic()
         if now - self._looked > STALL_S:
             self._heard = now
@@ -38,7 +43,9 @@ class Heartbeat:
                 self._asked = self._actor.beat.remote()
             return None
         if ray.wait([self._asked], timeout=0)[0]:
-            self._is_up, self._asked, self._heard = _answered(self._asked), None, now
+            self._is_up = _answered(self._asked)
+            self._asked = None
+            self._heard = now
             return None
         silent_s = now - self._heard
         if not self._is_up or silent_s < self._limit_s:
@@ -51,6 +58,6 @@ class Heartbeat:
 def _answered(ref: Any) -> bool:
     try:
         ray.get(ref)
-    except RayError:            # its process is gone, and is started again
+    except RayError:  # its process is gone, and is started again
         return False
     return True

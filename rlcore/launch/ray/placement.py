@@ -1,7 +1,8 @@
 """What a run asks a Ray cluster for, and where its parts belong. Pure: no ray, no torch.
 
-A trainer node is one bundle, so that its ranks share a machine; the bundles are packed. Engines are a bundle each, spread, or
-they are in the trainer's only one where they take turns with it on the same GPUs.
+A trainer node is one bundle, so that its ranks share a machine; the bundles are packed. Engines are
+a bundle each, spread, or they are in the trainer's only one where they take turns with it on the
+same GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class NodeSlot:
     """Where a rank is."""
 
     rank: int
-    node: int               # the trainer's bundle
+    node: int  # the trainer's bundle
     local_rank: int
 
 
@@ -29,12 +30,14 @@ class Placement:
     """Resources by Ray's names; an engine without a bundle is in that of the trainer's node."""
 
     ranks: tuple[NodeSlot, ...]
-    rank: Resources                         # of one rank
-    trainer: tuple[Resources, ...]          # a bundle a node
-    engine: Resources                       # of one engine
-    engines: tuple[Resources, ...]          # a bundle an engine; () where there are none, or they are in the trainer's
-    hosts: tuple[int, ...]                  # the bundle of each engine: of `engines`, else of `trainer`
-    service: Resources                      # {} where nothing generates
+    rank: Resources  # of one rank
+    trainer: tuple[Resources, ...]  # a bundle a node
+    engine: Resources  # of one engine
+    # a bundle an engine; () where there are none, or they are in the trainer's
+    engines: tuple[Resources, ...]
+    # the bundle of each engine: of `engines`, else of `trainer`
+    hosts: tuple[int, ...]
+    service: Resources  # {} where nothing generates
 
     @property
     def shares_gpus(self) -> bool:
@@ -49,17 +52,26 @@ class Placement:
 
 def place(config: Config, *, has_gpus: bool) -> Placement:
     """The placement of a run on a cluster with GPUs, or of CPUs only."""
-    cluster, engine, asked = config.cluster, config.rollout.engine, config.cluster.ray
+    cluster = config.cluster
+    engine = config.rollout.engine
+    asked = config.cluster.ray
     on_gpu = has_gpus and engine.device != "cpu"
     count = engine.count if generates(config) and not engine.urls else 0
     rank = _resources(asked.rank_cpus, asked.rank_gpus if has_gpus else 0.0)
-    one_engine = _resources(asked.engine_cpus, asked.engine_gpus * engine.tensor_parallel if on_gpu else 0.0)
-    hosts, engines = tuple(range(count)), (one_engine,) * count
-    node = _resources(asked.rank_cpus * cluster.processes_per_node, gpus_of_a_node(config) if has_gpus else 0.0)
-    if engine.colocated and count:      # on one node, on the GPUs of its ranks; CPUs are counted beside theirs
+    one_engine = _resources(
+        asked.engine_cpus, asked.engine_gpus * engine.tensor_parallel if on_gpu else 0.0
+    )
+    hosts = tuple(range(count))
+    engines = (one_engine,) * count
+    node = _resources(
+        asked.rank_cpus * cluster.processes_per_node, gpus_of_a_node(config) if has_gpus else 0.0
+    )
+    # on one node, on the GPUs of its ranks; CPUs are counted beside theirs
+    if engine.colocated and count:
         one_engine = _resources(asked.engine_cpus, 0.0)
         node = added(node, times(one_engine, count))
-        hosts, engines = (0,) * count, ()
+        hosts = (0,) * count
+        engines = ()
     return Placement(
         ranks=tuple(
             NodeSlot(index * cluster.processes_per_node + local, index, local)
@@ -85,11 +97,16 @@ def lacking(placement: Placement, cluster: Mapping[str, float]) -> str | None:
     short = [name for name, amount in wanted.items() if amount > cluster.get(name, 0.0) + 1e-6]
     if not short:
         return None
-    return ", ".join(f"{wanted[name]:g} {name} (the cluster has {cluster.get(name, 0.0):g})" for name in short)
+    return ", ".join(
+        f"{wanted[name]:g} {name} (the cluster has {cluster.get(name, 0.0):g})" for name in short
+    )
 
 
 def added(*parts: Resources) -> Resources:
-    return {name: sum(part.get(name, 0.0) for part in parts) for name in dict.fromkeys(n for part in parts for n in part)}
+    return {
+        name: sum(part.get(name, 0.0) for part in parts)
+        for name in dict.fromkeys(n for part in parts for n in part)
+    }
 
 
 def times(one: Resources, count: int) -> Resources:
@@ -98,7 +115,10 @@ def times(one: Resources, count: int) -> Resources:
 
 def bundles(parts: Sequence[Resources]) -> list[Resources]:
     """As Ray takes them: it refuses an empty one, and amounts of nothing."""
-    return [{name: amount for name, amount in part.items() if amount} or {"CPU": 0.001} for part in parts]
+    return [
+        {name: amount for name, amount in part.items() if amount} or {"CPU": 0.001}
+        for part in parts
+    ]
 
 
 def _resources(cpus: float, gpus: float) -> Resources:

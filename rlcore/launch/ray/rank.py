@@ -36,7 +36,7 @@ class RankEnv:
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",     # the driver has it: no rank makes one
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the driver has it: no rank makes one
         }
 
 
@@ -52,7 +52,9 @@ class RankActor:
         gpus = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         return ray.get_runtime_context().get_node_id(), os.getpid(), gpus
 
-    def run(self, seat: RankEnv, loaded: Loaded, *, resume: bool, overwrite: bool, service: Any) -> int:
+    def run(
+        self, seat: RankEnv, loaded: Loaded, *, resume: bool, overwrite: bool, service: Any
+    ) -> int:
         """The rank's exit code.
 
         Args:
@@ -61,7 +63,8 @@ class RankActor:
         Raises:
             RlcoreError: as `rlcore.launch.rank.train_rank`.
         """
-        # A rank that Ray gave GPUs sees those alone, and numbers them from 0; without, it is as under torchrun.
+        # A rank that Ray gave GPUs sees those alone, and numbers them from 0; without, it is as
+        # under torchrun.
         has_own = loaded.config.cluster.ray.rank_gpus > 0 and bool(self.where()[2])
         local = {"LOCAL_RANK": "0"} if has_own else {}
         os.environ.update(seat.environment() | local | {SUPERVISED: str(os.getppid())})

@@ -1,7 +1,9 @@
-"""One start of the trainer's ranks: their actors, the store in which they meet, and what their end means.
+"""One start of the trainer's ranks: their actors, the store in which they meet, and what their end
+means.
 
-The first rank that dies or falls silent ends them all, as under our own supervisor (rlcore/launch/local.py). What was a
-loss (a process, a node, a hang) is worth another start; what a rank refused or failed at by itself would only fail again.
+The first rank that dies or falls silent ends them all, as under our own supervisor
+(rlcore/launch/local.py). What was a loss (a process, a node, a hang) is worth another start; what a
+rank refused or failed at by itself would only fail again.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlcore.config.load import Loaded
-from rlcore.errors import INTERRUPTED, DeadlineExceeded, EmptyBatch, PartLost, RlcoreError, RunFailed, UserError
+from rlcore.errors import (
+    INTERRUPTED,
+    DeadlineExceeded,
+    EmptyBatch,
+    PartLost,
+    RlcoreError,
+    RunFailed,
+    UserError,
+)
 from rlcore.launch.attempts import has_ended
 from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, HeartbeatMonitor, came_late, read_stuck
 from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe
@@ -33,8 +43,8 @@ from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
 POLL_S = 0.1
 STORE_S = 60.0
-TELL_S = 3.0            # for Ray to say that a process is gone, which its peers feel at once
-END_S = 30.0            # for Ray to say that a killed actor is gone
+TELL_S = 3.0  # for Ray to say that a process is gone, which its peers feel at once
+END_S = 30.0  # for Ray to say that a killed actor is gone
 
 
 class Ranks:
@@ -46,9 +56,18 @@ class Ranks:
     """
 
     def __init__(
-        self, cluster: Cluster, group: PlacementGroup, loaded: Loaded, workplace: ActorEnv, tick: Callable[[], None]
+        self,
+        cluster: Cluster,
+        group: PlacementGroup,
+        loaded: Loaded,
+        workplace: ActorEnv,
+        tick: Callable[[], None],
     ) -> None:
-        self._cluster, self._group, self._loaded, self._workplace, self._tick = cluster, group, loaded, workplace, tick
+        self._cluster = cluster
+        self._group = group
+        self._loaded = loaded
+        self._workplace = workplace
+        self._tick = tick
         self.config = loaded.config
         self._began = time.time()
         self._host = dist.TCPStore(
@@ -57,28 +76,32 @@ class Ranks:
         self.store = dist.PrefixStore(store_prefix(), self._host)
         limits = self.config.cluster
         self._watch = HeartbeatMonitor(
-            self.store, range(len(cluster.placement.ranks)), limit_s=limits.heartbeat_timeout_s,
+            self.store,
+            range(len(cluster.placement.ranks)),
+            limit_s=limits.heartbeat_timeout_s,
             start_limit_s=limits.start_timeout_s,
         )
         self.actors: list[Any] = []
-        self.nodes: list[str] = []              # of each rank: its node's id
+        self.nodes: list[str] = []  # of each rank: its node's id
         self.pids: list[int] = []
         self.gpus: list[list[str]] = []
-        self._runs: dict[Any, int] = {}         # the call of each rank that has not ended -> the rank
-        self.codes: dict[int, int] = {}         # of ranks that ended by themselves
-        self.errors: dict[int, RlcoreError] = {}        # ... with an error of ours
-        self._lost: dict[int, float] = {}       # ranks whose process is gone -> when that was seen
+        # the call of each rank that has not ended -> the rank
+        self._runs: dict[Any, int] = {}
+        self.codes: dict[int, int] = {}  # of ranks that ended by themselves
+        self.errors: dict[int, RlcoreError] = {}  # ... with an error of ours
+        self._lost: dict[int, float] = {}  # ranks whose process is gone -> when that was seen
         self._silent = False
         self._failed_at = 0.0
 
-    # --- start ----------------------------------------------------------------------------------------------------
+    # --- start ------------------------------------------------------------------------------------
 
     def place(self) -> Failure | None:
         """Make the actors. A failure where one of them is lost before it begins.
 
         Raises RunFailed where one of them cannot begin, or does not in time.
         """
-        limit, resources = self.config.cluster.start_timeout_s, bundles([self._cluster.placement.rank])[0]
+        limit = self.config.cluster.start_timeout_s
+        resources = bundles([self._cluster.placement.rank])[0]
         for place in self._cluster.placement.ranks:
             actor = ray.remote(RankActor).options(
                 num_cpus=resources.get("CPU", 0.0), num_gpus=resources.get("GPU", 0.0), max_restarts=0,
@@ -89,16 +112,20 @@ class Ranks:
             self.actors.append(actor.remote(self._workplace))
         asked = [actor.where.remote() for actor in self.actors]
         deadline = time.monotonic() + limit
-        while (late := ray.wait(asked, num_returns=len(asked), timeout=POLL_S)[1]) and time.monotonic() < deadline:
+        while (
+            late := ray.wait(asked, num_returns=len(asked), timeout=POLL_S)[1]
+        ) and time.monotonic() < deadline:
             self._tick()
         if late:
             raise DeadlineExceeded(
-                f"rank {asked.index(late[0])} was not started within {limit:g} s (cluster.start_timeout_s): its node starts no "
-                "process, or is gone (`ray status`)"
+                f"rank {asked.index(late[0])} was not started within {limit:g} s"
+                " (cluster.start_timeout_s): its node starts no process, or is gone (`ray status`)"
             )
         for rank, ref in enumerate(asked):
             try:
-                node, pid, gpus = get(ref, limit_s=limit, what=f"rank {rank}", key="cluster.start_timeout_s")
+                node, pid, gpus = get(
+                    ref, limit_s=limit, what=f"rank {rank}", key="cluster.start_timeout_s"
+                )
             except ActorLost:
                 self._lost[rank] = time.monotonic()
                 return self._gone()
@@ -109,11 +136,16 @@ class Ranks:
 
     def run(self, *, resume: bool, overwrite: bool, service: Any) -> Failure | None:
         """Until all have ended well, or for what ends the run."""
-        places, address = self._cluster.placement.ranks, self._cluster.address
+        places = self._cluster.placement.ranks
+        address = self._cluster.address
         for place, actor in zip(places, self.actors, strict=True):
             ranks_there = sum(other.node == place.node for other in places)
-            seat = RankEnv(place.rank, len(places), place.local_rank, ranks_there, address, self._host.port)
-            ref = actor.run.remote(seat, self._loaded, resume=resume, overwrite=overwrite, service=service)
+            seat = RankEnv(
+                place.rank, len(places), place.local_rank, ranks_there, address, self._host.port
+            )
+            ref = actor.run.remote(
+                seat, self._loaded, resume=resume, overwrite=overwrite, service=service
+            )
             self._runs[ref] = place.rank
         while True:
             self._tick()
@@ -121,7 +153,7 @@ class Ranks:
             failure = read_failure(self.store) or self._died() or self._fell_silent()
             if failure is not None:
                 self._failed_at = time.monotonic()
-                post_failure(self.store, failure)       # the others are told
+                post_failure(self.store, failure)  # the others are told
                 return self._cause(failure)
             if not self._runs:
                 return None
@@ -130,7 +162,7 @@ class Ranks:
         """Ask for a clean end after the step at hand."""
         self.store.set("interrupt", "the driver")
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def wait_for_the_others(self) -> None:
         """They know of the failure: they close what is open and leave, or end themselves."""
@@ -142,14 +174,15 @@ class Ranks:
     def is_loss(self, failure: Failure) -> bool:
         """Whether a process or a node was lost, or hung: not what a rank failed at by itself.
 
-        Where that is not clear at once, the ranks are left to end: Ray takes a while to tell of a lost node, and a rank to
+        Where that is not clear at once, the ranks are left to end: Ray takes a while to tell of a
+            lost node, and a rank to
         say what it failed at.
         """
         if failure.rank in self._lost or self._silent:
             return True
         self.wait_for_the_others()
         if failure.waited and read_stuck(self.store) is not None:
-            return True         # it kept its peers waiting; else what was waited for is no rank
+            return True  # it kept its peers waiting; else what was waited for is no rank
         if isinstance(self.errors.get(failure.rank), PartLost):
             return True
         # A rank that ends itself because another one failed takes longer than this.
@@ -176,7 +209,9 @@ class Ranks:
             return INTERRUPTED
         conclude_for(self.config, self.store, failure, began=self._began)
         if (stuck := read_stuck(self.store)) is not None and failure.waited:
-            raise RunFailed(describe(came_late(stuck), self.config.run, lines=LAST_LINES_OF_A_STACK))
+            raise RunFailed(
+                describe(came_late(stuck), self.config.run, lines=LAST_LINES_OF_A_STACK)
+            )
         if failure.rank == 0 and spoken is not None:
             raise spoken
         if failure.bad_input:
@@ -191,7 +226,7 @@ class Ranks:
             ray.wait(list(self._runs), num_returns=len(self._runs), timeout=END_S)
         self.actors = []
 
-    # --- what happens ---------------------------------------------------------------------------------------------
+    # --- what happens -----------------------------------------------------------------------------
 
     def _collect(self) -> None:
         """Note every rank that has ended."""
@@ -203,15 +238,19 @@ class Ranks:
             try:
                 self.codes[rank] = ray.get(ref)
             except RayActorError:
-                if rank == 0 or not has_ended(self.store):      # else nobody needs it any more
+                if rank == 0 or not has_ended(self.store):  # else nobody needs it any more
                     self._lost[rank] = time.monotonic()
             except RayError as error:
                 self.errors[rank] = in_our_words(error, f"rank {rank}")
 
     def _cause(self, failure: Failure) -> Failure:
-        """A rank that is gone, where that is why another one failed: Ray may tell it a moment later."""
+        """A rank that is gone, where that is why another one failed: Ray may tell it a moment
+        later.
+        """
         deadline = self._failed_at + TELL_S
-        while self._runs and not self._lost and not failure.bad_input and time.monotonic() < deadline:
+        while (
+            self._runs and not self._lost and not failure.bad_input and time.monotonic() < deadline
+        ):
             self._tick()
             self._collect()
         return self._gone() or failure
@@ -220,7 +259,11 @@ class Ranks:
         """The first rank whose process is gone."""
         for rank in self._lost:
             known = rank < len(self.pids)
-            where = f"(node {self.nodes[rank][:8]}, pid {self.pids[rank]})" if known else "before it could begin"
+            where = (
+                f"(node {self.nodes[rank][:8]}, pid {self.pids[rank]})"
+                if known
+                else "before it could begin"
+            )
             return Failure(rank, f"its process or node is gone {where}")
         return None
 

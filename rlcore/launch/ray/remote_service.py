@@ -1,4 +1,6 @@
-"""The engines in a publication, as rank 0 sees them: who takes part, and the verbs that a sink and its transports use."""
+"""The engines in a publication, as rank 0 sees them: who takes part, and the verbs that a sink and
+its transports use.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ class RemoteParticipants:
     async def out(self, engine: RolloutEngine, why: str) -> None:
         try:
             await self._line.answer("told", "out", engine.name, why)
-        except ActorLost:       # recovery: the next attempt finds the engine as the new service does
+        # recovery: the next attempt finds the engine as the new service does
+        except ActorLost:
             return
 
 
@@ -78,7 +81,8 @@ class RemoteEngineHandle:
     """An engine in a publication: the verbs that a sink and its transports use."""
 
     def __init__(self, line: ServiceClient, facts: EngineFacts) -> None:
-        self._line, self.facts = line, facts
+        self._line = line
+        self.facts = facts
 
     @property
     def name(self) -> str:
@@ -158,15 +162,24 @@ def opener(actor: Any) -> OpenService:
     """Opens the service that is `actor` (a Ray handle), for rank 0."""
 
     def open_service(
-        config: Config, process: Process, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, *, greedy_baseline: bool
+        config: Config,
+        process: Process,
+        tokenizer: PreTrainedTokenizerBase,
+        stack: ExitStack,
+        *,
+        greedy_baseline: bool,
     ) -> RolloutHandles:
         line = ServiceClient(actor, config, greedy_baseline=greedy_baseline)
         opened = line.open()
         thread = LoopThread("publication")
         stack.callback(thread.close)
-        sink = WeightPublication(config, RemoteParticipants(line), thread.loop, device=process.device)
+        sink = WeightPublication(
+            config, RemoteParticipants(line), thread.loop, device=process.device
+        )
         stack.callback(sink.close)
-        return RolloutHandles(RemoteSource(line), sink, opened.num_prompts, opened.prompt_lengths, RemoteMemory(line))
+        return RolloutHandles(
+            RemoteSource(line), sink, opened.num_prompts, opened.prompt_lengths, RemoteMemory(line)
+        )
 
     return open_service
 
@@ -225,7 +238,7 @@ class RemoteSource:
         try:
             say()
         except ActorLost:
-            self._line.revive()     # which says it
+            self._line.revive()  # which says it
 
 
 class RemoteMemory:
@@ -245,4 +258,10 @@ class RemoteMemory:
         return bool(self._ask("anyone"))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        return self._line.ask("memory", method, *arguments, limit_s=self._limit_s, key="rollout.engine.update_timeout_s")
+        return self._line.ask(
+            "memory",
+            method,
+            *arguments,
+            limit_s=self._limit_s,
+            key="rollout.engine.update_timeout_s",
+        )

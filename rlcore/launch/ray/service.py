@@ -1,6 +1,8 @@
-"""The rollout service as an actor. Rank 0 calls it through proxy.py; a new rank 0 finds it with its engines running.
+"""The rollout service as an actor. Rank 0 calls it through proxy.py; a new rank 0 finds it with its
+engines running.
 
-It is started again by Ray when it dies, and then knows nothing: every call carries the word that `open` gave, so that nobody
+It is started again by Ray when it dies, and then knows nothing: every call carries the word that
+    `open` gave, so that nobody
 takes the new one for the old, and a rank 0 that was given up cannot take a step from the next.
 """
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from rollout.fleet.engine_memory import FleetMemory
     from rollout.service import RolloutService
 
-STDERR = 2              # a descriptor: the service's log
+STDERR = 2  # a descriptor: the service's log
 T = TypeVar("T")
 
 
@@ -40,7 +42,7 @@ T = TypeVar("T")
 class Opened:
     """What rank 0 is told of the service."""
 
-    life: str                           # the word for every call
+    life: str  # the word for every call
     num_prompts: int
     prompt_lengths: NDArray[np.int64]
 
@@ -58,32 +60,49 @@ class EngineFacts:
 
     @classmethod
     def of(cls, engine: Any) -> EngineFacts:
-        return cls(engine.name, engine.managed, engine.transports, engine.url, engine.group_ranks, engine.in_group)
+        return cls(
+            engine.name,
+            engine.managed,
+            engine.transports,
+            engine.url,
+            engine.group_ranks,
+            engine.in_group,
+        )
 
 
 class ServiceActor:
-    """One `RolloutService`. An async actor: who waits for rollouts holds up nobody who asks for something else.
+    """One `RolloutService`. An async actor: who waits for rollouts holds up nobody who asks for
+    something else.
 
     Args:
-        hosts: the names of the engines' actors, in their order: handles would not outlive the process that was given them.
+        hosts: the names of the engines' actors, in their order: handles would not outlive the
+            process that was given them.
     """
 
-    def __init__(self, workplace: ActorEnv, config: Config, hosts: Sequence[str], keys: Keys) -> None:
+    def __init__(
+        self, workplace: ActorEnv, config: Config, hosts: Sequence[str], keys: Keys
+    ) -> None:
         workplace.enter()
         os.environ |= {API_KEY: keys.api, ADMIN_KEY: keys.admin}
-        self._workplace, self._config, self._hosts, self._keys = workplace, config, hosts, keys
+        self._workplace = workplace
+        self._config = config
+        self._hosts = hosts
+        self._keys = keys
         self._birth = secrets.token_hex(8)
-        self._life = f"{self._birth}/0"                     # of the newest rank 0
+        self._life = f"{self._birth}/0"  # of the newest rank 0
         self._service: RolloutService | None = None
         self._memory: FleetMemory | None = None
-        self._opening = asyncio.Lock()                      # a rank 0 may come while one that is gone by now has it build
+        # a rank 0 may come while one that is gone by now has it build
+        self._opening = asyncio.Lock()
         self._starting: asyncio.Future[None] | None = None  # of the engines: once, whoever asks
-        self._working: set[asyncio.Future[Any]] = set()     # what rank 0 has asked for and not got yet
+        # what rank 0 has asked for and not got yet
+        self._working: set[asyncio.Future[Any]] = set()
 
-    # --- rank 0 comes ---------------------------------------------------------------------------------------------
+    # --- rank 0 comes -----------------------------------------------------------------------------
 
     async def open(self, *, greedy_baseline: bool) -> Opened:
-        """Read and check what the service needs; one that served another rank 0 waits to be told where to go on from.
+        """Read and check what the service needs; one that served another rank 0 waits to be told
+        where to go on from.
 
         Raises UserError as `RolloutService`.
         """
@@ -121,19 +140,23 @@ class ServiceActor:
             fleet.missed(engine)
 
     async def start(self, life: str) -> None:
-        """Engines and reward workers answer when this returns; who comes while they start waits for the same start.
+        """Engines and reward workers answer when this returns; who comes while they start waits for
+        the same start.
 
-        One that is made anew has its engines start as `Fleet.start` says: its run may have gone on without some.
+        One that is made anew has its engines start as `Fleet.start` says: its run may have gone on
+            without some.
         """
         self._check(life)
         if self._starting is None:
             self._workplace.speak()
             log_to(folder_of(self._config.run) / "service.log")
             again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-            self._starting = asyncio.ensure_future(asyncio.to_thread(self.service.start, again=again))
+            self._starting = asyncio.ensure_future(
+                asyncio.to_thread(self.service.start, again=again)
+            )
         await asyncio.shield(self._starting)
 
-    # --- what rank 0 asks -----------------------------------------------------------------------------------------
+    # --- what rank 0 asks -------------------------------------------------------------------------
 
     async def source(self, life: str, method: str, *arguments: Any) -> Any:
         """A method of `RolloutSource`."""
@@ -156,7 +179,9 @@ class ServiceActor:
     async def members(self, life: str, method: str) -> list[EngineFacts]:
         """`Members.candidates` or `.stale`."""
         self._check(life)
-        asked: Callable[[], Coroutine[Any, Any, list[RolloutEngine]]] = getattr(self.service.fleet, method)
+        asked: Callable[[], Coroutine[Any, Any, list[RolloutEngine]]] = getattr(
+            self.service.fleet, method
+        )
         return [EngineFacts.of(engine) for engine in await self._in_loop(asked())]
 
     async def told(self, life: str, method: str, name: str, *arguments: Any) -> None:
@@ -185,7 +210,9 @@ class ServiceActor:
         return self._engine(name).expectation()
 
     async def beat(self) -> None:
-        """Answered at once, unless this process hangs; half-way to its end it writes then where every thread stands."""
+        """Answered at once, unless this process hangs; half-way to its end it writes then where
+        every thread stands.
+        """
         faulthandler.dump_traceback_later(self._config.cluster.heartbeat_timeout_s / 2, file=STDERR)
 
     async def status(self) -> tuple[int, list[dict[str, Any]]]:
@@ -201,7 +228,7 @@ class ServiceActor:
         if self._service is not None:
             await asyncio.to_thread(self._service.close)
 
-    # --- small things ---------------------------------------------------------------------------------------------
+    # --- small things -----------------------------------------------------------------------------
 
     @property
     def service(self) -> RolloutService:
@@ -209,7 +236,9 @@ class ServiceActor:
         return self._service
 
     def _check(self, life: str) -> None:
-        """Raises ActorLost for another service's word; PartLost, which nobody recovers from, for one of a former rank 0."""
+        """Raises ActorLost for another service's word; PartLost, which nobody recovers from, for
+        one of a former rank 0.
+        """
         if life == self._life:
             return
         if life.startswith(self._birth):

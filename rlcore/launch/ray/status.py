@@ -1,4 +1,6 @@
-"""`rlcore status` and `rlcore stop RUN`: what other shells see of the runs on a cluster, and how they end one."""
+"""`rlcore status` and `rlcore stop RUN`: what other shells see of the runs on a cluster, and how
+they end one.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def status(address: str | None) -> Iterator[str]:
 
 
 def stop(run: str, address: str | None, *, timeout_s: float) -> str:
-    """Ask a run for a clean end after its step at hand, or once more for its end at once, and wait for it. A line to print.
+    """Ask a run for a clean end after its step at hand, or once more for its end at once, and wait
+    for it. A line to print.
 
     Raises:
         UserError: no such run, or no cluster.
@@ -48,15 +51,18 @@ def stop(run: str, address: str | None, *, timeout_s: float) -> str:
         try:
             board = ray.get_actor(actor_name(run, "board"), namespace=NAMESPACE)
         except ValueError as error:
-            there = ", ".join(sorted(name.removesuffix("/board") for name in _named() if name.endswith("/board")))
+            there = ", ".join(
+                sorted(name.removesuffix("/board") for name in _named() if name.endswith("/board"))
+            )
             raise UserError(f"no run {run!r} goes on here; there is {there or 'none'}") from error
         get(board.stop.remote(), limit_s=ANSWER_S, what=f"run {run}", key=KEY)
         deadline = time.monotonic() + timeout_s
         while actor_name(run, "board") in _named():
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"run {run} was asked to stop and goes on after {timeout_s:g} s (--timeout): its step at hand may take "
-                    "longer, and it ends after that; `rlcore stop` once more ends it at once, without a checkpoint"
+                    f"run {run} was asked to stop and goes on after {timeout_s:g} s (--timeout):"
+                    " its step at hand may take longer, and it ends after that; `rlcore stop` once"
+                    " more ends it at once, without a checkpoint"
                 )
             time.sleep(POLL_S)
     return f"run {run} has ended: continue it with --resume"
@@ -65,10 +71,17 @@ def stop(run: str, address: str | None, *, timeout_s: float) -> str:
 @contextmanager
 def _connected(address: str | None) -> Iterator[None]:
     try:
-        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address=address or "auto",
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"at {address!r}" if address else "that Ray knows of here"
-        raise UserError(f"no Ray cluster {where} (--address HOST:PORT): {first_line(error)}") from error
+        raise UserError(
+            f"no Ray cluster {where} (--address HOST:PORT): {first_line(error)}"
+        ) from error
     except AuthenticationError as error:
         raise UserError(f"the Ray cluster refuses us: {NO_TOKEN}") from error
     try:
@@ -79,14 +92,20 @@ def _connected(address: str | None) -> Iterator[None]:
 
 def _named() -> set[str]:
     """The named actors of all runs."""
-    return {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE}
+    return {
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["namespace"] == NAMESPACE
+    }
 
 
 def _describe(run: str) -> Iterator[str]:
     try:
         board = ray.get_actor(actor_name(run, "board"), namespace=NAMESPACE)
-        facts: dict[str, Any] = get(board.read.remote(), limit_s=ANSWER_S, what=f"run {run}", key=KEY)
-    except (RlcoreError, ValueError):       # it has ended meanwhile
+        facts: dict[str, Any] = get(
+            board.read.remote(), limit_s=ANSWER_S, what=f"run {run}", key=KEY
+        )
+    except (RlcoreError, ValueError):  # it has ended meanwhile
         return
     folder = Path(facts["folder"])
     yield f"{run}: step {_step(folder)}, for {time.time() - facts['began']:.0f} s, in {folder}"
@@ -102,7 +121,8 @@ def _describe(run: str) -> Iterator[str]:
 def _describe_service(run: str) -> Iterator[str]:
     try:
         service = ray.get_actor(actor_name(run, "service"), namespace=NAMESPACE)
-    except ValueError:      # nothing generates, or it is to be started, or the run has ended meanwhile
+    # nothing generates, or it is to be started, or the run has ended meanwhile
+    except ValueError:
         return
     try:
         pid, engines = get(service.status.remote(), limit_s=ANSWER_S, what="service", key=KEY)
@@ -110,13 +130,16 @@ def _describe_service(run: str) -> Iterator[str]:
         yield "  service: being started"
         return
     except DeadlineExceeded:
-        yield f"  service: no answer within {ANSWER_S:g} s: it is being started, or hangs (cluster.heartbeat_timeout_s)"
+        yield (
+            f"  service: no answer within {ANSWER_S:g} s: it is being started, or hangs"
+            " (cluster.heartbeat_timeout_s)"
+        )
         return
     yield f"  service: pid {pid}"
     for engine in engines:
         yield (
-            f"  {engine['engine']}: {engine['state']}, version {engine['version']}, {engine['requests']} requests, "
-            f"{engine['restarts']} restarts"
+            f"  {engine['engine']}: {engine['state']}, version {engine['version']},"
+            f" {engine['requests']} requests, {engine['restarts']} restarts"
         )
 
 

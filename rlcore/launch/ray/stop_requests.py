@@ -1,4 +1,6 @@
-"""Requests to end a run: signals of the driver's process, and `rlcore stop` in any shell of the cluster."""
+"""Requests to end a run: signals of the driver's process, and `rlcore stop` in any shell of the
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,17 @@ from rlcore.launch.signals import hearing
 
 
 class EndRequests:
-    """How many came: the first asks for a clean end after the step at hand, a second one for the end at once."""
+    """How many came: the first asks for a clean end after the step at hand, a second one for the
+    end at once.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self._ends_at_once = False
         self._board: Any = None
-        self._stops = 0                         # of `count`, those that were said on the board
-        self._next_stop: list[Any] = []         # the call that returns when the board has another one
+        self._stops = 0  # of `count`, those that were said on the board
+        # the call that returns when the board has another one
+        self._next_stop: list[Any] = []
 
     @contextmanager
     def heeding_signals(self) -> Iterator[None]:
@@ -54,7 +59,7 @@ class EndRequests:
             return
         try:
             ray.get(self._next_stop)
-        except RayError:        # the board is lost: nobody can say it any more
+        except RayError:  # the board is lost: nobody can say it any more
             self._next_stop = []
             return
         self.count += 1

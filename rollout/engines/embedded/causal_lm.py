@@ -1,8 +1,9 @@
-"""The Hugging Face model as the embedded engine runs it: transformers does the layers, the KV cache is ours.
+"""The Hugging Face model as the embedded engine runs it: transformers does the layers, the KV cache
+is ours.
 
-The cache never passes through transformers' cache classes (which concatenate on every token, and change between versions):
-the model runs with an attention function of ours, which gets the cache as a keyword and keeps keys and values in buffers
-that grow by blocks.
+The cache never passes through transformers' cache classes (which concatenate on every token, and
+change between versions): the model runs with an attention function of ours, which gets the cache as
+a keyword and keeps keys and values in buffers that grow by blocks.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from rlcore.weights import DTYPES
 from rollout.engines.embedded.routed_experts import ExpertTap
 
 ATTENTION = "rlcore_kv_cache"
-BLOCK = 128                     # positions: buffers grow by at least this much
-UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")   # attention keywords that change the result
+BLOCK = 128  # positions: buffers grow by at least this much
+# attention keywords that change the result
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 
 class KVCache:
-    """Keys and values of R rows, `[R, KV heads, positions, head size]` for each layer, of which `length` are valid.
+    """Keys and values of R rows, `[R, KV heads, positions, head size]` for each layer, of which
+    `length` are valid.
 
     With latent attention the two have other head sizes.
     Columns are aligned: position column c of every row was computed in the same forward pass.
@@ -36,10 +39,14 @@ class KVCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new columns `[R, KV heads, Q, head size]` of a layer; views of all its columns, the new included."""
+        """Store the new columns `[R, KV heads, Q, head size]` of a layer; views of all its columns,
+        the new included.
+        """
         end = self.length + keys.shape[2]
         if layer not in self._layers:
-            empty = [new.new_empty(*new.shape[:2], self.capacity, new.shape[3]) for new in (keys, values)]
+            empty = [
+                new.new_empty(*new.shape[:2], self.capacity, new.shape[3]) for new in (keys, values)
+            ]
             self._layers[layer] = empty[0], empty[1]
         all_keys, all_values = self._layers[layer]
         all_keys[:, :, self.length : end] = keys
@@ -52,7 +59,9 @@ class KVCache:
             return
         self.capacity = min(most, max(length, self.capacity + BLOCK, self.capacity * 3 // 2))
         for layer, pair in self._layers.items():
-            grown = tuple(old.new_empty(*old.shape[:2], self.capacity, old.shape[3]) for old in pair)
+            grown = tuple(
+                old.new_empty(*old.shape[:2], self.capacity, old.shape[3]) for old in pair
+            )
             for new, old in zip(grown, pair):
                 new[:, :, : self.length] = old[:, :, : self.length]
             self._layers[layer] = grown[0], grown[1]
@@ -63,7 +72,9 @@ class KVCache:
             self._layers[layer] = keys.index_select(0, rows), values.index_select(0, rows)
 
     def fill(self, pieces: list[KVCache]) -> None:
-        """Become the rows of all pieces, one after the other; the pieces have the same length and are emptied."""
+        """Become the rows of all pieces, one after the other; the pieces have the same length and
+        are emptied.
+        """
         self.length = pieces[0].length
         for layer in list(pieces[0]._layers):
             parts = [piece._layers.pop(layer) for piece in pieces]
@@ -72,26 +83,43 @@ class KVCache:
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    scaling: float | None = None, kv_cache: KVCache | None = None, **options: Any,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    kv_cache: KVCache | None = None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query `[R, heads, Q, d]` to `[R, Q, heads, d]`.
 
-    Without a mask the rows are causal from column 0. A single query is packed as `[R, KV heads, group, d]`, so that grouped
-    heads need no copies of the keys.
+    Without a mask the rows are causal from column 0. A single query is packed as `[R, KV heads,
+    group, d]`, so that grouped heads need no copies of the keys.
     """
     for name in UNSUPPORTED:
         if options.get(name) is not None:
-            raise ModelError(f"the embedded engine does not do attention with {name}; use rollout.engine.kind: sglang")
+            raise ModelError(
+                f"the embedded engine does not do attention with {name}; use rollout.engine.kind:"
+                " sglang"
+            )
     if kv_cache is not None:
-        key, value = kv_cache.append(module.layer_idx, key, value)      # type: ignore[arg-type]
+        key, value = kv_cache.append(module.layer_idx, key, value)  # type: ignore[arg-type]
     rows, heads, queries, size = query.shape
     if queries == 1:
         packed = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
-        mixed = functional.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
+        mixed = functional.scaled_dot_product_attention(
+            packed, key, value, attn_mask=attention_mask, scale=scaling
+        )
         return mixed.reshape(rows, 1, heads, value.shape[3]), None
     mixed = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scaling,
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        is_causal=attention_mask is None,
+        scale=scaling,
         enable_gqa=heads != key.shape[1],
     )
     return mixed.transpose(1, 2), None
@@ -109,7 +137,9 @@ class CausalLM:
         self.dtype = DTYPES[dtype]
         self.tap = ExpertTap(self.module)
 
-    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
         """Logits `[R, V]` of the last column.
 
         Args:
@@ -118,7 +148,12 @@ class CausalLM:
             mask: additive, [R, 1, Q, columns], or None for plain causal rows.
         """
         output = self.module(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False, logits_to_keep=1, kv_cache=cache
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            use_cache=False,
+            logits_to_keep=1,
+            kv_cache=cache,
         )
         cache.length += tokens.shape[1]
         logits: Tensor = output.logits[:, -1]
@@ -128,7 +163,8 @@ class CausalLM:
 def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The architecture of `path` with uninitialised weights.
 
-    Built on the meta device: no time goes into random weights, and no global random state is touched, which a trainer in
+    Built on the meta device: no time goes into random weights, and no global random state is
+        touched, which a trainer in
     the same process depends on.
     """
     if not (Path(path) / "config.json").is_file():
@@ -140,21 +176,30 @@ def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.M
     AttentionInterface.register(ATTENTION, attention)
     config = AutoConfig.from_pretrained(path)
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ModelError(f"{path}: the embedded engine does not do sliding-window attention; use rollout.engine.kind: sglang")
+        raise ModelError(
+            f"{path}: the embedded engine does not do sliding-window attention; use"
+            " rollout.engine.kind: sglang"
+        )
     with torch.device("meta"):
-        # In fp32, then cast: from_config would set the process's default dtype, under the feet of other threads.
-        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
-    for parameter in module.parameters():       # not the buffers: the bias of a router is fp32 in any model
+        # In fp32, then cast: from_config would set the process's default dtype, under the feet of
+        # other threads.
+        module = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=ATTENTION
+        )
+    # not the buffers: the bias of a router is fp32 in any model
+    for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
     module = module.to_empty(device=device).eval().requires_grad_(False)
-    module.tie_weights()        # to_empty gave each place a storage of its own
+    module.tie_weights()  # to_empty gave each place a storage of its own
     restore_buffers(module, device)
     result: nn.Module = module
     return result
 
 
 def restore_buffers(module: nn.Module, device: torch.device) -> None:
-    """Compute again what no weight file holds (rotary frequencies), by building their owners once more."""
+    """Compute again what no weight file holds (rotary frequencies), by building their owners once
+    more.
+    """
     for name, owner in list(module.named_modules()):
         lost = owner._non_persistent_buffers_set
         if not lost:
@@ -163,7 +208,8 @@ def restore_buffers(module: nn.Module, device: torch.device) -> None:
             fresh = type(owner)(module.config)
         except TypeError as error:
             raise ModelError(
-                f"the embedded engine cannot rebuild {name} ({type(owner).__name__}) of {type(module).__name__}: {error}"
+                f"the embedded engine cannot rebuild {name} ({type(owner).__name__}) of"
+                f" {type(module).__name__}: {error}"
             ) from None
         for buffer in lost:
             setattr(owner, buffer, getattr(fresh, buffer).to(device))

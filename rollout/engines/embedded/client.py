@@ -1,4 +1,6 @@
-"""An embedded engine in a process of its own, as a `RolloutEngine`: has it started, talks to it, notices its death."""
+"""An embedded engine in a process of its own, as a `RolloutEngine`: has it started, talks to it,
+notices its death.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
-from rlcore.errors import DeadlineExceeded, EngineFailed, EngineHangs, ModelError, RlcoreError, RunFailed, UserError
+from rlcore.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    EngineHangs,
+    ModelError,
+    RlcoreError,
+    RunFailed,
+    UserError,
+)
 from rlcore.weights import DTYPES, Bucket
 from rollout.engines.embedded.codec import decode_completion, encode_buckets, encode_request
 from rollout.engines.embedded.server_process import EmbeddedServer
@@ -22,16 +32,21 @@ from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.verification import FingerprintVerifier
 
 ERRORS: dict[str, type[RlcoreError]] = {
-    UserError.__name__: UserError, ModelError.__name__: ModelError, DeadlineExceeded.__name__: EngineHangs,
+    UserError.__name__: UserError,
+    ModelError.__name__: ModelError,
+    DeadlineExceeded.__name__: EngineHangs,
 }  # what else goes wrong there is EngineFailed
-GRACE_S = 5.0       # the server keeps its own deadlines; ours comes a little later, for a server that hangs
+# the server keeps its own deadlines; ours comes a little later, for a server that hangs
+GRACE_S = 5.0
 
 
 class EngineProcess(Protocol):
-    """Who starts the server process and ends it: we ourselves (`EmbeddedServer`), or a launcher on another machine."""
+    """Who starts the server process and ends it: we ourselves (`EmbeddedServer`), or a launcher on
+    another machine.
+    """
 
     name: str
-    key: str                    # every request carries it
+    key: str  # every request carries it
 
     async def start(self) -> str:
         """Its URL. Again after `kill`."""
@@ -65,24 +80,39 @@ class RemoteEngine:
     transports: tuple[str, ...] = ("distributed",)
 
     def __init__(
-        self, model_path: str, *, config: EngineConfig, dtype: str = "bf16", tokenizer: str | None = None,
-        name: str = "engine-0", log: Path, process: EngineProcess | None = None,
+        self,
+        model_path: str,
+        *,
+        config: EngineConfig,
+        dtype: str = "bf16",
+        tokenizer: str | None = None,
+        name: str = "engine-0",
+        log: Path,
+        process: EngineProcess | None = None,
     ) -> None:
-        self.name, self.config, self.managed = name, config, True
+        self.name = name
+        self.config = config
+        self.managed = True
         self._dtype = dtype
-        self._process = process or EmbeddedServer(name, model_path, config=config, dtype=dtype, tokenizer=tokenizer, log=log)
+        self._process = process or EmbeddedServer(
+            name, model_path, config=config, dtype=dtype, tokenizer=tokenizer, log=log
+        )
         self._session: aiohttp.ClientSession | None = None
         self._url = ""
-        self.in_group: str | None = None        # the process group for weights that the server is in
+        # the process group for weights that the server is in
+        self.in_group: str | None = None
 
-    # --- life -----------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Raises RunFailed or DeadlineExceeded with the last lines of the process's log."""
         if self._session is not None:
             return
-        self._url, self.in_group = await self._process.start(), None
-        self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._process.key}"})
+        self._url = await self._process.start()
+        self.in_group = None
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {self._process.key}"}
+        )
         await self.health()
 
     async def close(self) -> None:
@@ -96,7 +126,8 @@ class RemoteEngine:
         await self._process.kill()
 
     async def _hang_up(self) -> None:
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None
         if session is not None:
             await session.close()
 
@@ -114,18 +145,27 @@ class RemoteEngine:
     def pid(self) -> int | None:
         return self._process.pid
 
-    # --- the verbs ------------------------------------------------------------------------------------------------
+    # --- the verbs --------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         body = {"requests": [encode_request(request) for request in requests]}
-        results = await self._call("generate", body, self.config.request_timeout_s, "rollout.engine.request_timeout_s")
+        results = await self._call(
+            "generate", body, self.config.request_timeout_s, "rollout.engine.request_timeout_s"
+        )
         try:
             return [[decode_completion(value) for value in completions] for completions in results]
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineFailed(f"engine {self.name}: /generate was answered with nonsense: {error!r}") from error
+            raise EngineFailed(
+                f"engine {self.name}: /generate was answered with nonsense: {error!r}"
+            ) from error
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._call("pause", {"mode": mode}, self.config.request_timeout_s, "rollout.engine.request_timeout_s")
+        await self._call(
+            "pause",
+            {"mode": mode},
+            self.config.request_timeout_s,
+            "rollout.engine.request_timeout_s",
+        )
 
     async def resume(self) -> None:
         await self._update("resume")
@@ -134,7 +174,9 @@ class RemoteEngine:
         await self._update("abort")
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
-        """Enter the process group that weights come over, leaving the one before. Returns when all members are there."""
+        """Enter the process group that weights come over, leaving the one before. Returns when all
+        members are there.
+        """
         await self._update("join_group", {"address": asdict(address), "rank": rank})
         self.in_group = address.name
 
@@ -142,9 +184,13 @@ class RemoteEngine:
         await self._update("begin_update", {"buckets": encode_buckets(buckets)})
 
     async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
-        """Returns when the bucket came over the process group and is in the model; `flat` must be None."""
+        """Returns when the bucket came over the process group and is in the model; `flat` must be
+        None.
+        """
         if flat is not None:
-            raise RunFailed(f"engine {self.name} is another process: it takes buckets over the process group")
+            raise RunFailed(
+                f"engine {self.name} is another process: it takes buckets over the process group"
+            )
         await self._update("receive_bucket", {"index": index})
 
     async def end_update(self) -> None:
@@ -168,26 +214,44 @@ class RemoteEngine:
     async def health(self) -> dict[str, Any]:
         """name, pid, device, gpu (its identity, or None) and version (None without whole weights)."""
         limit_s = self.config.health_timeout_s
-        health: dict[str, Any] = await self._call("health", {}, limit_s, "rollout.engine.health_timeout_s", grace_s=0.0)
+        health: dict[str, Any] = await self._call(
+            "health", {}, limit_s, "rollout.engine.health_timeout_s", grace_s=0.0
+        )
         return health
 
-    # --- the wire -------------------------------------------------------------------------------------------------
+    # --- the wire ---------------------------------------------------------------------------------
 
     async def _update(self, verb: str, body: dict[str, Any] | None = None) -> Any:
-        return await self._call(verb, body or {}, self.config.update_timeout_s, "rollout.engine.update_timeout_s")
+        return await self._call(
+            verb, body or {}, self.config.update_timeout_s, "rollout.engine.update_timeout_s"
+        )
 
-    async def _call(self, verb: str, body: dict[str, Any], timeout_s: float, key: str, *, grace_s: float | None = None) -> Any:
-        """The verb's result. Raises what the server raised, EngineFailed when it died or talks nonsense, EngineHangs."""
-        session, ended = self._session, self._process.ended
+    async def _call(
+        self,
+        verb: str,
+        body: dict[str, Any],
+        timeout_s: float,
+        key: str,
+        *,
+        grace_s: float | None = None,
+    ) -> Any:
+        """The verb's result. Raises what the server raised, EngineFailed when it died or talks
+        nonsense, EngineHangs.
+        """
+        session = self._session
+        ended = self._process.ended
         if session is None or session.closed or ended is None:
             raise EngineFailed(f"engine {self.name} does not run (asked to {verb}); start it first")
         request = asyncio.ensure_future(self._post(session, verb, body))
         try:
             grace_s = GRACE_S if grace_s is None else grace_s
-            await asyncio.wait({request, ended}, timeout=timeout_s + grace_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {request, ended}, timeout=timeout_s + grace_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if not request.done() and not ended.done():
                 raise EngineHangs(
-                    f"engine {self.name} (pid {self.pid}) did not answer /{verb} within {timeout_s:g} s ({key})"
+                    f"engine {self.name} (pid {self.pid}) did not answer /{verb} within"
+                    f" {timeout_s:g} s ({key})"
                 )
             if ended.done():
                 raise self._death(verb)
@@ -197,25 +261,34 @@ class RemoteEngine:
             await asyncio.wait({ended}, timeout=1.0)
             if ended.done():
                 raise self._death(verb) from None
-            raise EngineFailed(f"engine {self.name}: /{verb} failed: {type(error).__name__}: {error}") from error
+            raise EngineFailed(
+                f"engine {self.name}: /{verb} failed: {type(error).__name__}: {error}"
+            ) from error
         finally:
             if not request.done():
                 request.cancel()
             elif not request.cancelled():
-                request.exception()     # seen: where the process died, that is the error to report
+                request.exception()  # seen: where the process died, that is the error to report
 
     def _death(self, verb: str) -> EngineFailed:
-        return EngineFailed(f"engine {self.name} (pid {self.pid}) died during /{verb}: {self._process.describe_end()}")
+        return EngineFailed(
+            f"engine {self.name} (pid {self.pid}) died during /{verb}:"
+            f" {self._process.describe_end()}"
+        )
 
     async def _post(self, session: aiohttp.ClientSession, verb: str, body: dict[str, Any]) -> Any:
-        unlimited = aiohttp.ClientTimeout(total=None)       # `_call` keeps the deadline
-        async with session.post(f"{self._url}/{verb}", data=orjson.dumps(body), timeout=unlimited) as response:
-            raw, status = await response.read(), response.status
+        unlimited = aiohttp.ClientTimeout(total=None)  # `_call` keeps the deadline
+        async with session.post(
+            f"{self._url}/{verb}", data=orjson.dumps(body), timeout=unlimited
+        ) as response:
+            raw = await response.read()
+            status = response.status
         try:
             answer = orjson.loads(raw)
             if "result" in answer:
                 return answer["result"]
-            kind, text = ERRORS.get(answer["type"], EngineFailed), str(answer["error"])
+            kind = ERRORS.get(answer["type"], EngineFailed)
+            text = str(answer["error"])
         except (orjson.JSONDecodeError, KeyError, TypeError):
             said = f"/{verb} was answered with nonsense (HTTP {status}): {raw[:80]!r}"
             raise EngineFailed(f"engine {self.name}: {said}") from None

@@ -1,4 +1,6 @@
-"""What travels between a `RemoteEngine` and its server, as JSON-able values. Arrays are base64 of little-endian bytes."""
+"""What travels between a `RemoteEngine` and its server, as JSON-able values. Arrays are base64 of
+little-endian bytes.
+"""
 
 from __future__ import annotations
 
@@ -27,43 +29,65 @@ def decode_array(text: str, dtype: str) -> NDArray[Any]:
 
 def encode_request(request: GenerateRequest) -> dict[str, Any]:
     prefixes = [[prefix.sample, encode_array(prefix.tokens, "<i4")] for prefix in request.prefixes]
-    return asdict(replace(request, prefixes=())) | {"prompt": encode_array(request.prompt, "<i4"), "prefixes": prefixes}
+    return asdict(replace(request, prefixes=())) | {
+        "prompt": encode_array(request.prompt, "<i4"),
+        "prefixes": prefixes,
+    }
 
 
 def decode_request(value: dict[str, Any]) -> GenerateRequest:
     sampling = dict(value["sampling"])
-    sampling["stop_token_ids"], sampling["stop"] = tuple(sampling["stop_token_ids"]), tuple(sampling["stop"])
-    prefixes = tuple(Prefix(sample, decode_array(tokens, "<i4")) for sample, tokens in value["prefixes"])
+    sampling["stop_token_ids"], sampling["stop"] = (
+        tuple(sampling["stop_token_ids"]),
+        tuple(sampling["stop"]),
+    )
+    prefixes = tuple(
+        Prefix(sample, decode_array(tokens, "<i4")) for sample, tokens in value["prefixes"]
+    )
     prompt = decode_array(value["prompt"], "<i4")
-    return GenerateRequest(**value | {"prompt": prompt, "sampling": SamplingParams(**sampling), "prefixes": prefixes})
+    return GenerateRequest(
+        **value | {"prompt": prompt, "sampling": SamplingParams(**sampling), "prefixes": prefixes}
+    )
 
 
 def encode_completion(completion: Completion) -> dict[str, Any]:
-    sets, routed = completion.sampling_mask, completion.routed_experts
+    sets = completion.sampling_mask
+    routed = completion.routed_experts
     return {
         "tokens": encode_array(completion.tokens, "<i4"),
         "logprobs": encode_array(completion.logprobs, "<f4"),
         "finish_reason": completion.finish_reason,
         "versions": [[span.version, span.start, span.end] for span in completion.versions],
-        "keep_sets": sets and {"tokens": encode_array(sets.tokens, "<i4"), "counts": encode_array(sets.counts, "<i4")},
+        "keep_sets": (
+            sets
+            and {
+                "tokens": encode_array(sets.tokens, "<i4"),
+                "counts": encode_array(sets.counts, "<i4"),
+            }
+        ),
         "routed_experts": None if routed is None else encode_experts(routed),
     }
 
 
 def decode_completion(value: dict[str, Any]) -> Completion:
-    sets, routed = value["keep_sets"], value["routed_experts"]
+    sets = value["keep_sets"]
+    routed = value["routed_experts"]
     return Completion(
         decode_array(value["tokens"], "<i4"),
         decode_array(value["logprobs"], "<f4"),
         value["finish_reason"],
         tuple(VersionSpan(*span) for span in value["versions"]),
-        sets and SamplingMasks(decode_array(sets["tokens"], "<i4"), decode_array(sets["counts"], "<i4")),
+        sets
+        and SamplingMasks(decode_array(sets["tokens"], "<i4"), decode_array(sets["counts"], "<i4")),
         routed and decode_experts(routed),
     )
 
 
 def encode_buckets(buckets: Sequence[Bucket]) -> list[Any]:
-    return [[bucket.index, [[spec.name, spec.shape, spec.dtype] for spec in bucket.tensors]] for bucket in buckets]
+    return [
+        [bucket.index, [[spec.name, spec.shape, spec.dtype] for spec in bucket.tensors]]
+        for bucket in buckets
+    ]
 
 
 def decode_buckets(value: list[Any]) -> list[Bucket]:

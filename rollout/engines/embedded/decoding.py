@@ -6,8 +6,9 @@ Prompts are padded on the left, so that every row's newest token is in the same 
     row 0       . . a b | x y eos       pad 2
     row 1       c d e f | z w v         pad 0
 
-Each prompt is run through the model once; its keys and values are then copied to its samples. A response that goes on from
-a prefix has its own text to run: prompt and prefix, and its tokens are those behind it.
+Each prompt is run through the model once; its keys and values are then copied to its samples. A
+response that goes on from a prefix has its own text to run: prompt and prefix, and its tokens are
+those behind it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from rollout.engines.embedded.sampling import SamplingTable, sample_tokens, unif
 from rollout.engines.embedded.sampling_masks import SamplingMaskRecorder
 from rollout.engines.embedded.stopping import StopStrings, stop_id_table
 
-PREFILL_TOKENS = 1 << 16        # most tokens in one prefill pass; bounds its activations
-UNIFORM_BLOCK = 64              # positions whose random numbers are made at once
-COMPACT_BELOW = 0.75            # finished rows leave when fewer than this share is alive
+PREFILL_TOKENS = 1 << 16  # most tokens in one prefill pass; bounds its activations
+UNIFORM_BLOCK = 64  # positions whose random numbers are made at once
+COMPACT_BELOW = 0.75  # finished rows leave when fewer than this share is alive
 
 
 @dataclass(frozen=True)
@@ -52,26 +53,39 @@ class Decoding:
         slots: Sequence[Slot],
         stop_strings: Callable[[tuple[str, ...]], StopStrings],
     ) -> None:
-        self.model, self.requests, self.slots = model, requests, slots
-        own = [requests[slot.request] for slot in slots]        # the request of each row
+        self.model = model
+        self.requests = requests
+        self.slots = slots
+        own = [requests[slot.request] for slot in slots]  # the request of each row
         sampling = [request.sampling for request in own]
-        device, rows = model.device, len(slots)
+        device = model.device
+        rows = len(slots)
         prefixes = [request.made(slot.place) for request, slot in zip(own, slots)]
         prompts = [np.asarray(request.prompt, dtype=np.int64) for request in requests]
-        self.texts = [      # [R]: what comes before each response; one array for the samples of a prompt
-            np.concatenate([prompts[slot.request], prefix]) if len(prefix) else prompts[slot.request]
+        # [R]: what comes before each response; one array for the samples of a prompt
+        self.texts = [
+            (
+                np.concatenate([prompts[slot.request], prefix])
+                if len(prefix)
+                else prompts[slot.request]
+            )
             for slot, prefix in zip(slots, prefixes)
         ]
-        self.before = np.array([len(prefix) for prefix in prefixes])    # [R]: the position of each row's first token
+        # [R]: the position of each row's first token
+        self.before = np.array([len(prefix) for prefix in prefixes])
         limits = [p.max_new_tokens - len(prefix) for p, prefix in zip(sampling, prefixes)]
         self.max_new = torch.tensor(limits, device=device)
-        self.most_new, self.shortest_limit = max(limits), min(limits)
+        self.most_new = max(limits)
+        self.shortest_limit = min(limits)
         self.stop_ids = stop_id_table([p.stop_token_ids for p in sampling], device)
         self.strings = {row: stop_strings(p.stop) for row, p in enumerate(sampling) if p.stop}
         self.table = SamplingTable.build(sampling, model.vocab_size, device)
-        self.sampling_mask = SamplingMaskRecorder() if any(p.sampling_mask for p in sampling) else None
+        self.sampling_mask = (
+            SamplingMaskRecorder() if any(p.sampling_mask for p in sampling) else None
+        )
         self.experts = ExpertLog() if any(p.routed_experts for p in sampling) else None
-        self._chosen: list[Tensor] = []         # by the routers in the last forward passes: int16 [A, Q, layers, k]
+        # by the routers in the last forward passes: int16 [A, Q, layers, k]
+        self._chosen: list[Tensor] = []
         addresses = [(r.seed, r.draw, r.samples[s.place], r.turn) for r, s in zip(own, slots)]
         self.addresses = np.array(addresses, dtype=np.uint64)
 
@@ -80,19 +94,23 @@ class Decoding:
         self.logprobs = torch.zeros(rows, width, dtype=torch.float32, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.alive = torch.ones(rows, dtype=torch.bool, device=device)      # of the rows still in the batch
-        self.active: Tensor | None = None       # int64 [A]: which rows those are; None while it is all of them
+        # of the rows still in the batch
+        self.alive = torch.ones(rows, dtype=torch.bool, device=device)
+        # int64 [A]: which rows those are; None while it is all of them
+        self.active: Tensor | None = None
         self.num_alive = rows
-        self.made = 0                           # tokens made so far by each row that is alive
-        self.starts: list[tuple[int, int]] = [] # (version, first token made by it)
+        self.made = 0  # tokens made so far by each row that is alive
+        self.starts: list[tuple[int, int]] = []  # (version, first token made by it)
         self.aborted = False
         self._cache: KVCache | None = None
-        self._pads = torch.zeros(rows, dtype=torch.int64, device=device)    # [A], columns left of each prompt
-        self._key_mask: Tensor | None = None    # [A, 1, 1, columns], -inf over the padding; None when there is none
+        # [A], columns left of each prompt
+        self._pads = torch.zeros(rows, dtype=torch.int64, device=device)
+        # [A, 1, 1, columns], -inf over the padding; None when there is none
+        self._key_mask: Tensor | None = None
         self._most_columns = 0
         self._uniforms = torch.zeros(rows, 0, dtype=torch.float64)
 
-    # --- one token ------------------------------------------------------------------------------------------------
+    # --- one token --------------------------------------------------------------------------------
 
     @property
     def finished(self) -> bool:
@@ -123,10 +141,12 @@ class Decoding:
             self.tokens = torch.nn.functional.pad(self.tokens, (0, more))
             self.logprobs = torch.nn.functional.pad(self.logprobs, (0, more))
         if self.active is None:
-            self.tokens[:, self.made], self.logprobs[:, self.made] = tokens, logprobs
+            self.tokens[:, self.made] = tokens
+            self.logprobs[:, self.made] = logprobs
             self.lengths += self.alive
         else:
-            self.tokens[self.active, self.made], self.logprobs[self.active, self.made] = tokens, logprobs
+            self.tokens[self.active, self.made] = tokens
+            self.logprobs[self.active, self.made] = logprobs
             self.lengths[self.active] += self.alive
         self.made += 1
 
@@ -155,7 +175,9 @@ class Decoding:
         for place, (row, alive) in enumerate(zip(rows, self.alive.tolist())):
             if alive and row in self.strings:
                 stop = self.strings[row]
-                hits[place] = stop.hit(self.tokens[row, max(0, self.made - stop.window) : self.made].tolist())
+                hits[place] = stop.hit(
+                    self.tokens[row, max(0, self.made - stop.window) : self.made].tolist()
+                )
         return torch.tensor(hits, device=device)
 
     def _compact(self) -> None:
@@ -165,7 +187,8 @@ class Decoding:
         if self._cache is not None:
             self._cache.select(staying)
             if self._key_mask is not None:
-                self._pads, self._key_mask = self._pads[staying], self._key_mask[staying]
+                self._pads = self._pads[staying]
+                self._key_mask = self._key_mask[staying]
 
     def _uniform(self) -> Tensor:
         """float64 [A]: the random number of each row's next token."""
@@ -177,23 +200,27 @@ class Decoding:
             for value in np.unique(seed):
                 rows = seed == value
                 block[rows] = uniforms(
-                    int(value), draw[rows, None], sample[rows, None], turn[rows, None],
+                    int(value),
+                    draw[rows, None],
+                    sample[rows, None],
+                    turn[rows, None],
                     self.before[rows, None] + positions[None, :],
                 )
             self._uniforms = torch.from_numpy(block).to(self.model.device)
         numbers = self._uniforms[:, column]
         return numbers if self.active is None else numbers[self.active]
 
-    # --- the model ------------------------------------------------------------------------------------------------
+    # --- the model --------------------------------------------------------------------------------
 
     def _prefill(self) -> Tensor:
         """Keys and values of everything so far; logits `[A, V]` of what comes next."""
         rows = list(range(len(self.slots))) if self.active is None else self.active.tolist()
-        if self.made == 0:      # every text once; samples of one request are next to each other
+        if self.made == 0:  # every text once; samples of one request are next to each other
             own = [self.texts[row] for row in rows]
             distinct = {id(text): text for text in own}
             place = {key: i for i, key in enumerate(distinct)}
-            texts, copies = list(distinct.values()), [place[id(text)] for text in own]
+            texts = list(distinct.values())
+            copies = [place[id(text)] for text in own]
         else:
             made = self.tokens[:, : self.made].cpu().numpy()
             texts = [np.concatenate([self.texts[row], made[row]]) for row in rows]
@@ -203,13 +230,16 @@ class Decoding:
         pads = torch.tensor([width - len(text) for text in texts], device=self.model.device)
         ragged = any(len(text) != width for text in texts)
 
-        pieces, logits = [], []
+        pieces = []
+        logits = []
         at_once = max(1, PREFILL_TOKENS // width)
         capacity = min(self._most_columns, width + BLOCK)
         for start in range(0, len(texts), at_once):
             piece = KVCache(capacity)
             part = slice(start, start + at_once)
-            logits.append(self._prefill_piece(texts[part], pads[part] if ragged else None, width, piece))
+            logits.append(
+                self._prefill_piece(texts[part], pads[part] if ragged else None, width, piece)
+            )
             pieces.append(piece)
         if self.experts is not None:
             experts = torch.cat(self._chosen)
@@ -227,7 +257,9 @@ class Decoding:
         self._key_mask = self._left_mask(self._pads, self._most_columns) if ragged else None
         return torch.cat(logits)[source]
 
-    def _prefill_piece(self, texts: list[NDArray[np.int64]], pads: Tensor | None, width: int, cache: KVCache) -> Tensor:
+    def _prefill_piece(
+        self, texts: list[NDArray[np.int64]], pads: Tensor | None, width: int, cache: KVCache
+    ) -> Tensor:
         padded = np.zeros((len(texts), width), dtype=np.int64)
         for row, text in zip(padded, texts):
             row[width - len(text) :] = text
@@ -236,8 +268,11 @@ class Decoding:
         if pads is None:
             return self._forward(tokens, columns[None], None, cache)
         positions = (columns[None] - pads[:, None]).clamp_(min=0)
-        visible = (columns[None, :] <= columns[:, None]) & (columns[None, None, :] >= pads[:, None, None])
-        # A padded query sees nothing, which some attention kernels turn into NaN and the values carry on: let it see itself.
+        visible = (columns[None, :] <= columns[:, None]) & (
+            columns[None, None, :] >= pads[:, None, None]
+        )
+        # A padded query sees nothing, which some attention kernels turn into NaN and the values
+        # carry on: let it see itself.
         visible |= torch.eye(width, dtype=torch.bool, device=self.model.device)
         mask = torch.zeros_like(visible, dtype=self.model.dtype).masked_fill_(~visible, -torch.inf)
         return self._forward(tokens, positions, mask[:, None], cache)
@@ -245,22 +280,32 @@ class Decoding:
     def _left_mask(self, pads: Tensor, columns: int) -> Tensor:
         """[A, 1, 1, columns]: -inf over each row's padding."""
         hidden = torch.arange(columns, device=pads.device)[None, :] < pads[:, None]
-        return torch.zeros_like(hidden, dtype=self.model.dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
+        return torch.zeros_like(hidden, dtype=self.model.dtype).masked_fill_(hidden, -torch.inf)[
+            :, None, None
+        ]
 
     def _advance(self, cache: KVCache) -> Tensor:
-        newest = self.tokens[:, self.made - 1] if self.active is None else self.tokens[self.active, self.made - 1]
+        newest = (
+            self.tokens[:, self.made - 1]
+            if self.active is None
+            else self.tokens[self.active, self.made - 1]
+        )
         column = cache.length
         cache.reserve(column + 1, self._most_columns)
         if self._key_mask is None:
-            position, mask = torch.full((1, 1), column, device=self.model.device), None
+            position = torch.full((1, 1), column, device=self.model.device)
+            mask = None
         else:
-            position, mask = column - self._pads[:, None], self._key_mask[..., : column + 1]
+            position = column - self._pads[:, None]
+            mask = self._key_mask[..., : column + 1]
         logits = self._forward(newest[:, None], position, mask, cache)
         if self.experts is not None:
             self.experts.add_token(self._chosen.pop()[:, 0], self.active)
         return logits
 
-    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
         if self.experts is None:
             return self.model.forward(tokens, positions, mask, cache)
         with self.model.tap.listening() as heard:
@@ -268,23 +313,32 @@ class Decoding:
         self._chosen.append(stacked(heard, len(tokens)))
         return logits
 
-    # --- the result -----------------------------------------------------------------------------------------------
+    # --- the result -------------------------------------------------------------------------------
 
     def completions(self) -> list[Completion]:
         """One a slot, in order."""
         tokens = self.tokens.cpu().numpy().astype(np.int32)
         logprobs = self.logprobs.cpu().numpy()
-        lengths, stopped, limits = self.lengths.tolist(), self.stopped.tolist(), self.max_new.tolist()
+        lengths = self.lengths.tolist()
+        stopped = self.stopped.tolist()
+        limits = self.max_new.tolist()
         sets = None if self.sampling_mask is None else self.sampling_mask.sets(lengths)
         routed = None if self.experts is None else self.experts.records(lengths)
         result = []
         for row, length in enumerate(lengths):
             request = self.requests[self.slots[row].request]
-            reason: FinishReason = "stop" if stopped[row] else "length" if length == limits[row] else "abort"
+            reason: FinishReason = (
+                "stop" if stopped[row] else "length" if length == limits[row] else "abort"
+            )
             if not np.isfinite(logprobs[row, :length]).all():
-                raise RunFailed(f"the model's log-probs for draw {request.draw} are not finite: its weights are broken")
+                raise RunFailed(
+                    f"the model's log-probs for draw {request.draw} are not finite: its weights are"
+                    " broken"
+                )
             kept = sets[row] if sets is not None and request.sampling.sampling_mask else None
-            experts = routed[row] if routed is not None and request.sampling.routed_experts else None
+            experts = (
+                routed[row] if routed is not None and request.sampling.routed_experts else None
+            )
             result.append(Completion(
                 tokens[row, :length].copy(), logprobs[row, :length].copy(), reason, self._spans(length), kept, experts
             ))  # fmt: skip
@@ -292,5 +346,7 @@ class Decoding:
 
     def _spans(self, length: int) -> tuple[VersionSpan, ...]:
         ends = [start for _, start in self.starts[1:]] + [self.made]
-        spans = ((version, start, min(end, length)) for (version, start), end in zip(self.starts, ends))
+        spans = (
+            (version, start, min(end, length)) for (version, start), end in zip(self.starts, ends)
+        )
         return tuple(VersionSpan(*span) for span in spans if span[1] < span[2])

@@ -1,12 +1,13 @@
 """The embedded engine: the Hugging Face model in this process, decoded by one worker thread.
 
-Order. Calls of `generate` run one after the other, in the order in which they were made, and each is decoded by itself:
-requests of different calls never share a batch. Inside a call the requests are sorted by (draw, first sample, turn, seed)
-and cut into chunks of `max_batch` responses in that order. So the batches, and with them every last bit of the result,
-depend on what was asked in one call and never on timing: hand over a whole step in one call.
+Order. Calls of `generate` run one after the other, in the order in which they were made, and each
+is decoded by itself: requests of different calls never share a batch. Inside a call the requests
+are sorted by (draw, first sample, turn, seed) and cut into chunks of `max_batch` responses in that
+order. So the batches, and with them every last bit of the result, depend on what was asked in one
+call and never on timing: hand over a whole step in one call.
 
-Threads. The event loop only waits. Decoding runs on the worker thread; weights are copied on another, while the worker is
-idle or parked at the gate.
+Threads. The event loop only waits. Decoding runs on the worker thread; weights are copied on
+another, while the worker is idle or parked at the gate.
 """
 
 from __future__ import annotations
@@ -32,37 +33,49 @@ from rollout.engines.embedded.stopping import StopStrings
 from rollout.engines.requests import check_request as check_common
 from rollout.weight_sync.verification import FingerprintVerifier
 
-CLOSE_S = 30.0      # for the token that is being made
+CLOSE_S = 30.0  # for the token that is being made
 
 
 class EmbeddedEngine:
     """`rlcore.interfaces.RolloutEngine` in this process.
 
-    It takes torch's number of threads as it finds it; `config.threads` is for engines in processes of their own.
+    It takes torch's number of threads as it finds it; `config.threads` is for engines in processes
+    of their own.
 
     Args:
         model_path: Hugging Face folder; only its config is read, weights come by publication.
         dtype: "fp32" or "bf16"; `config.dtype` overrides it.
-        tokenizer: folder of the tokenizer, read when a request has stop strings; default `model_path`.
+        tokenizer: folder of the tokenizer, read when a request has stop strings; default
+            `model_path`.
     """
 
     transports: tuple[str, ...] = ("copy",)
 
     def __init__(
-        self, model_path: str, *, config: EngineConfig, dtype: str = "bf16", tokenizer: str | None = None,
+        self,
+        model_path: str,
+        *,
+        config: EngineConfig,
+        dtype: str = "bf16",
+        tokenizer: str | None = None,
         name: str = "engine-0",
     ) -> None:
-        self.name, self.config = name, config
-        self.managed, self.ended = True, None
-        self.model_path, self.tokenizer_path = model_path, tokenizer or model_path
+        self.name = name
+        self.config = config
+        self.managed = True
+        self.ended = None
+        self.model_path = model_path
+        self.tokenizer_path = tokenizer or model_path
         self.dtype = config.dtype or dtype
-        self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = torch.device(
+            config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        )
         self._open()
         self._model: CausalLM | None = None
         self._weights: ModelWeights | None = None
         self._tokenizer: Any = None
 
-    # --- life -----------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         self._gate = PauseGate(self.name, park_timeout_s=self.config.request_timeout_s)
@@ -79,10 +92,16 @@ class EmbeddedEngine:
         self._weights = ModelWeights(self.name, self._model.module)
 
     async def close(self) -> None:
-        """Requests in flight fail with RunFailed at their next token. Raises DeadlineExceeded when none comes."""
+        """Requests in flight fail with RunFailed at their next token. Raises DeadlineExceeded when
+        none comes.
+        """
         self._gate.close()
         stopping = asyncio.to_thread(self._worker.shutdown)
-        await within(CLOSE_S, stopping, lambda: f"{self.name}: one token took longer than {CLOSE_S:g} s while closing")
+        await within(
+            CLOSE_S,
+            stopping,
+            lambda: f"{self.name}: one token took longer than {CLOSE_S:g} s while closing",
+        )
 
     async def kill(self) -> None:
         """Leave the worker behind with whatever it does; its model is freed when it is done."""
@@ -94,21 +113,22 @@ class EmbeddedEngine:
         """name and version (None without whole weights)."""
         return {"name": self.name, "version": self.version}
 
-    # --- generation -----------------------------------------------------------------------------------------------
+    # --- generation -------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """`n` completions a request, in order.
 
-        Raises UserError for a request that cannot be served, RunFailed when there is no whole version of weights.
+        Raises UserError for a request that cannot be served, RunFailed when there is no whole
+        version of weights.
         """
         model = self._started()[0]
         for request in requests:
             check_request(request, model)
-        gate = self._gate       # a restart makes a new one
+        gate = self._gate  # a restart makes a new one
         ticket = gate.enter()
         try:
             future = self._worker.submit(self._generate, gate, ticket, list(requests))
-        except RuntimeError:    # the worker takes nothing after close
+        except RuntimeError:  # the worker takes nothing after close
             gate.leave(ticket)
             raise RunFailed(f"{self.name}: the engine is closed") from None
         future.add_done_callback(lambda _: gate.leave(ticket))
@@ -118,7 +138,9 @@ class EmbeddedEngine:
             gate.abandon(ticket)
             raise
 
-    def _generate(self, gate: PauseGate, ticket: int, requests: list[GenerateRequest]) -> list[list[Completion]]:
+    def _generate(
+        self, gate: PauseGate, ticket: int, requests: list[GenerateRequest]
+    ) -> list[list[Completion]]:
         result: list[list[Completion]] = [[] for _ in requests]
         slots = plan_slots(requests)
         with torch.inference_mode():
@@ -129,7 +151,11 @@ class EmbeddedEngine:
         return result
 
     def _decode(
-        self, gate: PauseGate, ticket: int, requests: Sequence[GenerateRequest], slots: Sequence[Slot]
+        self,
+        gate: PauseGate,
+        ticket: int,
+        requests: Sequence[GenerateRequest],
+        slots: Sequence[Slot],
     ) -> list[Completion]:
         model, weights = self._started()
         decoding = Decoding(model, requests, slots, self._stop_strings)
@@ -153,9 +179,9 @@ class EmbeddedEngine:
     async def pause(self, mode: PauseMode) -> None:
         """Returns when no token is being made any more.
 
-        `drain` lets the calls that were accepted finish, `abort` ends them; `retract` and `in_place` park them between two
-        tokens, and after `resume` the first computes keys and values again, the second goes on with the old ones. Calls made
-        during the pause wait.
+        `drain` lets the calls that were accepted finish, `abort` ends them; `retract` and
+        `in_place` park them between two tokens, and after `resume` the first computes keys and
+        values again, the second goes on with the old ones. Calls made during the pause wait.
         """
         await asyncio.to_thread(self._gate.pause, mode, self.config.request_timeout_s)
 
@@ -165,21 +191,31 @@ class EmbeddedEngine:
     async def abort(self) -> None:
         self._gate.abort()
 
-    # --- weights --------------------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     async def begin_update(self, buckets: Sequence[Bucket]) -> None:
-        """Raises RunFailed unless the engine is paused, ModelError when the names or shapes are not the model's."""
+        """Raises RunFailed unless the engine is paused, ModelError when the names or shapes are not
+        the model's.
+        """
         if self._gate.mode is None:
-            raise RunFailed(f"{self.name}: weights can be updated only while the engine is paused; call pause first")
+            raise RunFailed(
+                f"{self.name}: weights can be updated only while the engine is paused; call pause"
+                " first"
+            )
         self._started()[1].begin(buckets)
 
     def landing(self, index: int) -> Tensor | None:
-        """Where bucket `index` of the update at hand may be received to need no copying: uint8 [num_bytes]."""
+        """Where bucket `index` of the update at hand may be received to need no copying: uint8
+        [num_bytes].
+        """
         return self._started()[1].landing(index)
 
     async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
         if flat is None:
-            raise RunFailed(f"{self.name}: an engine in this process takes buckets by copy, not over a process group")
+            raise RunFailed(
+                f"{self.name}: an engine in this process takes buckets by copy, not over a process"
+                " group"
+            )
         await asyncio.to_thread(self._started()[1].copy, index, flat)
 
     async def end_update(self) -> None:
@@ -195,9 +231,14 @@ class EmbeddedEngine:
         return await asyncio.to_thread(self._started()[1].checksum)
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Keys and values live no longer than a call anyway. Raises RunFailed unless the engine is paused."""
+        """Keys and values live no longer than a call anyway. Raises RunFailed unless the engine is
+        paused.
+        """
         if self._gate.mode is None:
-            raise RunFailed(f"{self.name}: memory can be released only while the engine is paused; call pause first")
+            raise RunFailed(
+                f"{self.name}: memory can be released only while the engine is paused; call pause"
+                " first"
+            )
         if "weights" in tags:
             self._started()[1].release()
         if self.device.type == "cuda":
@@ -213,11 +254,13 @@ class EmbeddedEngine:
         weights = self._weights
         return weights.version if weights is not None and weights.state == "ready" else None
 
-    # --- inside ---------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _started(self) -> tuple[CausalLM, ModelWeights]:
         if self._model is None or self._weights is None:
-            raise RunFailed(f"{self.name}: the engine {'is closed' if self._gate.closed else 'was not started'}")
+            raise RunFailed(
+                f"{self.name}: the engine {'is closed' if self._gate.closed else 'was not started'}"
+            )
         return self._model, self._weights
 
 
@@ -235,9 +278,13 @@ def plan_slots(requests: Sequence[GenerateRequest]) -> list[Slot]:
 def check_request(request: GenerateRequest, model: CausalLM) -> None:
     """Raises UserError for what would otherwise fail deep inside the model."""
     check_common(
-        request, vocab_size=model.vocab_size, total_tokens=model.max_positions, limit="the model's context"
+        request,
+        vocab_size=model.vocab_size,
+        total_tokens=model.max_positions,
+        limit="the model's context",
     )
     if request.sampling.routed_experts and not model.tap.num_layers:
         raise UserError(
-            f"draw {request.draw}: asks for routed experts, but the model has none: set policy.routing_replay to none"
+            f"draw {request.draw}: asks for routed experts, but the model has none: set"
+            " policy.routing_replay to none"
         )

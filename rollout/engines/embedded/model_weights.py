@@ -12,24 +12,30 @@ from rlcore.errors import ModelError
 from rlcore.weights import Bucket, TensorSpec, digest, saved_buffers
 from rollout.weight_sync.version_state import SHOWN, WeightState, shorten
 
-ALIGNMENT = 64      # bytes, as torch allocates: kernels of other alignments sum in another order
+ALIGNMENT = 64  # bytes, as torch allocates: kernels of other alignments sum in another order
 
 
 class ModelWeights(WeightState):
-    """The parameters of `module` under the names of a Hugging Face folder, updated by transaction. Tied ones appear once."""
+    """The parameters of `module` under the names of a Hugging Face folder, updated by transaction.
+    Tied ones appear once.
+    """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name)
         self.tensors: dict[str, Tensor] = dict(as_published(module))
         self.aliases = aliases(module)
-        self._sizes: dict[UntypedStorage, int] = {}     # bytes of what is released
+        self._sizes: dict[UntypedStorage, int] = {}  # bytes of what is released
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._views = {name for name, tensor in self.tensors.items() if id(tensor) not in own}
-        self._layout: tuple[Bucket, ...] | None = None          # after which the memory is laid out ...
-        self._landings: dict[int, Tensor] = {}                  # ... bucket by bucket, uint8 [num_bytes]
+        # after which the memory is laid out ...
+        self._layout: tuple[Bucket, ...] | None = None
+        # ... bucket by bucket, uint8 [num_bytes]
+        self._landings: dict[int, Tensor] = {}
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Raises ModelError when the names or shapes are not exactly the model's; the engine is stale then, too."""
+        """Raises ModelError when the names or shapes are not exactly the model's; the engine is
+        stale then, too.
+        """
         super().begin(buckets)
         self._buckets = None
         self._check_layout([spec for bucket in buckets for spec in bucket.tensors])
@@ -38,8 +44,10 @@ class ModelWeights(WeightState):
     def landing(self, index: int) -> Tensor | None:
         """The memory of bucket `index`, uint8 [num_bytes]: what is received there needs no copying.
 
-        From the first call on the weights of a bucket lie in it one after another. None where that cannot be: a dtype that is
-        not the engine's, experts that the model keeps stacked, a tensor that would not be aligned, another layout than before.
+        From the first call on the weights of a bucket lie in it one after another. None where that
+            cannot be: a dtype that is
+        not the engine's, experts that the model keeps stacked, a tensor that would not be aligned,
+        another layout than before.
         """
         bucket = self.bucket(index)
         if self._layout is None:
@@ -47,14 +55,20 @@ class ModelWeights(WeightState):
         if self._layout != self._buckets:
             return None
         if index not in self._landings and self._can_land(bucket):
-            flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.tensors[bucket.tensors[0].name].device)
+            flat = torch.empty(
+                bucket.num_bytes,
+                dtype=torch.uint8,
+                device=self.tensors[bucket.tensors[0].name].device,
+            )
             for name, place in bucket.views(flat):
                 self.tensors[name].data = place.copy_(self.tensors[name].data)
             self._landings[index] = flat
         return self._landings.get(index)
 
     def copy(self, index: int, flat: Tensor) -> None:
-        """Take bucket `index`, uint8 [num_bytes] on any device, casting where the engine's dtype differs."""
+        """Take bucket `index`, uint8 [num_bytes] on any device, casting where the engine's dtype
+        differs.
+        """
         if flat is not self._landings.get(index):
             with torch.no_grad():
                 for name, tensor in self.bucket(index).views(flat):
@@ -62,9 +76,13 @@ class ModelWeights(WeightState):
         self.received(index)
 
     def release(self) -> None:
-        """Give the memory back, the weights with it; storages shrink in place, so that every view of them stays one."""
+        """Give the memory back, the weights with it; storages shrink in place, so that every view
+        of them stays one.
+        """
         if self.state != "released":
-            self._sizes = {t.untyped_storage(): t.untyped_storage().nbytes() for t in self.tensors.values()}
+            self._sizes = {
+                t.untyped_storage(): t.untyped_storage().nbytes() for t in self.tensors.values()
+            }
             for storage in self._sizes:
                 storage.resize_(0)
         super().release()
@@ -82,7 +100,8 @@ class ModelWeights(WeightState):
     def _can_land(self, bucket: Bucket) -> bool:
         starts = itertools.accumulate(spec.num_bytes for spec in bucket.tensors[:-1])
         return all(start % ALIGNMENT == 0 for start in starts) and all(
-            spec.name not in self._views and spec.torch_dtype == self.tensors[spec.name].dtype for spec in bucket.tensors
+            spec.name not in self._views and spec.torch_dtype == self.tensors[spec.name].dtype
+            for spec in bucket.tensors
         )
 
     def _check_layout(self, specs: Sequence[TensorSpec]) -> None:
@@ -93,28 +112,39 @@ class ModelWeights(WeightState):
         if missing := self.tensors.keys() - given.keys():
             problems.append(f"missing {shorten(sorted(missing))}")
         if unexpected := given.keys() - self.tensors.keys():
-            tied = "".join(f"; {name} is tied to {self.aliases[name]}: leave it out" for name in sorted(unexpected)
-                           if name in self.aliases)
+            tied = "".join(
+                f"; {name} is tied to {self.aliases[name]}: leave it out"
+                for name in sorted(unexpected)
+                if name in self.aliases
+            )
             problems.append(f"unexpected {shorten(sorted(unexpected))}{tied}")
         for name, spec in given.items():
             if name in self.tensors and tuple(self.tensors[name].shape) != tuple(spec.shape):
-                problems.append(f"{name} has shape {tuple(spec.shape)}, the engine's {tuple(self.tensors[name].shape)}")
+                problems.append(
+                    f"{name} has shape {tuple(spec.shape)}, the engine's"
+                    f" {tuple(self.tensors[name].shape)}"
+                )
         if problems:
-            raise ModelError(f"{self.name}: the published weights do not fit model.path: {'; '.join(problems[:SHOWN])}")
+            raise ModelError(
+                f"{self.name}: the published weights do not fit model.path:"
+                f" {'; '.join(problems[:SHOWN])}"
+            )
 
 
 def as_published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names of a Hugging Face folder: transformers stacks experts, and gate on up; here are views."""
+    """The weights under the names of a Hugging Face folder: transformers stacks experts, and gate
+    on up; here are views.
+    """
     mixtral = getattr(getattr(module, "config", None), "model_type", None) == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in module.named_parameters():
         published = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         experts, _, kind = published.rpartition(".")
-        if kind == "gate_up_proj" and parameter.dim() == 3:         # [experts, 2 * width, hidden]
+        if kind == "gate_up_proj" and parameter.dim() == 3:  # [experts, 2 * width, hidden]
             for expert, stacked in enumerate(parameter.data):
                 for part, view in zip((gate, up), stacked.chunk(2)):
                     yield f"{experts}.{expert}.{part}.weight", view
-        elif kind == "down_proj" and parameter.dim() == 3:          # [experts, hidden, width]
+        elif kind == "down_proj" and parameter.dim() == 3:  # [experts, hidden, width]
             for expert, view in enumerate(parameter.data):
                 yield f"{experts}.{expert}.{down}.weight", view
         else:

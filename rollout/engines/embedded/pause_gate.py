@@ -1,7 +1,7 @@
 """Where the thread that decodes meets pause, resume and abort: between two tokens.
 
-Calls carry tickets in the order in which they were accepted. A pause parks the calls that it does not let finish; an abort
-ends every call accepted so far. The control side runs in other threads.
+Calls carry tickets in the order in which they were accepted. A pause parks the calls that it does
+not let finish; an abort ends every call accepted so far. The control side runs in other threads.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from rlcore.errors import DeadlineExceeded, RunFailed
 
 class PauseGate:
     def __init__(self, name: str, *, park_timeout_s: float) -> None:
-        self.name, self.park_timeout_s = name, park_timeout_s
+        self.name = name
+        self.park_timeout_s = park_timeout_s
         self.closed = False
-        self.mode: PauseMode | None = None      # the pause in force
+        self.mode: PauseMode | None = None  # the pause in force
         self._changed = threading.Condition()
         self._next_ticket = 0
         self._open_tickets: set[int] = set()
-        self._parked: int | None = None         # the ticket of the call that waits in `pass_through`
-        self._held_from = 0                     # while paused, tickets from this on are parked
+        # the ticket of the call that waits in `pass_through`
+        self._parked: int | None = None
+        self._held_from = 0  # while paused, tickets from this on are parked
         self._aborted_before = 0
         self._abandoned: set[int] = set()
 
-    # --- calls ----------------------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
     def enter(self) -> int:
         """A ticket for a call that was just accepted."""
@@ -54,8 +56,10 @@ class PauseGate:
                 self._changed.notify_all()
 
     def pass_through(self, ticket: int, on_retract: Callable[[], None]) -> None:
-        """Between two tokens: wait here while the engine is paused. Raises RunFailed when it was closed meanwhile."""
-        if self.mode is None and not self.closed:       # the common case takes no lock
+        """Between two tokens: wait here while the engine is paused. Raises RunFailed when it was
+        closed meanwhile.
+        """
+        if self.mode is None and not self.closed:  # the common case takes no lock
             return
         deadline = time.monotonic() + self.park_timeout_s
         with self._changed:
@@ -67,20 +71,27 @@ class PauseGate:
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     self._parked = None
                     raise DeadlineExceeded(
-                        f"{self.name}: generation was paused and not resumed for {self.park_timeout_s:.0f} s "
-                        "(rollout.engine.request_timeout_s)"
+                        f"{self.name}: generation was paused and not resumed for"
+                        f" {self.park_timeout_s:.0f} s (rollout.engine.request_timeout_s)"
                     )
             self._parked = None
             if self.closed:
                 raise RunFailed(f"{self.name}: the engine was closed during a request")
 
     def _holds(self, ticket: int) -> bool:
-        return not self.closed and self.mode is not None and ticket >= self._held_from and not self.aborted(ticket)
+        return (
+            not self.closed
+            and self.mode is not None
+            and ticket >= self._held_from
+            and not self.aborted(ticket)
+        )
 
-    # --- control --------------------------------------------------------------------------------------------------
+    # --- control ----------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Returns once no token is being made. A second pause keeps parked what the first one parked."""
+        """Returns once no token is being made. A second pause keeps parked what the first one
+        parked.
+        """
         with self._changed:
             if self.mode is None:
                 self._held_from = self._next_ticket if mode in ("drain", "abort") else 0
@@ -89,11 +100,17 @@ class PauseGate:
             self.mode = mode
             self._changed.notify_all()
             if not self._changed.wait_for(self._quiet, timeout_s):
-                raise DeadlineExceeded(f"{self.name}: pause ({mode}) did not take effect within {timeout_s:.0f} s")
+                raise DeadlineExceeded(
+                    f"{self.name}: pause ({mode}) did not take effect within {timeout_s:.0f} s"
+                )
 
     def _quiet(self) -> bool:
-        """Calls run one after the other, so when one is parked all that were accepted later are waiting too."""
-        if any(ticket < max(self._held_from, self._aborted_before) for ticket in self._open_tickets):
+        """Calls run one after the other, so when one is parked all that were accepted later are
+        waiting too.
+        """
+        if any(
+            ticket < max(self._held_from, self._aborted_before) for ticket in self._open_tickets
+        ):
             return False
         return not self._open_tickets or self._parked is not None
 

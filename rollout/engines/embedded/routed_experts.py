@@ -1,4 +1,6 @@
-"""Which experts the routers chose for each token that was fed to the model, while responses are being made."""
+"""Which experts the routers chose for each token that was fed to the model, while responses are
+being made.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from rlcore.data.routed_experts import Experts
 
 
 class ExpertTap:
-    """Listens to what a model's layers with experts are asked for: transformers calls `experts(hidden, chosen, weights)`."""
+    """Listens to what a model's layers with experts are asked for: transformers calls
+    `experts(hidden, chosen, weights)`.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         experts = [part for name, part in module.named_modules() if name.endswith(".experts")]
@@ -29,7 +33,9 @@ class ExpertTap:
 
     @contextmanager
     def listening(self) -> Iterator[list[Tensor]]:
-        """Around a forward of [R, Q] tokens: afterwards the list holds int64 [R * Q, k] of each layer with experts."""
+        """Around a forward of [R, Q] tokens: afterwards the list holds int64 [R * Q, k] of each
+        layer with experts.
+        """
         heard: list[Tensor] = []
         self._heard = heard
         try:
@@ -39,14 +45,20 @@ class ExpertTap:
 
 
 class ExpertLog:
-    """The records of R responses. A token keeps what it was first computed with, though its keys be computed again."""
+    """The records of R responses. A token keeps what it was first computed with, though its keys be
+    computed again.
+    """
 
     def __init__(self) -> None:
-        self._prompts: list[Experts] = []                           # of each row; samples of a prompt share one
-        self._steps: list[tuple[NDArray[np.int64], Experts]] = []   # of each response token that was fed: (rows, [A, L, k])
+        # of each row; samples of a prompt share one
+        self._prompts: list[Experts] = []
+        # of each response token that was fed: (rows, [A, L, k])
+        self._steps: list[tuple[NDArray[np.int64], Experts]] = []
 
     def add_prompts(self, chosen: Tensor, pads: Sequence[int], copies: Sequence[int]) -> None:
-        """int16 [texts, columns, L, k] of the prompts, padded on the left; row r has the prompt number copies[r]."""
+        """int16 [texts, columns, L, k] of the prompts, padded on the left; row r has the prompt
+        number copies[r].
+        """
         texts = [text[pad:] for text, pad in zip(chosen.cpu().numpy(), pads)]
         self._prompts = [texts[copy] for copy in copies]
 
@@ -59,7 +71,9 @@ class ExpertLog:
         """Of each row, whose response has `lengths` tokens; the last of them was not fed."""
         if not self._prompts:
             return [np.zeros((0, 0, 0), dtype=np.int16) for _ in lengths]
-        fed = np.full((len(lengths), len(self._steps), *self._prompts[0].shape[1:]), -1, dtype=np.int16)
+        fed = np.full(
+            (len(lengths), len(self._steps), *self._prompts[0].shape[1:]), -1, dtype=np.int16
+        )
         for step, (rows, chosen) in enumerate(self._steps):
             fed[rows, step] = chosen
         return [np.concatenate([prompt, response[: max(length - 1, 0)]])

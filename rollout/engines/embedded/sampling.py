@@ -1,8 +1,10 @@
-"""Drawing tokens. Every random number has an address, so a draw depends neither on its batch nor on what was drawn before.
+"""Drawing tokens. Every random number has an address, so a draw depends neither on its batch nor on
+what was drawn before.
 
-The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a bijection of a
-128-bit counter under a 64-bit key. Here the key is the seed and the counter is the address itself, so two addresses never
-share a block. A token is the inverse of the cumulative distribution, in vocabulary order, at one such uniform number.
+The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+2011): a bijection of a 128-bit counter under a 64-bit key. Here the key is the seed and the counter
+is the address itself, so two addresses never share a block. A token is the inverse of the
+cumulative distribution, in vocabulary order, at one such uniform number.
 """
 
 from __future__ import annotations
@@ -25,13 +27,25 @@ LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
 
 
-def philox4x32(counter: Sequence[ArrayLike], key: tuple[int, int]) -> tuple[NDArray[np.uint64], ...]:
-    """Philox4x32-10: four 32-bit words for each 4 x 32-bit counter, as uint64 arrays of the counters' common shape."""
-    c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word, dtype=np.uint64) & LOW for word in counter))
+def philox4x32(
+    counter: Sequence[ArrayLike], key: tuple[int, int]
+) -> tuple[NDArray[np.uint64], ...]:
+    """Philox4x32-10: four 32-bit words for each 4 x 32-bit counter, as uint64 arrays of the
+    counters' common shape.
+    """
+    c0, c1, c2, c3 = np.broadcast_arrays(
+        *(np.asarray(word, dtype=np.uint64) & LOW for word in counter)
+    )
     for round_index in range(ROUNDS):
-        k0, k1 = (np.uint64((word + round_index * step) & 0xFFFFFFFF) for word, step in zip(key, WEYL))
-        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (product1 >> HALF) ^ c1 ^ k0, product1 & LOW, (product0 >> HALF) ^ c3 ^ k1, product0 & LOW
+        k0, k1 = (
+            np.uint64((word + round_index * step) & 0xFFFFFFFF) for word, step in zip(key, WEYL)
+        )
+        product0 = c0 * MULTIPLIERS[0]
+        product1 = c2 * MULTIPLIERS[1]
+        c0 = (product1 >> HALF) ^ c1 ^ k0
+        c1 = product1 & LOW
+        c2 = (product0 >> HALF) ^ c3 ^ k1
+        c3 = product0 & LOW
     return c0, c1, c2, c3
 
 
@@ -40,9 +54,12 @@ def uniforms(
 ) -> NDArray[np.float64]:
     """One number in [0, 1) for each address, a multiple of 2^-52; the arguments broadcast.
 
-    52 bits and not 53: `u * total` then stays strictly below `total` in float64, whatever the total.
+    52 bits and not 53: `u * total` then stays strictly below `total` in float64, whatever the
+        total.
     """
-    high, low, _, _ = philox4x32((draw, sample, turn, position), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    high, low, _, _ = philox4x32(
+        (draw, sample, turn, position), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+    )
     bits = (high << np.uint64(20)) | (low >> np.uint64(12))
     return bits.astype(np.float64) * 2.0**-52
 
@@ -51,14 +68,17 @@ def uniforms(
 class SamplingTable:
     """How each of R rows is drawn. A field is None when no row needs it."""
 
-    temperature: Tensor | None      # float32 [R], 1 where the row is greedy
-    greedy: Tensor | None           # bool [R]
-    top_p: Tensor | None            # float64 [R]
-    top_k: Tensor | None            # int64 [R], the vocabulary size where it is off
-    truncated: Tensor | None        # bool [R]: log-probs are those of the truncated distribution, and the kept are told
+    temperature: Tensor | None  # float32 [R], 1 where the row is greedy
+    greedy: Tensor | None  # bool [R]
+    top_p: Tensor | None  # float64 [R]
+    top_k: Tensor | None  # int64 [R], the vocabulary size where it is off
+    # bool [R]: log-probs are those of the truncated distribution, and the kept are told
+    truncated: Tensor | None
 
     @classmethod
-    def build(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu") -> SamplingTable:
+    def build(
+        cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu"
+    ) -> SamplingTable:
         temperature = [p.temperature or 1.0 for p in params]
         greedy = [p.temperature == 0 for p in params]
         top_p = [p.top_p for p in params]
@@ -86,8 +106,8 @@ class SamplingTable:
 def keep_mask(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """bool [R, V]: the tokens that top-k, then top-p on what top-k left, allow.
 
-    Top-p keeps the smallest set of most probable tokens whose mass reaches `top_p`; the most probable one always stays.
-    Equally probable tokens stay in the order of their ids.
+    Top-p keeps the smallest set of most probable tokens whose mass reaches `top_p`; the most
+    probable one always stays. Equally probable tokens stay in the order of their ids.
     """
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -102,17 +122,18 @@ def keep_mask(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
 class Drawn(NamedTuple):
     """One token for each of R rows."""
 
-    tokens: Tensor                  # int64 [R]
-    logprobs: Tensor                # float32 [R]
-    kept: Tensor | None = None      # bool [R, V]: what the tokens were drawn from; None where no row shall tell
+    tokens: Tensor  # int64 [R]
+    logprobs: Tensor  # float32 [R]
+    # bool [R, V]: what the tokens were drawn from; None where no row shall tell
+    kept: Tensor | None = None
 
 
 def sample_tokens(logits: Tensor, table: SamplingTable, uniform: Tensor) -> Drawn:
     """Draw one token a row.
 
-    Log-probs are those under `logits / temperature`, of the full distribution, or, where the table says so, of the truncated
-    one. `logits` is [R, V], `uniform` float64 [R] in [0, 1). Greedy rows take the arg max, with log-probs at temperature 1.
-    NaN logits give NaN log-probs.
+    Log-probs are those under `logits / temperature`, of the full distribution, or, where the table
+    says so, of the truncated one. `logits` is [R, V], `uniform` float64 [R] in [0, 1). Greedy rows
+    take the arg max, with log-probs at temperature 1. NaN logits give NaN log-probs.
     """
     logits = logits.float()
     if table.temperature is not None:
@@ -125,12 +146,13 @@ def sample_tokens(logits: Tensor, table: SamplingTable, uniform: Tensor) -> Draw
         probs = probs * kept
     cdf = probs.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
-    tokens.clamp_(max=logits.shape[-1] - 1)     # only NaN gets there
+    tokens.clamp_(max=logits.shape[-1] - 1)  # only NaN gets there
     if table.greedy is not None:
         tokens = torch.where(table.greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
     chosen = logprobs.gather(-1, tokens)[:, 0]
     if table.truncated is None or kept is None:
         return Drawn(tokens[:, 0], chosen)
-    renormalised = (chosen.double() - cdf[:, -1].log()).float()     # cdf ends with the mass of what was kept
+    # cdf ends with the mass of what was kept
+    renormalised = (chosen.double() - cdf[:, -1].log()).float()
     chosen = torch.where(table.truncated, renormalised, chosen)
     return Drawn(tokens[:, 0], chosen, kept | ~table.truncated[:, None])

@@ -13,10 +13,12 @@ from rlcore.data.sampling_masks import SamplingMasks
 
 
 class SamplingMaskRecorder:
-    """The keep-sets of R responses that grow by one token a step. They are in host memory from the start."""
+    """The keep-sets of R responses that grow by one token a step. They are in host memory from the
+    start.
+    """
 
     def __init__(self) -> None:
-        self._rows: list[NDArray[np.int64]] = []    # of each step: whose sets they are, ascending
+        self._rows: list[NDArray[np.int64]] = []  # of each step: whose sets they are, ascending
         self._counts: list[NDArray[np.int64]] = []
         self._tokens: list[NDArray[np.int32]] = []
 
@@ -29,12 +31,16 @@ class SamplingMaskRecorder:
             active: int64 [A]: which of the R rows they are; None: all of them, in order.
         """
         if kept is None:
-            rows, counts, tokens = alive.new_zeros(0), alive.new_zeros(0), alive.new_zeros(0)
+            rows = alive.new_zeros(0)
+            counts = alive.new_zeros(0)
+            tokens = alive.new_zeros(0)
         else:
-            told = alive & ~kept.all(-1)        # the whole vocabulary is not written out
+            told = alive & ~kept.all(-1)  # the whole vocabulary is not written out
             places = told.nonzero()[:, 0]
             some = kept[places]
-            rows, counts, tokens = places if active is None else active[places], some.sum(-1), some.nonzero()[:, 1]
+            rows = places if active is None else active[places]
+            counts = some.sum(-1)
+            tokens = some.nonzero()[:, 1]
         self._rows.append(rows.cpu().numpy())
         self._counts.append(counts.cpu().numpy())
         self._tokens.append(tokens.to(torch.int32).cpu().numpy())

@@ -1,9 +1,12 @@
-"""The embedded engine as a process of its own: `python -m rollout.engines.embedded.server < config.json`.
+"""The embedded engine as a process of its own: `python -m rollout.engines.embedded.server <
+config.json`.
 
-A small HTTP server, JSON both ways, one route for each verb of `rlcore.interfaces.RolloutEngine`, and `join_group`. Weights
-do not come over HTTP: `receive_bucket` takes them from the process group (process_group.py) that `join_group` entered.
+A small HTTP server, JSON both ways, one route for each verb of `rlcore.interfaces.RolloutEngine`,
+and `join_group`. Weights do not come over HTTP: `receive_bucket` takes them from the process group
+(process_group.py) that `join_group` entered.
 
-The process ends when its parent does. It reports its port on a pipe: only the kernel can pick a free one without a race.
+The process ends when its parent does. It reports its port on a pipe: only the kernel can pick a
+    free one without a race.
 """
 
 from __future__ import annotations
@@ -35,7 +38,12 @@ from rollout.weight_sync.process_group import GroupAddress, WeightGroup, gpu_ide
 MAX_BODY = 1 << 30
 PARENT_POLL_S = 0.5
 PR_SET_PDEATHSIG = 1
-STATUS: dict[type[RlcoreError], int] = {UserError: 400, ModelError: 400, DeadlineExceeded: 504, RunFailed: 409}
+STATUS: dict[type[RlcoreError], int] = {
+    UserError: 400,
+    ModelError: 400,
+    DeadlineExceeded: 504,
+    RunFailed: 409,
+}
 
 logger = logging.getLogger("rollout.engines.embedded.server")
 Verb = Callable[[dict[str, Any]], Awaitable[Any]]
@@ -49,23 +57,26 @@ class ServerConfig:
     model_path: str
     tokenizer: str | None
     dtype: str
-    engine: dict[str, Any]          # rlcore.config.sections.rollout.EngineConfig
-    key: str                        # every request must carry it
+    engine: dict[str, Any]  # rlcore.config.sections.rollout.EngineConfig
+    key: str  # every request must carry it
     host: str = "127.0.0.1"
-    port: int = 0                   # 0: a free one
-    ready_fd: int | None = None     # where to write {"port": ...} once it serves
-    parent_pid: int | None = None   # end when this process does
+    port: int = 0  # 0: a free one
+    ready_fd: int | None = None  # where to write {"port": ...} once it serves
+    parent_pid: int | None = None  # end when this process does
 
 
 class EngineServer:
     """One engine behind HTTP."""
 
     def __init__(self, engine: EmbeddedEngine, key: str) -> None:
-        self.engine, self._key = engine, f"Bearer {key}"
+        self.engine = engine
+        self._key = f"Bearer {key}"
         self._group: WeightGroup | None = None
-        self._sizes: dict[int, int] = {}        # bucket index -> bytes
-        self._receiving: asyncio.Future[Tensor] | None = None   # the bucket that comes, or came last
-        self._applying: asyncio.Future[None] | None = None      # the bucket that came last goes into the model
+        self._sizes: dict[int, int] = {}  # bucket index -> bytes
+        # the bucket that comes, or came last
+        self._receiving: asyncio.Future[Tensor] | None = None
+        # the bucket that came last goes into the model
+        self._applying: asyncio.Future[None] | None = None
         self.verbs: dict[str, Verb] = {
             "generate": self._generate,
             "pause": lambda body: engine.pause(body["mode"]),
@@ -88,12 +99,16 @@ class EngineServer:
         return app
 
     async def _serve(self, request: web.Request) -> web.Response:
-        if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), self._key.encode()):
+        if not hmac.compare_digest(
+            request.headers.get("Authorization", "").encode(), self._key.encode()
+        ):
             return reply({"error": "the API key is missing or wrong", "type": "UserError"}, 401)
         verb = self.verbs.get(request.match_info["verb"])
         if verb is None:
             known = ", ".join(self.verbs)
-            return reply({"error": f"no route {request.path}; there are {known}", "type": "UserError"}, 404)
+            return reply(
+                {"error": f"no route {request.path}; there are {known}", "type": "UserError"}, 404
+            )
         try:
             body = orjson.loads(await request.read() or b"{}")
             return reply({"result": await verb(body)})
@@ -102,18 +117,26 @@ class EngineServer:
             return reply({"error": str(error), "type": type(error).__name__}, STATUS.get(kind, 500))
         except (KeyError, TypeError, ValueError) as error:
             logger.exception("/%s", request.match_info["verb"])
-            return reply({"error": f"bad request: {type(error).__name__}: {error}", "type": "UserError"}, 400)
-        except RuntimeError as error:       # torch: out of memory, a device error; the caller decides what becomes of it
+            return reply(
+                {"error": f"bad request: {type(error).__name__}: {error}", "type": "UserError"}, 400
+            )
+        # torch: out of memory, a device error; the caller decides what becomes of it
+        except RuntimeError as error:
             logger.exception("/%s", request.match_info["verb"])
             return reply({"error": f"{type(error).__name__}: {error}", "type": "RunFailed"}, 500)
 
     async def _generate(self, body: dict[str, Any]) -> Any:
-        results = await self.engine.generate([decode_request(request) for request in body["requests"]])
-        return [[encode_completion(completion) for completion in completions] for completions in results]
+        results = await self.engine.generate(
+            [decode_request(request) for request in body["requests"]]
+        )
+        return [
+            [encode_completion(completion) for completion in completions] for completions in results
+        ]
 
     async def _begin_update(self, body: dict[str, Any]) -> None:
         buckets = decode_buckets(body["buckets"])
-        await asyncio.gather(self._applied(), return_exceptions=True)      # of an update that was given up
+        # of an update that was given up
+        await asyncio.gather(self._applied(), return_exceptions=True)
         await self.engine.begin_update(buckets)
         self._sizes = {bucket.index: bucket.num_bytes for bucket in buckets}
 
@@ -122,7 +145,9 @@ class EngineServer:
             await asyncio.to_thread(self._group.close)
             self._group = None
         address = GroupAddress(**body["address"])
-        self._group = await asyncio.to_thread(WeightGroup, address, body["rank"], device=self.engine.device)
+        self._group = await asyncio.to_thread(
+            WeightGroup, address, body["rank"], device=self.engine.device
+        )
 
     async def _receive_bucket(self, body: dict[str, Any]) -> None:
         """Answers when the bucket is here: in the model, or aside.
@@ -132,9 +157,13 @@ class EngineServer:
         if self._group is None:
             raise RunFailed(f"{self.engine.name}: is in no weight group; call join_group first")
         if body["index"] not in self._sizes:
-            raise RunFailed(f"{self.engine.name}: bucket {body['index']} is not in the layout of begin_update")
+            raise RunFailed(
+                f"{self.engine.name}: bucket {body['index']} is not in the layout of begin_update"
+            )
         into = await asyncio.to_thread(self.engine.landing, body["index"])
-        self._receiving = asyncio.ensure_future(asyncio.to_thread(self._group.receive, self._sizes[body["index"]], into))
+        self._receiving = asyncio.ensure_future(
+            asyncio.to_thread(self._group.receive, self._sizes[body["index"]], into)
+        )
         flat = await self._receiving
         await self._applied()
         self._applying = asyncio.ensure_future(self.engine.receive_bucket(body["index"], flat))
@@ -144,7 +173,8 @@ class EngineServer:
         await self.engine.end_update()
 
     async def _applied(self) -> None:
-        applying, self._applying = self._applying, None
+        applying = self._applying
+        self._applying = None
         if applying is not None:
             await applying
 
@@ -158,7 +188,10 @@ class EngineServer:
     async def _health(self, _: dict[str, Any]) -> dict[str, Any]:
         device = self.engine.device
         return {
-            "name": self.engine.name, "pid": os.getpid(), "device": str(device), "gpu": gpu_identity(device),
+            "name": self.engine.name,
+            "pid": os.getpid(),
+            "device": str(device),
+            "gpu": gpu_identity(device),
             "version": self.engine.version,
         }
 
@@ -168,7 +201,9 @@ def reply(body: Any, status: int = 200) -> web.Response:
 
 
 def follow_parent(pid: int) -> None:
-    """End with the parent: by a signal of the kernel on Linux, and by looking at it from time to time everywhere."""
+    """End with the parent: by a signal of the kernel on Linux, and by looking at it from time to
+    time everywhere.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -186,16 +221,28 @@ async def serve(config: ServerConfig) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     engine = EmbeddedEngine(
-        config.model_path, config=EngineConfig(**config.engine), dtype=config.dtype, tokenizer=config.tokenizer,
+        config.model_path,
+        config=EngineConfig(**config.engine),
+        dtype=config.dtype,
+        tokenizer=config.tokenizer,
         name=config.name,
     )
     await engine.start()
-    runner = web.AppRunner(EngineServer(engine, config.key).app(), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        EngineServer(engine, config.key).app(), access_log=None, shutdown_timeout=1.0
+    )
     await runner.setup()
     site = web.TCPSite(runner, config.host, config.port)
     await site.start()
     port = runner.addresses[0][1]
-    logger.info("%s serves on %s:%d (%s, %s threads)", config.name, config.host, port, engine.device, torch.get_num_threads())
+    logger.info(
+        "%s serves on %s:%d (%s, %s threads)",
+        config.name,
+        config.host,
+        port,
+        engine.device,
+        torch.get_num_threads(),
+    )
     if config.ready_fd is not None:
         with os.fdopen(config.ready_fd, "wb") as ready:
             ready.write(orjson.dumps({"port": port}) + b"\n")

@@ -16,7 +16,8 @@ MODULE = "rollout.engines.embedded.server"
 
 
 class EmbeddedServer(ChildServer):
-    """`rollout.engines.embedded.client.EngineProcess`. Use it from one event loop, whose thread lives as long as the process shall.
+    """`rollout.engines.embedded.client.EngineProcess`. Use it from one event loop, whose thread
+    lives as long as the process shall.
 
     Args:
         key: every request must carry it; default: a new one.
@@ -27,10 +28,18 @@ class EmbeddedServer(ChildServer):
         self, name: str, model_path: str, *, config: EngineConfig, dtype: str, tokenizer: str | None, log: Path,
         key: str | None = None, host: str = "127.0.0.1",
     ) -> None:  # fmt: skip
-        self.name, self.config = name, config
+        self.name = name
+        self.config = config
         self.key = key or secrets.token_urlsafe(32)
         self._told = ServerConfig(
-            name, model_path, tokenizer, dtype, config.model_dump(mode="json"), key=self.key, host=host, parent_pid=os.getpid()
+            name,
+            model_path,
+            tokenizer,
+            dtype,
+            config.model_dump(mode="json"),
+            key=self.key,
+            host=host,
+            parent_pid=os.getpid(),
         )
         super().__init__(Child(f"engine {name}", log))
 
@@ -40,5 +49,7 @@ class EmbeddedServer(ChildServer):
         def config(ready_fd: int) -> bytes:
             return config_json(ServerConfig(**asdict(self._told) | {"ready_fd": ready_fd}))
 
-        port = await self._child.start([sys.executable, "-m", MODULE], config, timeout_s=self.config.start_timeout_s)
+        port = await self._child.start(
+            [sys.executable, "-m", MODULE], config, timeout_s=self.config.start_timeout_s
+        )
         return f"http://{self._told.host}:{port}"

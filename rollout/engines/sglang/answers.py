@@ -1,4 +1,6 @@
-"""An answer of /generate as completions. Whatever does not fit the request is refused: nothing of it may be trained on."""
+"""An answer of /generate as completions. Whatever does not fit the request is refused: nothing of
+it may be trained on.
+"""
 
 from __future__ import annotations
 
@@ -16,35 +18,50 @@ from rlcore.data.sampling_masks import SamplingMasks
 from rlcore.errors import EngineFailed
 from rollout.engines.sglang.limits import Limits, asks_sampling_mask
 
-ROUNDING = 1e-3                 # a log-prob may lie so much above 0 in an engine's arithmetic
-NO_TOKENS, NO_LOGPROBS = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+ROUNDING = 1e-3  # a log-prob may lie so much above 0 in an engine's arithmetic
+NO_TOKENS = np.zeros(0, dtype=np.int32)
+NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 
 
-def decode(answer: Any, request: GenerateRequest, limits: Limits, *, engine: str) -> list[Completion]:
-    """The `request.n` completions in order. Raises EngineFailed, naming engine and request, for anything else."""
+def decode(
+    answer: Any, request: GenerateRequest, limits: Limits, *, engine: str
+) -> list[Completion]:
+    """The `request.n` completions in order. Raises EngineFailed, naming engine and request, for
+    anything else.
+    """
     try:
         if not isinstance(answer, list) or len(answer) != request.n:
-            got = f"{len(answer)} completions" if isinstance(answer, list) else type(answer).__name__
+            got = (
+                f"{len(answer)} completions" if isinstance(answer, list) else type(answer).__name__
+            )
             raise ValueError(f"{got}, expected a list of {request.n} completions")
         return [_completion(part, request, limits, place) for place, part in enumerate(answer)]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise EngineFailed(f"engine {engine} answered request {request.rid} with what is no completion: {why}") from error
+        raise EngineFailed(
+            f"engine {engine} answered request {request.rid} with what is no completion: {why}"
+        ) from error
 
 
-def _completion(part: dict[str, Any], request: GenerateRequest, limits: Limits, place: int) -> Completion:
+def _completion(
+    part: dict[str, Any], request: GenerateRequest, limits: Limits, place: int
+) -> Completion:
     """What came behind the prefix of response number `place` of the request."""
-    meta, sampling = part["meta_info"], request.sampling
+    meta = part["meta_info"]
+    sampling = request.sampling
     before = len(request.made(place))
     tokens = _tokens(part["output_ids"], limits.vocab_size)
-    made, reason = len(tokens), meta["finish_reason"]["type"]
+    made = len(tokens)
+    reason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length", "abort"):
         raise ValueError(f"finish reason {reason!r}, expected stop, length or abort")
     if before + made > sampling.max_new_tokens or (made == 0 and reason != "abort"):
         raise ValueError(f"{made} tokens, expected 1 to {sampling.max_new_tokens - before}")
     matched = meta["finish_reason"].get("matched")
     if reason == "stop" and isinstance(matched, int) and tokens[-1] != matched:
-        raise ValueError(f"it says to have stopped at token {matched}, but the last one is {tokens[-1]}")
+        raise ValueError(
+            f"it says to have stopped at token {matched}, but the last one is {tokens[-1]}"
+        )
     logprobs = _logprobs(meta.get("output_token_logprobs") or [], part["output_ids"])
     sets = None
     if sampling.sampling_mask:
@@ -52,12 +69,24 @@ def _completion(part: dict[str, Any], request: GenerateRequest, limits: Limits, 
         if made and asks_sampling_mask(sampling):
             sets = _sampling_mask(meta["output_token_sampling_mask"], tokens, limits.vocab_size)
             logprobs = _finite(meta["output_token_sampling_logprobs"], made)
-    experts = _experts(meta, limits, len(request.prompt) + before, made) if sampling.routed_experts else None
-    return Completion(tokens, logprobs, cast(FinishReason, reason), _spans(meta["weight_versions"], made), sets, experts)
+    experts = (
+        _experts(meta, limits, len(request.prompt) + before, made)
+        if sampling.routed_experts
+        else None
+    )
+    return Completion(
+        tokens,
+        logprobs,
+        cast(FinishReason, reason),
+        _spans(meta["weight_versions"], made),
+        sets,
+        experts,
+    )
 
 
 def _tokens(ids: Any, vocab_size: int) -> NDArray[np.int32]:
-    # array() takes whole numbers alone, where numpy would round; both it and min, max cost little for short responses.
+    # array() takes whole numbers alone, where numpy would round; both it and min, max cost little
+    # for short responses.
     tokens = np.frombuffer(array("i", ids), dtype=np.int32) if ids else NO_TOKENS
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise ValueError(f"tokens from {min(ids)} to {max(ids)} of a vocabulary of {vocab_size}")
@@ -67,7 +96,9 @@ def _tokens(ids: Any, vocab_size: int) -> NDArray[np.int32]:
 def _logprobs(rows: list[Any], ids: list[int]) -> NDArray[np.float32]:
     """Of `[[logprob, token, text], ...]`, one for each of `ids`."""
     if [row[1] for row in rows] != ids:
-        raise ValueError(f"log-probs of {len(rows)} tokens that are not the {len(ids)} of the response")
+        raise ValueError(
+            f"log-probs of {len(rows)} tokens that are not the {len(ids)} of the response"
+        )
     return _finite([row[0] for row in rows], len(ids))
 
 
@@ -75,17 +106,24 @@ def _finite(values: list[float], count: int) -> NDArray[np.float32]:
     if len(values) != count:
         raise ValueError(f"{len(values)} log-probs, expected {count}")
     if values and not (math.isfinite(sum(values)) and max(values) <= ROUNDING):
-        raise ValueError(f"log-probs from {min(values)} to {max(values)}, expected finite ones up to 0")
+        raise ValueError(
+            f"log-probs from {min(values)} to {max(values)}, expected finite ones up to 0"
+        )
     return np.frombuffer(array("f", values), dtype=np.float32) if values else NO_LOGPROBS
 
 
-def _sampling_mask(rows: list[list[int]], tokens: NDArray[np.int32], vocab_size: int) -> SamplingMasks:
+def _sampling_mask(
+    rows: list[list[int]], tokens: NDArray[np.int32], vocab_size: int
+) -> SamplingMasks:
     """A set that came to be the whole vocabulary is not written out."""
     ordered = [[] if len(row) == vocab_size else sorted(row) for row in rows]
     counts = np.array([len(row) for row in ordered], dtype=np.int32)
     sets = SamplingMasks(_tokens([token for row in ordered for token in row], vocab_size), counts)
     if len(counts) != len(tokens) or len(sets.missing(tokens)):
-        raise ValueError(f"{len(counts)} keep-sets for {len(tokens)} tokens, or one that does not hold its own token")
+        raise ValueError(
+            f"{len(counts)} keep-sets for {len(tokens)} tokens, or one that does not hold its own"
+            " token"
+        )
     return sets
 
 
@@ -100,7 +138,11 @@ def _experts(meta: dict[str, Any], limits: Limits, given: int, made: int) -> Exp
 
 def _spans(values: list[dict[str, Any]], made: int) -> tuple[VersionSpan, ...]:
     """The versions are our own publication numbers: an engine that was given none says `default`."""
-    spans = tuple(VersionSpan(int(v["version"]), v["start"], v["end"]) for v in values if v["end"] > v["start"])
+    spans = tuple(
+        VersionSpan(int(v["version"]), v["start"], v["end"])
+        for v in values
+        if v["end"] > v["start"]
+    )
     ends = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != ends[:-1] or ends[-1] != made:
         raise ValueError(f"weight_versions {values} do not cover {made} tokens in order")

@@ -1,5 +1,7 @@
-"""From `rollout.engine` to the command line of an SGLang server. Names and values are checked by SGLang's own parser, in its
-process (entry.py); what rlcore decides itself is refused when a configuration is loaded."""
+"""From `rollout.engine` to the command line of an SGLang server. Names and values are checked by
+SGLang's own parser, in its process (entry.py); what rlcore decides itself is refused when a
+configuration is loaded.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ from rlcore.config.sections.rollout import EngineConfig
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 # Under what a user's own `rollout.engine.server` says.
-DEFAULTS: dict[str, Any] = {"log_level_http": "warning"}        # else a line for every request
+DEFAULTS: dict[str, Any] = {"log_level_http": "warning"}  # else a line for every request
 CPU_DEFAULTS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
     "grammar_backend": "none",
-    "sleep_on_idle": True,              # else the scheduler burns a core that the trainer could use
-    "max_total_tokens": 32768,          # bounds the KV cache
-    # Of the memory that was free before the start, a tenth must be free after it, whoever takes some meanwhile.
+    "sleep_on_idle": True,  # else the scheduler burns a core that the trainer could use
+    "max_total_tokens": 32768,  # bounds the KV cache
+    # Of the memory that was free before the start, a tenth must be free after it, whoever takes
+    # some meanwhile.
     "mem_fraction_static": 0.9,
     "max_running_requests": 64,
 }
@@ -55,7 +58,9 @@ def command_line(
 
 
 def option(name: str, value: Any) -> list[str]:
-    """One argument as words: true is a flag, false its opposite (entry.py knows whether sglang has one), null nothing."""
+    """One argument as words: true is a flag, false its opposite (entry.py knows whether sglang has
+    one), null nothing.
+    """
     name = name.replace("_", "-")
     flag = f"--{name}"
     if value is None:

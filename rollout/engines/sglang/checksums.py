@@ -1,8 +1,10 @@
-"""What SGLang makes of published tensors, so that the trainer can tell the checksums of a server's weights beforehand.
+"""What SGLang makes of published tensors, so that the trainer can tell the checksums of a server's
+weights beforehand.
 
-A server stacks q on k on v, gate on up and the experts on one another, gives each tensor-parallel rank its part, pads the
-vocabulary, and reports one hash for each tensor of each rank. The same is done here with what was sent. So a tensor that came
-damaged, in the wrong place, or not at all has another hash, and its name is known.
+A server stacks q on k on v, gate on up and the experts on one another, gives each tensor-parallel
+rank its part, pads the vocabulary, and reports one hash for each tensor of each rank. The same is
+done here with what was sent. So a tensor that came damaged, in the wrong place, or not at all has
+another hash, and its name is known.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from rlcore.errors import ConfigError
 from rollout.engines.sglang.hashes import hash_on_cpu, hash_on_cuda
 from rollout.weight_sync.version_state import shorten
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")      # whose layers SGLang stacks as below
-VOCAB_PADDING = 64              # rows; times the ranks where these do not divide it
+# whose layers SGLang stacks as below
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+VOCAB_PADDING = 64  # rows; times the ranks where these do not divide it
 
 STACKED = {
     "q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
@@ -54,25 +57,39 @@ class FusedChecksums:
     """
 
     def __init__(
-        self, model: Mapping[str, Any], *, ranks: int, dtype: torch.dtype | None, on_cuda: bool = False
+        self,
+        model: Mapping[str, Any],
+        *,
+        ranks: int,
+        dtype: torch.dtype | None,
+        on_cuda: bool = False,
     ) -> None:
         family = model.get("model_type")
         if family not in FAMILIES:
             raise ConfigError(
-                f"rollout.engine.verify_every: it is not known how SGLang lays out a model of type {family} (known: "
-                f"{', '.join(FAMILIES)}): set it to 0"
+                "rollout.engine.verify_every: it is not known how SGLang lays out a model of type"
+                f" {family} (known: {', '.join(FAMILIES)}): set it to 0"
             )
         self._kv_heads = int(model.get("num_key_value_heads") or model["num_attention_heads"])
         self._experts = int(model.get("num_experts") or model.get("num_local_experts") or 0)
-        self._ranks, self._dtype, self._hash = ranks, dtype, hash_on_cuda if on_cuda else hash_on_cpu
+        self._ranks = ranks
+        self._dtype = dtype
+        self._hash = hash_on_cuda if on_cuda else hash_on_cpu
         self._stacks: dict[str, Stack] = {}
         self._hashes: list[dict[str, str]] = [{} for _ in range(ranks)]
 
     @classmethod
     def of(cls, folder: str, *, ranks: int, dtype: str, device: str) -> FusedChecksums:
-        """For the Hugging Face model in `folder`, with the dtype and device that /server_info tells."""
+        """For the Hugging Face model in `folder`, with the dtype and device that /server_info
+        tells.
+        """
         model = json.loads((Path(folder) / "config.json").read_text())
-        return cls(model, ranks=ranks, dtype=None if dtype == "auto" else getattr(torch, dtype), on_cuda=device == "cuda")
+        return cls(
+            model,
+            ranks=ranks,
+            dtype=None if dtype == "auto" else getattr(torch, dtype),
+            on_cuda=device == "cuda",
+        )
 
     def add(self, name: str, tensor: Tensor) -> None:
         target, place, size = self._target(name)
@@ -83,12 +100,17 @@ class FusedChecksums:
             del self._stacks[target]
             parts = [stack.parts[i] for i in range(size)]
             for rank, hashes in enumerate(self._hashes):
-                hashes[target] = self._hash([self._shard(target, i, part, rank) for i, part in enumerate(parts)])
+                hashes[target] = self._hash(
+                    [self._shard(target, i, part, rank) for i, part in enumerate(parts)]
+                )
 
     def problem(self, said: Any) -> str | None:
         """`said`: `ranks` of the answer of /weights_checker."""
         if not isinstance(said, list) or len(said) != self._ranks:
-            return f"checksums of {len(said) if isinstance(said, list) else 'no'} ranks, expected {self._ranks}"
+            return (
+                f"checksums of {len(said) if isinstance(said, list) else 'no'} ranks, expected"
+                f" {self._ranks}"
+            )
         if self._stacks:
             return f"parts were never sent of {shorten(sorted(self._stacks))}"
         wrong = set()
@@ -97,16 +119,28 @@ class FusedChecksums:
             if sorted(ranks) != list(range(self._ranks)):
                 return f"checksums of ranks {ranks}, expected each of {self._ranks} once"
             for rank, answer in zip(ranks, said):
-                expected, got = self._hashes[rank], answer["checksums"]
-                wrong |= {name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name)}
-        except (KeyError, IndexError, TypeError, AttributeError) as error:      # recovery: the engine is at fault, not the run
-            return f"its checksums are not told as SGLang tells them ({type(error).__name__}: {error})"
+                expected = self._hashes[rank]
+                got = answer["checksums"]
+                wrong |= {
+                    name
+                    for name in expected.keys() | got.keys()
+                    if expected.get(name) != got.get(name)
+                }
+        # recovery: the engine is at fault, not the run
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            return (
+                f"its checksums are not told as SGLang tells them ({type(error).__name__}: {error})"
+            )
         return f"{len(wrong)} tensors differ: {shorten(sorted(wrong))}" if wrong else None
 
     def _target(self, name: str) -> tuple[str, int, int]:
-        """The server's tensor that a published one belongs to, its place in it, and how many there are."""
+        """The server's tensor that a published one belongs to, its place in it, and how many there
+        are.
+        """
         if match := EXPERT.fullmatch(name):
-            experts, expert, kind = match[1], int(match[2]), match[3]
+            experts = match[1]
+            expert = int(match[2])
+            kind = match[3]
             if kind == "down":
                 return f"{experts}.w2_weight", expert, self._experts
             return f"{experts}.w13_weight", 2 * expert + (kind == "up"), 2 * self._experts
@@ -120,12 +154,14 @@ class FusedChecksums:
     def _shard(self, target: str, place: int, tensor: Tensor, rank: int) -> Tensor:
         """The part of `tensor` that a rank holds."""
         module = target.rpartition(".")[0].rpartition(".")[2]
-        if module == "qkv_proj" and place > 0:      # few heads: several ranks have the same
+        if module == "qkv_proj" and place > 0:  # few heads: several ranks have the same
             parts = min(self._ranks, self._kv_heads)
             return tensor.chunk(parts)[rank * parts // self._ranks]
         if module in ("qkv_proj", "gate_up_proj") or target.endswith("w13_weight"):
             return tensor.chunk(self._ranks)[rank]
-        if (module in ("o_proj", "down_proj") and tensor.dim() == 2) or target.endswith("w2_weight"):
+        if (module in ("o_proj", "down_proj") and tensor.dim() == 2) or target.endswith(
+            "w2_weight"
+        ):
             return tensor.chunk(self._ranks, dim=1)[rank]
         if module in ("embed_tokens", "lm_head"):
             return self._vocabulary(tensor, rank)

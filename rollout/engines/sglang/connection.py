@@ -1,7 +1,7 @@
 """One HTTP/1.1 connection: requests one after the other, and whether another may follow.
 
-It is usable again only after an answer that was whole, with nothing behind it, so that no answer can reach another request's
-caller.
+It is usable again only after an answer that was whole, with nothing behind it, so that no answer
+can reach another request's caller.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-JOINED_BYTES = 1 << 16          # a body up to this goes out in one piece with its head
-FRAMING = (b"content-length", b"transfer-encoding")     # headers, without which an answer ends with its connection
+JOINED_BYTES = 1 << 16  # a body up to this goes out in one piece with its head
+# headers, without which an answer ends with its connection
+FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class BrokenOff(ConnectionError):
@@ -21,28 +22,37 @@ class BrokenOff(ConnectionError):
 
 class Answer(NamedTuple):
     status: int
-    content_type: str           # without parameters, in lower case
+    content_type: str  # without parameters, in lower case
     content: bytes
 
 
 class Connection(asyncio.Protocol):
-    """Whoever uses it looks whether it is `usable` before a request and after it, and drops it where it is not."""
+    """Whoever uses it looks whether it is `usable` before a request and after it, and drops it
+    where it is not.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.idle_since = 0.0
         self._loop = loop
         self._transport: asyncio.Transport | None = None
         self._parser = HttpResponseParser(self)
-        self._answered: asyncio.Future[Answer] | None = None    # of the request whose answer is not whole yet
-        self._clean = True          # all that was asked is answered, and nothing else came
-        self._content_type, self._content = b"", list[bytes]()
+        # of the request whose answer is not whole yet
+        self._answered: asyncio.Future[Answer] | None = None
+        self._clean = True  # all that was asked is answered, and nothing else came
+        self._content_type = b""
+        self._content = list[bytes]()
         self._framed = self._until_end = self._keep_alive = False
 
     @property
     def usable(self) -> bool:
         """Whether it can carry a request."""
         transport = self._transport
-        return self._clean and transport is not None and not transport.is_closing() and not transport.get_write_buffer_size()
+        return (
+            self._clean
+            and transport is not None
+            and not transport.is_closing()
+            and not transport.get_write_buffer_size()
+        )
 
     def exchange(self, head: bytes, body: bytes) -> asyncio.Future[Answer]:
         """Send a request over a usable connection; its answer."""
@@ -66,16 +76,17 @@ class Connection(asyncio.Protocol):
     def drop(self) -> None:
         self._clean = False
         if self._transport is not None:
-            self._transport.abort()     # not `close`, which would wait until the server took what is written
+            # not `close`, which would wait until the server took what is written
+            self._transport.abort()
 
-    # --- of the transport ------------------------------------------------------------------------------------------
+    # --- of the transport -------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self._answered is None:      # nobody asked
+        if self._answered is None:  # nobody asked
             self.drop()
             return
         try:
@@ -90,12 +101,13 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.fail(error or BrokenOff("the connection was closed before the answer was whole"))
 
-    # --- of the parser ---------------------------------------------------------------------------------------------
+    # --- of the parser ----------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self._answered is None:      # behind a whole answer
+        if self._answered is None:  # behind a whole answer
             self._clean = False
-        self._content_type, self._content = b"", list[bytes]()
+        self._content_type = b""
+        self._content = list[bytes]()
         self._framed = self._until_end = self._keep_alive = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -112,11 +124,13 @@ class Connection(asyncio.Protocol):
         self._content.append(part)
 
     def on_message_complete(self) -> None:
-        status, answered = self._parser.get_status_code(), self._answered
-        if answered is None or status < 200:        # 1xx: the answer itself is still to come
+        status = self._parser.get_status_code()
+        answered = self._answered
+        if answered is None or status < 200:  # 1xx: the answer itself is still to come
             return
         self._answered = None
-        if not answered.done():         # else somebody gave the call up: the connection goes with it
+        # else somebody gave the call up: the connection goes with it
+        if not answered.done():
             self._clean = self._keep_alive
             kind = self._content_type.partition(b";")[0].strip().lower().decode("latin-1")
             answered.set_result(Answer(status, kind, b"".join(self._content)))

@@ -1,4 +1,6 @@
-"""Kept-alive HTTP/1.1 connections to one server, with a deadline for every call. Nothing is sent twice."""
+"""Kept-alive HTTP/1.1 connections to one server, with a deadline for every call. Nothing is sent
+twice.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from urllib.parse import urlsplit
 
 from rollout.engines.sglang.connection import Answer, BrokenOff, Connection
 
-# Below the 5 s after which SGLang closes an idle connection: a request must never be written into one that just closes.
+# Below the 5 s after which SGLang closes an idle connection: a request must never be written into
+# one that just closes.
 KEEP_ALIVE_S = 3.0
 
 
@@ -22,13 +25,14 @@ class Connections:
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
-        self.path, self.authority = parts.path.rstrip("/"), parts.netloc.rpartition("@")[2]
+        self.path = parts.path.rstrip("/")
+        self.authority = parts.netloc.rpartition("@")[2]
         self._host = parts.hostname or ""
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         self._loop = asyncio.get_running_loop()
         self._open: set[Connection] = set()
-        self._idle: deque[Connection] = deque()         # of them; the one that idles longest first
+        self._idle: deque[Connection] = deque()  # of them; the one that idles longest first
         self._connecting: set[asyncio.Task[object]] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
@@ -63,10 +67,12 @@ class Connections:
         for connection in self._open:
             connection.drop()
         self._idle.clear()
-        await asyncio.sleep(0)      # sockets close at the loop's next turn
+        await asyncio.sleep(0)  # sockets close at the loop's next turn
 
     def _take(self) -> Connection:
-        """The one that was used last, so that those which are not needed come of age; else one to connect."""
+        """The one that was used last, so that those which are not needed come of age; else one to
+        connect.
+        """
         while self._idle:
             connection = self._idle.pop()
             if connection.usable and self._loop.time() - connection.idle_since < KEEP_ALIVE_S:
@@ -116,5 +122,6 @@ class Connections:
             raise BrokenOff(f"{self._host!r} is no host's name") from error
         finally:
             self._connecting.discard(making)
-            if making.cancel():         # it closes what it may just have connected: nobody must take that
+            # it closes what it may just have connected: nobody must take that
+            if making.cancel():
                 connection.drop()

@@ -1,9 +1,10 @@
 """One SGLang server as a `RolloutEngine`: the verbs of a publication on its real routes.
 
-What the server does on its own account is kept in mind here. Weights take effect bucket by bucket, and no route notices that
-one is missing: `WeightState` does. A flush of the cache is refused while requests run, so it comes last, and not in `in_place`:
-there the cache is keyed by the version under which a request began, so that old keys and values serve nobody who comes later.
-The version is set when all is done, since tokens are stamped with it from then on.
+What the server does on its own account is kept in mind here. Weights take effect bucket by bucket,
+and no route notices that one is missing: `WeightState` does. A flush of the cache is refused while
+requests run, so it comes last, and not in `in_place`: there the cache is keyed by the version under
+which a request began, so that old keys and values serve nobody who comes later. The version is set
+when all is done, since tokens are stamped with it from then on.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ from rollout.weight_sync.version_state import WeightState
 
 UPDATE_KEY = "rollout.engine.update_timeout_s"
 HEALTH_KEY = "rollout.engine.health_timeout_s"
-DEATH_S = 0.5           # from a broken connection to the end of the process that held it
-ABORT_AGAIN_S = 0.2     # a request that was on its way when all were aborted is caught by the next time
+DEATH_S = 0.5  # from a broken connection to the end of the process that held it
+# a request that was on its way when all were aborted is caught by the next time
+ABORT_AGAIN_S = 0.2
 
 
 class Server(Protocol):
-    """Who starts and ends the server: `ManagedServer`, `ExternalServer`, or a launcher on another machine."""
+    """Who starts and ends the server: `ManagedServer`, `ExternalServer`, or a launcher on another
+    machine.
+    """
 
     @property
     def name(self) -> str: ...
@@ -69,42 +73,58 @@ class SGLangEngine:
     def __init__(
         self, server: Server, *, config: EngineConfig, keys: Keys, model_path: str
     ) -> None:
-        self.server, self.config, self.model_path = server, config, model_path
-        self.name, self.managed = server.name, server.managed
+        self.server = server
+        self.config = config
+        self.model_path = model_path
+        self.name = server.name
+        self.managed = server.managed
         self.group_ranks = config.tensor_parallel
         self.weights = WeightState(self.name)
         self._keys = keys
         self._turnstile = PauseGate(self.name, timeout_s=config.request_timeout_s)
         self._client: ServerClient | None = None
-        self._router: ServerClient | None = None    # what requests go through, where the user has one
+        # what requests go through, where the user has one
+        self._router: ServerClient | None = None
         self._generation: Generation | None = None
-        self._device, self._dtype = "", ""      # "cpu" | "cuda"; "auto" | "float32" | "bfloat16" | ...
-        self._mode: PauseMode | None = None         # the pause in force
-        self.in_group: str | None = None            # the process group for weights that the server is in
+        # "cpu" | "cuda"; "auto" | "float32" | "bfloat16" | ...
+        self._device = ""
+        self._dtype = ""
+        self._mode: PauseMode | None = None  # the pause in force
+        # the process group for weights that the server is in
+        self.in_group: str | None = None
 
-    # --- life ------------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     @property
     def ended(self) -> asyncio.Future[Any] | None:
         return self.server.ended
 
     async def start(self) -> None:
-        """Raises RunFailed or DeadlineExceeded with the last lines of the server's log, EngineFailed for no sglang 0.5.23."""
+        """Raises RunFailed or DeadlineExceeded with the last lines of the server's log,
+        EngineFailed for no sglang 0.5.23.
+        """
         if self._client is not None:
             return
         url = await self.server.start()
         client = ServerClient(self.name, url, self._keys, config=self.config)
-        self.weights, self._mode, self.in_group = WeightState(self.name), None, None
+        self.weights = WeightState(self.name)
+        self._mode = None
+        self.in_group = None
         self._turnstile.open()
         self._client = client
         self._generation = await Generation.connect(client, self.model_path)
         if self.config.router_url is not None:
             name = f"{self.name} behind rollout.engine.router_url"
-            self._router = ServerClient(name, self.config.router_url, self._keys, config=self.config)
-            self._generation = Generation(self._router, self._generation.limits, through_router=True)
+            self._router = ServerClient(
+                name, self.config.router_url, self._keys, config=self.config
+            )
+            self._generation = Generation(
+                self._router, self._generation.limits, through_router=True
+            )
         info = await self._get("/server_info")
         try:
-            self._device, self._dtype = str(info["device"]), str(info["dtype"])
+            self._device = str(info["device"])
+            self._dtype = str(info["dtype"])
         except (KeyError, TypeError) as error:
             raise no_sglang(self.name, error) from error
 
@@ -124,9 +144,11 @@ class SGLangEngine:
                 await client.close()
 
     async def health(self) -> dict[str, Any]:
-        """name, version (None without whole weights), device, gpu (None on the CPU, and where it is the trainer's too).
+        """name, version (None without whole weights), device, gpu (None on the CPU, and where it is
+        the trainer's too).
 
-        Asks what the scheduler itself must answer, paused or not: SGLang's /health would generate a token.
+        Asks what the scheduler itself must answer, paused or not: SGLang's /health would generate a
+            token.
         """
         try:
             await self._get("/server_info")
@@ -138,17 +160,25 @@ class SGLangEngine:
         return {"name": self.name, "version": version, "device": self._device, "gpu": gpu}
 
     async def _explained(self, error: EngineFailed) -> EngineFailed:
-        """The end of its log, where the process has ended: it drops its connections a moment before it is seen dead."""
+        """The end of its log, where the process has ended: it drops its connections a moment before
+        it is seen dead.
+        """
         ended = self.ended
         if ended is None or isinstance(error, EngineHangs):
             return error
         await asyncio.wait({ended}, timeout=DEATH_S)
-        return EngineFailed(f"engine {self.name} died: {self.server.describe_end()}") if ended.done() else error
+        return (
+            EngineFailed(f"engine {self.name} died: {self.server.describe_end()}")
+            if ended.done()
+            else error
+        )
 
-    # --- generation ------------------------------------------------------------------------------------------------
+    # --- generation -------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        """Raises UserError for a request that cannot be served, EngineFailed when the engine is at fault."""
+        """Raises UserError for a request that cannot be served, EngineFailed when the engine is at
+        fault.
+        """
         try:
             return await self._generated(requests)
         except EngineFailed as error:
@@ -159,21 +189,24 @@ class SGLangEngine:
             version = self.weights.require_ready()
             if self._generation is None:
                 raise EngineFailed(f"engine {self.name} does not run; start it first")
-            one, key = self._generation.one, str(version)
-            if len(requests) == 1:      # as the dispatcher asks: without tasks, which would cost half as much as the call
+            one = self._generation.one
+            key = str(version)
+            # as the dispatcher asks: without tasks, which would cost half as much as the call
+            if len(requests) == 1:
                 return [await one(requests[0], cache_key=key)]
             return await gather_or_cancel(*(one(request, cache_key=key) for request in requests))
 
     async def abort(self) -> None:
         await self._control("/abort_request", {"rid": "", "abort_all": True})
 
-    # --- pause -----------------------------------------------------------------------------------------------------
+    # --- pause ------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """Returns when no token is being made; requests that come wait until `resume`. A second pause is a no-op.
+        """Returns when no token is being made; requests that come wait until `resume`. A second
+        pause is a no-op.
 
-        `drain` lets the requests in flight finish, `abort` ends them; `retract` has the server compute their keys and values
-        again after `resume`, `in_place` go on with the old ones.
+        `drain` lets the requests in flight finish, `abort` ends them; `retract` has the server
+        compute their keys and values again after `resume`, `in_place` go on with the old ones.
         """
         self._turnstile.close()
         if mode == "drain":
@@ -181,7 +214,9 @@ class SGLangEngine:
         elif mode == "abort":
             await self._abort_all()
         # Where nothing of ours is left in flight, somebody else's requests may be.
-        await self._control("/pause_generation", {"mode": "in_place" if mode == "in_place" else "retract"})
+        await self._control(
+            "/pause_generation", {"mode": "in_place" if mode == "in_place" else "retract"}
+        )
         self._mode = mode
 
     async def _abort_all(self) -> None:
@@ -191,7 +226,8 @@ class SGLangEngine:
         while self._turnstile.inside:
             if loop.time() > deadline:
                 raise EngineHangs(
-                    f"engine {self.name} did not end its requests within {self.config.update_timeout_s:g} s ({UPDATE_KEY})"
+                    f"engine {self.name} did not end its requests within"
+                    f" {self.config.update_timeout_s:g} s ({UPDATE_KEY})"
                 )
             await self.abort()
             await self._turnstile.empties_within(ABORT_AGAIN_S)
@@ -202,18 +238,21 @@ class SGLangEngine:
         self._mode = None
         self._turnstile.open()
 
-    # --- weights ---------------------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     async def begin_update(self, buckets: Sequence[Bucket]) -> None:
         """Raises EngineFailed unless the engine is paused."""
         if self._mode is None:
-            raise EngineFailed(f"engine {self.name}: weights can be updated only while it is paused; call pause first")
+            raise EngineFailed(
+                f"engine {self.name}: weights can be updated only while it is paused; call pause"
+                " first"
+            )
         self.weights.begin(buckets)
         try:
             await self._control("/begin_weight_update", {"selector": "all"})
         except EngineHangs:
             raise
-        except EngineFailed:        # recovery: a trainer that died has left its session open
+        except EngineFailed:  # recovery: a trainer that died has left its session open
             await self._control("/end_weight_update", {})
             await self._control("/begin_weight_update", {"selector": "all"})
 
@@ -222,38 +261,69 @@ class SGLangEngine:
         if self.in_group is not None:
             await self._control("/destroy_weights_update_group", {"group_name": self.in_group})
         self.in_group = address.name
-        await self._control("/init_weights_update_group", {
-            "master_address": address.host, "master_port": address.port, "rank_offset": rank,
-            "world_size": address.world_size, "group_name": address.name, "backend": address.backend,
-        })
+        await self._control(
+            "/init_weights_update_group",
+            {
+                "master_address": address.host,
+                "master_port": address.port,
+                "rank_offset": rank,
+                "world_size": address.world_size,
+                "group_name": address.name,
+                "backend": address.backend,
+            },
+        )
 
     async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
-        """Returns when the bucket came over the process group and is in the model; `flat` must be None."""
+        """Returns when the bucket came over the process group and is in the model; `flat` must be
+        None.
+        """
         if flat is not None:
-            raise EngineFailed(f"engine {self.name} is another process: it takes buckets over the process group")
+            raise EngineFailed(
+                f"engine {self.name} is another process: it takes buckets over the process group"
+            )
         specs = self.weights.bucket(index).tensors
-        await self._control("/update_weights_from_distributed", {
-            "names": [spec.name for spec in specs], "dtypes": [spec.dtype for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs], "group_name": self.in_group,
-            "load_format": "flattened_bucket", "flush_cache": False, "abort_all_requests": False,
-        })
+        await self._control(
+            "/update_weights_from_distributed",
+            {
+                "names": [spec.name for spec in specs],
+                "dtypes": [spec.dtype for spec in specs],
+                "shapes": [list(spec.shape) for spec in specs],
+                "group_name": self.in_group,
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+                "abort_all_requests": False,
+            },
+        )
         self.weights.received(index)
 
     async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None:
         """Take bucket `index` out of the request's body: one payload for each tensor-parallel rank."""
         self.weights.bucket(index)
-        await self._control("/update_weights_from_tensor", {
-            "serialized_named_tensors": list(payloads), "load_format": "flattened_bucket",
-            "flush_cache": False, "abort_all_requests": False,
-        })
+        await self._control(
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": list(payloads),
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+                "abort_all_requests": False,
+            },
+        )
         self.weights.received(index)
 
     async def load_folder(self, folder: Path) -> None:
-        """Take all weights out of a Hugging Face folder, which the server's machine has under the same path."""
-        self.weights.open_buckets()     # raises outside an update
-        await self._control("/update_weights_from_disk", {
-            "model_path": str(folder), "load_format": "safetensors", "flush_cache": False, "abort_all_requests": False,
-        })
+        """Take all weights out of a Hugging Face folder, which the server's machine has under the
+        same path.
+        """
+        self.weights.open_buckets()  # raises outside an update
+        await self._control(
+            "/update_weights_from_disk",
+            {
+                "model_path": str(folder),
+                "load_format": "safetensors",
+                "flush_cache": False,
+                "abort_all_requests": False,
+            },
+        )
         self.weights.received_all()
 
     async def end_update(self) -> None:
@@ -266,28 +336,39 @@ class SGLangEngine:
         self.weights.check_version(version)
         if self._mode != "in_place":
             await self._control("/flush_cache", {})
-        await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        await self._control(
+            "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
+        )
         self.weights.set_version(version)
 
     def expectation(self) -> FusedChecksums:
         """Raises ConfigError for a model of which it is not known how SGLang lays it out."""
-        return FusedChecksums.of(self.model_path, ranks=self.group_ranks, dtype=self._dtype, device=self._device)
+        return FusedChecksums.of(
+            self.model_path, ranks=self.group_ranks, dtype=self._dtype, device=self._device
+        )
 
     async def checksum(self) -> Any:
         """A hash of every tensor of every rank, as the server keeps them."""
-        return (await self._control("/weights_checker", {"action": "checksum", "selector": "target"}))["ranks"]
+        return (
+            await self._control("/weights_checker", {"action": "checksum", "selector": "target"})
+        )["ranks"]
 
     @property
     def url(self) -> str:
         """Where the server is reached. Raises EngineFailed where it does not run."""
         return self._running.url
 
-    # --- memory ----------------------------------------------------------------------------------------------------
+    # --- memory -----------------------------------------------------------------------------------
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Raises EngineFailed unless the engine is paused without requests: the server's scheduler would end at one."""
+        """Raises EngineFailed unless the engine is paused without requests: the server's scheduler
+        would end at one.
+        """
         if self._mode in (None, "in_place"):
-            raise EngineFailed(f"engine {self.name}: memory can be released only while it is paused, and not in_place")
+            raise EngineFailed(
+                f"engine {self.name}: memory can be released only while it is paused, and not"
+                " in_place"
+            )
         await self._control("/release_memory_occupation", {"tags": list(tags)})
         if "weights" in tags:
             self.weights.release()
@@ -297,7 +378,7 @@ class SGLangEngine:
         if "weights" in tags:
             self.weights.restore()
 
-    # --- the wire --------------------------------------------------------------------------------------------------
+    # --- the wire ---------------------------------------------------------------------------------
 
     @property
     def _running(self) -> ServerClient:
@@ -306,13 +387,20 @@ class SGLangEngine:
         return self._client
 
     async def _get(self, route: str) -> Any:
-        return await self._running.get(route, timeout_s=self.config.health_timeout_s, key=HEALTH_KEY)
+        return await self._running.get(
+            route, timeout_s=self.config.health_timeout_s, key=HEALTH_KEY
+        )
 
     async def _control(self, route: str, body: dict[str, Any]) -> Any:
-        """The answer of a control route. Raises EngineFailed with the server's own words when it refuses."""
+        """The answer of a control route. Raises EngineFailed with the server's own words when it
+        refuses.
+        """
         try:
-            answer = await self._running.post(route, body, timeout_s=self.config.update_timeout_s, key=UPDATE_KEY, admin=True)
-        except UserError as error:      # a 4xx: here it is the engine's state that is wrong, and nobody's input
+            answer = await self._running.post(
+                route, body, timeout_s=self.config.update_timeout_s, key=UPDATE_KEY, admin=True
+            )
+        # a 4xx: here it is the engine's state that is wrong, and nobody's input
+        except UserError as error:
             raise EngineFailed(str(error)) from error
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineFailed(f"engine {self.name} refused {route}: {answer.get('message')}")

@@ -1,10 +1,13 @@
-"""Stock SGLang, started by us: `PYTHON entry.py <arguments of sglang.launch_server>`, with JSON on its standard input.
+"""Stock SGLang, started by us: `PYTHON entry.py <arguments of sglang.launch_server>`, with JSON on
+its standard input.
 
-Run by path in the engine's environment, which knows nothing of rlcore: imports nothing of ours but the stand-ins beside it.
-On the input: `api_key`, `admin_key`, `ready_fd`, `parent_pid`, each of which may be missing. When the server answers, one
-line of JSON goes to `ready_fd`: {"port": ...}, or {"error": ...} where an argument is wrong.
+Run by path in the engine's environment, which knows nothing of rlcore: imports nothing of ours but
+the stand-ins beside it. On the input: `api_key`, `admin_key`, `ready_fd`, `parent_pid`, each of
+which may be missing. When the server answers, one line of JSON goes to `ready_fd`: {"port": ...},
+or {"error": ...} where an argument is wrong.
 
-Processes that SGLang spawns import this file again, as `__mp_main__`: what stands at its top level happens there too.
+Processes that SGLang spawns import this file again, as `__mp_main__`: what stands at its top level
+    happens there too.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 if __name__ == "__main__":
-    # The script's own folder is on the path: its http.py and the like would pass for modules of the standard library.
+    # The script's own folder is on the path: its http.py and the like would pass for modules of the
+    # standard library.
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
 
 import argparse  # noqa: E402
@@ -36,7 +40,9 @@ POLL_S = 0.1
 
 
 def die_with_parent(is_there: Callable[[], bool]) -> None:
-    """The kernel ends this process with its parent. `is_there`: whether it had one, still, when the kernel was told."""
+    """The kernel ends this process with its parent. `is_there`: whether it had one, still, when the
+    kernel was told.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if not is_there():
@@ -53,13 +59,19 @@ def stand_in() -> None:
     """Put in place what the CPU lacks, in this process."""
     folder = os.path.join(HERE, "cpu")
     if folder not in sys.path:
-        sys.path.append(folder)     # last: a real package comes first
+        sys.path.append(folder)  # last: a real package comes first
     importlib.import_module("stand_ins").install()
 
 
 def without_idle(arguments: list[str], known: Collection[str]) -> list[str]:
-    """Without `--no-x` where SGLang knows but `--x`: a switch that is off anyway. Some have both, and are on by themselves."""
-    return [word for word in arguments if word in known or not (word.startswith("--no-") and f"--{word[5:]}" in known)]
+    """Without `--no-x` where SGLang knows but `--x`: a switch that is off anyway. Some have both,
+    and are on by themselves.
+    """
+    return [
+        word
+        for word in arguments
+        if word in known or not (word.startswith("--no-") and f"--{word[5:]}" in known)
+    ]
 
 
 class BadArgument(Exception):
@@ -82,11 +94,16 @@ class Parser(argparse.ArgumentParser):
         """Those to start with. Raises BadArgument, for an unknown one with the nearest there is."""
         arguments = without_idle(arguments, self._option_string_actions)
         _, unknown = self.parse_known_args(arguments)
-        for name in (argument.partition("=")[0] for argument in unknown if argument.startswith("--")):
-            name = f"--{name.removeprefix('--no-').removeprefix('--')}"      # as it was given: false for the rest
+        for name in (
+            argument.partition("=")[0] for argument in unknown if argument.startswith("--")
+        ):
+            # as it was given: false for the rest
+            name = f"--{name.removeprefix('--no-').removeprefix('--')}"
             near = difflib.get_close_matches(name, self._option_string_actions, n=1)
             hint = f"; did you mean {near[0][2:].replace('-', '_')}?" if near else ""
-            raise BadArgument(f"sglang {VERSION} has no argument {name[2:].replace('-', '_')}{hint}")
+            raise BadArgument(
+                f"sglang {VERSION} has no argument {name[2:].replace('-', '_')}{hint}"
+            )
         if unknown:
             raise BadArgument(f"sglang {VERSION} does not understand {' '.join(unknown)}")
         return arguments
@@ -102,8 +119,11 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
     args = prepare_server_args(arguments)
 
     def init_with_keys(*of: Any) -> Any:
-        # Not on the arguments, which SGLang writes into its log and shows to everyone who has the API key.
-        get_context().override("rlcore", api_key=told.get("api_key"), admin_api_key=told.get("admin_key"))
+        # Not on the arguments, which SGLang writes into its log and shows to everyone who has the
+        # API key.
+        get_context().override(
+            "rlcore", api_key=told.get("api_key"), admin_api_key=told.get("admin_key")
+        )
         return init_tokenizer_manager(*of)
 
     args.resolve_once()
@@ -116,22 +136,30 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
 
 
 def warm_up(url: str, key: str | None) -> bool:
-    """Ask for two tokens, by token ids: SGLang's own asks for a sentence in English, which not every tokenizer can read."""
+    """Ask for two tokens, by token ids: SGLang's own asks for a sentence in English, which not
+    every tokenizer can read.
+    """
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 
     body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 2, "temperature": 0.0}}
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )
     request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)
-    while True:     # whoever started us has a deadline
+    while True:  # whoever started us has a deadline
         try:
             with urllib.request.urlopen(request) as answer:
                 answer.read()
             break
         except urllib.error.HTTPError as error:
-            print(f"the first request failed: {error}: {error.read().decode(errors='replace')}", file=sys.stderr, flush=True)
-            os._exit(1)     # children end with us
-        except urllib.error.URLError:       # it does not listen yet
+            print(
+                f"the first request failed: {error}: {error.read().decode(errors='replace')}",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)  # children end with us
+        except urllib.error.URLError:  # it does not listen yet
             time.sleep(POLL_S)
     get_global_state().tokenizer_manager.server_status = ServerStatus.Up
     return True
@@ -150,7 +178,7 @@ def main() -> int:
         print(__version__)
         return 0
     given = sys.stdin.buffer.read()
-    if not given:       # whoever started us is gone already, or does not know what we expect
+    if not given:  # whoever started us is gone already, or does not know what we expect
         print("expected JSON on the standard input: {} for a server without keys", file=sys.stderr)
         return EXIT_BAD_ARGUMENT
     told = json.loads(given)
@@ -161,7 +189,10 @@ def main() -> int:
 
     try:
         if __version__ != VERSION:
-            raise BadArgument(f"this is sglang {__version__}; rlcore drives {VERSION}: run scripts/install_sglang.sh")
+            raise BadArgument(
+                f"this is sglang {__version__}; rlcore drives {VERSION}: run"
+                " scripts/install_sglang.sh"
+            )
         arguments = Parser().check(sys.argv[1:])
     except BadArgument as error:
         report(told, {"error": str(error)})
@@ -169,14 +200,15 @@ def main() -> int:
         return EXIT_BAD_ARGUMENT
     try:
         serve(arguments, told)
-    except KeyboardInterrupt:       # how uvicorn passes SIGINT on, when it has ended what it had
+    except KeyboardInterrupt:  # how uvicorn passes SIGINT on, when it has ended what it had
         pass
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
     return 0
 
 
-if __name__ == "__mp_main__":       # SGLang's own children do so too, but only when they have imported all they need
+# SGLang's own children do so too, but only when they have imported all they need
+if __name__ == "__mp_main__":
     die_with_parent(in_our_group)
 if __name__ in ("__main__", "__mp_main__") and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     stand_in()

@@ -1,4 +1,6 @@
-"""Which layers of a model have experts, and what SGLang says about the experts that its routers chose."""
+"""Which layers of a model have experts, and what SGLang says about the experts that its routers
+chose.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,18 @@ import numpy as np
 from rlcore.data.routed_experts import Experts
 from rlcore.errors import ModelError
 
-EXPERTS = re.compile(r".*\.layers\.(\d+)\.(?:\w+\.)*experts")      # a module's name, as transformers has them
+# a module's name, as transformers has them
+EXPERTS = re.compile(r".*\.layers\.(\d+)\.(?:\w+\.)*experts")
 
 
 @dataclass(frozen=True)
 class ExpertLayers:
     """Of a model with experts in some of its layers."""
 
-    num_layers: int             # all of them: SGLang reports a row for each
-    places: tuple[int, ...]     # of those that have experts
+    num_layers: int  # all of them: SGLang reports a row for each
+    places: tuple[int, ...]  # of those that have experts
     num_experts: int
-    topk: int                   # experts that a token passes through
+    topk: int  # experts that a token passes through
 
     @classmethod
     def of(cls, folder: str) -> ExpertLayers | None:
@@ -35,21 +38,33 @@ class ExpertLayers:
             return None
         with torch.device("meta"):
             modules = AutoModelForCausalLM.from_config(config).named_modules()
-        found = {int(match[1]): module for name, module in modules if (match := EXPERTS.fullmatch(name))}
+        found = {
+            int(match[1]): module for name, module in modules if (match := EXPERTS.fullmatch(name))
+        }
         if not found:
-            raise ModelError(f"{folder}: num_experts_per_tok is {topk}, but transformers builds no layer with experts from it")
+            raise ModelError(
+                f"{folder}: num_experts_per_tok is {topk}, but transformers builds no layer with"
+                " experts from it"
+            )
         count = next(iter(found.values())).num_experts
         return cls(int(config.num_hidden_layers), tuple(sorted(found)), int(count), int(topk))
 
     def decode(self, text: str, tokens: int) -> Experts:
-        """SGLang's record of the first `tokens` tokens of a sequence: base64 of little-endian int32 [tokens, layers, topk].
+        """SGLang's record of the first `tokens` tokens of a sequence: base64 of little-endian int32
+        [tokens, layers, topk].
 
         Returns int16 [tokens, layers with experts, topk]. Raises ValueError when it is none.
         """
         flat = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
         if flat.size != tokens * self.num_layers * self.topk:
-            raise ValueError(f"{flat.size} routed experts, expected {tokens} tokens x {self.num_layers} layers x {self.topk}")
+            raise ValueError(
+                f"{flat.size} routed experts, expected {tokens} tokens x {self.num_layers} layers x"
+                f" {self.topk}"
+            )
         chosen = flat.reshape(tokens, self.num_layers, self.topk)[:, list(self.places)]
         if chosen.size and not 0 <= chosen.min() <= chosen.max() < self.num_experts:
-            raise ValueError(f"routed experts from {chosen.min()} to {chosen.max()} of a model of {self.num_experts}")
+            raise ValueError(
+                f"routed experts from {chosen.min()} to {chosen.max()} of a model of"
+                f" {self.num_experts}"
+            )
         return chosen.astype(np.int16)

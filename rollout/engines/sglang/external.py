@@ -1,4 +1,6 @@
-"""An SGLang server that somebody else runs, found by its URL: what it is is looked at when we connect."""
+"""An SGLang server that somebody else runs, found by its URL: what it is is looked at when we
+connect.
+"""
 
 from __future__ import annotations
 
@@ -19,35 +21,49 @@ from rollout.engines.vocabulary import folder_vocab_size
 POLL_S = 1.0
 START_KEY = "rollout.engine.start_timeout_s"
 PROBE_KEY = "rollout.engine.health_timeout_s"
-NO_TOKEN = (1 << 31) - 1        # is in no vocabulary: the refusal says what is
+NO_TOKEN = (1 << 31) - 1  # is in no vocabulary: the refusal says what is
 
 logger = logging.getLogger(__name__)
 
 
 class ExternalServer:
-    """Has the surface of `ManagedServer`, but is neither started nor ended by us. Use it from one event loop."""
+    """Has the surface of `ManagedServer`, but is neither started nor ended by us. Use it from one
+    event loop.
+    """
 
     managed = False
 
-    def __init__(self, name: str, url: str, model_path: str, *, config: EngineConfig, keys: Keys) -> None:
-        self.name, self.url, self.model_path, self.config, self.keys = name, url.rstrip("/"), model_path, config, keys
-        self.ended: asyncio.Future[Any] | None = None       # nobody tells us
+    def __init__(
+        self, name: str, url: str, model_path: str, *, config: EngineConfig, keys: Keys
+    ) -> None:
+        self.name = name
+        self.url = url.rstrip("/")
+        self.model_path = model_path
+        self.config = config
+        self.keys = keys
+        self.ended: asyncio.Future[Any] | None = None  # nobody tells us
         self.pid: int | None = None
 
     async def start(self) -> str:
-        """The URL, once the server answers and turns out to be one that we can drive with our model.
+        """The URL, once the server answers and turns out to be one that we can drive with our
+        model.
 
-        Compared are the version of sglang, the model's type, architecture and vocabulary (its weights come from us), the ranks
-        of the server, and both keys.
+        Compared are the version of sglang, the model's type, architecture and vocabulary (its
+        weights come from us), the ranks of the server, and both keys.
 
         Raises:
-            ConfigError, UserError: it is another server than the configuration speaks of, or does not take our keys.
+            ConfigError, UserError: it is another server than the configuration speaks of, or does
+                not take our keys.
             DeadlineExceeded: it did not answer within `rollout.engine.start_timeout_s`.
         """
         client = ServerClient(self.name, self.url, self.keys, config=self.config)
         try:
             self._check_server(await self._reach(client))
-            self._check_model(await client.get("/model_info", timeout_s=self.config.health_timeout_s, key=PROBE_KEY))
+            self._check_model(
+                await client.get(
+                    "/model_info", timeout_s=self.config.health_timeout_s, key=PROBE_KEY
+                )
+            )
             await self._check_admin_key(client)
             await self._wake(client)
             await self._check_vocabulary(client)
@@ -56,31 +72,42 @@ class ExternalServer:
         return self.url
 
     async def _reach(self, client: ServerClient) -> Any:
-        loop, limit = asyncio.get_running_loop(), self.config.start_timeout_s
+        loop = asyncio.get_running_loop()
+        limit = self.config.start_timeout_s
         deadline = loop.time() + limit
         while True:
             try:
-                return await client.get("/server_info", timeout_s=self.config.health_timeout_s, key=PROBE_KEY)
-            except EngineFailed as error:       # it may just be starting, too
+                return await client.get(
+                    "/server_info", timeout_s=self.config.health_timeout_s, key=PROBE_KEY
+                )
+            except EngineFailed as error:  # it may just be starting, too
                 if loop.time() + POLL_S > deadline:
                     raise DeadlineExceeded(
-                        f"engine {self.name}: nothing answers at {self.url} ({START_KEY}: {limit:g} s); "
-                        f"is it up, and is rollout.engine.urls right? {error}"
+                        f"engine {self.name}: nothing answers at {self.url} ({START_KEY}: {limit:g}"
+                        f" s); is it up, and is rollout.engine.urls right? {error}"
                     ) from error
             await asyncio.sleep(POLL_S)
 
     def _check_server(self, info: Any) -> None:
         version = info.get("version") if isinstance(info, dict) else None
         if version != VERSION:
-            raise self._other(f"runs sglang {version}", f"{VERSION}; install that one where the server runs")
+            raise self._other(
+                f"runs sglang {version}", f"{VERSION}; install that one where the server runs"
+            )
         wanted = {"tp_size": self.config.tensor_parallel, "dp_size": 1, "pp_size": 1}
         for name, size in wanted.items():
             if info.get(name) != size:
-                hint = "set rollout.engine.tensor_parallel" if name == "tp_size" else "give each replica's URL"
-                raise self._other(f"has {name} {info.get(name)}", f"{size}; {hint}, or start the server so")
+                hint = (
+                    "set rollout.engine.tensor_parallel"
+                    if name == "tp_size"
+                    else "give each replica's URL"
+                )
+                raise self._other(
+                    f"has {name} {info.get(name)}", f"{size}; {hint}, or start the server so"
+                )
 
     def _check_model(self, info: Any) -> None:
-        folder_vocab_size(self.model_path)      # raises where the folder is none
+        folder_vocab_size(self.model_path)  # raises where the folder is none
         ours = json.loads((Path(self.model_path) / "config.json").read_text())
         info = info if isinstance(info, dict) else {}
         for name in ("model_type", "architectures"):
@@ -91,35 +118,58 @@ class ExternalServer:
                 )
 
     async def _wake(self, client: ServerClient) -> None:
-        """A trainer that died in a publication has left the server paused: it would not even refuse a request."""
+        """A trainer that died in a publication has left the server paused: it would not even refuse
+        a request.
+        """
         try:
             await client.get("/ready", timeout_s=self.config.health_timeout_s, key=PROBE_KEY)
             return
-        except EngineFailed:        # recovery: below; one that is still starting says so, too, and takes no harm from it
+        # recovery: below; one that is still starting says so, too, and takes no harm from it
+        except EngineFailed:
             logger.warning(
                 "engine %s at %s takes no requests; it is told to go on, as after a trainer that died in a publication. Is "
                 "another still at work with it?", self.name, self.url,
             )  # fmt: skip
-        await client.post("/continue_generation", {}, timeout_s=self.config.health_timeout_s, key=PROBE_KEY, admin=True)
+        await client.post(
+            "/continue_generation",
+            {},
+            timeout_s=self.config.health_timeout_s,
+            key=PROBE_KEY,
+            admin=True,
+        )
 
     async def _check_vocabulary(self, client: ServerClient) -> None:
-        """No route tells the vocabulary but the refusal of a token that is not in it, which generates nothing."""
-        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "token_ids_logprob": [NO_TOKEN]}
+        """No route tells the vocabulary but the refusal of a token that is not in it, which
+        generates nothing.
+        """
+        body = {
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1},
+            "token_ids_logprob": [NO_TOKEN],
+        }
         refusal = "nothing: token 2147483647 was taken"
         try:
-            await client.post("/generate", body, timeout_s=self.config.health_timeout_s, key=PROBE_KEY)
+            await client.post(
+                "/generate", body, timeout_s=self.config.health_timeout_s, key=PROBE_KEY
+            )
         except UserError as error:
             refusal = str(error)
-        found, ours = re.search(r"valid range is \[0, (\d+)\)", refusal), folder_vocab_size(self.model_path)
+        found = re.search(r"valid range is \[0, (\d+)\)", refusal)
+        ours = folder_vocab_size(self.model_path)
         if found is None:
             raise self._other(f"does not tell its vocabulary ({refusal})", f"one of {ours}")
         if int(found[1]) != ours:
-            raise self._other(f"has a vocabulary of {found[1]}", f"{ours}, as {self.model_path} has (model.path)")
+            raise self._other(
+                f"has a vocabulary of {found[1]}", f"{ours}, as {self.model_path} has (model.path)"
+            )
 
     async def _check_admin_key(self, client: ServerClient) -> None:
         try:
             await client.get(
-                "/hicache/storage-backend", timeout_s=self.config.health_timeout_s, key=PROBE_KEY, admin=True
+                "/hicache/storage-backend",
+                timeout_s=self.config.health_timeout_s,
+                key=PROBE_KEY,
+                admin=True,
             )
         except UserError as error:
             if "without one (admin-api-key)" not in str(error):
@@ -130,7 +180,9 @@ class ExternalServer:
             )  # fmt: skip
 
     def _other(self, got: str, expected: str) -> ConfigError:
-        return ConfigError(f"engine {self.name} at {self.url} (rollout.engine.urls) {got}, expected {expected}")
+        return ConfigError(
+            f"engine {self.name} at {self.url} (rollout.engine.urls) {got}, expected {expected}"
+        )
 
     def describe_end(self) -> str:
         return f"{self.url} was not started by us: look at its own log"
@@ -139,4 +191,6 @@ class ExternalServer:
         """It goes on for whoever runs it."""
 
     async def kill(self) -> None:
-        """It goes on for whoever runs it: an engine that does not answer is stale until somebody restarts it."""
+        """It goes on for whoever runs it: an engine that does not answer is stale until somebody
+        restarts it.
+        """

@@ -1,8 +1,10 @@
 """Requests to one SGLang server: token ids in, token ids out.
 
-The `n` samples of a prompt are requests of their own, in one call: each with its own id, by which it can be aborted, and its
-own random numbers (which SGLang uses under `enable_deterministic_inference` alone). A prompt that is long enough is computed
-before them by a request without an answer, whose keys and values they then find in the server's cache.
+The `n` samples of a prompt are requests of their own, in one call: each with its own id, by which
+    it can be aborted, and its
+own random numbers (which SGLang uses under `enable_deterministic_inference` alone). A prompt that
+is long enough is computed before them by a request without an answer, whose keys and values they
+then find in the server's cache.
 """
 
 from __future__ import annotations
@@ -22,12 +24,18 @@ from rlcore.errors import EngineFailed
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.sglang.answers import decode
 from rollout.engines.sglang.http import ServerClient
-from rollout.engines.sglang.limits import Limits, asks_sampling_mask, check_request, stop_pattern, that_fit
+from rollout.engines.sglang.limits import (
+    Limits,
+    asks_sampling_mask,
+    check_request,
+    stop_pattern,
+    that_fit,
+)
 
 ROUTE = "/generate"
 LIMIT_KEY = "rollout.engine.request_timeout_s"
 PROBE_KEY = "rollout.engine.health_timeout_s"
-SHARED_PROMPT_TOKENS = 64       # a prompt of so many is computed once for all its samples
+SHARED_PROMPT_TOKENS = 64  # a prompt of so many is computed once for all its samples
 
 # A server may have defaults of its own for these.
 NEUTRAL = {
@@ -39,30 +47,44 @@ NEUTRAL = {
 class Generation:
     """Generates at one server, over a client that the caller opens and closes.
 
-    Every attempt has ids of its own, so the same request may be sent again, here or to another engine, at any time: what an
+    Every attempt has ids of its own, so the same request may be sent again, here or to another
+        engine, at any time: what an
     earlier attempt still brings about is answered to nobody.
     """
 
-    def __init__(self, client: ServerClient, limits: Limits, *, through_router: bool = False) -> None:
-        self.client, self.limits, self.through_router = client, limits, through_router
+    def __init__(
+        self, client: ServerClient, limits: Limits, *, through_router: bool = False
+    ) -> None:
+        self.client = client
+        self.limits = limits
+        self.through_router = through_router
         self._timeout_s = client.config.request_timeout_s
-        self._life = secrets.token_hex(4)           # tells our requests from those of others, and of another life of ours
+        # tells our requests from those of others, and of another life of ours
+        self._life = secrets.token_hex(4)
         self._attempts = itertools.count()
 
     @classmethod
     async def connect(cls, client: ServerClient, model_path: str) -> Generation:
-        """To a server that is up and serves the model in `model_path`. Raises EngineFailed when it is no sglang 0.5.23."""
-        info = await client.get("/server_info", timeout_s=client.config.health_timeout_s, key=PROBE_KEY)
+        """To a server that is up and serves the model in `model_path`. Raises EngineFailed when it
+        is no sglang 0.5.23.
+        """
+        info = await client.get(
+            "/server_info", timeout_s=client.config.health_timeout_s, key=PROBE_KEY
+        )
         return cls(client, await asyncio.to_thread(Limits.of, info, model_path, client.name))
 
-    async def one(self, request: GenerateRequest, *, cache_key: str | None = None) -> list[Completion]:
-        """The `n` completions of a request, in order. Responses that are too long to go on here count as aborted.
+    async def one(
+        self, request: GenerateRequest, *, cache_key: str | None = None
+    ) -> list[Completion]:
+        """The `n` completions of a request, in order. Responses that are too long to go on here
+        count as aborted.
 
         Args:
             cache_key: keys and values are shared only among requests that have the same.
 
         Raises:
-            UserError: the server cannot serve it; nothing was sent then, or it says so in its own words.
+            UserError: the server cannot serve it; nothing was sent then, or it says so in its own
+                words.
             EngineFailed: the server died, hangs, or answered what is no completion.
         """
         check_request(request, self.limits)
@@ -80,7 +102,11 @@ class Generation:
         """Of a request that the server takes."""
         if self.through_router:
             return await self._each(request, cache_key)
-        if request.n > 1 and len(request.prompt) >= SHARED_PROMPT_TOKENS and await self._prefill(request, cache_key):
+        if (
+            request.n > 1
+            and len(request.prompt) >= SHARED_PROMPT_TOKENS
+            and await self._prefill(request, cache_key)
+        ):
             return [aborted(request)] * request.n
         answer = await self._post(encode(request, self._attempt(), cache_key))
         return decode(answer, request, self.limits, engine=self.client.name)
@@ -91,21 +117,29 @@ class Generation:
         async def sample(index: int) -> Completion:
             one = request.alone(index)
             body = encode(one, self._attempt(), cache_key)
-            alone = {name: value[0] if isinstance(value, list) else value for name, value in body.items()}
+            alone = {
+                name: value[0] if isinstance(value, list) else value for name, value in body.items()
+            }
             return decode([await self._post(alone)], one, self.limits, engine=self.client.name)[0]
 
         return await gather_or_cancel(*(sample(index) for index in range(request.n)))
 
     async def _prefill(self, request: GenerateRequest, cache_key: str | None) -> bool:
         """Bring the prompt into the server's cache. Whether it was aborted."""
-        answer = await self._post({
-            "rid": rid(request, self._attempt()), "input_ids": tokens(request.prompt), "extra_key": cache_key,
-            "sampling_params": {"max_new_tokens": 0},
-        })
+        answer = await self._post(
+            {
+                "rid": rid(request, self._attempt()),
+                "input_ids": tokens(request.prompt),
+                "extra_key": cache_key,
+                "sampling_params": {"max_new_tokens": 0},
+            }
+        )
         try:
             return bool(answer["meta_info"]["finish_reason"]["type"] == "abort")
         except (KeyError, TypeError) as error:
-            raise EngineFailed(f"engine {self.client.name} answered request {request.rid} with what is no prefill") from error
+            raise EngineFailed(
+                f"engine {self.client.name} answered request {request.rid} with what is no prefill"
+            ) from error
 
     def _attempt(self) -> str:
         return f"{self._life}-{next(self._attempts)}"
@@ -123,7 +157,11 @@ def encode(request: GenerateRequest, attempt: str, cache_key: str | None = None)
         "rid": [rid(request, f"{attempt}.{sample}") for sample in request.samples],
         "input_ids": [tokens(request.prompt, prefix) for prefix in made],
         "sampling_params": [
-            common | {"sampling_seed": seed(request, sample), "max_new_tokens": sampling.max_new_tokens - len(prefix)}
+            common
+            | {
+                "sampling_seed": seed(request, sample),
+                "max_new_tokens": sampling.max_new_tokens - len(prefix),
+            }
             for sample, prefix in zip(request.samples, made)
         ],
         "extra_key": cache_key,
@@ -137,7 +175,9 @@ def encode(request: GenerateRequest, attempt: str, cache_key: str | None = None)
 
 
 def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """SGLang's `sampling_params`. Without stop tokens of ours the server's own (its model's eos) must not end a response."""
+    """SGLang's `sampling_params`. Without stop tokens of ours the server's own (its model's eos)
+    must not end a response.
+    """
     greedy = sampling.temperature == 0
     return NEUTRAL | {
         "max_new_tokens": sampling.max_new_tokens,
@@ -156,7 +196,9 @@ def tokens(*parts: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def rid(request: GenerateRequest, attempt: str) -> str:
-    """An id that is no other's beginning: SGLang aborts all whose ids begin with the one that it is told."""
+    """An id that is no other's beginning: SGLang aborts all whose ids begin with the one that it is
+    told.
+    """
     return f"{request.rid}.{attempt}."
 
 

@@ -1,4 +1,6 @@
-"""SGLang's hashes of a tensor, of the bytes of its parts one after the other: SHA-256 on the CPU, arithmetic on CUDA."""
+"""SGLang's hashes of a tensor, of the bytes of its parts one after the other: SHA-256 on the CPU,
+arithmetic on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-TILE = 8192             # words of 32 bits that make one partial hash
-TILES = 64              # taken at a time, for the sake of memory
-WORD, LONG = (1 << 32) - 1, (1 << 64) - 1
+TILE = 8192  # words of 32 bits that make one partial hash
+TILES = 64  # taken at a time, for the sake of memory
+WORD = (1 << 32) - 1
+LONG = (1 << 64) - 1
 SEED = 0x243F6A88
 SEEDS = (SEED, (SEED * 0x9E3779B1 ^ 0xDEADBEEF) & WORD)
-PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))   # of each half: what an index is multiplied with, and rotated by
+# of each half: what an index is multiplied with, and rotated by
+PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))
 
 
 def hash_on_cpu(parts: Sequence[Tensor]) -> str:
@@ -34,7 +38,9 @@ def hash_on_cuda(parts: Sequence[Tensor]) -> str:
 
 
 def hash_tiles(words: Tensor, start: int, count: int) -> list[int]:
-    """Of each tile of `words`, int32 [w], which begin at word `start` of `count`: a hash of 64 bits."""
+    """Of each tile of `words`, int32 [w], which begin at word `start` of `count`: a hash of 64
+    bits.
+    """
     tiles = -(-len(words) // TILE)
     index = torch.arange(start, start + len(words), device=words.device)
     halves = []
@@ -42,13 +48,18 @@ def hash_tiles(words: Tensor, start: int, count: int) -> list[int]:
         low = index & WORD
         place = (low * factor + seed & WORD) ^ (low << turn | low >> 32 - turn) & WORD
         mixed = mix(words.long() & WORD ^ place)
-        sums = torch.nn.functional.pad(mixed, (0, tiles * TILE - len(mixed))).view(tiles, TILE).sum(1) & WORD
+        sums = (
+            torch.nn.functional.pad(mixed, (0, tiles * TILE - len(mixed))).view(tiles, TILE).sum(1)
+            & WORD
+        )
         halves.append(mix(sums ^ (count * 4 & WORD)).tolist())
     return [high << 32 | low for high, low in zip(*halves)]
 
 
 def mix(x: Tensor) -> Tensor:
-    """MurmurHash3's finalizer of 32 bits, in int64: its products wrap around, and their low halves are right."""
+    """MurmurHash3's finalizer of 32 bits, in int64: its products wrap around, and their low halves
+    are right.
+    """
     x = x ^ x >> 16
     x = x * 0x85EBCA6B & WORD
     x = x ^ x >> 13

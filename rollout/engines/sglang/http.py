@@ -1,4 +1,6 @@
-"""The wire to one SGLang server: JSON both ways, a deadline for every call, errors that say who is to blame."""
+"""The wire to one SGLang server: JSON both ways, a deadline for every call, errors that say who is
+to blame.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +13,33 @@ from rlcore.errors import EngineFailed, EngineHangs, UserError
 from rollout.engines.sglang.connections import Connections, DeadlinePassed
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
-QUOTED = 500                    # characters of a server's own words
+QUOTED = 500  # characters of a server's own words
 ANOTHER_MAY_SERVE = {408, 429}  # of the 4xx: the server's trouble, not the request's
 
 
 class ServerClient:
-    """Talks to the server at `url`. Use it from one event loop; what it may carry at a time is for its caller to limit.
+    """Talks to the server at `url`. Use it from one event loop; what it may carry at a time is for
+    its caller to limit.
 
-    Cancelling a call closes its connection, by which the server learns that nobody waits for its requests any more.
+    Cancelling a call closes its connection, by which the server learns that nobody waits for its
+    requests any more.
     """
 
     def __init__(self, name: str, url: str, keys: Keys, *, config: EngineConfig) -> None:
-        self.name, self.url, self.config = name, url.rstrip("/"), config
+        self.name = name
+        self.url = url.rstrip("/")
+        self.config = config
         self._keys = keys
-        self._heads: dict[tuple[str, str, bool], bytes] = {}    # by method, route, admin: they are always the same
+        # by method, route, admin: they are always the same
+        self._heads: dict[tuple[str, str, bool], bytes] = {}
         self._connections: Connections | None = None
         self._closed = False
 
-    async def post(self, route: str, body: dict[str, Any], *, timeout_s: float, key: str, admin: bool = False) -> Any:
-        """The JSON value that the server answers, its text where it does not answer JSON, None where it says nothing.
+    async def post(
+        self, route: str, body: dict[str, Any], *, timeout_s: float, key: str, admin: bool = False
+    ) -> Any:
+        """The JSON value that the server answers, its text where it does not answer JSON, None
+        where it says nothing.
 
         Args:
             body: JSON-able; numpy arrays are written as lists.
@@ -38,9 +48,17 @@ class ServerClient:
 
         Raises:
             UserError: the request itself is bad: in the server's own words.
-            EngineFailed: the server is dead, in trouble, or answers what is no JSON; EngineHangs after `timeout_s`.
+            EngineFailed: the server is dead, in trouble, or answers what is no JSON; EngineHangs
+                after `timeout_s`.
         """
-        return await self._call("POST", route, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), timeout_s, key, admin)
+        return await self._call(
+            "POST",
+            route,
+            orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
+            timeout_s,
+            key,
+            admin,
+        )
 
     async def get(self, route: str, *, timeout_s: float, key: str, admin: bool = False) -> Any:
         """As `post`."""
@@ -52,15 +70,25 @@ class ServerClient:
         if self._connections is not None:
             await self._connections.close()
 
-    async def _call(self, method: str, route: str, body: bytes, timeout_s: float, key: str, admin: bool) -> Any:
+    async def _call(
+        self, method: str, route: str, body: bytes, timeout_s: float, key: str, admin: bool
+    ) -> Any:
         connections = self._open()
-        head = self._heads.get((method, route, admin)) or self._head(connections, method, route, admin)
+        head = self._heads.get((method, route, admin)) or self._head(
+            connections, method, route, admin
+        )
         try:
-            status, content_type, content = await connections.ask(b"%b%d\r\n\r\n" % (head, len(body)), body, timeout_s)
+            status, content_type, content = await connections.ask(
+                b"%b%d\r\n\r\n" % (head, len(body)), body, timeout_s
+            )
         except DeadlinePassed:
-            raise EngineHangs(f"engine {self.name} did not answer {route} within {timeout_s:g} s ({key})") from None
+            raise EngineHangs(
+                f"engine {self.name} did not answer {route} within {timeout_s:g} s ({key})"
+            ) from None
         except OSError as error:
-            raise EngineFailed(f"engine {self.name} at {self.url} broke off {route}: {described(error)}") from error
+            raise EngineFailed(
+                f"engine {self.name} at {self.url} broke off {route}: {described(error)}"
+            ) from error
         if not 200 <= status < 300:
             raise self._refusal(route, status, content)
         if content_type != "application/json":
@@ -68,7 +96,9 @@ class ServerClient:
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:
-            raise EngineFailed(f"engine {self.name} answered {route} with no JSON ({error}): {quoted(content)}") from error
+            raise EngineFailed(
+                f"engine {self.name} answered {route} with no JSON ({error}): {quoted(content)}"
+            ) from error
 
     def _open(self) -> Connections:
         """Made in the event loop that uses them."""
@@ -82,10 +112,13 @@ class ServerClient:
         """All of a request's head up to the length of its body."""
         secret, variable = (self._keys.admin, ADMIN_KEY) if admin else (self._keys.api, API_KEY)
         if not secret.isprintable():
-            raise UserError(f"{variable} has characters in it that HTTP cannot carry, like the end of a line")
+            raise UserError(
+                f"{variable} has characters in it that HTTP cannot carry, like the end of a line"
+            )
         head = (
-            f"{method} {connections.path}{route} HTTP/1.1\r\nHost: {connections.authority}\r\nAccept: */*\r\n"
-            f"Authorization: Bearer {secret}\r\nContent-Type: application/json\r\nContent-Length: "
+            f"{method} {connections.path}{route} HTTP/1.1\r\nHost:"
+            f" {connections.authority}\r\nAccept: */*\r\nAuthorization: Bearer"
+            f" {secret}\r\nContent-Type: application/json\r\nContent-Length: "
         ).encode()
         self._heads[method, route, admin] = head
         return head
@@ -97,7 +130,9 @@ class ServerClient:
                 f"{where} refused our key for {route} (HTTP {status}): "
                 f"set {API_KEY} and {ADMIN_KEY} to those of the server"
             )
-        kind = UserError if 400 <= status < 500 and status not in ANOTHER_MAY_SERVE else EngineFailed
+        kind = (
+            UserError if 400 <= status < 500 and status not in ANOTHER_MAY_SERVE else EngineFailed
+        )
         return kind(f"{where} refused {route} (HTTP {status}): {server_words(content)}")
 
 

@@ -1,4 +1,6 @@
-"""The two keys of an engine: one to generate, one to control it. They stand in no configuration, log or command line."""
+"""The two keys of an engine: one to generate, one to control it. They stand in no configuration,
+log or command line.
+"""
 
 from __future__ import annotations
 
@@ -19,5 +21,10 @@ class Keys:
 
     @classmethod
     def from_environment(cls) -> Keys:
-        """From `RLCORE_ENGINE_API_KEY` and `RLCORE_ENGINE_ADMIN_KEY`; what is not there is generated."""
-        return cls(os.environ.get(API_KEY) or secrets.token_urlsafe(32), os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(32))
+        """From `RLCORE_ENGINE_API_KEY` and `RLCORE_ENGINE_ADMIN_KEY`; what is not there is
+        generated.
+        """
+        return cls(
+            os.environ.get(API_KEY) or secrets.token_urlsafe(32),
+            os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(32),
+        )

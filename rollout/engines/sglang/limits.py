@@ -1,5 +1,6 @@
-"""What one server can serve. Requests beyond that are refused here, before they are sent: a token outside the vocabulary ends
-the server, what exceeds its memory is cut short without a word, and what it does not know it ignores.
+"""What one server can serve. Requests beyond that are refused here, before they are sent: a token
+outside the vocabulary ends the server, what exceeds its memory is cut short without a word, and
+what it does not know it ignores.
 """
 
 from __future__ import annotations
@@ -15,94 +16,134 @@ from rollout.engines.requests import check_request as check_common
 from rollout.engines.sglang.experts import ExpertLayers
 from rollout.engines.vocabulary import folder_vocab_size
 
-LEAST_TEMPERATURE = 1e-6        # SGLang takes anything below for greedy
+LEAST_TEMPERATURE = 1e-6  # SGLang takes anything below for greedy
 MOST_STOP_STRINGS = 32
 STOP_PATTERN_BYTES = 256
-ANSWER_RESERVE = 4              # prompt and response may be so much longer together than the prompt that /server_info allows
+# prompt and response may be so much longer together than the prompt that /server_info allows
+ANSWER_RESERVE = 4
 
 
 @dataclass(frozen=True)
 class Limits:
     vocab_size: int
-    prompt_tokens: int          # of the longest prompt
-    total_tokens: int           # of prompt and response together
-    keep_set_tokens: int        # of the largest keep-set that it reports
-    experts: ExpertLayers | None = None     # where its model has experts and it reports them
+    prompt_tokens: int  # of the longest prompt
+    total_tokens: int  # of prompt and response together
+    keep_set_tokens: int  # of the largest keep-set that it reports
+    experts: ExpertLayers | None = None  # where its model has experts and it reports them
 
     @classmethod
     def of(cls, server_info: Any, model_path: str, engine: str) -> Limits:
-        """From the answer of /server_info and the model's folder, which may take seconds for a model with experts.
+        """From the answer of /server_info and the model's folder, which may take seconds for a
+        model with experts.
 
         Raises EngineFailed when the server is no sglang 0.5.23.
         """
         try:
-            longest, keep = int(server_info["max_req_input_len"]), int(server_info["sampling_mask_max_tokens"])
+            longest = int(server_info["max_req_input_len"])
+            keep = int(server_info["sampling_mask_max_tokens"])
             reports_experts = bool(server_info["enable_return_routed_experts"])
         except (KeyError, TypeError, ValueError) as error:
             raise no_sglang(engine, error) from error
         experts = ExpertLayers.of(model_path) if reports_experts else None
-        return cls(folder_vocab_size(model_path), longest - 1, longest + ANSWER_RESERVE, keep, experts)
+        return cls(
+            folder_vocab_size(model_path), longest - 1, longest + ANSWER_RESERVE, keep, experts
+        )
 
 
 def no_sglang(engine: str, error: Exception) -> EngineFailed:
     """`error` tells what its /server_info lacks."""
-    return EngineFailed(f"engine {engine}: its /server_info is not that of sglang 0.5.23: {type(error).__name__}: {error}")
+    return EngineFailed(
+        f"engine {engine}: its /server_info is not that of sglang 0.5.23: {type(error).__name__}:"
+        f" {error}"
+    )
 
 
 def check_request(request: GenerateRequest, limits: Limits) -> None:
-    """Raises UserError for a request that the server would refuse, die of, or answer otherwise than asked."""
+    """Raises UserError for a request that the server would refuse, die of, or answer otherwise than
+    asked.
+    """
     check_common(
-        request, vocab_size=limits.vocab_size, total_tokens=limits.total_tokens,
+        request,
+        vocab_size=limits.vocab_size,
+        total_tokens=limits.total_tokens,
         limit="what the server takes (its context_length and KV pool, less a reserve of its own)",
     )
-    what, sampling = f"draw {request.draw}", request.sampling
+    what = f"draw {request.draw}"
+    sampling = request.sampling
     if len(request.prompt) > limits.prompt_tokens:
-        raise UserError(f"{what}: the prompt has {len(request.prompt)} tokens, the server takes {limits.prompt_tokens} at most")
+        raise UserError(
+            f"{what}: the prompt has {len(request.prompt)} tokens, the server takes"
+            f" {limits.prompt_tokens} at most"
+        )
     if 0 < sampling.temperature < LEAST_TEMPERATURE:
-        raise UserError(f"{what}: SGLang draws greedily at a temperature of {sampling.temperature:g}: say temperature 0")
+        raise UserError(
+            f"{what}: SGLang draws greedily at a temperature of {sampling.temperature:g}: say"
+            " temperature 0"
+        )
     if sampling.top_k == 1 and sampling.temperature not in (0, 1):
         # Its log-probs are then those at temperature 1 or not, by who else is in the batch.
-        raise UserError(f"{what}: top_k 1 at temperature {sampling.temperature:g} is greedy: say temperature 0")
+        raise UserError(
+            f"{what}: top_k 1 at temperature {sampling.temperature:g} is greedy: say temperature 0"
+        )
     _check_stops(what, sampling, limits)
     if sampling.routed_experts and limits.experts is None:
         raise UserError(
-            f"{what}: asks for routed experts, but the model has none, or the server does not report them: set "
-            "rollout.engine.server.enable_return_routed_experts to true, or policy.routing_replay to none"
+            f"{what}: asks for routed experts, but the model has none, or the server does not"
+            " report them: set rollout.engine.server.enable_return_routed_experts to true, or"
+            " policy.routing_replay to none"
         )
     if asks_sampling_mask(sampling) and not 1 < sampling.top_k <= limits.keep_set_tokens:
         raise UserError(
-            f"{what}: SGLang reports keep-sets only for a top_k of 2 to {limits.keep_set_tokens}, got {sampling.top_k}: set "
-            "rollout.sampling.top_k, or policy.logprobs.keep_sets to false"
+            f"{what}: SGLang reports keep-sets only for a top_k of 2 to {limits.keep_set_tokens},"
+            f" got {sampling.top_k}: set rollout.sampling.top_k, or policy.logprobs.keep_sets to"
+            " false"
         )
 
 
 def that_fit(request: GenerateRequest, limits: Limits) -> list[int]:
-    """The places of the responses that can go on: what is cut within its last tokens may be too long a prompt by then."""
-    return [i for i in range(request.n) if len(request.prompt) + len(request.made(i)) <= limits.prompt_tokens]
+    """The places of the responses that can go on: what is cut within its last tokens may be too
+    long a prompt by then.
+    """
+    return [
+        i
+        for i in range(request.n)
+        if len(request.prompt) + len(request.made(i)) <= limits.prompt_tokens
+    ]
 
 
 def _check_stops(what: str, sampling: SamplingParams, limits: Limits) -> None:
     outside = [token for token in sampling.stop_token_ids if not 0 <= token < limits.vocab_size]
     if outside:
-        raise UserError(f"{what}: stop token {outside[0]} lies outside the model's vocabulary of {limits.vocab_size}")
+        raise UserError(
+            f"{what}: stop token {outside[0]} lies outside the model's vocabulary of"
+            f" {limits.vocab_size}"
+        )
     if len(sampling.stop) > MOST_STOP_STRINGS:
-        raise UserError(f"{what}: SGLang takes {MOST_STOP_STRINGS} stop strings, got {len(sampling.stop)}")
+        raise UserError(
+            f"{what}: SGLang takes {MOST_STOP_STRINGS} stop strings, got {len(sampling.stop)}"
+        )
     for text in sampling.stop:
         if not text or len(stop_pattern(text).encode()) > STOP_PATTERN_BYTES:
             raise UserError(
-                f"{what}: stop string {text!r} is empty or longer than SGLang takes ({STOP_PATTERN_BYTES} bytes as a pattern)"
+                f"{what}: stop string {text!r} is empty or longer than SGLang takes"
+                f" ({STOP_PATTERN_BYTES} bytes as a pattern)"
             )
 
 
 def asks_sampling_mask(sampling: SamplingParams) -> bool:
     """Whether there are sets smaller than the vocabulary to tell of."""
-    return sampling.sampling_mask and sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+    return (
+        sampling.sampling_mask
+        and sampling.temperature > 0
+        and (sampling.top_p < 1 or sampling.top_k > 0)
+    )
 
 
 def stop_pattern(text: str) -> str:
     """A stop string as a regular expression that SGLang searches for in enough of the last tokens.
 
-    SGLang decodes as many tokens as a pattern has characters at most, and as a plain stop string has tokens in the tokenizer's
+    SGLang decodes as many tokens as a pattern has characters at most, and as a plain stop string
+    has tokens in the tokenizer's
     own spelling: one that the model spells out in smaller tokens would be missed. What follows the | never matches (nothing
     comes behind the end), but widens the window to one token a byte.
     """

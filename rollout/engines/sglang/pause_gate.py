@@ -9,16 +9,21 @@ from rlcore.errors import EngineHangs
 
 class PauseGate:
     def __init__(self, name: str, *, timeout_s: float) -> None:
-        self.name, self.timeout_s = name, timeout_s
+        self.name = name
+        self.timeout_s = timeout_s
         self.inside = 0
-        self._open, self._empty = asyncio.Event(), asyncio.Event()
+        self._open = asyncio.Event()
+        self._empty = asyncio.Event()
         self._open.set()
         self._empty.set()
 
     async def __aenter__(self) -> None:
-        """Inside the block a call counts as in flight. Raises EngineHangs when it was not opened for `timeout_s`."""
+        """Inside the block a call counts as in flight. Raises EngineHangs when it was not opened
+        for `timeout_s`.
+        """
         deadline = 0.0
-        while not self._open.is_set():          # who waited is woken a moment later, when it may be closed again
+        # who waited is woken a moment later, when it may be closed again
+        while not self._open.is_set():
             now = asyncio.get_running_loop().time()
             deadline = deadline or now + self.timeout_s
             if not await _happens(self._open, deadline - now):
@@ -46,7 +51,10 @@ class PauseGate:
         return await _happens(self._empty, seconds)
 
     def _hangs(self, what: str) -> EngineHangs:
-        return EngineHangs(f"engine {self.name} {what} after {self.timeout_s:g} s (rollout.engine.request_timeout_s)")
+        return EngineHangs(
+            f"engine {self.name} {what} after {self.timeout_s:g} s"
+            " (rollout.engine.request_timeout_s)"
+        )
 
 
 async def _happens(event: asyncio.Event, seconds: float) -> bool:

@@ -23,27 +23,30 @@ from rollout.engines.vocabulary import folder_vocab_size
 
 ENTRY = Path(__file__).with_name("entry.py")
 CHECKOUT = Path(__file__).resolve().parents[3]
-LOG_LINES = 30              # a traceback of the scheduler, and what its parent says to it
+LOG_LINES = 30  # a traceback of the scheduler, and what its parent says to it
 # The trainer's Python path and secrets are none of the engine's.
 NOT_FOR_ENGINES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", API_KEY, ADMIN_KEY}
 
 
 class ManagedServer(ChildServer):
-    """One server process with its schedulers, from each start to its end. Use it from one event loop.
+    """One server process with its schedulers, from each start to its end. Use it from one event
+    loop.
 
-    The server listens on a port of `config.host`. It ends with this process, whatever ends that, and
-    with it ends everything it has started.
+    The server listens on a port of `config.host`. It ends with this process, whatever ends that,
+    and with it ends everything it has started.
 
     Args:
         name: for messages, as "engine-0".
         model_path: a Hugging Face folder; its weights are served until the first publication.
         dtype: fp32 | bf16, where `config.dtype` is not set.
         log: takes what the server prints; a restart appends.
-        gpus: names as in CUDA_VISIBLE_DEVICES, one for each tensor-parallel rank; empty: whatever is visible.
+        gpus: names as in CUDA_VISIBLE_DEVICES, one for each tensor-parallel rank; empty: whatever
+            is visible.
         arguments: more of sglang's own arguments, by name, which `config.server` cannot override.
 
     Raises:
-        ConfigError: no engine environment; a device, host or argument in `config.server` with which none can be started.
+        ConfigError: no engine environment; a device, host or argument in `config.server` with which
+            none can be started.
         ModelError: `model_path` is no Hugging Face folder.
     """
 
@@ -55,17 +58,26 @@ class ManagedServer(ChildServer):
     ) -> None:  # fmt: skip
         for problem in cannot_start(config):
             raise ConfigError(str(problem))
-        folder_vocab_size(model_path)       # the server would say so in a long log
-        self.name, self.model_path, self.config, self.keys = name, os.path.abspath(model_path), config, keys
+        folder_vocab_size(model_path)  # the server would say so in a long log
+        self.name = name
+        self.model_path = os.path.abspath(model_path)
+        self.config = config
+        self.keys = keys
         self.device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.python = engine_python(config)
-        self._dtype, self._gpus, self._arguments = dtype, tuple(gpus), dict(arguments or {})
+        self._dtype = dtype
+        self._gpus = tuple(gpus)
+        self._arguments = dict(arguments or {})
         self._tokenizer = None if tokenizer is None else os.path.abspath(tokenizer)
-        # SIGINT is uvicorn's own word to stop; to SIGTERM SGLang waits for every request, and looks up every 5 s.
-        super().__init__(Child(f"engine {name}", log, stop_signal=signal.SIGINT, log_lines=LOG_LINES))
+        # SIGINT is uvicorn's own word to stop; to SIGTERM SGLang waits for every request, and looks
+        # up every 5 s.
+        super().__init__(
+            Child(f"engine {name}", log, stop_signal=signal.SIGINT, log_lines=LOG_LINES)
+        )
 
     async def start(self, port: int = 0) -> str:
-        """The server's URL, once it has answered a request of its own. Called again it ends what is left, and starts anew.
+        """The server's URL, once it has answered a request of its own. Called again it ends what is
+        left, and starts anew.
 
         Call it from a thread that lives as long as the server shall.
 
@@ -75,17 +87,25 @@ class ManagedServer(ChildServer):
         Raises:
             ConfigError: `rollout.engine.host` is no address of this machine.
             UserError: an argument in `rollout.engine.server` that sglang does not know or take.
-            RunFailed, DeadlineExceeded: it ended, or was not ready within `rollout.engine.start_timeout_s`; with the last
-                lines of its log.
+            RunFailed, DeadlineExceeded: it ended, or was not ready within
+                `rollout.engine.start_timeout_s`; with the last lines of its log.
         """
         await self._child.kill()
         with held_ports(self.config.host, port, 0) as (port, nccl_port):
             words = command_line(
-                self.config, model_path=self.model_path, tokenizer=self._tokenizer, dtype=self._dtype, device=self.device,
-                port=port, nccl_port=nccl_port, arguments=self._arguments,
+                self.config,
+                model_path=self.model_path,
+                tokenizer=self._tokenizer,
+                dtype=self._dtype,
+                device=self.device,
+                port=port,
+                nccl_port=nccl_port,
+                arguments=self._arguments,
             )
             await self._child.start(
-                [self.python, str(ENTRY), *words], self._told, timeout_s=self.config.start_timeout_s,
+                [self.python, str(ENTRY), *words],
+                self._told,
+                timeout_s=self.config.start_timeout_s,
                 environment=self._environment(),
             )
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
@@ -94,15 +114,25 @@ class ManagedServer(ChildServer):
     def _told(self, ready_fd: int) -> bytes:
         """What entry.py reads: the keys go this way, where no other user of the machine sees them."""
         return orjson.dumps(
-            {"api_key": self.keys.api, "admin_key": self.keys.admin, "ready_fd": ready_fd, "parent_pid": os.getpid()}
+            {
+                "api_key": self.keys.api,
+                "admin_key": self.keys.admin,
+                "ready_fd": ready_fd,
+                "parent_pid": os.getpid(),
+            }
         )
 
     def _environment(self) -> dict[str, str]:
-        variables = {name: value for name, value in without_rank().items() if name not in NOT_FOR_ENGINES}
+        variables = {
+            name: value for name, value in without_rank().items() if name not in NOT_FOR_ENGINES
+        }
         if self.device == "cpu":
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
-            if self.config.tensor_parallel > 1:         # SGLang by itself gives each rank a NUMA node, if there are so many
-                variables.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(self.config.tensor_parallel))
+            # SGLang by itself gives each rank a NUMA node, if there are so many
+            if self.config.tensor_parallel > 1:
+                variables.setdefault(
+                    "SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(self.config.tensor_parallel)
+                )
         elif self._gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
         if self.config.threads is not None:
@@ -119,27 +149,37 @@ def engine_python(config: EngineConfig) -> str:
     python = Path(config.python) if config.python else CHECKOUT / ".venv-sglang" / "bin" / "python"
     if not python.is_file():
         raise ConfigError(
-            f"rollout.engine.python: there is no {python}; run scripts/install_sglang.sh, or give the interpreter of an "
-            "environment with sglang"
+            f"rollout.engine.python: there is no {python}; run scripts/install_sglang.sh, or give"
+            " the interpreter of an environment with sglang"
         )
-    return os.path.abspath(python)      # not resolved: a link into an environment is what makes it that environment's
+    # not resolved: a link into an environment is what makes it that environment's
+    return os.path.abspath(python)
 
 
 def cores_of_ranks(ranks: int) -> str:
     """This process's cores shared out, as "0,1|2,3" for two ranks; where there are too few, ranks share one."""
     cores = sorted(os.sched_getaffinity(0))
-    parts = [cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks] for rank in range(ranks)]
-    return "|".join(",".join(map(str, part or [cores[rank * len(cores) // ranks]])) for rank, part in enumerate(parts))
+    parts = [
+        cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
+        for rank in range(ranks)
+    ]
+    return "|".join(
+        ",".join(map(str, part or [cores[rank * len(cores) // ranks]]))
+        for rank, part in enumerate(parts)
+    )
 
 
 @contextmanager
 def held_ports(host: str, *ports: int) -> Iterator[list[int]]:
-    """These ports, a free one for each 0, which nobody else is given while the context lasts; who names one may listen on it.
+    """These ports, a free one for each 0, which nobody else is given while the context lasts; who
+    names one may listen on it.
 
-    They are bound with SO_REUSEADDR and never listen: the kernel hands them out to no one, and lets a server bind them too.
+    They are bound with SO_REUSEADDR and never listen: the kernel hands them out to no one, and lets
+        a server bind them too.
 
     Raises:
-        ConfigError: `host` is no address of this machine, or somebody else listens on one of `ports`.
+        ConfigError: `host` is no address of this machine, or somebody else listens on one of
+            `ports`.
     """
     with ExitStack() as stack:
         try:
@@ -147,14 +187,17 @@ def held_ports(host: str, *ports: int) -> Iterator[list[int]]:
         except OSError as error:
             named = "".join(f" {port}" for port in ports if port)
             raise ConfigError(
-                f"rollout.engine.host: no port{named} of {host!r} can be had ({error}); expected an address of this machine"
+                f"rollout.engine.host: no port{named} of {host!r} can be had ({error}); expected an"
+                " address of this machine"
             ) from error
         yield [one.getsockname()[1] for one in held]
 
 
 def _bound(host: str, ports: Sequence[int]) -> Iterator[socket.socket]:
     for port in ports:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         one = socket.socket(family, kind, protocol)
         yield one
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -3,4 +3,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "unit" / "rollout" / "engines"))     # engine_kit
+# engine_kit
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "unit" / "rollout" / "engines"))

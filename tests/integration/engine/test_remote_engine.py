@@ -1,4 +1,6 @@
-"""Engines in processes of their own: HTTP, the process group for weights, and everything that can die."""
+"""Engines in processes of their own: HTTP, the process group for weights, and everything that can
+die.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.weight_sync.publication import StaticParticipants, WeightPublication
 
 LIMITS = {
-    "verify_every": 1, "device": "cpu", "threads": 1,
-    "start_timeout_s": 60.0, "request_timeout_s": 20.0, "update_timeout_s": 5.0,
+    "verify_every": 1,
+    "device": "cpu",
+    "threads": 1,
+    "start_timeout_s": 60.0,
+    "request_timeout_s": 20.0,
+    "update_timeout_s": 5.0,
 }
 
-LONG = 2000         # tokens: seconds, of which the tests wait for tenths
+LONG = 2000  # tokens: seconds, of which the tests wait for tenths
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +49,15 @@ def model():
 def config(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3")
     model.config.save_pretrained(folder)
-    return Config.model_validate({
-        "run": {"name": "test"}, "model": {"path": str(folder), "dtype": "fp32"}, "data": {"paths": "none.jsonl"},
-        "training": {"steps": 1}, "rollout": {"engine": LIMITS, "on_update": "in_place"},
-    })
+    return Config.model_validate(
+        {
+            "run": {"name": "test"},
+            "model": {"path": str(folder), "dtype": "fp32"},
+            "data": {"paths": "none.jsonl"},
+            "training": {"steps": 1},
+            "rollout": {"engine": LIMITS, "on_update": "in_place"},
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +77,9 @@ def run(loop, coroutine, seconds=90):
 
 def remote(config, name, log, **changes):
     settings = config.rollout.engine.model_copy(update=changes)
-    return RemoteEngine(config.model.path, config=settings, dtype="fp32", name=name, log=log / f"{name}.log")
+    return RemoteEngine(
+        config.model.path, config=settings, dtype="fp32", name=name, log=log / f"{name}.log"
+    )
 
 
 async def start_all(engines):
@@ -109,11 +122,16 @@ def send_all(sink, buckets, model):
 
 def requests():
     prompts = [[3, 4, 5], [6], [7, 8, 9, 10]]
-    return [request(p, draw=i, n=3, max_new_tokens=12, stop_token_ids=(2,)) for i, p in enumerate(prompts)]
+    return [
+        request(p, draw=i, n=3, max_new_tokens=12, stop_token_ids=(2,))
+        for i, p in enumerate(prompts)
+    ]
 
 
 def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, config, loop, pair):
-    local = EmbeddedEngine(config.model.path, config=config.rollout.engine, dtype="fp32", name="local")
+    local = EmbeddedEngine(
+        config.model.path, config=config.rollout.engine, dtype="fp32", name="local"
+    )
     run(loop, local.start())
     beside = WeightPublication(config, StaticParticipants([local]), loop)
     publish(beside, model, 3)
@@ -121,7 +139,9 @@ def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, confi
     publish(sink, model, 3)
     first = [link.group for link in sink._transport._links.values()]
     answers = [run(loop, engine.generate(requests())) for engine in (*pair, local)]
-    assert [run(loop, engine.checksum()) for engine in pair] == [digest(model.named_parameters())] * 2
+    assert [run(loop, engine.checksum()) for engine in pair] == [
+        digest(model.named_parameters())
+    ] * 2
     for answer in answers[:2]:
         for a, b in zip((c for row in answer for c in row), (c for row in answers[2] for c in row)):
             assert a.tokens.tolist() == b.tokens.tolist()
@@ -130,7 +150,8 @@ def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, confi
             assert (a.finish_reason, a.versions) == (b.finish_reason, b.versions)
             assert a.versions == (VersionSpan(3, 0, len(a.tokens)),)
     publish(sink, tiny_qwen3(seed=1), 4)
-    assert [link.group for link in sink._transport._links.values()] == first        # the same members: the groups are kept
+    # the same members: the groups are kept
+    assert [link.group for link in sink._transport._links.values()] == first
     assert run(loop, pair[0].health())["version"] == 4
     sink.close()
     run(loop, local.close())
@@ -153,7 +174,9 @@ def test_an_update_in_the_middle_of_a_generation(model, config, loop, pair):
 def test_abort_over_the_wire(model, config, loop, pair):
     sink = WeightPublication(config, StaticParticipants(pair[:1]), loop)
     publish(sink, model, 7)
-    running = asyncio.run_coroutine_threadsafe(pair[0].generate([request([1], max_new_tokens=LONG)]), loop)
+    running = asyncio.run_coroutine_threadsafe(
+        pair[0].generate([request([1], max_new_tokens=LONG)]), loop
+    )
     time.sleep(0.2)
     run(loop, pair[0].abort())
     [[completion]] = running.result(10)
@@ -166,7 +189,9 @@ def test_errors_of_the_engine_arrive_as_what_they_are(model, config, loop, pair)
     with pytest.raises(UserError, match="draw 9: a prompt token lies outside"):
         run(loop, pair[0].generate([request([99], draw=9)]))
     run(loop, pair[1].pause("drain"))
-    with pytest.raises(ModelError, match=r"engine-1: the published weights do not fit model.path: missing"):
+    with pytest.raises(
+        ModelError, match=r"engine-1: the published weights do not fit model.path: missing"
+    ):
         run(loop, pair[1].begin_update(layout(model)[1:]))
     with pytest.raises(RunFailed, match="engine-1 is another process"):
         run(loop, pair[1].receive_bucket(0, torch.zeros(4, dtype=torch.uint8)))
@@ -175,18 +200,23 @@ def test_errors_of_the_engine_arrive_as_what_they_are(model, config, loop, pair)
 
 def test_the_server_wants_its_key(loop, pair):
     async def ask(key):
-        async with aiohttp.ClientSession() as session, session.post(
-            f"{pair[0]._url}/health", headers={"Authorization": f"Bearer {key}"}
-        ) as answer:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(
+                f"{pair[0]._url}/health", headers={"Authorization": f"Bearer {key}"}
+            ) as answer,
+        ):
             return answer.status
 
     assert run(loop, ask("guess")) == 401
     assert run(loop, ask(pair[0]._process.key)) == 200
 
 
-@pytest.mark.full       # a run in which they do: tests/integration/test_chaos.py
+@pytest.mark.full  # a run in which they do: tests/integration/test_chaos.py
 def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypatch):
-    """Three engines; one dies while it generates, one hangs in the middle of a publication, the third goes on."""
+    """Three engines; one dies while it generates, one hangs in the middle of a publication, the
+    third goes on.
+    """
     monkeypatch.setattr("rollout.engines.embedded.client.GRACE_S", 1.0)
     doomed = remote(config, "doomed", tmp_path)
     frozen = remote(config, "frozen", tmp_path, request_timeout_s=2.0)
@@ -195,21 +225,28 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
     sink = WeightPublication(config, roster, loop)
     publish(sink, model, 11)
 
-    running = asyncio.run_coroutine_threadsafe(doomed.generate([request([1], max_new_tokens=LONG)]), loop)
+    running = asyncio.run_coroutine_threadsafe(
+        doomed.generate([request([1], max_new_tokens=LONG)]), loop
+    )
     time.sleep(0.1)
     os.kill(doomed.pid, signal.SIGKILL)
-    with pytest.raises(RunFailed, match=r"engine doomed \(pid \d+\) died during /generate: killed by SIGKILL"):
+    with pytest.raises(
+        RunFailed, match=r"engine doomed \(pid \d+\) died during /generate: killed by SIGKILL"
+    ):
         running.result(3)
 
     os.kill(frozen.pid, signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=r"engine frozen \(pid \d+\) did not answer /generate within 2 s \(rollout"):
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"engine frozen \(pid \d+\) did not answer /generate within 2 s \(rollout",
+    ):
         run(loop, frozen.generate([request([1])]))
     assert time.monotonic() - began < 8
     os.kill(frozen.pid, signal.SIGCONT)
 
     buckets = layout(model)
-    sink.prepare(buckets)       # goes on without the dead one
+    sink.prepare(buckets)  # goes on without the dead one
     assert [engine.name for engine in roster.engines] == ["frozen", "engine-0"]
     sink.send(buckets[0], flatten(buckets[0], model))
     os.kill(frozen.pid, signal.SIGSTOP)
@@ -228,8 +265,13 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
 
 
 def test_a_start_that_fails_shows_the_end_of_the_log(config, loop, tmp_path):
-    engine = RemoteEngine(str(tmp_path / "nowhere"), config=config.rollout.engine, name="lost", log=tmp_path / "log")
-    with pytest.raises(RunFailed, match=r"(?s)engine lost ended before it was ready: exit code 1.*ModelError.*no config.json"):
+    engine = RemoteEngine(
+        str(tmp_path / "nowhere"), config=config.rollout.engine, name="lost", log=tmp_path / "log"
+    )
+    with pytest.raises(
+        RunFailed,
+        match=r"(?s)engine lost ended before it was ready: exit code 1.*ModelError.*no config.json",
+    ):
         run(loop, engine.start())
     with pytest.raises(RunFailed, match="engine lost does not run"):
         run(loop, engine.health())
@@ -238,7 +280,10 @@ def test_a_start_that_fails_shows_the_end_of_the_log(config, loop, tmp_path):
 def test_a_start_that_takes_too_long_leaves_no_process(config, loop, tmp_path):
     settings = config.rollout.engine.model_copy(update={"start_timeout_s": 0.2})
     engine = RemoteEngine(config.model.path, config=settings, name="late", log=tmp_path / "log")
-    with pytest.raises(DeadlineExceeded, match=r"engine late was not ready within 0.2 s \(rollout.engine.start_timeout_s\)"):
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"engine late was not ready within 0.2 s \(rollout.engine.start_timeout_s\)",
+    ):
         run(loop, engine.start())
     assert not alive(engine.pid)
 
@@ -263,8 +308,11 @@ asyncio.run(main())
 def test_an_engine_ends_with_its_parent(config, tmp_path):
     repository = Path(__file__).resolve().parents[3]
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, config.model.path, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True,
-        cwd=repository, env=os.environ | {"PYTHONPATH": str(repository)},
+        [sys.executable, "-c", PARENT, config.model.path, str(tmp_path / "log")],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=repository,
+        env=os.environ | {"PYTHONPATH": str(repository)},
     )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())

@@ -1,4 +1,6 @@
-"""Process groups for weights over real engine processes, when a member fails: who is blamed, and who is held up."""
+"""Process groups for weights over real engine processes, when a member fails: who is blamed, and
+who is held up.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,28 @@ def folder(tmp_path):
 
 
 def with_engines(folder, tmp_path, use):
-    """`use(engines, buckets, model)` with three engine processes, paused, that wait for the buckets of `model`."""
+    """`use(engines, buckets, model)` with three engine processes, paused, that wait for the buckets
+    of `model`.
+    """
     torch.set_num_threads(1)
 
     async def main():
         config = EngineConfig(
-            device="cpu", threads=1, update_timeout_s=LIMIT_S, request_timeout_s=20.0, health_timeout_s=5.0,
+            device="cpu",
+            threads=1,
+            update_timeout_s=LIMIT_S,
+            request_timeout_s=20.0,
+            health_timeout_s=5.0,
             start_timeout_s=90.0,
         )
         engines = [
-            RemoteEngine(str(folder), config=config, dtype="fp32", name=f"engine-{i}", log=tmp_path / f"{i}.log")
+            RemoteEngine(
+                str(folder),
+                config=config,
+                dtype="fp32",
+                name=f"engine-{i}",
+                log=tmp_path / f"{i}.log",
+            )
             for i in range(3)
         ]
         model = tiny_qwen3()
@@ -60,9 +74,12 @@ def with_engines(folder, tmp_path, use):
 @pytest.mark.full
 def test_who_hangs_is_named_and_the_others_have_the_bucket(folder, tmp_path):
     async def use(engines, buckets, model):
-        transport, frozen = make_transport(), engines[1]
+        transport = make_transport()
+        frozen = engines[1]
         assert await transport.open(engines, buckets) == {}
-        kept = {engine: link.group for engine, link in transport._links.items() if engine is not frozen}
+        kept = {
+            engine: link.group for engine, link in transport._links.items() if engine is not frozen
+        }
         assert await transport.send(buckets[0], flatten(buckets[0], model)) == {}
         os.kill(frozen.pid, signal.SIGSTOP)
         began = time.monotonic()
@@ -72,7 +89,8 @@ def test_who_hangs_is_named_and_the_others_have_the_bucket(folder, tmp_path):
         assert time.monotonic() - began < LIMIT_S + 15.0
         others = [engines[0], engines[2]]
         assert await transport.open(others, buckets) == {}
-        assert {engine: link.group for engine, link in transport._links.items()} == kept    # those that are well keep theirs
+        # those that are well keep theirs
+        assert {engine: link.group for engine, link in transport._links.items()} == kept
         for bucket in buckets:
             assert await transport.send(bucket, flatten(bucket, model)) == {}
         for engine in others:
@@ -100,7 +118,9 @@ def test_who_refuses_is_named_at_once(folder, tmp_path, monkeypatch):
         assert await transport.open(engines[1:], buckets) == {}
         monkeypatch.setattr(engines[1], "receive_bucket", refuse)
         began = time.monotonic()
-        assert await transport.send(buckets[0], flatten(buckets[0], model)) == {engines[1]: "engine-1 has no memory"}
+        assert await transport.send(buckets[0], flatten(buckets[0], model)) == {
+            engines[1]: "engine-1 has no memory"
+        }
         assert time.monotonic() - began < LIMIT_S / 2
         await transport.close()
 
@@ -110,12 +130,13 @@ def test_who_refuses_is_named_at_once(folder, tmp_path, monkeypatch):
 @pytest.mark.full
 def test_who_dies_is_named_and_who_was_started_again_is_joined_anew(folder, tmp_path):
     async def use(engines, buckets, model):
-        transport, mortal = make_transport(), engines[2]
+        transport = make_transport()
+        mortal = engines[2]
         assert await transport.open(engines, buckets) == {}
         kept = [transport._links[engine].group for engine in engines[:2]]
         os.kill(mortal.pid, signal.SIGKILL)
         assert list(await transport.send(buckets[0], flatten(buckets[0], model))) == [mortal]
-        for _ in range(2):              # the second time nobody has seen it die
+        for _ in range(2):  # the second time nobody has seen it die
             await mortal.kill()
             await mortal.start()
             await mortal.pause("drain")

@@ -20,15 +20,21 @@ def cu(lengths: tuple[int, ...] | list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def random_inputs(lengths: tuple[int, ...] | list[int] = LENGTHS, seed: int = 0, **changes: Tensor | None) -> EstimatorInputs:
-    """Build a random float64 batch with every field an estimator may need; keyword arguments replace fields."""
+def random_inputs(
+    lengths: tuple[int, ...] | list[int] = LENGTHS, seed: int = 0, **changes: Tensor | None
+) -> EstimatorInputs:
+    """Build a random float64 batch with every field an estimator may need; keyword arguments
+    replace fields.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def noise(n: int) -> Tensor:
         return torch.randn(n, generator=generator, dtype=torch.float64)
 
-    cu_seqlens, size = cu(lengths), sum(lengths)
-    groups = torch.randint(-2, 2, (len(lengths),), generator=generator)  # shuffled, negative ones too
+    cu_seqlens = cu(lengths)
+    size = sum(lengths)
+    # shuffled, negative ones too
+    groups = torch.randint(-2, 2, (len(lengths),), generator=generator)
     fields = {
         "rewards": noise(len(lengths)), "group_ids": groups, "values": noise(size), "kl": noise(size).abs(),
         "token_rewards": noise(size) / 10, "logprobs": -noise(size).abs(), "teacher_logprobs": -noise(size).abs(),
@@ -41,7 +47,8 @@ def permuted(inputs: EstimatorInputs, order: list[int]) -> tuple[EstimatorInputs
     """Reorder the sequences; also return where each token of the result was before."""
     borders = inputs.cu_seqlens.tolist()
     tokens = [t for b in order for t in range(borders[b], borders[b + 1])]
-    index, sequences = torch.tensor(tokens, dtype=torch.int64), torch.tensor(order, dtype=torch.int64)
+    index = torch.tensor(tokens, dtype=torch.int64)
+    sequences = torch.tensor(order, dtype=torch.int64)
     lengths = [borders[b + 1] - borders[b] for b in order]
     fields = {}
     for name in inputs.__dataclass_fields__:

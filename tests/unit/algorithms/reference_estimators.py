@@ -1,7 +1,9 @@
-"""The estimators once more, slowly: Python floats, one sequence at a time, each written from its paper.
+"""The estimators once more, slowly: Python floats, one sequence at a time, each written from its
+paper.
 
-Nothing here shares code with `rlcore.algorithms`; sums over groups are exact. Every reference takes the sequences of
-a batch and returns, for each of them, the list of its advantages and that of its returns (None where it has none).
+Nothing here shares code with `rlcore.algorithms`; sums over groups are exact. Every reference takes
+the sequences of a batch and returns, for each of them, the list of its advantages and that of its
+returns (None where it has none).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ Result = list[tuple[list[float], list[float] | None]]
 
 @dataclass(frozen=True)
 class Episode:
-    """One sequence: what it earned, and a row of numbers for each per-token field that the batch has."""
+    """One sequence: what it earned, and a row of numbers for each per-token field that the batch
+    has.
+    """
 
     length: int
     reward: float
@@ -39,7 +43,9 @@ class Episode:
             if kl_coef:
                 term -= kl_coef * self.tokens["kl"][t]
             if distill_coef:
-                term += distill_coef * (self.tokens["teacher_logprobs"][t] - self.tokens["logprobs"][t])
+                term += distill_coef * (
+                    self.tokens["teacher_logprobs"][t] - self.tokens["logprobs"][t]
+                )
             terms.append(term)
         return terms
 
@@ -79,11 +85,18 @@ def gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> 
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * following_value - values[t]
         following_advantage = delta + gamma * lam * following_advantage
-        following_value, advantages[t] = values[t], following_advantage
+        following_value = values[t]
+        advantages[t] = following_advantage
     return advantages
 
 
-def ppo(batch: list[Episode], gamma: float = 1.0, lam: float = 0.95, kl_coef: float = 0.0, distill_coef: float = 0.0) -> Result:
+def ppo(
+    batch: list[Episode],
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    kl_coef: float = 0.0,
+    distill_coef: float = 0.0,
+) -> Result:
     result: Result = []
     for episode in batch:
         values = episode.tokens["values"]
@@ -98,10 +111,13 @@ def vapo(
 ) -> Result:  # fmt: skip
     result: Result = []
     for episode in batch:
-        rewards, values = episode.rewards(kl_coef, distill_coef), episode.tokens["values"]
+        rewards = episode.rewards(kl_coef, distill_coef)
+        values = episode.tokens["values"]
         lam = actor_lam
         if lam is None:
-            lam = min(max(1.0 - 1.0 / (alpha * episode.length), 0.0), 1.0) if episode.length else 0.0
+            lam = (
+                min(max(1.0 - 1.0 / (alpha * episode.length), 0.0), 1.0) if episode.length else 0.0
+            )
         targets = [c + v for c, v in zip(gae(rewards, values, gamma, critic_lam), values)]
         result.append((gae(rewards, values, gamma, lam), targets))
     return result
@@ -112,7 +128,9 @@ def to_go(rewards: list[float], gamma: float) -> list[float]:
     return gae(rewards, [0.0] * len(rewards), gamma, 1.0)
 
 
-def reinforce_pp(batch: list[Episode], gamma: float = 1.0, kl_coef: float = 0.0, distill_coef: float = 0.0) -> Result:
+def reinforce_pp(
+    batch: list[Episode], gamma: float = 1.0, kl_coef: float = 0.0, distill_coef: float = 0.0
+) -> Result:
     returns = [to_go(episode.rewards(kl_coef, distill_coef), gamma) for episode in batch]
     return [(row, row) for row in returns]
 
@@ -126,7 +144,9 @@ def remax(batch: list[Episode], kl_coef: float = 0.0, distill_coef: float = 0.0)
 
 
 def group_of(batch: list[Episode], episode: Episode) -> list[Episode]:
-    """The members of an episode's group, itself included: those of its group that have a trainable token."""
+    """The members of an episode's group, itself included: those of its group that have a trainable
+    token.
+    """
     return [other for other in batch if other.group == episode.group and other.length > 0]
 
 
@@ -150,17 +170,25 @@ def everywhere(batch: list[Episode], score: Callable[[Episode, list[Episode]], f
     return result
 
 
-def grpo(batch: list[Episode], normalize_std: bool = True, eps: float = 1e-6, leave_one_out: bool = False) -> Result:
+def grpo(
+    batch: list[Episode], normalize_std: bool = True, eps: float = 1e-6, leave_one_out: bool = False
+) -> Result:
     def score(episode: Episode, group: list[Episode]) -> float:
         baseline = [other.reward for other in group if other is not episode or not leave_one_out]
         advantage = episode.reward - mean(baseline)
-        return advantage / (deviation([other.reward for other in group]) + eps) if normalize_std else advantage
+        return (
+            advantage / (deviation([other.reward for other in group]) + eps)
+            if normalize_std
+            else advantage
+        )
 
     return everywhere(batch, score)
 
 
 def dr_grpo(batch: list[Episode]) -> Result:
-    return everywhere(batch, lambda episode, group: episode.reward - mean([other.reward for other in group]))
+    return everywhere(
+        batch, lambda episode, group: episode.reward - mean([other.reward for other in group])
+    )
 
 
 def rloo(batch: list[Episode], kl_coef: float = 0.0, distill_coef: float = 0.0) -> Result:
@@ -173,10 +201,15 @@ def rloo(batch: list[Episode], kl_coef: float = 0.0, distill_coef: float = 0.0) 
     return everywhere(batch, score)
 
 
-def reinforce_pp_baseline(batch: list[Episode], kl_coef: float = 0.0, distill_coef: float = 0.0) -> Result:
+def reinforce_pp_baseline(
+    batch: list[Episode], kl_coef: float = 0.0, distill_coef: float = 0.0
+) -> Result:
     centred = dr_grpo(batch)
     return [
-        ([a + term for a, term in zip(advantages, episode.token_terms(kl_coef, distill_coef))], None)
+        (
+            [a + term for a, term in zip(advantages, episode.token_terms(kl_coef, distill_coef))],
+            None,
+        )
         for episode, (advantages, _) in zip(batch, centred)
     ]
 
@@ -193,7 +226,9 @@ def gpg(batch: list[Episode]) -> Result:
     members = [episode for episode in batch if episode.length]
     teaching = [e for e in members if len({other.reward for other in group_of(batch, e)}) > 1]
     alpha = len(members) / len(teaching) if teaching else 1.0
-    return everywhere(batch, lambda e, group: alpha * (e.reward - mean([other.reward for other in group])))
+    return everywhere(
+        batch, lambda e, group: alpha * (e.reward - mean([other.reward for other in group]))
+    )
 
 
 def max_rl(batch: list[Episode]) -> Result:
@@ -238,7 +273,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 def case_id(case: object) -> str:
     """How pytest names a keyword dictionary of `CASES`."""
-    return ",".join(f"{k}={v}" for k, v in case.items()) or "defaults" if isinstance(case, dict) else str(case)
+    return (
+        ",".join(f"{k}={v}" for k, v in case.items()) or "defaults"
+        if isinstance(case, dict)
+        else str(case)
+    )
 
 
 def reference(name: str, inputs: EstimatorInputs, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -247,4 +286,6 @@ def reference(name: str, inputs: EstimatorInputs, **options: Any) -> tuple[Tenso
     advantages = torch.tensor([a for row, _ in rows for a in row], dtype=torch.float64)
     if any(returns is None for _, returns in rows):
         return advantages, None
-    return advantages, torch.tensor([g for _, returns in rows for g in returns or ()], dtype=torch.float64)
+    return advantages, torch.tensor(
+        [g for _, returns in rows for g in returns or ()], dtype=torch.float64
+    )

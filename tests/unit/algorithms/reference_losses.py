@@ -1,6 +1,8 @@
-"""Slow policy losses, written from the papers: Python floats, one sequence at a time, with gradients by hand.
+"""Slow policy losses, written from the papers: Python floats, one sequence at a time, with
+gradients by hand.
 
-Each returns, for every sequence, its losses and their Jacobian: `slopes[t][u]` is d loss_t / d logprobs_u, with what the
+Each returns, for every sequence, its losses and their Jacobian: `slopes[t][u]` is d loss_t / d
+    logprobs_u, with what the
 papers mark as "no gradient" held constant. Nothing here imports the code under test.
 """
 
@@ -36,14 +38,19 @@ def clamped(log_ratio: float) -> tuple[float, float]:
     return max(-LIMIT, min(LIMIT, log_ratio)), 1.0 if abs(log_ratio) <= LIMIT else 0.0
 
 
-def surrogate(ratio: float, advantage: float, low: float, high: float, dual: float | None = None) -> tuple[float, float]:
+def surrogate(
+    ratio: float, advantage: float, low: float, high: float, dual: float | None = None
+) -> tuple[float, float]:
     """PPO's clipped loss and its slope in the ratio."""
     limited = max(1.0 - low, min(1.0 + high, ratio))
-    loss, slope = -advantage * ratio, -advantage
+    loss = -advantage * ratio
+    slope = -advantage
     if -advantage * limited > loss:
-        loss, slope = -advantage * limited, 0.0
+        loss = -advantage * limited
+        slope = 0.0
     if dual is not None and advantage < 0 and loss > -dual * advantage:
-        loss, slope = -dual * advantage, 0.0
+        loss = -dual * advantage
+        slope = 0.0
     return loss, slope
 
 
@@ -52,14 +59,20 @@ def each_token(step: list[Sequence], token: Callable[[Sequence, int], tuple[floa
     rows: Rows = []
     for sequence in step:
         n = len(sequence.logprobs)
-        losses, slopes = [0.0] * n, [[0.0] * n for _ in range(n)]
+        losses = [0.0] * n
+        slopes = [[0.0] * n for _ in range(n)]
         for t in range(n):
             losses[t], slopes[t][t] = token(sequence, t)
         rows.append((losses, slopes))
     return rows
 
 
-def ppo_clip(step: list[Sequence], clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> Rows:
+def ppo_clip(
+    step: list[Sequence],
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> Rows:
     def token(sequence: Sequence, t: int) -> tuple[float, float]:
         d, inside = clamped(sequence.log_ratios[t])
         loss, slope = surrogate(math.exp(d), sequence.advantages[t], clip_low, clip_high, dual_clip)
@@ -95,8 +108,13 @@ def gspo_token(step: list[Sequence], clip_low: float = 3e-4, clip_high: float = 
 
 def cispo(step: list[Sequence], clip_low: float = 1.0, clip_high: float = 4.0) -> Rows:
     def token(sequence: Sequence, t: int) -> tuple[float, float]:
-        weight = max(1.0 - clip_low, min(1.0 + clip_high, math.exp(clamped(sequence.log_ratios[t])[0])))
-        return -weight * sequence.advantages[t] * sequence.logprobs[t], -weight * sequence.advantages[t]
+        weight = max(
+            1.0 - clip_low, min(1.0 + clip_high, math.exp(clamped(sequence.log_ratios[t])[0]))
+        )
+        return (
+            -weight * sequence.advantages[t] * sequence.logprobs[t],
+            -weight * sequence.advantages[t],
+        )
 
     return each_token(step, token)
 
@@ -112,9 +130,11 @@ def sft(step: list[Sequence]) -> Rows:
 def sapo(step: list[Sequence], tau_pos: float = 1.0, tau_neg: float = 1.05) -> Rows:
     def token(sequence: Sequence, t: int) -> tuple[float, float]:
         d, inside = clamped(sequence.log_ratios[t])
-        advantage, ratio = sequence.advantages[t], math.exp(d)
+        advantage = sequence.advantages[t]
+        ratio = math.exp(d)
         tau = tau_pos if advantage > 0 else tau_neg
-        p = 1.0 / (1.0 + math.exp(-min(tau * (ratio - 1.0), 700.0)))  # e^-700 is 0 beside 1, and no overflow
+        # e^-700 is 0 beside 1, and no overflow
+        p = 1.0 / (1.0 + math.exp(-min(tau * (ratio - 1.0), 700.0)))
         return -advantage * p * 4.0 / tau, -advantage * 4.0 * p * (1.0 - p) * ratio * inside
 
     return each_token(step, token)
@@ -124,12 +144,15 @@ def geo_mean(step: list[Sequence], clip_low: float = 0.4, clip_high: float = 0.4
     rows: Rows = []
     for sequence in step:
         n = len(sequence.logprobs)
-        bounded, inside = [0.0] * n, [0.0] * n
+        bounded = [0.0] * n
+        inside = [0.0] * n
         for t, (d, advantage) in enumerate(zip(sequence.log_ratios, sequence.advantages)):
             if advantage > 0:
-                bounded[t], inside[t] = min(d, clip_high), float(d <= clip_high)
+                bounded[t] = min(d, clip_high)
+                inside[t] = float(d <= clip_high)
             if advantage < 0:
-                bounded[t], inside[t] = max(d, -clip_low), float(d >= -clip_low)
+                bounded[t] = max(d, -clip_low)
+                inside[t] = float(d >= -clip_low)
         mean, whole = clamped(math.fsum(bounded) / n) if n else (0.0, 0.0)
         losses = [-advantage * math.exp(mean) for advantage in sequence.advantages]
         rows.append((losses, [[loss * whole * inside[u] / n for u in range(n)] for loss in losses]))
@@ -156,7 +179,9 @@ def clip_cov(
     clip_cov_lb: float = 1.0, clip_cov_ub: float = 5.0,
 ) -> Rows:  # fmt: skip
     cov = covariances(step)
-    eligible = sorted((draw(step[b].identity, t), b, t) for b, t in cov if clip_cov_lb < cov[b, t] < clip_cov_ub)
+    eligible = sorted(
+        (draw(step[b].identity, t), b, t) for b, t in cov if clip_cov_lb < cov[b, t] < clip_cov_ub
+    )
     chosen = {(b, t) for _, b, t in eligible[: max(int(clip_cov_ratio * len(cov)), 1)]}
     rows = ppo_clip(step, clip_low, clip_high)
     for b, t in chosen:
@@ -174,7 +199,8 @@ def kl_cov(step: list[Sequence], kl_cov_ratio: float = 2e-4, ppo_kl_coef: float 
         d, inside = clamped(sequence.log_ratios[t])
         loss = slope = -sequence.advantages[t] * math.exp(d)
         if (index[id(sequence)], t) in chosen:
-            loss, slope = loss + ppo_kl_coef * abs(d), slope + ppo_kl_coef * ((d > 0) - (d < 0))
+            loss = loss + ppo_kl_coef * abs(d)
+            slope = slope + ppo_kl_coef * ((d > 0) - (d < 0))
         return loss, slope * inside
 
     return each_token(step, token)
@@ -185,11 +211,16 @@ def covariances(step: list[Sequence]) -> dict[tuple[int, int], float]:
     tokens = [(b, t) for b, sequence in enumerate(step) for t in range(len(sequence.old))]
     mean_advantage = math.fsum(step[b].advantages[t] for b, t in tokens) / max(len(tokens), 1)
     mean_old = math.fsum(step[b].old[t] for b, t in tokens) / max(len(tokens), 1)
-    return {(b, t): (step[b].advantages[t] - mean_advantage) * (step[b].old[t] - mean_old) for b, t in tokens}
+    return {
+        (b, t): (step[b].advantages[t] - mean_advantage) * (step[b].old[t] - mean_old)
+        for b, t in tokens
+    }
 
 
 def draw(identity: int, position: int) -> float:
-    """The number in [0, 1) of a token: output `position` of splitmix64 seeded with the scrambled identity."""
+    """The number in [0, 1) of a token: output `position` of splitmix64 seeded with the scrambled
+    identity.
+    """
     state = (splitmix(identity % TWO_64) + (position + 1) * 0x9E3779B97F4A7C15) % TWO_64
     return (splitmix(state) >> 11) / (1 << 53)
 

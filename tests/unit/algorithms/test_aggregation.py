@@ -25,7 +25,8 @@ MODES = get_args(AggregationMode)
     ],
 )
 def test_by_hand(mode: AggregationMode, expected: list[float]) -> None:
-    weights = loss_weights(mode, torch.tensor([0, 2, 2, 3, 6]), norm_length=10)  # three sequences and an empty one
+    # three sequences and an empty one
+    weights = loss_weights(mode, torch.tensor([0, 2, 2, 3, 6]), norm_length=10)
     torch.testing.assert_close(weights, torch.tensor(expected))
 
 
@@ -45,7 +46,8 @@ def test_is_the_loop_over_sequences(mode: AggregationMode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_split_changes_the_loss(mode: AggregationMode) -> None:
-    loss, weights = torch.randn(sum(LENGTHS)).double(), loss_weights(mode, cu(LENGTHS), norm_length=64).double()
+    loss = torch.randn(sum(LENGTHS)).double()
+    weights = loss_weights(mode, cu(LENGTHS), norm_length=64).double()
     whole = (weights * loss).sum()
     borders = cu(LENGTHS).tolist()
     for cuts in itertools.combinations(borders[1:-1], 3):
@@ -62,13 +64,19 @@ def test_means_sum_to_one(mode: AggregationMode) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_one_rollout_counts_as_one_sequence(mode: AggregationMode) -> None:
     joined = loss_weights(mode, cu((6, 2)), norm_length=8)
-    pieces = loss_weights(mode, cu((4, 0, 2, 2, 0)), norm_length=8, rollout_ids=torch.tensor([5, 5, 5, -1, 9]))
+    pieces = loss_weights(
+        mode, cu((4, 0, 2, 2, 0)), norm_length=8, rollout_ids=torch.tensor([5, 5, 5, -1, 9])
+    )
     assert torch.equal(pieces, joined)
-    distinct = loss_weights(mode, cu(LENGTHS), norm_length=8, rollout_ids=torch.arange(len(LENGTHS)))
+    distinct = loss_weights(
+        mode, cu(LENGTHS), norm_length=8, rollout_ids=torch.arange(len(LENGTHS))
+    )
     assert torch.equal(distinct, loss_weights(mode, cu(LENGTHS), norm_length=8))
 
 
-def slow_weights(mode: AggregationMode, lengths: list[int], rollouts: list[int], norm: float) -> list[float]:
+def slow_weights(
+    mode: AggregationMode, lengths: list[int], rollouts: list[int], norm: float
+) -> list[float]:
     """By the definition, one token at a time: the tokens of each rollout count together."""
     tokens: dict[int, int] = {}
     for rollout, length in zip(rollouts, lengths):
@@ -88,7 +96,9 @@ sequences = st.lists(st.tuples(st.integers(0, 5), st.integers(-2, 2)), max_size=
 
 @settings(max_examples=60, deadline=None)
 @given(drawn=sequences, mode=st.sampled_from(MODES), shared=st.booleans(), norm=st.floats(0.5, 1e4))
-def test_the_slow_reference(drawn: list[tuple[int, int]], mode: AggregationMode, shared: bool, norm: float) -> None:
+def test_the_slow_reference(
+    drawn: list[tuple[int, int]], mode: AggregationMode, shared: bool, norm: float
+) -> None:
     lengths = [length for length, _ in drawn]
     rollouts = [rollout if shared else b for b, (_, rollout) in enumerate(drawn)]
     ids = torch.tensor(rollouts, dtype=torch.int64) if shared else None
@@ -102,7 +112,8 @@ def test_the_slow_reference(drawn: list[tuple[int, int]], mode: AggregationMode,
 def test_a_sequence_keeps_its_weights_in_any_order(
     drawn: list[tuple[int, int]], mode: AggregationMode, data: st.DataObject
 ) -> None:
-    lengths, rollouts = [length for length, _ in drawn], [rollout for _, rollout in drawn]
+    lengths = [length for length, _ in drawn]
+    rollouts = [rollout for _, rollout in drawn]
     order = data.draw(st.permutations(range(len(drawn))))
 
     def parts(chosen: list[int]) -> dict[int, list[float]]:
@@ -116,19 +127,26 @@ def test_a_sequence_keeps_its_weights_in_any_order(
 
 def test_a_rollout_in_pieces_weighs_what_one_rollout_does() -> None:
     """Rollout 7 branched into three samples: as a mean over sequences it would count three times."""
-    lengths, ids = (4, 2, 6, 3), torch.tensor([7, 1, 7, 7])
+    lengths = (4, 2, 6, 3)
+    ids = torch.tensor([7, 1, 7, 7])
     shared = loss_weights("seq-mean-token-mean", cu(lengths), rollout_ids=ids)
     alone = loss_weights("seq-mean-token-mean", cu(lengths))
     of_seven = torch.tensor([1] * 4 + [0] * 2 + [1] * 9).bool()
     assert shared[of_seven].sum().item() == pytest.approx(1 / 2)
     assert alone[of_seven].sum().item() == pytest.approx(3 / 4)
-    assert shared[of_seven].unique().numel() == 1, "each token of a rollout weighs the same, whichever piece it is in"
+    assert shared[of_seven].unique().numel() == 1, (
+        "each token of a rollout weighs the same, whichever piece it is in"
+    )
 
 
 def test_weights_taken_after_the_split_are_others() -> None:
-    """So they are computed once, from the whole optimizer step: a mean of micro-batch means is another number."""
+    """So they are computed once, from the whole optimizer step: a mean of micro-batch means is
+    another number.
+    """
     whole = loss_weights("token-mean", cu((1, 9)))
-    split = torch.cat([loss_weights("token-mean", cu((1,))), loss_weights("token-mean", cu((9,)))]) / 2
+    split = (
+        torch.cat([loss_weights("token-mean", cu((1,))), loss_weights("token-mean", cu((9,)))]) / 2
+    )
     assert whole[0].item() == pytest.approx(0.1)
     assert split[0].item() == pytest.approx(0.5)
 
@@ -142,7 +160,9 @@ def test_no_tokens_no_weights(mode: AggregationMode, lengths: tuple[int, ...]) -
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match=r"unknown aggregation 'token_mean'; known: .*did you mean 'token-mean'"):
+    with pytest.raises(
+        ValueError, match=r"unknown aggregation 'token_mean'; known: .*did you mean 'token-mean'"
+    ):
         loss_weights("token_mean", cu((1,)))  # type: ignore[arg-type]
     for length in (None, 0, -1, float("nan")):
         with pytest.raises(ValueError, match="norm_length: expected a number > 0"):

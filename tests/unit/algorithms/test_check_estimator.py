@@ -1,4 +1,6 @@
-"""The contract tests for authors of estimators: ours keep every rule, and each wrong one is caught under the right one."""
+"""The contract tests for authors of estimators: ours keep every rule, and each wrong one is caught
+under the right one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from rlcore.algorithms import (
 )
 from rlcore.algorithms.testing import ContractError, check_estimator
 from rlcore.algorithms.testing import estimator as estimator_rules
-from rlcore.algorithms.testing.batches import PER_SEQUENCE, Layout, estimator_batch, policy_loss_batch, tensors
+from rlcore.algorithms.testing.batches import (
+    PER_SEQUENCE,
+    Layout,
+    estimator_batch,
+    policy_loss_batch,
+    tensors,
+)
 
 from .helpers import plugin_id
 from .wrong_estimators import (
@@ -47,11 +55,15 @@ OF_THE_WHOLE_BATCH = {"gpg"}  # its scale counts the groups that teach nothing
 @pytest.mark.parametrize("name", estimator_names())
 def test_our_estimators_keep_the_contract(name: str) -> None:
     report = check_estimator(name, uses_batch=name in OF_THE_WHOLE_BATCH)
-    assert [rule.name for rule in report.skipped] == (["group-split"] if name in OF_THE_WHOLE_BATCH else [])
+    assert [rule.name for rule in report.skipped] == (
+        ["group-split"] if name in OF_THE_WHOLE_BATCH else []
+    )
     assert len(report.kept) + len(report.skipped) == 16
 
 
-@pytest.mark.parametrize("name", [name for name in estimator_names() if "kl_coef" in estimator_keywords(name)])
+@pytest.mark.parametrize(
+    "name", [name for name in estimator_names() if "kl_coef" in estimator_keywords(name)]
+)
 def test_and_so_they_do_with_rewards_of_tokens(name: str) -> None:
     check_estimator(name, kl_coef=0.3, distill_coef=0.2)
 
@@ -79,7 +91,9 @@ def test_a_wrong_estimator_is_caught(estimator: Estimator, rule: str) -> None:
         check_estimator(estimator)
     assert caught.value.rule.name == rule, str(caught.value)
     name = getattr(estimator, "__qualname__", "")
-    assert str(caught.value).startswith(f"estimator {name!r} breaks the rule {rule!r}: {caught.value.rule.sentence}\n")
+    assert str(caught.value).startswith(
+        f"estimator {name!r} breaks the rule {rule!r}: {caught.value.rule.sentence}\n"
+    )
     assert f"to do: {caught.value.rule.advice}" in str(caught.value)
 
 
@@ -90,12 +104,20 @@ def test_memory_is_not_read() -> None:
 
 @pytest.mark.parametrize("estimator", [batch_mean, whitened])
 def test_an_estimator_may_declare_that_it_uses_the_batch(estimator: Estimator) -> None:
-    assert [rule.name for rule in check_estimator(estimator, uses_batch=True).skipped] == ["group-split"]
+    assert [rule.name for rule in check_estimator(estimator, uses_batch=True).skipped] == [
+        "group-split"
+    ]
 
 
 def test_a_random_estimator_is_held_to_the_rules_that_remain() -> None:
     report = check_estimator(noisy, random=True)
-    assert {rule.name for rule in report.kept} >= {"outputs", "read-only", "group-of-one", "no-tokens", "constant-rewards"}
+    assert {rule.name for rule in report.kept} >= {
+        "outputs",
+        "read-only",
+        "group-of-one",
+        "no-tokens",
+        "constant-rewards",
+    }
     assert {rule.name for rule in report.skipped} >= {"deterministic", "permutation", "float32"}
     with pytest.raises(ContractError, match="'read-only'"):
         check_estimator(writes(lambda x: x.mul_(torch.rand(1))), random=True)
@@ -109,7 +131,10 @@ def test_the_message_shows_the_smallest_example() -> None:
     assert lines[2].startswith("  rewards [")
     assert lines[3] == "  group_ids [0, 1, 0, 1]"
     assert lines[4] == "  change: sequences in the order [0, 2, 1, 3]"
-    assert re.match(r"  advantages of sequence 0, token 0: expected -?0.\d+, got -?\d.\d+ \(4 of 4 tokens", lines[5])
+    assert re.match(
+        r"  advantages of sequence 0, token 0: expected -?0.\d+, got -?\d.\d+ \(4 of 4 tokens",
+        lines[5],
+    )
     assert lines[6].startswith("  to do: number the groups with group_index(inputs.group_ids)")
 
 
@@ -161,7 +186,10 @@ def test_a_seed_gives_one_verdict() -> None:
 
 def test_batches_have_every_field_and_know_what_belongs_to_a_sequence() -> None:
     layout = Layout((2, 0, 3), (0, 0, 1))
-    for record, absent in ((estimator_batch(layout, 0), set()), (policy_loss_batch(layout, 0), {"batch_stats"})):
+    for record, absent in (
+        (estimator_batch(layout, 0), set()),
+        (policy_loss_batch(layout, 0), {"batch_stats"}),
+    ):
         present = dict(tensors(record))
         assert {field.name for field in fields(record)} - set(present) == absent
         per_sequence = {name for name, value in present.items() if value.numel() == 3}
@@ -171,16 +199,21 @@ def test_batches_have_every_field_and_know_what_belongs_to_a_sequence() -> None:
 def test_it_needs_torch_alone() -> None:
     others = {"pytest", "hypothesis", "scipy", "megatron"}
     code = f"import sys, rlcore.algorithms.testing; print(sorted({others} & set(sys.modules)))"
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    out = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
+    )
     assert out.stdout.strip() == "[]"
 
 
 def test_no_rule_is_without_an_estimator_that_breaks_it() -> None:
-    assert {rule for _, rule in WRONG_ESTIMATORS} | {"storage"} == {rule.name for rule in estimator_rules._RULES}
+    assert {rule for _, rule in WRONG_ESTIMATORS} | {"storage"} == {
+        rule.name for rule in estimator_rules._RULES
+    }
 
 
 def test_helpers_named_in_advice_do_what_it_says() -> None:
     """The rules point at these: discounted sums stop at borders, the mean of nothing is 0."""
-    x, borders = torch.ones(3), torch.tensor([0, 2, 2, 3])
+    x = torch.ones(3)
+    borders = torch.tensor([0, 2, 2, 3])
     assert discounted_suffix_sum(x, borders, 1.0).tolist() == [2, 1, 1]
     assert segment_mean(x, borders).tolist() == [1, 0, 1]

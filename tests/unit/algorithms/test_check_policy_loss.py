@@ -1,4 +1,6 @@
-"""The contract tests for authors of policy losses: ours keep every rule, and each wrong one is caught under the right one."""
+"""The contract tests for authors of policy losses: ours keep every rule, and each wrong one is
+caught under the right one.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,9 @@ def first_of_the_micro_batch(inputs: PolicyLossInputs) -> PolicyLoss:
 
 
 def sequence_mean_of_nothing(inputs: PolicyLossInputs) -> PolicyLoss:
-    means = segment_sum(inputs.logprobs - inputs.old_logprobs, inputs.cu_seqlens) / segment_lengths(inputs.cu_seqlens)
+    means = segment_sum(inputs.logprobs - inputs.old_logprobs, inputs.cu_seqlens) / segment_lengths(
+        inputs.cu_seqlens
+    )
     worst = means.detach().isnan().any()  # an empty sequence makes it true
     return PolicyLoss(plain(inputs).per_token * torch.where(worst, 2.0, 1.0))
 
@@ -192,7 +196,12 @@ def test_no_rule_is_without_a_loss_that_breaks_it() -> None:
 
 
 def test_right_losses_pass_in_any_form() -> None:
-    for form in (plain, QuantileOfTheStep, build_policy_loss("ppo_clip"), lambda: QuantileOfTheStep()):
+    for form in (
+        plain,
+        QuantileOfTheStep,
+        build_policy_loss("ppo_clip"),
+        lambda: QuantileOfTheStep(),
+    ):
         check_policy_loss(form)
     with pytest.raises(TypeError, match="clip_low: the loss is built already"):
         check_policy_loss(build_policy_loss("ppo_clip"), clip_low=0.1)

@@ -29,17 +29,32 @@ EVERY = [(name, level) for name in NAMES for level in LEVELS]
 
 
 def oracle(
-    name: str, level: str, lower: float, upper: float, veto: float | None, old: list[float], engine: list[float]
+    name: str,
+    level: str,
+    lower: float,
+    upper: float,
+    veto: float | None,
+    old: list[float],
+    engine: list[float],
 ) -> tuple[list[float], list[bool], list[bool], list[bool]]:
     """One sequence in plain Python: weights, keep, clipped, masked."""
     gaps = [a - b for a, b in zip(old, engine)]
     rejected = any(not math.isfinite(e) for e in engine)
-    rejected = rejected or (veto is not None and any(math.exp(min(gap, 20.0)) < veto for gap in gaps))
+    rejected = rejected or (
+        veto is not None and any(math.exp(min(gap, 20.0)) < veto for gap in gaps)
+    )
     if rejected:
         return [0.0] * len(gaps), [False] * len(gaps), [False] * len(gaps), [True] * len(gaps)
-    weights, keep, clipped, masked = [], [], [], []
+    weights = []
+    keep = []
+    clipped = []
+    masked = []
     for gap in gaps:
-        exponent = {"token": gap, "sequence": math.fsum(gaps), "geometric": math.fsum(gaps) / len(gaps)}[level]
+        exponent = {
+            "token": gap,
+            "sequence": math.fsum(gaps),
+            "geometric": math.fsum(gaps) / len(gaps),
+        }[level]
         w = math.exp(min(max(exponent, -20.0), 20.0))
         inside = lower <= w <= upper
         weights.append(min(max(w, lower), upper) if name == "tis" else w if inside else 0.0)
@@ -49,7 +64,9 @@ def oracle(
     return weights, keep, clipped, masked
 
 
-def check(correction: Correction, old: Tensor, engine: Tensor, borders: Tensor, tolerance: float = 1e-12) -> CorrectionResult:
+def check(
+    correction: Correction, old: Tensor, engine: Tensor, borders: Tensor, tolerance: float = 1e-12
+) -> CorrectionResult:
     """Compare with the oracle, sequence by sequence."""
     result = correction(old, engine, borders)
     lower, upper = correction.bounds
@@ -58,7 +75,9 @@ def check(correction: Correction, old: Tensor, engine: Tensor, borders: Tensor, 
             correction.name, correction.level, lower, upper, correction.veto,
             old[first:last].tolist(), engine[first:last].tolist(),
         )  # fmt: skip
-        assert result.weights[first:last].tolist() == pytest.approx(weights, rel=tolerance, abs=tolerance)
+        assert result.weights[first:last].tolist() == pytest.approx(
+            weights, rel=tolerance, abs=tolerance
+        )
         assert result.keep[first:last].tolist() == keep
         assert result.metrics["correction_masked"][first:last].tolist() == masked
         if correction.name == "tis":
@@ -75,22 +94,31 @@ def logprobs(size: int, seed: int = 0, spread: float = 0.5) -> tuple[Tensor, Ten
 
 def options(name: str, **more: float) -> dict[str, Any]:
     """Bounds that leave tokens and sequences on all sides."""
-    return {"lower": 0.7, "upper": 1.5, **more} if name != "tis" else {"lower": 0.5, "upper": 1.5, **more}
+    return (
+        {"lower": 0.7, "upper": 1.5, **more}
+        if name != "tis"
+        else {"lower": 0.5, "upper": 1.5, **more}
+    )
 
 
-# --- against the references -----------------------------------------------------------------------------------------
+# --- against the references -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "level"), EVERY)
 @pytest.mark.parametrize("veto", [None, 0.6])
 def test_every_correction_against_its_reference(name: Any, level: Any, veto: float | None) -> None:
     old, engine = logprobs(sum(LENGTHS))
-    result = check(Correction(name, level=level, veto=veto, **options(name)), old, engine, cu(LENGTHS))
+    result = check(
+        Correction(name, level=level, veto=veto, **options(name)), old, engine, cu(LENGTHS)
+    )
     assert result.weights.dtype == torch.float64
     assert not result.weights.requires_grad
-    short = (4, 0, 1, 2, 3, 1, 2, 6)  # sums of so few stay near the bounds, so both sides of each are met
+    # sums of so few stay near the bounds, so both sides of each are met
+    short = (4, 0, 1, 2, 3, 1, 2, 6)
     old, engine = logprobs(sum(short), seed=3, spread=0.3)
-    result = check(Correction(name, level=level, veto=veto, **options(name)), old, engine, cu(short))
+    result = check(
+        Correction(name, level=level, veto=veto, **options(name)), old, engine, cu(short)
+    )
     used = ~result.metrics["correction_masked"]
     assert bool(used.any())
     if name != "tis" or veto:
@@ -99,7 +127,8 @@ def test_every_correction_against_its_reference(name: Any, level: Any, veto: flo
 
 def test_the_formulas_by_hand() -> None:
     engine = torch.log(torch.tensor([0.5, 0.5, 0.1, 0.4], dtype=torch.float64))
-    old = torch.log(torch.tensor([0.5, 0.25, 0.6, 0.2], dtype=torch.float64))  # ratios 1, 1/2, 6, 1/2
+    # ratios 1, 1/2, 6, 1/2
+    old = torch.log(torch.tensor([0.5, 0.25, 0.6, 0.2], dtype=torch.float64))
     borders = torch.tensor([0, 2, 4])
 
     def run(name: CorrectionName, **keywords: Any) -> tuple[list[float], list[bool]]:
@@ -110,11 +139,20 @@ def test_the_formulas_by_hand() -> None:
     assert run("tis") == ([1.0, 0.5, 2.0, 0.5], everything)
     assert run("tis", lower=0.75) == ([1.0, 0.75, 2.0, 0.75], everything)
     assert run("tis", level="sequence", upper=2.5) == ([0.5, 0.5, 2.5, 2.5], everything)
-    assert run("tis", level="geometric") == ([round(0.5**0.5, 9)] * 2 + [round(3**0.5, 9)] * 2, everything)
+    assert run("tis", level="geometric") == (
+        [round(0.5**0.5, 9)] * 2 + [round(3**0.5, 9)] * 2,
+        everything,
+    )
     assert run("mis", lower=0.6, upper=4.0) == ([1.0, 0.0, 0.0, 0.0], [True, False, False, False])
-    assert run("mis", level="sequence", lower=0.6, upper=4.0) == ([0.0, 0.0, 3.0, 3.0], [False, False, True, True])
+    assert run("mis", level="sequence", lower=0.6, upper=4.0) == (
+        [0.0, 0.0, 3.0, 3.0],
+        [False, False, True, True],
+    )
     assert run("icepop", lower=0.6) == ([1.0, 0.0, 0.0, 0.0], everything)
-    assert run("icepop", level="geometric", lower=0.8) == ([0.0, 0.0] + [round(3**0.5, 9)] * 2, everything)
+    assert run("icepop", level="geometric", lower=0.8) == (
+        [0.0, 0.0] + [round(3**0.5, 9)] * 2,
+        everything,
+    )
     assert run("tis", veto=0.6) == ([0.0] * 4, [False] * 4)
     assert run("tis", veto=0.4) == run("tis")
 
@@ -137,7 +175,7 @@ def test_sequence_level_tis_is_the_capped_product() -> None:
     assert weights[5:].tolist() == pytest.approx([min(ratios[5:].prod().item(), 2.0)] * 7)
 
 
-# --- properties -----------------------------------------------------------------------------------------------------
+# --- properties -----------------------------------------------------------------------------------
 
 
 @st.composite
@@ -145,18 +183,28 @@ def ragged(draw: st.DrawFn) -> tuple[Tensor, Tensor, list[int]]:
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=6))
     number = st.floats(-8.0, 0.0)
     vector = st.lists(number, min_size=sum(lengths), max_size=sum(lengths))
-    return torch.tensor(draw(vector), dtype=torch.float64), torch.tensor(draw(vector), dtype=torch.float64), lengths
+    return (
+        torch.tensor(draw(vector), dtype=torch.float64),
+        torch.tensor(draw(vector), dtype=torch.float64),
+        lengths,
+    )
 
 
 @pytest.mark.parametrize(("name", "level"), EVERY)
 @given(batch=ragged())
 @settings(max_examples=25, deadline=None)
-def test_agreement_changes_nothing(name: Any, level: Any, batch: tuple[Tensor, Tensor, list[int]]) -> None:
+def test_agreement_changes_nothing(
+    name: Any, level: Any, batch: tuple[Tensor, Tensor, list[int]]
+) -> None:
     old, _, lengths = batch
     result = Correction(name, level=level, veto=0.5)(old, old.clone(), cu(lengths))
     assert torch.equal(result.weights, torch.ones_like(old))
     assert bool(result.keep.all())
-    assert not any(bool(value.any()) for metric, value in result.metrics.items() if metric != "correction_weight")
+    assert not any(
+        bool(value.any())
+        for metric, value in result.metrics.items()
+        if metric != "correction_weight"
+    )
 
 
 @pytest.mark.parametrize(("name", "level"), EVERY)
@@ -175,7 +223,8 @@ def test_order_and_split_change_nothing(
         assert torch.equal(alone[place].weights, whole.weights.split(lengths)[b])
         assert torch.equal(alone[place].keep, whole.keep.split(lengths)[b])
 
-    moments, expected = Moments(), Moments()
+    moments = Moments()
+    expected = Moments()
     for part in alone:
         moments.update(part.metrics)
     expected.update(whole.metrics)
@@ -185,7 +234,9 @@ def test_order_and_split_change_nothing(
 @pytest.mark.parametrize(("name", "level"), EVERY)
 @given(batch=ragged())
 @settings(max_examples=25, deadline=None)
-def test_weights_stay_within_their_bounds(name: Any, level: Any, batch: tuple[Tensor, Tensor, list[int]]) -> None:
+def test_weights_stay_within_their_bounds(
+    name: Any, level: Any, batch: tuple[Tensor, Tensor, list[int]]
+) -> None:
     old, engine, lengths = batch
     correction = Correction(name, level=level)
     lower, upper = correction.bounds
@@ -195,7 +246,7 @@ def test_weights_stay_within_their_bounds(name: Any, level: Any, batch: tuple[Te
     assert bool((within | (result.weights == 0)).all())
 
 
-# --- extremes -------------------------------------------------------------------------------------------------------
+# --- extremes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "level"), EVERY)
@@ -205,7 +256,9 @@ def test_huge_log_ratios_are_finite(name: Any, level: Any, dtype: torch.dtype) -
     engine = torch.tensor([0.0, -1e4, -1e4, -1e-3, -5.0], dtype=dtype)
     borders = torch.tensor([0, 1, 2, 2, 5])
     check(Correction(name, level=level), old, engine, borders)
-    result = check(Correction(name, level=level, upper=1e8, lower=1e-8), old, engine, borders, tolerance=1e-6)
+    result = check(
+        Correction(name, level=level, upper=1e8, lower=1e-8), old, engine, borders, tolerance=1e-6
+    )
     assert bool(result.weights.isfinite().all())
     assert result.weights.dtype == dtype
     if name != "tis":
@@ -217,24 +270,30 @@ def test_huge_log_ratios_are_finite(name: Any, level: Any, dtype: torch.dtype) -
 def test_a_long_sequence_is_summed_in_double_precision() -> None:
     gap = torch.full((1_000_000,), 1e-6)
     engine = torch.full_like(gap, -2.0).double()
-    weights = Correction("tis", level="sequence", upper=10.0)(engine + gap.double(), engine, torch.tensor([0, gap.numel()]))
+    weights = Correction("tis", level="sequence", upper=10.0)(
+        engine + gap.double(), engine, torch.tensor([0, gap.numel()])
+    )
     assert weights.weights[0].item() == pytest.approx(math.e, rel=1e-6)
 
 
 @pytest.mark.parametrize(("name", "level"), EVERY)
 def test_batches_without_tokens(name: Any, level: Any) -> None:
     for borders in ([0], [0, 0], [0, 0, 0]):
-        result = Correction(name, level=level, veto=0.1)(torch.zeros(0), torch.zeros(0), torch.tensor(borders))
+        result = Correction(name, level=level, veto=0.1)(
+            torch.zeros(0), torch.zeros(0), torch.tensor(borders)
+        )
         assert result.weights.shape == result.keep.shape == (0,)
         assert result.metrics["correction_vetoed"].tolist() == [False] * (len(borders) - 1)
 
 
-# --- replies that cannot be trusted ---------------------------------------------------------------------------------
+# --- replies that cannot be trusted ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "level"), EVERY)
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_a_corrupt_log_prob_of_the_engine_rejects_its_whole_sequence(name: Any, level: Any, broken: float) -> None:
+def test_a_corrupt_log_prob_of_the_engine_rejects_its_whole_sequence(
+    name: Any, level: Any, broken: float
+) -> None:
     old = torch.full((6,), -1.0)
     engine = torch.tensor([-1.0, -1.0, broken, -1.0, -1.0, -1.0])
     result = check(Correction(name, level=level), old, engine, torch.tensor([0, 2, 4, 4, 6]))
@@ -245,7 +304,9 @@ def test_a_corrupt_log_prob_of_the_engine_rejects_its_whole_sequence(name: Any, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_broken_trainer_is_not_hidden(name: CorrectionName) -> None:
-    result = Correction(name)(torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([0, 2]))
+    result = Correction(name)(
+        torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([0, 2])
+    )
     assert math.isnan(result.weights[0].item())
     assert result.keep.tolist() == [True, True]
 
@@ -253,14 +314,18 @@ def test_a_broken_trainer_is_not_hidden(name: CorrectionName) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_veto_looks_at_tokens_at_every_level(level: CorrectionLevel) -> None:
     engine = torch.full((4,), -1.0)
-    old = engine + torch.tensor([6.0, -6.0, 0.0, 0.0])  # the ratios of the first sequence multiply to 1
-    assert Correction("tis", level=level)(old, engine, torch.tensor([0, 2, 4])).keep.tolist() == [True] * 4
+    # the ratios of the first sequence multiply to 1
+    old = engine + torch.tensor([6.0, -6.0, 0.0, 0.0])
+    assert (
+        Correction("tis", level=level)(old, engine, torch.tensor([0, 2, 4])).keep.tolist()
+        == [True] * 4
+    )
     vetoed = Correction("tis", level=level, veto=0.01)(old, engine, torch.tensor([0, 2, 4]))
     assert vetoed.keep.tolist() == [False, False, True, True]
     assert vetoed.metrics["correction_vetoed"].tolist() == [True, False]
 
 
-# --- metrics --------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 def test_the_metrics_by_hand() -> None:
@@ -280,12 +345,14 @@ def test_the_metrics_by_hand() -> None:
 
 def test_the_effective_sample_size_of_nothing_is_zero() -> None:
     moments = Moments()
-    moments.update(Correction("mis")(torch.tensor([-9.0]), torch.tensor([-1.0]), torch.tensor([0, 1])).metrics)
+    moments.update(
+        Correction("mis")(torch.tensor([-9.0]), torch.tensor([-1.0]), torch.tensor([0, 1])).metrics
+    )
     assert moments.reduce()["correction/ess"] == 0.0
     assert "correction/clipped_fraction" not in moments.reduce()  # only tis clips
 
 
-# --- construction ---------------------------------------------------------------------------------------------------
+# --- construction ---------------------------------------------------------------------------------
 
 
 def test_the_defaults() -> None:
@@ -315,7 +382,9 @@ def test_wrong_keywords_are_refused(keywords: dict[str, Any], message: str) -> N
 
 
 def test_wrong_inputs_are_named() -> None:
-    with pytest.raises(InputError, match=r"rollout_logprobs: expected floating numbers \[M\] = \[2\], got .* \[3\]"):
+    with pytest.raises(
+        InputError, match=r"rollout_logprobs: expected floating numbers \[M\] = \[2\], got .* \[3\]"
+    ):
         Correction("tis")(torch.zeros(2), torch.zeros(3), torch.tensor([0, 2]))
     with pytest.raises(InputError, match=r"old_logprobs: .* got torch.int64"):
         Correction("tis")(torch.zeros(2).long(), torch.zeros(2), torch.tensor([0, 2]))

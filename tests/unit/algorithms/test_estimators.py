@@ -19,7 +19,8 @@ from rlcore.algorithms import (
 
 from .helpers import cu, random_inputs
 
-SHAPED = ("ppo", "vapo", "reinforce++", "reinforce++_baseline", "remax", "rloo")  # with per-token rewards
+# with per-token rewards
+SHAPED = ("ppo", "vapo", "reinforce++", "reinforce++_baseline", "remax", "rloo")
 ALWAYS = {"ppo": {"values"}, "vapo": {"values"}, "remax": {"baseline_rewards"}}
 
 
@@ -47,15 +48,22 @@ def test_needs_follow_the_coefficients(name: str) -> None:
     assert build_estimator(name).needs == always
     if name in SHAPED:
         assert build_estimator(name, kl_coef=0.1).needs == always | {"kl"}
-        assert build_estimator(name, distill_coef=0.1).needs == always | {"teacher_logprobs", "logprobs"}
+        assert build_estimator(name, distill_coef=0.1).needs == always | {
+            "teacher_logprobs",
+            "logprobs",
+        }
 
 
 @pytest.mark.parametrize("name", SHAPED)
 def test_the_kl_stays_raw(name: str) -> None:
     inputs = random_inputs()
-    before = {field: getattr(inputs, field).clone() for field in ("kl", "logprobs", "teacher_logprobs", "token_rewards")}
+    before = {
+        field: getattr(inputs, field).clone()
+        for field in ("kl", "logprobs", "teacher_logprobs", "token_rewards")
+    }
     build_estimator(name, kl_coef=0.3, distill_coef=0.2)(inputs)
-    build_estimator(name, kl_coef=0.3, distill_coef=0.2).estimator(inputs)  # without the guard's copies
+    # without the guard's copies
+    build_estimator(name, kl_coef=0.3, distill_coef=0.2).estimator(inputs)
     for field, value in before.items():
         assert torch.equal(getattr(inputs, field), value)
         assert getattr(inputs, field)._version == 0
@@ -72,7 +80,9 @@ def test_the_kl_stays_raw(name: str) -> None:
         ("reinforce++", {"distill_coef": 0.1}, "teacher_logprobs", r"teacher"),
     ],
 )
-def test_a_missing_field_says_what_to_set(name: str, options: dict[str, float], missing: str, hint: str) -> None:
+def test_a_missing_field_says_what_to_set(
+    name: str, options: dict[str, float], missing: str, hint: str
+) -> None:
     with pytest.raises(MissingInputError, match=rf"{missing!r} is missing: .*{hint}"):
         build_estimator(name, **options)(random_inputs(**{missing: None}))
 
@@ -92,11 +102,16 @@ def test_senseless_settings_are_refused(name: str, options: dict[str, float]) ->
         build_estimator(name, **options)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "max_rl", "reinforce++", "ppo", "vapo"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "max_rl", "reinforce++", "ppo", "vapo"]
+)
 def test_a_nan_reward_is_an_error_that_names_the_sequence(name: str) -> None:
     rewards = torch.tensor([1.0, 0.5, float("nan"), 0.0])
     inputs = EstimatorInputs(
-        cu_seqlens=cu((2, 1, 3, 1)), rewards=rewards, group_ids=torch.tensor([0, 0, 1, 1]), values=torch.zeros(7)
+        cu_seqlens=cu((2, 1, 3, 1)),
+        rewards=rewards,
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        values=torch.zeros(7),
     )
     with pytest.raises(OutputError, match="first in sequence 2"):
         build_estimator(name)(inputs)

@@ -18,7 +18,9 @@ LENGTHS = (1, 1, 2, 3, 3, 1)
 def scores(name: str, rewards: list[float] = REWARDS, **options: float | bool) -> list[float]:
     """The advantage of each sequence of the batch above, which must be the same on all its tokens."""
     inputs = EstimatorInputs(
-        cu_seqlens=cu(LENGTHS), rewards=torch.tensor(rewards, dtype=torch.float64), group_ids=torch.tensor(GROUPS)
+        cu_seqlens=cu(LENGTHS),
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        group_ids=torch.tensor(GROUPS),
     )
     parts = build_estimator(name, **options)(inputs).advantages.split(LENGTHS)
     assert all(part.eq(part[0]).all() for part in parts)
@@ -32,7 +34,8 @@ def scores(name: str, rewards: list[float] = REWARDS, **options: float | bool) -
         ("grpo", [0.0, -1.5 / 4.5**0.5, -1.0, 1.5 / 4.5**0.5, 1.0, 0.0]),  # stds 1, sqrt(4.5)
         ("rloo", [0.0, -3.0, -1.5, 3.0, 1.5, 0.0]),  # the others: 1, 8, 1.5, 5, .5
         ("reinforce++_baseline", [0.0, -1.5, -1.0, 1.5, 1.0, 0.0]),
-        ("opo", [-1 / 6, 5 - 29 / 4, -7 / 6, 8 - 29 / 4, 5 / 6, 0.0]),  # (1 + 0 + 6) / 6 and (5 + 24) / 4
+        # (1 + 0 + 6) / 6 and (5 + 24) / 4
+        ("opo", [-1 / 6, 5 - 29 / 4, -7 / 6, 8 - 29 / 4, 5 / 6, 0.0]),
         ("gpg", [0.0, -1.8, -1.2, 1.8, 1.2, 0.0]),  # alpha 6 / 5: the one alone has no gradient
         ("max_rl", [0.0, -1.5 / 6.5, -1.0, 1.5 / 6.5, 1.0, 0.0]),
     ],
@@ -42,11 +45,15 @@ def test_groups_are_shuffled_and_one_has_one_member(name: str, expected: list[fl
 
 
 def test_grpo_leaves_the_sample_out_of_its_baseline_but_not_of_its_std() -> None:
-    assert scores("grpo", leave_one_out=True, eps=1e-12) == pytest.approx([0.0, -3 / 4.5**0.5, -1.5, 3 / 4.5**0.5, 1.5, 0.0])
+    assert scores("grpo", leave_one_out=True, eps=1e-12) == pytest.approx(
+        [0.0, -3 / 4.5**0.5, -1.5, 3 / 4.5**0.5, 1.5, 0.0]
+    )
     assert scores("grpo", leave_one_out=True, normalize_std=False) == pytest.approx(scores("rloo"))
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "max_rl", "reinforce++_baseline"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "max_rl", "reinforce++_baseline"]
+)
 @pytest.mark.parametrize("value", [0.1, 0.0, 1e4, -1 / 3])
 def test_equal_rewards_earn_exactly_nothing(name: str, value: float) -> None:
     assert scores(name, rewards=[value] * 6) == [0.0] * 6
@@ -54,28 +61,48 @@ def test_equal_rewards_earn_exactly_nothing(name: str, value: float) -> None:
 
 def test_max_rl_weighs_a_success_by_its_rarity() -> None:
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
-    inputs = EstimatorInputs(cu_seqlens=cu((1,) * 8), rewards=rewards, group_ids=torch.tensor([0] * 4 + [1] * 2 + [2] * 2))
-    assert build_estimator("max_rl")(inputs).advantages.tolist() == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
+    inputs = EstimatorInputs(
+        cu_seqlens=cu((1,) * 8),
+        rewards=rewards,
+        group_ids=torch.tensor([0] * 4 + [1] * 2 + [2] * 2),
+    )
+    assert build_estimator("max_rl")(inputs).advantages.tolist() == [
+        3.0,
+        -1.0,
+        -1.0,
+        -1.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_max_rl_does_not_turn_around_where_the_mean_is_negative() -> None:
-    assert scores("max_rl", rewards=[-1.0, 1.0, -2.0, 3.0, 0.0, 1.0]) == pytest.approx([0, -0.5, 0, 0.5, 0, 0])
+    assert scores("max_rl", rewards=[-1.0, 1.0, -2.0, 3.0, 0.0, 1.0]) == pytest.approx(
+        [0, -0.5, 0, 0.5, 0, 0]
+    )
 
 
 def test_gpg_counts_groups_with_a_gradient_not_rewards() -> None:
-    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0])  # the first group is all right: 4 samples, 2 of them with a gradient
-    inputs = EstimatorInputs(cu_seqlens=cu((1,) * 4), rewards=rewards, group_ids=torch.tensor([0, 0, 1, 1]))
+    # the first group is all right: 4 samples, 2 of them with a gradient
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    inputs = EstimatorInputs(
+        cu_seqlens=cu((1,) * 4), rewards=rewards, group_ids=torch.tensor([0, 0, 1, 1])
+    )
     assert build_estimator("gpg")(inputs).advantages.tolist() == [0.0, 0.0, -1.0, 1.0]
 
 
 def test_gae_across_a_tool_call() -> None:
-    # [a a obs obs a a]: the observations are not there, so one gamma and one lambda lie between .3 and .33
+    # [a a obs obs a a]: the observations are not there, so one gamma and one lambda lie between .3
+    # and .33
     inputs = EstimatorInputs(
         cu_seqlens=cu((4,)), rewards=torch.tensor([1.0]), group_ids=torch.tensor([0]),
         values=torch.tensor([0.2, 0.3, 0.33, 0.4]),
     )  # fmt: skip
     result = build_estimator("ppo", gamma=1.0, lam=0.95)(inputs)
-    expected = torch.tensor([0.7061, 0.638, 0.64, 0.6])  # .1 + .95 * .638; .03 + .95 * .64; .07 + .95 * .6; 1 - .4
+    # .1 + .95 * .638; .03 + .95 * .64; .07 + .95 * .6; 1 - .4
+    expected = torch.tensor([0.7061, 0.638, 0.64, 0.6])
     torch.testing.assert_close(result.advantages, expected)
     torch.testing.assert_close(result.returns, expected + torch.tensor([0.2, 0.3, 0.33, 0.4]))
 
@@ -89,9 +116,11 @@ def test_vapo_takes_lambda_from_the_length() -> None:
     result = build_estimator("vapo", alpha=0.5)(inputs)
     expected = torch.tensor([0.2775, 0.355, 0.65 - 0.28, 0.6, 0.1, 0.4, 0.3])
     expected[2] = 0.07 + 0.5 * 0.6  # .37; then .03 + .5 * .37 = .215; .1 + .5 * .215 = .2075
-    expected[1], expected[0] = 0.215, 0.2075
+    expected[1] = 0.215
+    expected[0] = 0.2075
     torch.testing.assert_close(result.advantages, expected)
-    torch.testing.assert_close(result.returns, torch.ones(7))  # critic_lam 1: the Monte-Carlo return
+    # critic_lam 1: the Monte-Carlo return
+    torch.testing.assert_close(result.returns, torch.ones(7))
 
 
 def test_reinforce_pp_rewards_the_first_turn() -> None:
@@ -124,7 +153,8 @@ def test_reinforce_pp_baseline_does_not_accumulate_the_kl() -> None:
 
 def test_remax_subtracts_the_reward_of_the_greedy_sample() -> None:
     result = build_estimator("remax", kl_coef=1.0)(turns())
-    torch.testing.assert_close(result.advantages, torch.tensor([0.45, 0.55, -0.9]))  # .7 and .8 less .25; -.4 less .5
+    # .7 and .8 less .25; -.4 less .5
+    torch.testing.assert_close(result.advantages, torch.tensor([0.45, 0.55, -0.9]))
     torch.testing.assert_close(result.returns, torch.tensor([0.7, 0.8, -0.4]))
 
 

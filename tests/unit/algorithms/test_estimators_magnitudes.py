@@ -26,12 +26,17 @@ EPS = {torch.float32: 2**-23, torch.float64: 2**-52}
 def scaled(mean: float, spread: float, dtype: torch.dtype) -> EstimatorInputs:
     """A batch whose rewards, values and baselines are about `mean`, apart by `spread`."""
     inputs = random_inputs(LENGTHS, seed=5, group_ids=GROUPS, token_rewards=None)
-    moved = {name: mean + spread * getattr(inputs, name) for name in ("rewards", "values", "baseline_rewards")}
+    moved = {
+        name: mean + spread * getattr(inputs, name)
+        for name in ("rewards", "values", "baseline_rewards")
+    }
     inputs = replace(inputs, **moved)
     return in_float32(inputs) if dtype == torch.float32 else inputs
 
 
-def right_to_rounding(name: str, inputs: EstimatorInputs, options: dict[str, Any], *, of: float = 0.0) -> None:
+def right_to_rounding(
+    name: str, inputs: EstimatorInputs, options: dict[str, Any], *, of: float = 0.0
+) -> None:
     """One rounding of the result, and what float64 loses on numbers as large as `of`."""
     result = build_estimator(name, **options)(inputs)
     advantages, returns = reference(name, inputs, **options)
@@ -45,9 +50,15 @@ def right_to_rounding(name: str, inputs: EstimatorInputs, options: dict[str, Any
 @each_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("mean", "spread"), [(1e4, 1e-2), (0.0, 1e-6), (-1.0, 1e6), (1e-3, 1e-5)])
-def test_rewards_of_any_size(name: str, options: dict[str, Any], dtype: torch.dtype, mean: float, spread: float) -> None:
+def test_rewards_of_any_size(
+    name: str, options: dict[str, Any], dtype: torch.dtype, mean: float, spread: float
+) -> None:
     inputs = scaled(mean, spread, dtype)
-    size = abs(mean) + spread + sum(options.get(coefficient, 0.0) for coefficient in ("kl_coef", "distill_coef"))
+    size = (
+        abs(mean)
+        + spread
+        + sum(options.get(coefficient, 0.0) for coefficient in ("kl_coef", "distill_coef"))
+    )
     if name == "grpo" and options.get("normalize_std", True):
         size /= min(spread, 1.0)  # divided by the std
     if name == "max_rl":
@@ -59,10 +70,14 @@ def test_rewards_of_any_size(name: str, options: dict[str, Any], dtype: torch.dt
 @pytest.mark.parametrize("size", [1e30, 1e-30])
 def test_rewards_at_the_ends_of_float32(name: str, options: dict[str, Any], size: float) -> None:
     of = size + options.get("kl_coef", 0.0) + options.get("distill_coef", 0.0)
-    right_to_rounding(name, scaled(0.0, size, torch.float32), options, of=max(of, 1.0) if name == "max_rl" else of)
+    right_to_rounding(
+        name, scaled(0.0, size, torch.float32), options, of=max(of, 1.0) if name == "max_rl" else of
+    )
 
 
-@pytest.mark.parametrize("name", ["ppo", "vapo", "reinforce++", "reinforce++_baseline", "remax", "rloo"])
+@pytest.mark.parametrize(
+    "name", ["ppo", "vapo", "reinforce++", "reinforce++_baseline", "remax", "rloo"]
+)
 @pytest.mark.parametrize("size", [1e4, 1e-6])
 def test_log_ratios_of_any_size(name: str, size: float) -> None:
     inputs = random_inputs(LENGTHS, seed=6, group_ids=GROUPS)
@@ -76,7 +91,9 @@ def test_a_small_kl_beside_a_large_reward_is_not_lost() -> None:
         kl=torch.tensor([1e-5, 1e-5, 4e-5]),
     )  # fmt: skip
     result = build_estimator("rloo", kl_coef=1.0)(inputs)  # in float32, 1e4 - 1e-5 is 1e4
-    torch.testing.assert_close(result.advantages, torch.tensor([2e-5, 2e-5, -2e-5]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        result.advantages, torch.tensor([2e-5, 2e-5, -2e-5]), rtol=1e-6, atol=0
+    )
 
 
 def test_a_huge_value_leaves_no_trace_in_the_sequence_before_it() -> None:
@@ -131,7 +148,9 @@ def backwards(x: np.ndarray, decay: float) -> np.ndarray:
     ],
     ids=case_id,
 )  # fmt: skip
-def test_a_million_tokens(long_batch: EstimatorInputs, name: str, options: dict[str, Any], gamma: float, lam: float) -> None:
+def test_a_million_tokens(
+    long_batch: EstimatorInputs, name: str, options: dict[str, Any], gamma: float, lam: float
+) -> None:
     inputs = replace(long_batch, baseline_rewards=torch.zeros(3))
     result = build_estimator(name, kl_coef=0.1, **options)(inputs)
     middle = slice(2, 2 + MILLION)
@@ -145,5 +164,8 @@ def test_a_million_tokens(long_batch: EstimatorInputs, name: str, options: dict[
     if name == "vapo":
         assert result.returns is not None
         np.testing.assert_allclose(
-            result.returns[middle].double().numpy(), backwards(r, 1.0), rtol=2**-23, atol=1e-9 * np.abs(r).sum()
+            result.returns[middle].double().numpy(),
+            backwards(r, 1.0),
+            rtol=2**-23,
+            atol=1e-9 * np.abs(r).sum(),
         )

@@ -11,12 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlcore.algorithms import EstimatorInputs, build_estimator, expand_to_tokens, group_count, segment_lengths
+from rlcore.algorithms import (
+    EstimatorInputs,
+    build_estimator,
+    expand_to_tokens,
+    group_count,
+    segment_lengths,
+)
 
 from .helpers import cu, permuted, random_inputs
 from .reference_estimators import CASES, case_id, reference
 
-RICHEST = list({name: (name, options) for name, options in sorted(CASES, key=lambda case: len(case[1]))}.values())
+RICHEST = list(
+    {
+        name: (name, options) for name, options in sorted(CASES, key=lambda case: len(case[1]))
+    }.values()
+)
 
 each_estimator = pytest.mark.parametrize(("name", "options"), RICHEST, ids=case_id)
 often = settings(deadline=None, max_examples=10)
@@ -27,8 +37,12 @@ GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce++_baselin
 
 @st.composite
 def batches(draw: st.DrawFn) -> EstimatorInputs:
-    """Up to 10 sequences of up to 40 tokens, empty ones among them, in up to 4 groups; rewards that often repeat."""
-    lengths = draw(st.lists(st.one_of(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=10))
+    """Up to 10 sequences of up to 40 tokens, empty ones among them, in up to 4 groups; rewards that
+    often repeat.
+    """
+    lengths = draw(
+        st.lists(st.one_of(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=10)
+    )
     size = len(lengths)
     some = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(-10, 10, allow_subnormal=False))
     rewards = draw(st.lists(some, min_size=size, max_size=size))
@@ -73,33 +87,51 @@ def test_permuting_sequences_permutes_advantages(
 ) -> None:
     shuffled, index = permuted(inputs, data.draw(st.permutations(range(inputs.num_sequences))))
     torch.testing.assert_close(
-        advantages(name, shuffled, **options), advantages(name, inputs, **options)[index], rtol=1e-9, atol=1e-8
+        advantages(name, shuffled, **options),
+        advantages(name, inputs, **options)[index],
+        rtol=1e-9,
+        atol=1e-8,
     )
 
 
 @each_estimator
 @briefly
 @given(inputs=batches(), start=st.integers(-(2**60), 2**60))
-def test_the_names_of_groups_do_not_matter(name: str, options: dict[str, Any], inputs: EstimatorInputs, start: int) -> None:
+def test_the_names_of_groups_do_not_matter(
+    name: str, options: dict[str, Any], inputs: EstimatorInputs, start: int
+) -> None:
     renamed = replace(inputs, group_ids=start - inputs.group_ids)  # in the opposite order, too
-    torch.testing.assert_close(advantages(name, renamed, **options), advantages(name, inputs, **options), rtol=1e-9, atol=1e-8)
+    torch.testing.assert_close(
+        advantages(name, renamed, **options),
+        advantages(name, inputs, **options),
+        rtol=1e-9,
+        atol=1e-8,
+    )
 
 
-@pytest.mark.parametrize(("name", "options"), [case for case in RICHEST if case[0] != "gpg"], ids=case_id)
+@pytest.mark.parametrize(
+    ("name", "options"), [case for case in RICHEST if case[0] != "gpg"], ids=case_id
+)
 @briefly
 @given(inputs=batches())
-def test_groups_can_be_computed_apart(name: str, options: dict[str, Any], inputs: EstimatorInputs) -> None:
+def test_groups_can_be_computed_apart(
+    name: str, options: dict[str, Any], inputs: EstimatorInputs
+) -> None:
     whole = advantages(name, inputs, **options)
     for groups in ([-2, 1], [-1, 0]):
         part, index = of_groups(inputs, groups)
-        torch.testing.assert_close(advantages(name, part, **options), whole[index], rtol=1e-9, atol=1e-8)
+        torch.testing.assert_close(
+            advantages(name, part, **options), whole[index], rtol=1e-9, atol=1e-8
+        )
 
 
 @often
 @given(inputs=batches())
 def test_gpg_is_dr_grpo_scaled_by_one_number_of_the_whole_batch(inputs: EstimatorInputs) -> None:
     filled = (segment_lengths(inputs.cu_seqlens) > 0).tolist()
-    members = [(g, r) for g, r, on in zip(inputs.group_ids.tolist(), inputs.rewards.tolist(), filled) if on]
+    members = [
+        (g, r) for g, r, on in zip(inputs.group_ids.tolist(), inputs.rewards.tolist(), filled) if on
+    ]
     teaching = [g for g, _ in members if len({r for other, r in members if other == g}) > 1]
     alpha = len(members) / max(len(teaching), 1)
     close(advantages("gpg", inputs), alpha * advantages("dr_grpo", inputs))
@@ -108,7 +140,9 @@ def test_gpg_is_dr_grpo_scaled_by_one_number_of_the_whole_batch(inputs: Estimato
 @pytest.mark.parametrize("name", GROUP_BASELINES)
 @often
 @given(inputs=batches(), shifts=st.lists(st.integers(-50, 50), min_size=4, max_size=4))
-def test_a_shift_of_the_rewards_of_a_group_does_not_matter(name: str, inputs: EstimatorInputs, shifts: list[int]) -> None:
+def test_a_shift_of_the_rewards_of_a_group_does_not_matter(
+    name: str, inputs: EstimatorInputs, shifts: list[int]
+) -> None:
     rewards = (inputs.rewards * 64).round() / 64  # so that adding a shift loses no bit
     by = torch.tensor(shifts, dtype=torch.float64)[inputs.group_ids + 2]
     a, b = (advantages(name, replace(inputs, rewards=r)) for r in (rewards, rewards + by))
@@ -126,7 +160,9 @@ def test_remax_ignores_a_shift_of_both_rewards(inputs: EstimatorInputs, shift: i
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "gpg"])
 @often
 @given(inputs=batches(), scale=st.floats(0.01, 100))
-def test_advantages_scale_with_the_rewards(name: str, inputs: EstimatorInputs, scale: float) -> None:
+def test_advantages_scale_with_the_rewards(
+    name: str, inputs: EstimatorInputs, scale: float
+) -> None:
     inputs = replace(inputs, token_rewards=None)
     scaled = replace(inputs, rewards=inputs.rewards * scale)
     close(advantages(name, scaled), advantages(name, inputs) * scale)
@@ -136,7 +172,10 @@ def test_advantages_scale_with_the_rewards(name: str, inputs: EstimatorInputs, s
 @given(inputs=batches(), scale=st.floats(0.01, 100))
 def test_max_rl_does_not_see_the_scale(inputs: EstimatorInputs, scale: float) -> None:
     inputs = replace(inputs, rewards=inputs.rewards.abs().clamp(min=0.01))
-    close(advantages("max_rl", replace(inputs, rewards=inputs.rewards * scale)), advantages("max_rl", inputs))
+    close(
+        advantages("max_rl", replace(inputs, rewards=inputs.rewards * scale)),
+        advantages("max_rl", inputs),
+    )
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "gpg", "max_rl"])
@@ -148,7 +187,9 @@ def test_the_members_of_a_group_sum_to_zero(name: str, inputs: EstimatorInputs) 
     for group in set(inputs.group_ids.tolist()):
         members = [b for b in range(inputs.num_sequences) if int(inputs.group_ids[b]) == group]
         firsts = [float(result[borders[b]]) for b in members if borders[b + 1] > borders[b]]
-        assert sum(firsts) == pytest.approx(0.0, abs=1e-7 * max(map(abs, firsts), default=1.0) + 1e-9)
+        assert sum(firsts) == pytest.approx(
+            0.0, abs=1e-7 * max(map(abs, firsts), default=1.0) + 1e-9
+        )
 
 
 @often
@@ -163,12 +204,17 @@ def test_the_tokens_of_a_group_sum_to_zero_with_opo(inputs: EstimatorInputs) -> 
 @often
 @given(inputs=batches())
 def test_rloo_is_dr_grpo_times_n_over_n_minus_one(inputs: EstimatorInputs) -> None:
-    filled, _ = permuted(inputs, [b for b, n in enumerate(segment_lengths(inputs.cu_seqlens).tolist()) if n])
+    filled, _ = permuted(
+        inputs, [b for b, n in enumerate(segment_lengths(inputs.cu_seqlens).tolist()) if n]
+    )
     filled = replace(filled, token_rewards=None)
     n = group_count(filled.group_ids).double()
     factor = expand_to_tokens(n / (n - 1).clamp(min=1), filled.cu_seqlens)
     close(advantages("rloo", filled), factor * advantages("dr_grpo", filled))
-    close(advantages("rloo", filled), advantages("grpo", filled, leave_one_out=True, normalize_std=False))
+    close(
+        advantages("rloo", filled),
+        advantages("grpo", filled, leave_one_out=True, normalize_std=False),
+    )
 
 
 @pytest.mark.parametrize("name", ["reinforce++", "remax"])
@@ -177,7 +223,8 @@ def test_rloo_is_dr_grpo_times_n_over_n_minus_one(inputs: EstimatorInputs) -> No
 def test_rewards_to_go_telescope(name: str, inputs: EstimatorInputs) -> None:
     result = build_estimator(name, kl_coef=0.5)(inputs)
     ends = set((inputs.cu_seqlens[1:] - 1).tolist())
-    returns, terms = result.returns, inputs.token_rewards - 0.5 * inputs.kl  # type: ignore[operator]
+    returns = result.returns  # type: ignore[operator]
+    terms = inputs.token_rewards - 0.5 * inputs.kl  # type: ignore[operator]
     assert returns is not None
     for t in range(inputs.num_tokens - 1):
         if t not in ends:
@@ -215,15 +262,26 @@ def test_gae_between_its_extremes(inputs: EstimatorInputs, gamma: float) -> None
     close(advantages("ppo", inputs, gamma=gamma, lam=1.0, kl_coef=0.1), to_go - values)
     own = advantages("reinforce++", inputs, gamma=0.0, kl_coef=0.1)
     following = torch.cat([values[1:], values.new_zeros(min(values.numel(), 1))])
-    ends = [end - 1 for start, end in zip(inputs.cu_seqlens.tolist(), inputs.cu_seqlens.tolist()[1:]) if end > start]
+    ends = [
+        end - 1
+        for start, end in zip(inputs.cu_seqlens.tolist(), inputs.cu_seqlens.tolist()[1:])
+        if end > start
+    ]
     following[ends] = 0.0
-    close(advantages("ppo", inputs, gamma=gamma, lam=0.0, kl_coef=0.1), own + gamma * following - values)
+    close(
+        advantages("ppo", inputs, gamma=gamma, lam=0.0, kl_coef=0.1),
+        own + gamma * following - values,
+    )
 
 
-@pytest.mark.parametrize("name", ["ppo", "vapo", "reinforce++", "remax", "rloo", "reinforce++_baseline"])
+@pytest.mark.parametrize(
+    "name", ["ppo", "vapo", "reinforce++", "remax", "rloo", "reinforce++_baseline"]
+)
 @briefly
 @given(inputs=batches())
-def test_distillation_is_the_kl_to_the_teacher_with_the_other_sign(name: str, inputs: EstimatorInputs) -> None:
+def test_distillation_is_the_kl_to_the_teacher_with_the_other_sign(
+    name: str, inputs: EstimatorInputs
+) -> None:
     to_teacher = inputs.logprobs - inputs.teacher_logprobs  # type: ignore[operator]
     a = advantages(name, inputs, distill_coef=0.7)
     close(a, advantages(name, replace(inputs, kl=to_teacher), kl_coef=0.7))

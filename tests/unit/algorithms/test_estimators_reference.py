@@ -1,4 +1,6 @@
-"""Every estimator against its slow reference, on ragged random batches and on those with gaps for tools."""
+"""Every estimator against its slow reference, on ragged random batches and on those with gaps for
+tools.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def test_every_estimator_of_ours_has_a_reference() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_ragged_batches(name: str, options: dict[str, Any], seed: int) -> None:
     lengths = torch.randint(0, 9, (24,), generator=torch.Generator().manual_seed(seed)).tolist()
-    agree(name, random_inputs(seed=seed), options)  # empty, one token, longer than a block of the scan
+    # empty, one token, longer than a block of the scan
+    agree(name, random_inputs(seed=seed), options)
     agree(name, random_inputs(lengths, seed), options)
     agree(name, random_inputs(lengths, seed, token_rewards=None), options)
 
@@ -55,7 +58,11 @@ def test_groups_of_one(name: str, options: dict[str, Any]) -> None:
 @each_case
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.0])
 def test_constant_rewards(name: str, options: dict[str, Any], value: float) -> None:
-    agree(name, random_inputs(rewards=torch.full((len(LENGTHS),), value, dtype=torch.float64)), options)
+    agree(
+        name,
+        random_inputs(rewards=torch.full((len(LENGTHS),), value, dtype=torch.float64)),
+        options,
+    )
 
 
 @each_case
@@ -88,7 +95,9 @@ def test_the_order_of_sequences_does_not_matter(name: str, options: dict[str, An
 
 
 def with_gaps(seed: int) -> tuple[EstimatorInputs, list[list[bool]], dict[str, list[list[float]]]]:
-    """Samples like [a a obs obs a a]: the batch of their trainable tokens, their masks, and all their numbers."""
+    """Samples like [a a obs obs a a]: the batch of their trainable tokens, their masks, and all
+    their numbers.
+    """
     masks = [
         [True, True, False, False, True, True],
         [True, False, True, False, False, True, False],  # ends in an observation
@@ -98,11 +107,17 @@ def with_gaps(seed: int) -> tuple[EstimatorInputs, list[list[bool]], dict[str, l
     ]
     generator = torch.Generator().manual_seed(seed)
     full = {
-        name: [torch.randn(len(mask), generator=generator, dtype=torch.float64).tolist() for mask in masks]
+        name: [
+            torch.randn(len(mask), generator=generator, dtype=torch.float64).tolist()
+            for mask in masks
+        ]
         for name in ("token_rewards", "kl", "values", "logprobs", "teacher_logprobs")
     }
     kept = {
-        name: torch.tensor([x for row, mask in zip(rows, masks) for x, on in zip(row, mask) if on], dtype=torch.float64)
+        name: torch.tensor(
+            [x for row, mask in zip(rows, masks) for x, on in zip(row, mask) if on],
+            dtype=torch.float64,
+        )
         for name, rows in full.items()
     }
     rewards, baselines = torch.randn(2, len(masks), generator=generator, dtype=torch.float64)
@@ -113,9 +128,15 @@ def with_gaps(seed: int) -> tuple[EstimatorInputs, list[list[bool]], dict[str, l
     return inputs, masks, full
 
 
-def masked_gae(rewards: list[float], values: list[float], mask: list[bool], gamma: float, lam: float) -> list[float]:
-    """GAE on the whole sample, gaps included: an observation hands on the value and the advantage behind it."""
-    advantages, value, advantage = [], 0.0, 0.0
+def masked_gae(
+    rewards: list[float], values: list[float], mask: list[bool], gamma: float, lam: float
+) -> list[float]:
+    """GAE on the whole sample, gaps included: an observation hands on the value and the advantage
+    behind it.
+    """
+    advantages = []
+    value = 0.0
+    advantage = 0.0
     for t in reversed(range(len(mask))):
         if mask[t]:
             advantage = rewards[t] + gamma * value - values[t] + gamma * lam * advantage
@@ -132,17 +153,22 @@ def masked_gae(rewards: list[float], values: list[float], mask: list[bool], gamm
     ],
     ids=case_id,
 )  # fmt: skip
-def test_gaps_for_tools_are_no_steps_in_time(name: str, options: dict[str, Any], gamma: float, lam: float) -> None:
+def test_gaps_for_tools_are_no_steps_in_time(
+    name: str, options: dict[str, Any], gamma: float, lam: float
+) -> None:
     inputs, masks, full = with_gaps(seed=3)
     result = build_estimator(name, kl_coef=0.2, distill_coef=0.4, **options)(inputs)
     expected: list[float] = []
     for b, mask in enumerate(masks):
         r = [
             x - 0.2 * kl + 0.4 * (teacher - own)
-            for x, kl, teacher, own in zip(*(full[f][b] for f in ("token_rewards", "kl", "teacher_logprobs", "logprobs")))
+            for x, kl, teacher, own in zip(
+                *(full[f][b] for f in ("token_rewards", "kl", "teacher_logprobs", "logprobs"))
+            )
         ]
         if any(mask):
-            r[max(t for t, on in enumerate(mask) if on)] += float(inputs.rewards[b])  # the last *trainable* token
+            # the last *trainable* token
+            r[max(t for t, on in enumerate(mask) if on)] += float(inputs.rewards[b])
         values = full["values"][b] if name in ("ppo", "vapo") else [0.0] * len(mask)
         baseline = float(inputs.baseline_rewards[b]) if name == "remax" else 0.0  # type: ignore[index]
         expected += [a - baseline for a in masked_gae(r, values, mask, gamma, lam)]
@@ -157,7 +183,9 @@ def test_gaps_for_tools_against_the_reference(name: str, options: dict[str, Any]
 
 
 @each_case
-def test_an_empty_sequence_changes_nothing_and_is_not_read(name: str, options: dict[str, Any]) -> None:
+def test_an_empty_sequence_changes_nothing_and_is_not_read(
+    name: str, options: dict[str, Any]
+) -> None:
     inputs = random_inputs((3, 1, 4), group_ids=torch.tensor([1, 2, 1]))
     nan = torch.full((1,), float("nan"), dtype=torch.float64)
 
@@ -175,7 +203,9 @@ def test_an_empty_sequence_changes_nothing_and_is_not_read(name: str, options: d
 
 @each_case
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0)])
-def test_a_batch_without_tokens_has_no_advantages(name: str, options: dict[str, Any], lengths: tuple[int, ...]) -> None:
+def test_a_batch_without_tokens_has_no_advantages(
+    name: str, options: dict[str, Any], lengths: tuple[int, ...]
+) -> None:
     result = build_estimator(name, **options)(random_inputs(lengths))
     assert result.advantages.shape == (0,)
     assert result.returns is None or result.returns.shape == (0,)

@@ -16,7 +16,12 @@ from rlcore.algorithms import (
     build_policy_loss,
     register_policy_loss,
 )
-from rlcore.algorithms.guard import ESTIMATOR_OPTIONAL, POLICY_LOSS_OPTIONAL, SOURCES, GuardedEstimator
+from rlcore.algorithms.guard import (
+    ESTIMATOR_OPTIONAL,
+    POLICY_LOSS_OPTIONAL,
+    SOURCES,
+    GuardedEstimator,
+)
 
 Make = Callable[..., EstimatorInputs]
 
@@ -47,7 +52,9 @@ def writer(write: Callable[[torch.Tensor], object]) -> GuardedEstimator:
     ],
     ids=["mul_", "setitem", "slice", "data", "numpy", "view", "no-op"],
 )
-def test_a_write_is_an_error_and_does_not_reach_the_batch(make_inputs: Make, write: Callable[..., object]) -> None:
+def test_a_write_is_an_error_and_does_not_reach_the_batch(
+    make_inputs: Make, write: Callable[..., object]
+) -> None:
     inputs = make_inputs()
     before = inputs.kl.clone()  # type: ignore[union-attr]
     with pytest.raises(EstimatorMutationError, match="'mine' wrote into its input 'kl'"):
@@ -80,7 +87,9 @@ def test_an_estimator_may_return_its_input(make_inputs: Make) -> None:
 def test_undeclared_fields_are_not_handed_over(make_inputs: Make) -> None:
     def run(inputs: EstimatorInputs) -> Advantages:
         assert inputs.kl is not None
-        assert [getattr(inputs, name) for name in ("values", "logprobs", "token_rewards")] == [None] * 3
+        assert [getattr(inputs, name) for name in ("values", "logprobs", "token_rewards")] == [
+            None
+        ] * 3
         return Advantages(inputs.kl)
 
     guarded(run, "kl")(make_inputs())
@@ -107,15 +116,22 @@ def test_inference_tensors_are_welcome(make_inputs: Make) -> None:
         writer(lambda kl: kl.mul_(2))(inputs)
 
 
-@pytest.mark.parametrize(("first", "sequence", "token"), [(0, 0, 0), (4, 0, 4), (5, 2, 0), (6, 3, 0), (8, 3, 2)])
-def test_the_first_bad_number_is_located(make_inputs: Make, first: int, sequence: int, token: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "sequence", "token"), [(0, 0, 0), (4, 0, 4), (5, 2, 0), (6, 3, 0), (8, 3, 2)]
+)
+def test_the_first_bad_number_is_located(
+    make_inputs: Make, first: int, sequence: int, token: int
+) -> None:
     def run(inputs: EstimatorInputs) -> Advantages:
         out = torch.zeros(inputs.num_tokens)
         out[first] = float("nan")  # lengths 5, 0, 1, 70: sequence 3 owns tokens 6 to 75
         out[20] = float("inf")
         return Advantages(torch.zeros(inputs.num_tokens), returns=out)
 
-    message = rf"returns: expected finite.*nan first in sequence {sequence} at its token {token} \(2 of 176"
+    message = (
+        rf"returns: expected finite.*nan first in sequence {sequence} at its token {token} \(2"
+        r" of 176"
+    )
     with pytest.raises(OutputError, match=message):
         guarded(run)(make_inputs())
 
@@ -142,9 +158,13 @@ def test_a_wrong_result_is_refused(make_inputs: Make, result: Advantages, messag
 
 
 def test_availability_can_be_asked_before_any_rollout() -> None:
-    estimator = guarded(lambda inputs: Advantages(inputs.rewards), "values", "rollout_logprobs", "rewards")
+    estimator = guarded(
+        lambda inputs: Advantages(inputs.rewards), "values", "rollout_logprobs", "rewards"
+    )
     estimator.check_available({"values", "rollout_logprobs"})
-    with pytest.raises(MissingInputError, match=r"'mine' needs.*'rollout_logprobs' is missing: rollout\.engine"):
+    with pytest.raises(
+        MissingInputError, match=r"'mine' needs.*'rollout_logprobs' is missing: rollout\.engine"
+    ):
         estimator.check_available({"values"})
 
 
@@ -182,13 +202,27 @@ def test_batch_stats_come_from_the_whole_step() -> None:
 @pytest.mark.parametrize(
     ("run", "error", "message"),
     [
-        (lambda i: PolicyLoss(i.logprobs.mean()), OutputError, r"per_token: expected shape \[M\] = \[3\], got \[\]"),
-        (lambda i: PolicyLoss(-i.logprobs, {"x": i.logprobs.mean()}), OutputError, "metrics\\['x'\\].*not reduced"),
+        (
+            lambda i: PolicyLoss(i.logprobs.mean()),
+            OutputError,
+            r"per_token: expected shape \[M\] = \[3\], got \[\]",
+        ),
+        (
+            lambda i: PolicyLoss(-i.logprobs, {"x": i.logprobs.mean()}),
+            OutputError,
+            "metrics\\['x'\\].*not reduced",
+        ),
         (lambda i: i.logprobs, OutputError, "expected PolicyLoss, got Tensor"),
-        (lambda i: PolicyLoss(i.advantages.neg_()), EstimatorMutationError, "wrote into its input 'advantages'"),
+        (
+            lambda i: PolicyLoss(i.advantages.neg_()),
+            EstimatorMutationError,
+            "wrote into its input 'advantages'",
+        ),
     ],
 )
-def test_a_wrong_policy_loss_is_refused(run: Callable, error: type[Exception], message: str) -> None:
+def test_a_wrong_policy_loss_is_refused(
+    run: Callable, error: type[Exception], message: str
+) -> None:
     register_policy_loss("wrong")(lambda: run)
     with pytest.raises(error, match=message):
         build_policy_loss("wrong")(loss_inputs())
@@ -196,8 +230,12 @@ def test_a_wrong_policy_loss_is_refused(run: Callable, error: type[Exception], m
 
 @pytest.mark.usefixtures("clean_registry")
 def test_metrics_are_detached_and_carry_the_entropy() -> None:
-    register_policy_loss("plain")(lambda: lambda i: PolicyLoss(-i.logprobs, {"x": i.logprobs, "y": torch.zeros(2)}))
-    result = build_policy_loss("plain")(loss_inputs(logprobs=torch.zeros(3, requires_grad=True), entropy=torch.ones(3)))
+    register_policy_loss("plain")(
+        lambda: lambda i: PolicyLoss(-i.logprobs, {"x": i.logprobs, "y": torch.zeros(2)})
+    )
+    result = build_policy_loss("plain")(
+        loss_inputs(logprobs=torch.zeros(3, requires_grad=True), entropy=torch.ones(3))
+    )
     assert result.per_token.requires_grad
     assert not result.metrics["x"].requires_grad
     assert result.metrics["entropy"].tolist() == [1, 1, 1]

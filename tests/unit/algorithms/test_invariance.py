@@ -1,4 +1,5 @@
-"""Neither the order of sequences nor their split into micro-batches changes a gradient, for every estimator, loss and mode.
+"""Neither the order of sequences nor their split into micro-batches changes a gradient, for every
+estimator, loss and mode.
 
 Parametrised over the registries: a new estimator or loss is tested by being registered.
 """
@@ -33,7 +34,8 @@ from .helpers import cu, permuted, random_inputs
 
 LENGTHS = (5, 0, 1, 7, 0, 3, 12, 1, 2, 9, 0, 4)
 ORDER = [7, 3, 0, 11, 1, 9, 5, 2, 10, 4, 6, 8]
-PIECES = (3, 1, 4, 1, 2, 1)  # micro-batches, in sequences of ORDER; one holds sequence 10 alone: no tokens
+# micro-batches, in sequences of ORDER; one holds sequence 10 alone: no tokens
+PIECES = (3, 1, 4, 1, 2, 1)
 MODES = get_args(AggregationMode)
 TO_ROUNDING = {"rtol": 1e-12, "atol": 1e-14}
 OPTIONS: dict[str, dict[str, Any]] = {  # where the defaults would leave a small batch alone
@@ -80,18 +82,23 @@ def step() -> dict[str, Tensor]:
 
 def tokens_of(order: list[int]) -> Tensor:
     borders = cu(LENGTHS).tolist()
-    return torch.tensor([t for b in order for t in range(borders[b], borders[b + 1])], dtype=torch.int64)
+    return torch.tensor(
+        [t for b in order for t in range(borders[b], borders[b + 1])], dtype=torch.int64
+    )
 
 
 def select(fields: dict[str, Tensor], order: list[int]) -> dict[str, Tensor]:
     """These sequences in this order, with their `cu_seqlens`."""
-    sequences, tokens = torch.tensor(order, dtype=torch.int64), tokens_of(order)
+    sequences = torch.tensor(order, dtype=torch.int64)
+    tokens = tokens_of(order)
     chosen = {name: x[sequences if name in IN_SEQUENCES else tokens] for name, x in fields.items()}
     return {**chosen, "cu_seqlens": cu([LENGTHS[b] for b in order])}
 
 
 def weights_of(mode: AggregationMode, order: list[int], rollout_ids: Tensor | None) -> Tensor:
-    """The weights of the step, computed with its sequences in this order and handed back in the order of LENGTHS."""
+    """The weights of the step, computed with its sequences in this order and handed back in the
+    order of LENGTHS.
+    """
     ids = None if rollout_ids is None else rollout_ids[torch.tensor(order)]
     weights = loss_weights(mode, cu([LENGTHS[b] for b in order]), norm_length=16, rollout_ids=ids)
     return torch.empty_like(weights).index_copy(0, tokens_of(order), weights).double()
@@ -105,7 +112,9 @@ def built(name: str) -> GuardedPolicyLoss:
 def gradient(
     name: str, fields: dict[str, Tensor], weights: Tensor, order: list[int], pieces: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Gradient `[M]` and value of `sum(w * l)`, its micro-batches one after the other; statistics from the whole step."""
+    """Gradient `[M]` and value of `sum(w * l)`, its micro-batches one after the other; statistics
+    from the whole step.
+    """
     loss = built(name)
     stats = loss.batch_stats(PolicyLossInputs(**select(fields, order)))  # type: ignore[arg-type]
     logprobs = fields["logprobs"].clone().requires_grad_()
@@ -128,7 +137,9 @@ def as_it_is(size: int) -> tuple[list[int], tuple[int, ...]]:
 @pytest.mark.parametrize("per_rollout", [False, True], ids=["per-sequence", "per-rollout"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", policy_loss_names())
-def test_neither_order_nor_split_changes_the_gradient(name: str, mode: AggregationMode, per_rollout: bool) -> None:
+def test_neither_order_nor_split_changes_the_gradient(
+    name: str, mode: AggregationMode, per_rollout: bool
+) -> None:
     rollout_ids = batch().rollout_ids if per_rollout else None
     order, one = as_it_is(len(LENGTHS))
     whole, value = gradient(name, step(), weights_of(mode, order, rollout_ids), order, one)
@@ -155,7 +166,9 @@ def test_no_order_and_no_split_at_all(name: str, order: list[int], cuts: set[int
 def credit(name: str, order: tuple[int, ...]) -> Tensor:
     """Advantages of the whole batch, estimated in this order and handed back in that of LENGTHS."""
     takes = {"kl_coef": 0.1, "distill_coef": 0.05}
-    estimator = build_estimator(name, **{k: v for k, v in takes.items() if k in estimator_keywords(name)})
+    estimator = build_estimator(
+        name, **{k: v for k, v in takes.items() if k in estimator_keywords(name)}
+    )
     inputs, tokens = permuted(batch(), list(order))
     advantages = estimator(inputs).advantages
     advantages = normalize_advantages(advantages, inputs.cu_seqlens, inputs.group_ids, "batch")
@@ -165,7 +178,9 @@ def credit(name: str, order: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("loss", policy_loss_names())
 @pytest.mark.parametrize("estimator", estimator_names())
 def test_every_estimator_with_every_loss_and_aggregation(estimator: str, loss: str) -> None:
-    """From rewards to the gradient: estimated in one order and trained in one piece, or in another and in many."""
+    """From rewards to the gradient: estimated in one order and trained in one piece, or in another
+    and in many.
+    """
     straight, one = as_it_is(len(LENGTHS))
     runs = []
     for order, pieces in ((straight, one), (ORDER, PIECES)):

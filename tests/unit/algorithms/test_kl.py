@@ -27,8 +27,12 @@ from rlcore.algorithms import KLKind, approx_kl, kl_clamped, loss_kl
 def test_table(d: float, k1: float, k2: float, k3: float) -> None:
     reference = torch.full((1,), -3.0, dtype=torch.float64)
     for kind, expected in (("k1", k1), ("k2", k2), ("k3", k3)):
-        assert approx_kl(reference + d, reference, kind).item() == pytest.approx(expected, rel=1e-12)  # type: ignore[arg-type]
-    assert torch.equal(approx_kl(reference + d, reference), approx_kl(reference + d, reference, "k3"))
+        assert approx_kl(reference + d, reference, kind).item() == pytest.approx(
+            expected, rel=1e-12
+        )  # type: ignore[arg-type]
+    assert torch.equal(
+        approx_kl(reference + d, reference), approx_kl(reference + d, reference, "k3")
+    )
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
@@ -48,7 +52,9 @@ def test_nan_is_not_hidden() -> None:
 
 def test_estimates_agree_on_the_expectation() -> None:
     """k1 and k3 are unbiased: weighed with the policy's own probabilities they are the KL."""
-    p, q = torch.randn(2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(-1)
+    p, q = torch.randn(
+        2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).log_softmax(-1)
     exact = (p.exp() * (p - q)).sum()
     for kind in ("k1", "k3"):
         torch.testing.assert_close((p.exp() * approx_kl(p, q, kind)).sum(), exact)  # type: ignore[arg-type]
@@ -68,7 +74,12 @@ def test_gradient(kind: str) -> None:
 
 
 def test_the_clamped_share() -> None:
-    assert kl_clamped(torch.tensor([0.0, 20.0, 20.5, -21.0]), torch.zeros(4)).tolist() == [0, 0, 1, 1]
+    assert kl_clamped(torch.tensor([0.0, 20.0, 20.5, -21.0]), torch.zeros(4)).tolist() == [
+        0,
+        0,
+        1,
+        1,
+    ]
 
 
 def test_an_unknown_kind_is_refused() -> None:
@@ -82,9 +93,17 @@ KINDS = get_args(KLKind)
 
 
 def policies(seed: int = 0, vocabulary: int = 7) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits with grad, and the log-probs of a reference and of an old policy, all of them far apart."""
-    logits, reference, old = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return (1.5 * logits).requires_grad_(), (1.5 * reference).log_softmax(-1), (1.5 * old).log_softmax(-1)
+    """Logits with grad, and the log-probs of a reference and of an old policy, all of them far
+    apart.
+    """
+    logits, reference, old = torch.randn(
+        3, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    return (
+        (1.5 * logits).requires_grad_(),
+        (1.5 * reference).log_softmax(-1),
+        (1.5 * old).log_softmax(-1),
+    )
 
 
 def gradient(logits: Tensor, value: Callable[[Tensor], Tensor]) -> Tensor:
@@ -101,16 +120,24 @@ def exact_kl(p: Tensor, q: Tensor) -> Tensor:
 def test_the_weighted_term_has_the_gradient_of_the_kl(kind: KLKind, seed: int) -> None:
     """In expectation over tokens that an old policy drew, with ratios far from 1."""
     logits, reference, old = policies(seed)
-    found = gradient(logits, lambda p: (old.exp() * loss_kl(p, reference, kind, old_logprobs=old)).sum())
-    torch.testing.assert_close(found, gradient(logits, lambda p: exact_kl(p, reference)), rtol=1e-10, atol=1e-12)
+    found = gradient(
+        logits, lambda p: (old.exp() * loss_kl(p, reference, kind, old_logprobs=old)).sum()
+    )
+    torch.testing.assert_close(
+        found, gradient(logits, lambda p: exact_kl(p, reference)), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_has_that_on_policy_too(kind: KLKind) -> None:
     logits, reference, _ = policies()
     own = logits.detach().log_softmax(-1)
-    found = gradient(logits, lambda p: (own.exp() * loss_kl(p, reference, kind, old_logprobs=own)).sum())
-    torch.testing.assert_close(found, gradient(logits, lambda p: exact_kl(p, reference)), rtol=1e-10, atol=1e-12)
+    found = gradient(
+        logits, lambda p: (own.exp() * loss_kl(p, reference, kind, old_logprobs=own)).sum()
+    )
+    torch.testing.assert_close(
+        found, gradient(logits, lambda p: exact_kl(p, reference)), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
@@ -129,16 +156,26 @@ def test_the_value_of_k1_and_k3_is_the_kl(kind: KLKind) -> None:
 def test_for_any_three_policies(kind: KLKind, rows: list[tuple[float, float, float]]) -> None:
     logits, reference, old = torch.tensor(rows, dtype=torch.float64).T
     logits = logits.clone().requires_grad_()
-    reference, old = reference.log_softmax(-1), old.log_softmax(-1)
-    found = gradient(logits, lambda p: (old.exp() * loss_kl(p, reference, kind, old_logprobs=old)).sum())
-    torch.testing.assert_close(found, gradient(logits, lambda p: exact_kl(p, reference)), rtol=1e-8, atol=1e-10)
+    reference = reference.log_softmax(-1)
+    old = old.log_softmax(-1)
+    found = gradient(
+        logits, lambda p: (old.exp() * loss_kl(p, reference, kind, old_logprobs=old)).sum()
+    )
+    torch.testing.assert_close(
+        found, gradient(logits, lambda p: exact_kl(p, reference)), rtol=1e-8, atol=1e-10
+    )
 
 
 def test_the_plain_terms_have_other_gradients() -> None:
-    """On policy: k1 none at all, k2 that of the KL, k3 that of the reverse KL. Each is stated in the docstring."""
+    """On policy: k1 none at all, k2 that of the KL, k3 that of the reverse KL. Each is stated in
+    the docstring.
+    """
     logits, reference, _ = policies()
     own = logits.detach().log_softmax(-1)
-    found = {kind: gradient(logits, lambda p: (own.exp() * loss_kl(p, reference, kind)).sum()) for kind in KINDS}  # noqa: B023
+    found = {
+        kind: gradient(logits, lambda p: (own.exp() * loss_kl(p, reference, kind)).sum())
+        for kind in KINDS
+    }
     forward = gradient(logits, lambda p: exact_kl(p, reference))
     reverse = gradient(logits, lambda p: exact_kl(reference, p))
     torch.testing.assert_close(found["k1"], torch.zeros_like(forward))
@@ -152,7 +189,9 @@ def test_without_old_logprobs_it_is_the_estimate(kind: KLKind) -> None:
     logits, reference, _ = policies()
     p = logits.detach().log_softmax(-1)
     assert torch.equal(loss_kl(p, reference, kind), approx_kl(p, reference, kind))
-    assert torch.equal(loss_kl(p, reference, kind, old_logprobs=p), approx_kl(p, reference, kind)), "a ratio of 1"
+    assert torch.equal(
+        loss_kl(p, reference, kind, old_logprobs=p), approx_kl(p, reference, kind)
+    ), "a ratio of 1"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,16 +203,24 @@ def test_the_weighted_term_is_finite_in_float32(kind: KLKind, d: float, r: float
     (slope,) = torch.autograd.grad(value.sum(), logprobs)
     assert value.isfinite().all()
     assert slope.isfinite().all()
-    bounded = torch.tensor(max(-20.0, min(20.0, r))).exp() * approx_kl(logprobs.detach(), logprobs.detach() - d, kind)
+    bounded = torch.tensor(max(-20.0, min(20.0, r))).exp() * approx_kl(
+        logprobs.detach(), logprobs.detach() - d, kind
+    )
     torch.testing.assert_close(value.detach(), bounded)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_gradcheck_of_the_weighted_term(kind: KLKind) -> None:
-    """k2 holds its ratio constant, which finite differences do not: the expectations above are its proof."""
-    logprobs, reference, old = torch.randn(3, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    """k2 holds its ratio constant, which finite differences do not: the expectations above are its
+    proof.
+    """
+    logprobs, reference, old = torch.randn(
+        3, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     logprobs.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: loss_kl(x, reference, kind, old_logprobs=old), (logprobs,))
+    assert torch.autograd.gradcheck(
+        lambda x: loss_kl(x, reference, kind, old_logprobs=old), (logprobs,)
+    )
 
 
 def test_an_unknown_kind_of_loss_term_is_refused() -> None:

@@ -8,10 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlcore.algorithms import PolicyLoss, PolicyLossInputs, build_policy_loss, value_clipped, value_loss
+from rlcore.algorithms import (
+    PolicyLoss,
+    PolicyLossInputs,
+    build_policy_loss,
+    value_clipped,
+    value_loss,
+)
 
 
-def policy_loss(ratios: list[float], advantages: list[float], name: str = "ppo_clip", **kwargs: object) -> PolicyLoss:
+def policy_loss(
+    ratios: list[float], advantages: list[float], name: str = "ppo_clip", **kwargs: object
+) -> PolicyLoss:
     logprobs = torch.tensor(ratios, dtype=torch.float64).log()
     return build_policy_loss(name, **kwargs)(PolicyLossInputs(
         cu_seqlens=torch.tensor([0, len(ratios)]), logprobs=logprobs, old_logprobs=torch.zeros_like(logprobs),
@@ -37,17 +45,25 @@ def policy_loss(ratios: list[float], advantages: list[float], name: str = "ppo_c
         (1.0, 0.0, {}, 0.0),
     ],
 )
-def test_ppo_clip_table(ratio: float, advantage: float, kwargs: dict[str, float], expected: float) -> None:
-    assert policy_loss([ratio], [advantage], **kwargs).per_token.item() == pytest.approx(expected, abs=1e-12)
+def test_ppo_clip_table(
+    ratio: float, advantage: float, kwargs: dict[str, float], expected: float
+) -> None:
+    assert policy_loss([ratio], [advantage], **kwargs).per_token.item() == pytest.approx(
+        expected, abs=1e-12
+    )
 
 
 def test_ppo_clip_metrics_by_hand() -> None:
-    metrics = policy_loss([1.5, 0.5, 1.5, 1.0, 5.0], [1.0, -1.0, -1.0, 1.0, -1.0], dual_clip=3.0).metrics
+    metrics = policy_loss(
+        [1.5, 0.5, 1.5, 1.0, 5.0], [1.0, -1.0, -1.0, 1.0, -1.0], dual_clip=3.0
+    ).metrics
     assert metrics["clipfrac"].tolist() == [1, 1, 0, 0, 0]
     assert metrics["clipfrac_high"].tolist() == [1, 0, 0, 0, 0]
     assert metrics["clipfrac_low"].tolist() == [0, 1, 0, 0, 0]
     assert metrics["dual_clipfrac"].tolist() == [0, 0, 0, 0, 1]
-    torch.testing.assert_close(metrics["ratio"], torch.tensor([1.5, 0.5, 1.5, 1.0, 5.0], dtype=torch.float64))
+    torch.testing.assert_close(
+        metrics["ratio"], torch.tensor([1.5, 0.5, 1.5, 1.0, 5.0], dtype=torch.float64)
+    )
     assert metrics["approxkl"][0].item() == pytest.approx(0.5 * math.log(1.5) ** 2)
     assert "dual_clipfrac" not in policy_loss([1.0], [1.0]).metrics
     assert "entropy" not in policy_loss([1.0], [1.0]).metrics
@@ -55,7 +71,10 @@ def test_ppo_clip_metrics_by_hand() -> None:
 
 def run(logprobs: Tensor, old: Tensor, advantages: Tensor, **kwargs: object) -> Tensor:
     inputs = PolicyLossInputs(
-        cu_seqlens=torch.tensor([0, logprobs.numel()]), logprobs=logprobs, old_logprobs=old, advantages=advantages
+        cu_seqlens=torch.tensor([0, logprobs.numel()]),
+        logprobs=logprobs,
+        old_logprobs=old,
+        advantages=advantages,
     )
     return build_policy_loss("ppo_clip", **kwargs)(inputs).per_token
 
@@ -78,7 +97,9 @@ def test_ppo_clip_on_policy_is_the_policy_gradient() -> None:
 @pytest.mark.parametrize("gap", [1e4, -1e4, 100.0, float("inf"), float("-inf")])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
-def test_ppo_clip_is_finite_for_any_log_ratio(gap: float, advantage: float, dual_clip: float | None) -> None:
+def test_ppo_clip_is_finite_for_any_log_ratio(
+    gap: float, advantage: float, dual_clip: float | None
+) -> None:
     logprobs = torch.tensor([gap], requires_grad=True)
     loss = run(logprobs, torch.zeros(1), torch.tensor([advantage]), dual_clip=dual_clip)
     loss.sum().backward()
@@ -87,7 +108,9 @@ def test_ppo_clip_is_finite_for_any_log_ratio(gap: float, advantage: float, dual
     assert logprobs.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("kwargs", [{"clip_low": -0.1}, {"clip_low": 1.1}, {"clip_high": -1}, {"dual_clip": 1.0}])
+@pytest.mark.parametrize(
+    "kwargs", [{"clip_low": -0.1}, {"clip_low": 1.1}, {"clip_high": -1}, {"dual_clip": 1.0}]
+)
 def test_ppo_clip_refuses_senseless_limits(kwargs: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(kwargs))):
         build_policy_loss("ppo_clip", **kwargs)
@@ -115,7 +138,9 @@ def test_value_loss_table(
     assert value_clipped(v, o, r, clip=clip).item() == clipped
 
 
-def slow_value_loss(value: float, old: float, target: float, clip: float | None) -> tuple[float, float]:
+def slow_value_loss(
+    value: float, old: float, target: float, clip: float | None
+) -> tuple[float, float]:
     """Half the larger squared error, and its slope in the value."""
     plain = (value - target) ** 2
     if clip is None:
@@ -130,13 +155,22 @@ number = st.floats(-100, 100, width=32)
 
 
 @settings(max_examples=100, deadline=None)
-@given(rows=st.lists(st.tuples(number, number, number), max_size=6), clip=st.none() | st.floats(0.01, 50))
-def test_value_loss_against_the_slow_reference(rows: list[tuple[float, ...]], clip: float | None) -> None:
+@given(
+    rows=st.lists(st.tuples(number, number, number), max_size=6),
+    clip=st.none() | st.floats(0.01, 50),
+)
+def test_value_loss_against_the_slow_reference(
+    rows: list[tuple[float, ...]], clip: float | None
+) -> None:
     values, old, returns = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).T
     values = values.clone().requires_grad_()
     loss = value_loss(values, old, returns, clip=clip)
     (gradient,) = torch.autograd.grad(loss.sum(), values)
-    expected = torch.tensor([slow_value_loss(*row, clip) for row in rows], dtype=torch.float64).reshape(-1, 2).T
+    expected = (
+        torch.tensor([slow_value_loss(*row, clip) for row in rows], dtype=torch.float64)
+        .reshape(-1, 2)
+        .T
+    )
     torch.testing.assert_close(loss.detach(), expected[0])
     torch.testing.assert_close(gradient, expected[1])
 

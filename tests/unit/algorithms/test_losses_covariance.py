@@ -1,4 +1,6 @@
-"""`clip_cov` and `kl_cov`: which tokens they choose, once an optimizer step, whatever the split and the order."""
+"""`clip_cov` and `kl_cov`: which tokens they choose, once an optimizer step, whatever the split and
+the order.
+"""
 
 from __future__ import annotations
 
@@ -55,20 +57,26 @@ def test_as_many_as_asked_and_one_at_least(name: str, ratio: float, count: int) 
 
 def test_kl_cov_takes_the_highest() -> None:
     inputs = random_step()
-    cov = (inputs.advantages - inputs.advantages.mean()) * (inputs.old_logprobs - inputs.old_logprobs.mean())
+    cov = (inputs.advantages - inputs.advantages.mean()) * (
+        inputs.old_logprobs - inputs.old_logprobs.mean()
+    )
     picked = chosen("kl_cov", inputs, kl_cov_ratio=0.1)
     assert set(picked.nonzero().flatten().tolist()) == set(cov.topk(40).indices.tolist())
 
 
 def test_clip_cov_takes_a_random_part_of_those_between_the_bounds() -> None:
     inputs = random_step()
-    cov = (inputs.advantages - inputs.advantages.mean()) * (inputs.old_logprobs - inputs.old_logprobs.mean())
+    cov = (inputs.advantages - inputs.advantages.mean()) * (
+        inputs.old_logprobs - inputs.old_logprobs.mean()
+    )
     eligible = (cov > 0.2) & (cov < 0.8)
     bounds = {"clip_cov_lb": 0.2, "clip_cov_ub": 0.8}
     picked = chosen("clip_cov", inputs, **bounds, clip_cov_ratio=0.05)
     assert picked.sum() == 20 < eligible.sum()
     assert not (picked & ~eligible).any()
-    assert not torch.equal(picked[eligible].nonzero().flatten(), torch.arange(20)), "not simply the first"
+    assert not torch.equal(picked[eligible].nonzero().flatten(), torch.arange(20)), (
+        "not simply the first"
+    )
     others = chosen("clip_cov", step(inputs.old_logprobs, inputs.advantages, (150, 0, 1, 249),
                                      sequence_ids=torch.arange(4) + 99), **bounds, clip_cov_ratio=0.05)  # fmt: skip
     assert not torch.equal(picked, others), "other sequences, other draws"
@@ -115,7 +123,8 @@ def test_equal_numbers_have_exactly_no_covariance(value: float) -> None:
 def test_ties_are_broken_by_the_hash_not_by_position() -> None:
     """Of 20 tokens that share the highest covariance 10 are taken."""
     high = torch.arange(100) % 5 == 0
-    old, advantages = torch.where(high, -0.1, -2.1), torch.where(high, 1.5, -1.0)
+    old = torch.where(high, -0.1, -2.1)
+    advantages = torch.where(high, 1.5, -1.0)
     inputs = step(old, advantages, (60, 40))
     picked = chosen("kl_cov", inputs, kl_cov_ratio=0.1)
     assert picked.sum() == 10
@@ -129,22 +138,31 @@ def test_ties_are_broken_by_the_hash_not_by_position() -> None:
 def test_the_choice_outlives_updates_of_the_policy(name: str) -> None:
     """It hangs on the old log-probs: a second epoch over the batch penalises the same tokens."""
     inputs = random_step()
-    moved = step(inputs.old_logprobs, inputs.advantages, (150, 0, 1, 249), logprobs=inputs.logprobs - 1.0)
+    moved = step(
+        inputs.old_logprobs, inputs.advantages, (150, 0, 1, 249), logprobs=inputs.logprobs - 1.0
+    )
     stats = build_policy_loss(name, **WIDE[name]).batch_stats(inputs)
     fields = {f: getattr(moved, f) for f in moved.__dataclass_fields__}
-    assert torch.equal(chosen(name, PolicyLossInputs(**{**fields, "batch_stats": stats})), chosen(name, inputs))
+    assert torch.equal(
+        chosen(name, PolicyLossInputs(**{**fields, "batch_stats": stats})), chosen(name, inputs)
+    )
 
 
 @each_loss
 @pytest.mark.parametrize("seed", range(6))
-def test_a_rank_that_holds_float32_chooses_what_the_whole_step_in_float64_did(name: str, seed: int) -> None:
+def test_a_rank_that_holds_float32_chooses_what_the_whole_step_in_float64_did(
+    name: str, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     old, advantages = torch.randn(2, 600, generator=generator, dtype=torch.float64)
-    wide, narrow = step(old, advantages), step(old, advantages, dtype=torch.float32)
+    wide = step(old, advantages)
+    narrow = step(old, advantages, dtype=torch.float32)
     stats = build_policy_loss(name, **WIDE[name]).batch_stats(wide)
     fields = {f: getattr(narrow, f) for f in narrow.__dataclass_fields__}
     assert chosen(name, wide).sum() > 100
-    assert torch.equal(chosen(name, PolicyLossInputs(**{**fields, "batch_stats": stats})), chosen(name, wide))
+    assert torch.equal(
+        chosen(name, PolicyLossInputs(**{**fields, "batch_stats": stats})), chosen(name, wide)
+    )
 
 
 def test_what_is_done_to_the_chosen() -> None:
@@ -157,7 +175,11 @@ def test_what_is_done_to_the_chosen() -> None:
         ("kl_cov", {**WIDE["kl_cov"], "ppo_kl_coef": 3.0}, lambda a: -a * ratio + 3.0),
     ):
         loss = build_policy_loss(name, **kwargs)
-        out = loss(PolicyLossInputs(**{**fields, "logprobs": logprobs, "batch_stats": loss.batch_stats(inputs)}))
+        out = loss(
+            PolicyLossInputs(
+                **{**fields, "logprobs": logprobs, "batch_stats": loss.batch_stats(inputs)}
+            )
+        )
         picked = out.metrics[CHOSEN[name]].bool()
         (gradient,) = torch.autograd.grad(out.per_token.sum(), logprobs)
         torch.testing.assert_close(gradient[picked], expected(inputs.advantages[picked]))
@@ -178,12 +200,21 @@ def test_what_they_need_is_named(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the choice was not compared between devices")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="no CUDA device: the choice was not compared between devices",
+)
 @each_loss
 def test_a_gpu_chooses_what_rank_0_settled_on_its_cpu(name: str) -> None:
     inputs = random_step()
     stats = build_policy_loss(name, **WIDE[name]).batch_stats(inputs)
-    fields = {f: getattr(inputs, f) for f in inputs.__dataclass_fields__ if isinstance(getattr(inputs, f), Tensor)}
+    fields = {
+        f: getattr(inputs, f)
+        for f in inputs.__dataclass_fields__
+        if isinstance(getattr(inputs, f), Tensor)
+    }
     moved = {f: value.cuda() for f, value in fields.items()}
-    on_gpu = PolicyLossInputs(**moved, batch_stats={key: value.cuda() for key, value in stats.items()})
+    on_gpu = PolicyLossInputs(
+        **moved, batch_stats={key: value.cuda() for key, value in stats.items()}
+    )
     assert torch.equal(chosen(name, on_gpu).cpu(), chosen(name, inputs))

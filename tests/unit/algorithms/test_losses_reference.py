@@ -1,4 +1,6 @@
-"""Every policy loss against its slow reference: values, whole Jacobians, extremes; gradcheck; identities between losses."""
+"""Every policy loss against its slow reference: values, whole Jacobians, extremes; gradcheck;
+identities between losses.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlcore.algorithms import PolicyLoss, PolicyLossInputs, build_policy_loss, policy_loss_names, policy_loss_plugin
+from rlcore.algorithms import (
+    PolicyLoss,
+    PolicyLossInputs,
+    build_policy_loss,
+    policy_loss_names,
+    policy_loss_plugin,
+)
 
 from .helpers import cu
 from .reference_losses import REFERENCES, Rows, Sequence
@@ -39,7 +47,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("sft", {}),
 ]
 STOPS_GRADIENT = {"cispo", "gspo_token"}  # finite differences see through what these hold constant
-CHOOSES = {"clip_cov", "kl_cov"}  # by comparing covariances, of which equal ones may differ in their last bit
+# by comparing covariances, of which equal ones may differ in their last bit
+CHOOSES = {"clip_cov", "kl_cov"}
 
 
 def each_case(*, but: Collection[str] = ()) -> pytest.MarkDecorator:
@@ -48,7 +57,9 @@ def each_case(*, but: Collection[str] = ()) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("name", "kwargs"), cases, ids=ids)
 
 
-def ragged_step(lengths: tuple[int, ...] = RAGGED, spread: float = 0.3, seed: int = 0) -> list[Sequence]:
+def ragged_step(
+    lengths: tuple[int, ...] = RAGGED, spread: float = 0.3, seed: int = 0
+) -> list[Sequence]:
     """Random tokens, each number one that float32 holds; an advantage in eight is 0."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -59,12 +70,19 @@ def ragged_step(lengths: tuple[int, ...] = RAGGED, spread: float = 0.3, seed: in
     for b, n in enumerate(lengths):
         old = -noise(n).abs() - 0.1
         advantages = noise(n) * (torch.rand(n, generator=generator) > 0.125)
-        logprobs, rollout = old + spread * noise(n), old + spread * noise(n)
-        step.append(Sequence(1000 - 7 * b, *(x.double().tolist() for x in (logprobs, old, rollout, advantages))))
+        logprobs = old + spread * noise(n)
+        rollout = old + spread * noise(n)
+        step.append(
+            Sequence(
+                1000 - 7 * b, *(x.double().tolist() for x in (logprobs, old, rollout, advantages))
+            )
+        )
     return step
 
 
-def inputs_of(step: list[Sequence], dtype: torch.dtype = torch.float64, **changes: Tensor) -> PolicyLossInputs:
+def inputs_of(
+    step: list[Sequence], dtype: torch.dtype = torch.float64, **changes: Tensor
+) -> PolicyLossInputs:
     def flat(field: str) -> Tensor:
         return torch.tensor([x for sequence in step for x in getattr(sequence, field)], dtype=dtype)
 
@@ -85,10 +103,14 @@ def evaluate(name: str, kwargs: dict[str, Any], inputs: PolicyLossInputs) -> Pol
     return loss(PolicyLossInputs(**{**given_fields, "batch_stats": loss.batch_stats(inputs)}))
 
 
-def values_and_jacobian(name: str, kwargs: dict[str, Any], inputs: PolicyLossInputs) -> tuple[Tensor, Tensor]:
+def values_and_jacobian(
+    name: str, kwargs: dict[str, Any], inputs: PolicyLossInputs
+) -> tuple[Tensor, Tensor]:
     logprobs = inputs.logprobs.detach().requires_grad_()
     given_fields = {f: getattr(inputs, f) for f in inputs.__dataclass_fields__}
-    per_token = evaluate(name, kwargs, PolicyLossInputs(**{**given_fields, "logprobs": logprobs})).per_token
+    per_token = evaluate(
+        name, kwargs, PolicyLossInputs(**{**given_fields, "logprobs": logprobs})
+    ).per_token
     rows = [torch.autograd.grad(x, logprobs, retain_graph=True)[0] for x in per_token]
     return per_token.detach(), torch.stack(rows) if rows else logprobs.new_zeros(0, 0).detach()
 
@@ -100,7 +122,11 @@ def expected(rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def test_every_loss_of_ours_has_a_reference_a_formula_and_a_source() -> None:
-    ours = {n for n in policy_loss_names() if policy_loss_plugin(n).factory.__module__.startswith("rlcore.")}
+    ours = {
+        n
+        for n in policy_loss_names()
+        if policy_loss_plugin(n).factory.__module__.startswith("rlcore.")
+    }
     assert ours == set(REFERENCES) == {name for name, _ in CASES}
     for name in ours:
         plugin = policy_loss_plugin(name)
@@ -111,7 +137,9 @@ def test_every_loss_of_ours_has_a_reference_a_formula_and_a_source() -> None:
 @each_case()
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_values_and_gradients(name: str, kwargs: dict[str, Any], seed: int) -> None:
-    """The Jacobian is that of the reference, 0 between sequences; empty and one-token sequences are among them."""
+    """The Jacobian is that of the reference, 0 between sequences; empty and one-token sequences are
+    among them.
+    """
     step = ragged_step(seed=seed)
     values, jacobian = values_and_jacobian(name, kwargs, inputs_of(step))
     want_values, want_jacobian = expected(REFERENCES[name](step, **kwargs))
@@ -127,8 +155,12 @@ tokens = st.lists(st.lists(token, max_size=4), max_size=4)
 @each_case(but=CHOOSES)
 @settings(max_examples=25, deadline=None)
 @given(drawn=tokens)
-def test_any_finite_input(name: str, kwargs: dict[str, Any], drawn: list[list[tuple[float, ...]]]) -> None:
-    step = [Sequence(b, *([row[i] for row in rows] for i in range(4))) for b, rows in enumerate(drawn)]
+def test_any_finite_input(
+    name: str, kwargs: dict[str, Any], drawn: list[list[tuple[float, ...]]]
+) -> None:
+    step = [
+        Sequence(b, *([row[i] for row in rows] for i in range(4))) for b, rows in enumerate(drawn)
+    ]
     values, jacobian = values_and_jacobian(name, kwargs, inputs_of(step))
     want_values, want_jacobian = expected(REFERENCES[name](step, **kwargs))
     torch.testing.assert_close(values, want_values, rtol=1e-9, atol=1e-12)
@@ -136,12 +168,16 @@ def test_any_finite_input(name: str, kwargs: dict[str, Any], drawn: list[list[tu
 
 
 @each_case()
-@pytest.mark.parametrize("gaps", [(1e4,), (-1e4,), (1e4, 0.0), (-1e4, 0.5, -0.5), (1e4, -1e4, 0.25), (21.0, 19.0)])
+@pytest.mark.parametrize(
+    "gaps", [(1e4,), (-1e4,), (1e4, 0.0), (-1e4, 0.5, -0.5), (1e4, -1e4, 0.25), (21.0, 19.0)]
+)
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 def test_extreme_log_ratios_in_float32(
     name: str, kwargs: dict[str, Any], gaps: tuple[float, ...], advantage: float
 ) -> None:
-    """Finite and right, in the loss and in the gradient, also where the engine is as far from the trainer."""
+    """Finite and right, in the loss and in the gradient, also where the engine is as far from the
+    trainer.
+    """
     n = len(gaps)
     step = [Sequence(3, [gap - 1.0 for gap in gaps], [-1.0] * n, [-1e4] * n, [advantage] * n)]
     values, jacobian = values_and_jacobian(name, kwargs, inputs_of(step, torch.float32))
@@ -153,7 +189,9 @@ def test_extreme_log_ratios_in_float32(
 
 @each_case()
 @pytest.mark.parametrize("gap", [float("inf"), float("-inf")])
-def test_an_infinite_log_ratio_has_no_infinite_gradient(name: str, kwargs: dict[str, Any], gap: float) -> None:
+def test_an_infinite_log_ratio_has_no_infinite_gradient(
+    name: str, kwargs: dict[str, Any], gap: float
+) -> None:
     step = [Sequence(3, [gap, -1.0], [-1.0, -1.0], [-1.0, -1.0], [1.0, -1.0])]
     _, jacobian = values_and_jacobian(name, kwargs, inputs_of(step))
     assert jacobian.isfinite().all()
@@ -189,7 +227,9 @@ def test_ratio_and_approxkl_mean_the_same_for_every_loss(name: str) -> None:
         assert value.shape == (sum(RAGGED),)
         assert not value.requires_grad
     if "clipfrac" in metrics:
-        torch.testing.assert_close(metrics["clipfrac"], metrics["clipfrac_high"] + metrics["clipfrac_low"])
+        torch.testing.assert_close(
+            metrics["clipfrac"], metrics["clipfrac_high"] + metrics["clipfrac_low"]
+        )
 
 
 @pytest.mark.parametrize("name", sorted(set(REFERENCES) - {"sft", "gspo", "geo_mean"}))
@@ -217,18 +257,22 @@ def test_gspo_of_one_token_is_ppo() -> None:
     clip = {"clip_low": 0.1, "clip_high": 0.2}
     for name in ("gspo", "gspo_token"):
         torch.testing.assert_close(
-            values_and_jacobian(name, clip, inputs_of(step)), values_and_jacobian("ppo_clip", clip, inputs_of(step))
+            values_and_jacobian(name, clip, inputs_of(step)),
+            values_and_jacobian("ppo_clip", clip, inputs_of(step)),
         )
 
 
 def test_gspo_and_its_token_variant() -> None:
     """Equal in value; equal in gradient, summed over a sequence, where its advantages are equal."""
     step = ragged_step()
-    level = torch.tensor([b % 3 - 1.0 for b, n in enumerate(RAGGED) for _ in range(n)], dtype=torch.float64)
+    level = torch.tensor(
+        [b % 3 - 1.0 for b, n in enumerate(RAGGED) for _ in range(n)], dtype=torch.float64
+    )
     clip = {"clip_low": 0.1, "clip_high": 0.2}
     for changes, equal in (({}, False), ({"advantages": level}, True)):
         whole, token_wise = (
-            values_and_jacobian(name, clip, inputs_of(step, **changes)) for name in ("gspo", "gspo_token")
+            values_and_jacobian(name, clip, inputs_of(step, **changes))
+            for name in ("gspo", "gspo_token")
         )
         torch.testing.assert_close(whole[0], token_wise[0])
         assert torch.allclose(whole[1].sum(0), token_wise[1].sum(0)) is equal
@@ -243,12 +287,23 @@ def test_decoupled_ppo_around_the_behaviour_policy_is_ppo() -> None:
 
 
 def test_decoupled_ppo_is_unbiased_for_the_proximal_surrogate() -> None:
-    """Weighed by the behaviour policy's probabilities, the loss is that of tokens drawn from the proximal one."""
+    """Weighed by the behaviour policy's probabilities, the loss is that of tokens drawn from the
+    proximal one.
+    """
     generator = torch.Generator().manual_seed(1)
-    new, old, behaviour = torch.randn(3, 6, generator=generator, dtype=torch.float64).log_softmax(-1)
+    new, old, behaviour = torch.randn(3, 6, generator=generator, dtype=torch.float64).log_softmax(
+        -1
+    )
     advantages = torch.randn(6, generator=generator, dtype=torch.float64)
-    fields = {"cu_seqlens": cu((6,)), "logprobs": new, "old_logprobs": old, "advantages": advantages}
-    decoupled = build_policy_loss("decoupled_ppo")(PolicyLossInputs(**fields, rollout_logprobs=behaviour)).per_token
+    fields = {
+        "cu_seqlens": cu((6,)),
+        "logprobs": new,
+        "old_logprobs": old,
+        "advantages": advantages,
+    }
+    decoupled = build_policy_loss("decoupled_ppo")(
+        PolicyLossInputs(**fields, rollout_logprobs=behaviour)
+    ).per_token
     proximal = build_policy_loss("ppo_clip")(PolicyLossInputs(**fields)).per_token
     torch.testing.assert_close((behaviour.exp() * decoupled).sum(), (old.exp() * proximal).sum())
 
@@ -274,7 +329,9 @@ def test_cispo_keeps_the_gradient_that_ppo_clips_away() -> None:
 
 
 def test_sapo_slope_peaks_at_one_and_fades_faster_below_zero_advantage() -> None:
-    """The gradient over that of the plain surrogate: 1 at r = 1, less on both sides, least for the larger tau."""
+    """The gradient over that of the plain surrogate: 1 at r = 1, less on both sides, least for the
+    larger tau.
+    """
     for advantage, tau in ((1.0, 1.0), (-1.0, 1.05)):
         shares = []
         for d in (-0.5, 0.0, 0.5):
@@ -290,13 +347,16 @@ def test_geo_mean_equals_gspo_where_nothing_is_clipped() -> None:
     step = ragged_step(spread=0.01)
     inputs = inputs_of(step, advantages=inputs_of(step).advantages.abs() + 0.1)
     wide = {"clip_low": 1.0, "clip_high": 1e3}
-    torch.testing.assert_close(values_and_jacobian("geo_mean", wide, inputs), values_and_jacobian("gspo", wide, inputs))
+    torch.testing.assert_close(
+        values_and_jacobian("geo_mean", wide, inputs), values_and_jacobian("gspo", wide, inputs)
+    )
 
 
 def test_geo_mean_is_the_geometric_mean_of_the_clipped_ratios() -> None:
     step = [Sequence(0, [0.1, 0.9, -0.7], [0.0] * 3, [0.0] * 3, [2.0] * 3)]
     out = evaluate("geo_mean", {}, inputs_of(step))
-    ratios = torch.tensor([0.1, 0.4, -0.7], dtype=torch.float64).exp()  # 0.9 is held at 0.4; falling is free
+    # 0.9 is held at 0.4; falling is free
+    ratios = torch.tensor([0.1, 0.4, -0.7], dtype=torch.float64).exp()
     torch.testing.assert_close(out.per_token, -2.0 * ratios.prod().pow(1 / 3).expand(3))
     assert out.metrics["clipfrac_high"].tolist() == [0, 1, 0]
 
@@ -325,11 +385,15 @@ def test_senseless_keywords_are_refused(name: str, kwargs: dict[str, Any], messa
 
 
 def test_long_sequences_do_not_lose_their_mean_in_float32() -> None:
-    """100,000 log-ratios of 1e-4 between log-probs of -12: s is e^1e-4, to the rounding of the inputs."""
+    """100,000 log-ratios of 1e-4 between log-probs of -12: s is e^1e-4, to the rounding of the
+    inputs.
+    """
     n = 100_000
     old = torch.full((n,), -12.0)
     logprobs = old + 1e-4
-    inputs = PolicyLossInputs(cu_seqlens=cu((n,)), logprobs=logprobs, old_logprobs=old, advantages=torch.ones(n))
+    inputs = PolicyLossInputs(
+        cu_seqlens=cu((n,)), logprobs=logprobs, old_logprobs=old, advantages=torch.ones(n)
+    )
     true = (logprobs.double() - old.double()).mean().exp()
     for name in ("gspo", "gspo_token", "geo_mean"):
         ratio = build_policy_loss(name)(inputs).metrics["sequence_ratio"]

@@ -1,4 +1,6 @@
-"""Wrong metrics that were seen in use, each beside ours: the formula of the defect does not pass the test that ours passes."""
+"""Wrong metrics that were seen in use, each beside ours: the formula of the defect does not pass
+the test that ours passes.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def padded(x: Tensor, fill: float) -> Tensor:
 
 @pytest.fixture
 def step() -> dict[str, Tensor]:
-    """Vectors of a step [M]: log-probs before and after it, of the reference; entropy and advantages."""
+    """Vectors of a step [M]: log-probs before and after it, of the reference; entropy and
+    advantages.
+    """
     size = sum(LENGTHS)
     before = -noise(size, 0).abs()
     return {
@@ -60,9 +64,13 @@ def batch(step: dict[str, Tensor]) -> EstimatorInputs:
     )  # fmt: skip
 
 
-def update(step: dict[str, Tensor], first: int = 0, last: int = len(LENGTHS), name: str = "ppo_clip") -> Moments:
+def update(
+    step: dict[str, Tensor], first: int = 0, last: int = len(LENGTHS), name: str = "ppo_clip"
+) -> Moments:
     """What an optimizer step reports of the sequences [first, last)."""
-    borders, loss, moments = cu(LENGTHS), build_policy_loss(name), Moments()
+    borders = cu(LENGTHS)
+    loss = build_policy_loss(name)
+    moments = Moments()
     tokens = slice(int(borders[first]), int(borders[last]))
     inputs = PolicyLossInputs(
         cu_seqlens=borders[first : last + 1] - borders[first], logprobs=step["after"][tokens],
@@ -80,7 +88,9 @@ def per_sequence_mean(x: Tensor) -> float:
 
 
 def test_objective_entropy_counts_no_padding(step: dict[str, Tensor]) -> None:
-    """open-instruct and TRL: padded log-probs are filled with 1.0 and `(-logprobs).sum(1).mean()` takes them in."""
+    """open-instruct and TRL: padded log-probs are filled with 1.0 and `(-logprobs).sum(1).mean()`
+    takes them in.
+    """
     truth = per_sequence_mean(-step["before"])
     ours = rollout_metrics(batch(step), entropy=-step["before"])["objective/entropy"]
     defective = (-padded(step["before"], fill=1.0)).sum(1).mean().item()
@@ -94,7 +104,9 @@ def test_approxkl_is_not_diluted_by_padding(step: dict[str, Tensor]) -> None:
     """open-instruct and TRL: the mean runs over the padded table, where the difference is 0."""
     squares = 0.5 * (step["after"] - step["before"]).square()
     ours = update(step).reduce()["policy/approxkl_avg"]
-    defective = (0.5 * (padded(step["after"], 1.0) - padded(step["before"], 1.0)).square()).mean().item()
+    defective = (
+        (0.5 * (padded(step["after"], 1.0) - padded(step["before"], 1.0)).square()).mean().item()
+    )
     assert ours == pytest.approx(squares.mean().item(), rel=1e-12)
     assert defective < ours / 8
 
@@ -120,20 +132,28 @@ def test_policy_entropy_is_measured_for_every_loss(step: dict[str, Tensor], name
 
 
 def test_non_score_reward_is_minus_the_penalty(step: dict[str, Tensor]) -> None:
-    """open-instruct's page: `beta * kl`. The reward that the policy gets for its KL is negative where the KL is positive."""
-    coef, inputs = 0.1, batch(step)
+    """open-instruct's page: `beta * kl`. The reward that the policy gets for its KL is negative
+    where the KL is positive.
+    """
+    coef = 0.1
+    inputs = batch(step)
     assert inputs.kl is not None
     kl = per_sequence_mean(inputs.kl)
     metrics = rollout_metrics(inputs, reward_coef=coef)
     defective = coef * kl
     assert metrics["objective/non_score_reward"] == pytest.approx(-coef * kl, rel=1e-12)
-    assert metrics["objective/rlhf_reward"] == pytest.approx(inputs.rewards.mean().item() - coef * kl, rel=1e-12)
+    assert metrics["objective/rlhf_reward"] == pytest.approx(
+        inputs.rewards.mean().item() - coef * kl, rel=1e-12
+    )
     assert defective != pytest.approx(metrics["objective/non_score_reward"])
 
 
 def test_rollout_kl_does_not_depend_on_context_parallelism(step: dict[str, Tensor]) -> None:
-    """slime: each of cp_size ranks reports the sum over the gathered sequence, unmasked, and the sums are added."""
-    cp_size, inputs = 4, batch(step)
+    """slime: each of cp_size ranks reports the sum over the gathered sequence, unmasked, and the
+    sums are added.
+    """
+    cp_size = 4
+    inputs = batch(step)
     assert inputs.kl is not None
     truth = inputs.kl.mean().item()
     ours = rollout_metrics(inputs)["rollout/kl"]
@@ -141,7 +161,8 @@ def test_rollout_kl_does_not_depend_on_context_parallelism(step: dict[str, Tenso
     assert ours == pytest.approx(truth, rel=1e-12)
     assert multiplied == pytest.approx(cp_size * truth, rel=1e-12)
     assert multiplied != pytest.approx(ours)
-    # Our way to put ranks together: sequences are on one data-parallel rank each, and context-parallel ranks do not add.
+    # Our way to put ranks together: sequences are on one data-parallel rank each, and
+    # context-parallel ranks do not add.
     ranks = [Moments() for _ in range(2)]
     for part, rank in zip((inputs.kl[:43], inputs.kl[43:]), ranks):
         rank.add("rollout/kl", part)
@@ -150,8 +171,11 @@ def test_rollout_kl_does_not_depend_on_context_parallelism(step: dict[str, Tenso
 
 
 def test_rollout_kl_sees_no_tool_tokens() -> None:
-    """slime: the mean runs over the whole response, tool output included, where no policy chose anything."""
-    policy, reference = torch.tensor([-1.0, -2.0, -9.0, -9.0, -1.0]), torch.tensor([-1.5, -2.5, -1.0, -1.0, -1.5])
+    """slime: the mean runs over the whole response, tool output included, where no policy chose
+    anything.
+    """
+    policy = torch.tensor([-1.0, -2.0, -9.0, -9.0, -1.0])
+    reference = torch.tensor([-1.5, -2.5, -1.0, -1.0, -1.5])
     mask = torch.tensor([True, True, False, False, True])
     chosen = EstimatorInputs(
         cu_seqlens=torch.tensor([0, 3]), rewards=torch.ones(1), group_ids=torch.zeros(1).long(),
@@ -163,7 +187,9 @@ def test_rollout_kl_sees_no_tool_tokens() -> None:
 
 
 def test_the_logged_kl_is_not_the_shaped_reward(step: dict[str, Tensor]) -> None:
-    """slime's PPO branch scaled the KL in place and added the reward, and the KL that was logged was that."""
+    """slime's PPO branch scaled the KL in place and added the reward, and the KL that was logged
+    was that.
+    """
     inputs = batch(step)
     assert inputs.kl is not None
     truth = inputs.kl.mean().item()
@@ -177,7 +203,9 @@ def test_the_logged_kl_is_not_the_shaped_reward(step: dict[str, Tensor]) -> None
 
 
 def test_a_metric_is_no_mean_of_micro_batch_means(step: dict[str, Tensor]) -> None:
-    """verl and others: each micro-batch is averaged, then the averages; a short one counts as much as a long one."""
+    """verl and others: each micro-batch is averaged, then the averages; a short one counts as much
+    as a long one.
+    """
     parts = [update(step, b, b + 1) for b in range(len(LENGTHS))]
     whole = update(step).reduce()
     means = [part.reduce() for part in parts]
@@ -191,7 +219,9 @@ def test_a_metric_is_no_mean_of_micro_batch_means(step: dict[str, Tensor]) -> No
 
 
 def test_an_effective_sample_size_is_no_mean_of_effective_sample_sizes() -> None:
-    """slime's `ess_ratio` averages those of the sequences: unequal sequences, each even in itself, look perfect."""
+    """slime's `ess_ratio` averages those of the sequences: unequal sequences, each even in itself,
+    look perfect.
+    """
     ratio = torch.cat([torch.full((50,), 2.0), torch.full((50,), 0.1)]).double()
     moments = Moments()
     for part in ratio.split(50):
@@ -203,14 +233,22 @@ def test_an_effective_sample_size_is_no_mean_of_effective_sample_sizes() -> None
     assert defective == pytest.approx(1.0)
 
 
-def test_a_sequence_without_tokens_is_in_no_mean_over_trained_sequences(step: dict[str, Tensor]) -> None:
-    """Divided by all sequences, `objective/*` would fall with every response that was cut to nothing."""
+def test_a_sequence_without_tokens_is_in_no_mean_over_trained_sequences(
+    step: dict[str, Tensor],
+) -> None:
+    """Divided by all sequences, `objective/*` would fall with every response that was cut to
+    nothing.
+    """
     kl = batch(step).kl
     assert kl is not None
     more = EstimatorInputs(
-        cu_seqlens=cu([*LENGTHS, 0]), rewards=torch.tensor([1.0, 0.0, 1.0, 0.5, 9.0]), group_ids=torch.arange(5), kl=kl
+        cu_seqlens=cu([*LENGTHS, 0]),
+        rewards=torch.tensor([1.0, 0.0, 1.0, 0.5, 9.0]),
+        group_ids=torch.arange(5),
+        kl=kl,
     )
-    ours, before = rollout_metrics(more), rollout_metrics(batch(step))
+    ours = rollout_metrics(more)
+    before = rollout_metrics(batch(step))
     for name in ("objective/kl", "objective/scores", "rollout/kl"):
         assert ours[name] == pytest.approx(before[name], rel=1e-12)
     defective = kl.sum().item() / more.num_sequences

@@ -45,8 +45,11 @@ def batch(**changes: torch.Tensor | None) -> EstimatorInputs:
 
 
 def test_scores_by_hand() -> None:
-    metrics = rollout_metrics(batch(), entropy=torch.arange(6.0), reward_coef=0.5, correct=torch.tensor([1, 0, 1, 1, 1]))
-    assert metrics["objective/kl"] == pytest.approx(4.0 / 4)  # over the four sequences that have a token
+    metrics = rollout_metrics(
+        batch(), entropy=torch.arange(6.0), reward_coef=0.5, correct=torch.tensor([1, 0, 1, 1, 1])
+    )
+    # over the four sequences that have a token
+    assert metrics["objective/kl"] == pytest.approx(4.0 / 4)
     assert metrics["rollout/kl"] == pytest.approx(4.0 / 6)
     assert metrics["objective/entropy"] == pytest.approx(15 / 4)
     assert metrics["objective/scores"] == pytest.approx(12 / 4)
@@ -77,7 +80,10 @@ def test_off_policy_by_hand() -> None:
     train = engine + torch.tensor([0.0, 0.5, -0.25, -0.25, 0.0, 0.0])
     reference = train - torch.tensor([0.0, 25.0, 0.0, -25.0, 0.0, 25.0])
     inputs = batch(
-        logprobs=train, rollout_logprobs=engine, ref_logprobs=reference, versions=torch.tensor([4, 4, 5, 5, 5, 2])
+        logprobs=train,
+        rollout_logprobs=engine,
+        ref_logprobs=reference,
+        versions=torch.tensor([4, 4, 5, 5, 5, 2]),
     )
     metrics = rollout_metrics(inputs, version=5)
     weights = (train - engine).double().exp()
@@ -86,7 +92,9 @@ def test_off_policy_by_hand() -> None:
     assert metrics["rollout/train_rollout_logprob_diff_kl"] == pytest.approx(
         ((weights - 1 - weights.log()).sum() / 6).item()
     )
-    assert metrics["rollout/ess"] == pytest.approx((weights.sum() ** 2 / (6 * (weights**2).sum())).item())
+    assert metrics["rollout/ess"] == pytest.approx(
+        (weights.sum() ** 2 / (6 * (weights**2).sum())).item()
+    )
     assert metrics["rollout/kl_clamped_share"] == pytest.approx(0.5)
     assert metrics["rollout/staleness_mean"] == pytest.approx(5 / 6)
     assert metrics["rollout/staleness_max"] == 3
@@ -94,7 +102,9 @@ def test_off_policy_by_hand() -> None:
 
 def test_ess_is_one_on_policy() -> None:
     logprobs = torch.randn(6)
-    assert rollout_metrics(batch(logprobs=logprobs, rollout_logprobs=logprobs))["rollout/ess"] == pytest.approx(1.0)
+    assert rollout_metrics(batch(logprobs=logprobs, rollout_logprobs=logprobs))[
+        "rollout/ess"
+    ] == pytest.approx(1.0)
 
 
 def test_explained_variance() -> None:
@@ -103,7 +113,9 @@ def test_explained_variance() -> None:
     assert explained_variance(torch.full((4,), 9.0), returns) == pytest.approx(0.0)
     assert explained_variance(-returns, returns) == pytest.approx(-3.0)
     assert explained_variance(returns, torch.ones(4)) is None
-    assert "val/explained_variance" in rollout_metrics(batch(values=torch.randn(6)), returns=torch.randn(6))
+    assert "val/explained_variance" in rollout_metrics(
+        batch(values=torch.randn(6)), returns=torch.randn(6)
+    )
 
 
 def test_what_was_not_measured_is_absent() -> None:
@@ -150,7 +162,9 @@ def test_every_definition_is_computed_and_everything_computed_is_defined(make_in
         max_staleness=1,
     )  # fmt: skip
     moments = train(full.cu_seqlens, [(0, 9)])
-    assert {*made, *moments.reduce()} == {spec.name for spec in (*BATCH_METRICS, *STREAMED_METRICS) if "<" not in spec.name}
+    assert {*made, *moments.reduce()} == {
+        spec.name for spec in (*BATCH_METRICS, *STREAMED_METRICS) if "<" not in spec.name
+    }
 
 
 def test_every_metric_is_defined_once_and_whole() -> None:
@@ -162,7 +176,8 @@ def test_every_metric_is_defined_once_and_whole() -> None:
         assert spec.definition
         assert spec.denominator
         assert spec.unit
-        assert "|" not in spec.name + spec.definition + spec.denominator + spec.unit  # it would end a cell of the page
+        # it would end a cell of the page
+        assert "|" not in spec.name + spec.definition + spec.denominator + spec.unit
 
 
 def test_a_family_of_names_has_one_definition() -> None:
@@ -178,7 +193,8 @@ def train(borders: torch.Tensor, micro_batches: list[tuple[int, int]]) -> Moment
     generator = torch.Generator().manual_seed(5)
     vectors = torch.randn(8, int(borders[-1]), generator=generator, dtype=torch.float64)
     weights = loss_weights("seq-mean-token-mean", borders)
-    loss, moments = build_policy_loss("ppo_clip", dual_clip=3.0), Moments()
+    loss = build_policy_loss("ppo_clip", dual_clip=3.0)
+    moments = Moments()
     correction = Correction("tis", level="sequence", veto=0.05)
     for first, last in micro_batches:
         tokens = slice(int(borders[first]), int(borders[last]))
@@ -187,21 +203,28 @@ def train(borders: torch.Tensor, micro_batches: list[tuple[int, int]]) -> Moment
             cu_seqlens=borders[first : last + 1] - borders[first], logprobs=logprobs, old_logprobs=old,
             advantages=advantages, entropy=entropy.abs(),
         )  # fmt: skip
-        plain, corrected = loss(inputs), correction(old, engine, inputs.cu_seqlens)
+        plain = loss(inputs)
+        corrected = correction(old, engine, inputs.cu_seqlens)
         found = {
             **plain.metrics, **corrected.metrics, **mismatch_vectors(logprobs, engine),
             "rollout/kl": approx_kl(logprobs, reference, "k1"),
             "rollout/kl_clamped_share": kl_clamped(logprobs, reference),
             "policy_loss": weights[tokens] * corrected.weights * plain.per_token,
         }  # fmt: skip
-        moments.add_objective(PolicyLoss(corrected.weights * plain.per_token, found), weights[tokens])
+        moments.add_objective(
+            PolicyLoss(corrected.weights * plain.per_token, found), weights[tokens]
+        )
         clipped = value_clipped(values, old, returns, clip=0.2)
         moments.add_value_loss(value_loss(values, old, returns, clip=0.2), weights[tokens], clipped)
     return moments
 
 
-@pytest.mark.parametrize("split", [[(0, 3), (3, 9)], [(i, i + 1) for i in range(9)], [(0, 0), (0, 9)]])
-def test_moments_do_not_depend_on_the_split(make_inputs: Make, split: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    "split", [[(0, 3), (3, 9)], [(i, i + 1) for i in range(9)], [(0, 0), (0, 9)]]
+)
+def test_moments_do_not_depend_on_the_split(
+    make_inputs: Make, split: list[tuple[int, int]]
+) -> None:
     borders = make_inputs().cu_seqlens
     whole = train(borders, [(0, 9)])
     for metric, value in train(borders, split).reduce().items():
@@ -210,11 +233,13 @@ def test_moments_do_not_depend_on_the_split(make_inputs: Make, split: list[tuple
 
 def test_moments_of_ranks_add_up(make_inputs: Make) -> None:
     borders = make_inputs().cu_seqlens
-    ranks = [train(borders, [(0, 2)]), train(borders, [(2, 9)]), train(borders, [(1, 2)])]  # the last has no token
+    # the last has no token
+    ranks = [train(borders, [(0, 2)]), train(borders, [(2, 9)]), train(borders, [(1, 2)])]
     names = ranks[0].names
     assert all(rank.names == names for rank in ranks)
     packed = [rank.pack(names) for rank in ranks]
-    sums, maxima = sum(p[0] for p in packed), torch.stack([p[1] for p in packed]).amax(0)
+    sums = sum(p[0] for p in packed)
+    maxima = torch.stack([p[1] for p in packed]).amax(0)
     assert isinstance(sums, torch.Tensor)
     reduced = Moments.unpack(names, sums, maxima).reduce()
     merged = ranks[1]
@@ -226,7 +251,14 @@ def test_moments_of_ranks_add_up(make_inputs: Make) -> None:
 def test_moments_by_hand() -> None:
     moments = Moments()
     moments.add("ratio", torch.tensor([1.0, 2.0]))
-    moments.update({"ratio": torch.tensor([6.0]), "entropy": torch.zeros(0), "mine/x": torch.ones(2), "y": torch.ones(2)})
+    moments.update(
+        {
+            "ratio": torch.tensor([6.0]),
+            "entropy": torch.zeros(0),
+            "mine/x": torch.ones(2),
+            "y": torch.ones(2),
+        }
+    )
     moments.add("policy_loss", torch.tensor([3.0, 1.0]))
     assert moments.reduce(optimizer_steps=2) == {
         "val/ratio": 3.0, "val/ratio_max": 6.0, "val/ratio_var": 7.0, "mine/x": 1.0, "policy/y_avg": 1.0,
@@ -236,7 +268,9 @@ def test_moments_by_hand() -> None:
 
 
 def test_the_ratio_variance_is_exact_close_to_one() -> None:
-    ratio = 1 + 1e-6 * torch.randn(10_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ratio = 1 + 1e-6 * torch.randn(
+        10_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     moments = Moments()
     for part in ratio.split(1000):
         moments.add("ratio", part)
@@ -244,7 +278,21 @@ def test_the_ratio_variance_is_exact_close_to_one() -> None:
 
 
 def test_the_import_is_light() -> None:
-    code = "import json, sys, rlcore.algorithms; print(json.dumps(sorted(m.split('.')[0] for m in sys.modules)))"
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    code = (
+        "import json, sys, rlcore.algorithms; print(json.dumps(sorted(m.split('.')[0] for m in"
+        " sys.modules)))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
+    )
     loaded = set(json.loads(out.stdout.splitlines()[-1]))
-    assert not loaded & {"megatron", "transformers", "pydantic", "sglang", "ray", "backends", "rollout", "scipy"}
+    assert not loaded & {
+        "megatron",
+        "transformers",
+        "pydantic",
+        "sglang",
+        "ray",
+        "backends",
+        "rollout",
+        "scipy",
+    }

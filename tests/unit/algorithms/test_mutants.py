@@ -1,4 +1,6 @@
-"""The defects of tests/mutant_table.py turn tests red: a dozen here, all of them with --full or `python tests/mutants.py`."""
+"""The defects of tests/mutant_table.py turn tests red: a dozen here, all of them with --full or
+`python tests/mutants.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[3]
-RUNNER, TABLE = ROOT / "tests" / "mutants.py", ROOT / "tests" / "mutant_table.py"
+RUNNER = ROOT / "tests" / "mutants.py"
+TABLE = ROOT / "tests" / "mutant_table.py"
 
 DOZEN = [
     "reward on the first token", "KL scaled in place", "the value behind the last token is that of the next sequence",
@@ -20,7 +23,8 @@ DOZEN = [
     "clip bounds swapped", "clamp after exp", "token-mean by sequences", "a mean of micro-batch means", "staleness off by one",
 ]  # fmt: skip
 
-# Each would be a hole in the runner, but for the last: a harmless change, a stale row, tests of other code, a crash.
+# Each would be a hole in the runner, but for the last: a harmless change, a stale row, tests of
+# other code, a crash.
 HOLES = r"""
 KL, KL_TEST = "rlcore/algorithms/kl.py", "test_kl.py::test_table"
 MUTANTS = [
@@ -47,7 +51,13 @@ def mutants() -> ModuleType:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: this one has threads, and our modules loaded."""
-    return subprocess.run([sys.executable, str(RUNNER), *arguments], capture_output=True, text=True, timeout=1200, check=False)
+    return subprocess.run(
+        [sys.executable, str(RUNNER), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
 
 
 def test_a_dozen_defects_are_caught() -> None:
@@ -64,13 +74,19 @@ def test_every_defect_is_caught() -> None:
 
 
 def test_no_row_is_stale(mutants: ModuleType) -> None:
-    stale = [f"{mutant.name}: {why}" for mutant in mutants.read_table(TABLE) if (why := mutants.stale(mutant, ROOT))]
+    stale = [
+        f"{mutant.name}: {why}"
+        for mutant in mutants.read_table(TABLE)
+        if (why := mutants.stale(mutant, ROOT))
+    ]
     assert not stale, "\n".join(stale)
 
 
 def test_every_algorithm_has_a_defect(mutants: ModuleType) -> None:
     folder = ROOT / "rlcore" / "algorithms"
-    formulas = {*folder.glob("estimators/*.py"), *folder.glob("losses/*.py")} - set(folder.glob("*/__init__.py"))
+    formulas = {*folder.glob("estimators/*.py"), *folder.glob("losses/*.py")} - set(
+        folder.glob("*/__init__.py")
+    )
     formulas |= {folder / f"{name}.py" for name in (
         "aggregation", "corrections", "guard", "kl", "metrics", "mismatch", "moments", "normalization", "ragged", "reductions",
         "scan", "shaping", "staleness", "token_hash", "wide",
@@ -89,13 +105,19 @@ def test_the_runner_tells_a_caught_defect_from_one_that_was_not_tried(tmp_path: 
         "harmless": "SURVIVED", "stale": "STALE", "no such file": "STALE", "not imported": "UNTRIED", "no Python": "BROKEN",
         "real": "caught",
     }  # fmt: skip
-    assert "rlcore/algorithms/kl.py has its text 0 times, expected once: 'this text is nowhere'" in done.stdout
+    assert (
+        "rlcore/algorithms/kl.py has its text 0 times, expected once: 'this text is nowhere'"
+        in done.stdout
+    )
     assert done.stdout.splitlines()[-1] == "1 of 6 defects caught"
 
 
 def test_tests_that_fail_by_themselves_prove_nothing(tmp_path: Path) -> None:
     table = tmp_path / "table.py"
-    table.write_text('MUTANTS = [("a", "rlcore/algorithms/kl.py", "0.5", "0.6", "test_kl.py::test_that_is_not_there")]')
+    table.write_text(
+        'MUTANTS = [("a", "rlcore/algorithms/kl.py", "0.5", "0.6",'
+        ' "test_kl.py::test_that_is_not_there")]'
+    )
     done = run("--table", str(table))
     assert done.returncode == 1
     assert "the tests do not pass without a defect" in done.stdout

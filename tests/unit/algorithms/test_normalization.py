@@ -24,7 +24,8 @@ def slow(x: list[float]) -> list[float]:
 
 
 def slow_groups(advantages: Tensor, cu_seqlens: Tensor, group_ids: Tensor) -> Tensor:
-    borders, groups = cu_seqlens.tolist(), group_ids.tolist()
+    borders = cu_seqlens.tolist()
+    groups = group_ids.tolist()
     owner = [groups[b] for b in range(len(groups)) for _ in range(borders[b], borders[b + 1])]
     out = torch.zeros(advantages.numel(), dtype=torch.float64)
     for group in set(owner):
@@ -61,9 +62,11 @@ def test_group_is_the_loop_over_groups(seed: int) -> None:
 
 
 def test_group_by_hand() -> None:
-    cu_seqlens, groups = cu((2, 1, 1, 0)), torch.tensor([9, -4, 9, 3])
+    cu_seqlens = cu((2, 1, 1, 0))
+    groups = torch.tensor([9, -4, 9, 3])
     result = normalize_advantages(torch.tensor([1.0, 2.0, 7.0, 3.0]), cu_seqlens, groups, "group")
-    torch.testing.assert_close(result, torch.tensor([-1.0, 0.0, 0.0, 1.0]))  # group 9: mean 2, std 1; -4: one token
+    # group 9: mean 2, std 1; -4: one token
+    torch.testing.assert_close(result, torch.tensor([-1.0, 0.0, 0.0, 1.0]))
 
 
 @given(
@@ -87,7 +90,9 @@ def test_group_properties(lengths: list[int], seed: int, shift: int, data: st.Da
     moved = replace(inputs, values=inputs.values + shift)  # type: ignore[operator]
     torch.testing.assert_close(normalized(moved, "group"), result, rtol=1e-6, atol=1e-6)
     # groups do not see each other
-    alone, index = permuted(inputs, [b for b in range(len(lengths)) if int(inputs.group_ids[b]) == -1])
+    alone, index = permuted(
+        inputs, [b for b in range(len(lengths)) if int(inputs.group_ids[b]) == -1]
+    )
     torch.testing.assert_close(normalized(alone, "group"), result[index])
 
 
@@ -98,7 +103,9 @@ def test_float32_far_from_zero_is_right_to_its_rounding(mode: str) -> None:
     result = normalize_advantages(values, inputs.cu_seqlens, inputs.group_ids, mode)  # type: ignore[arg-type]
     groups = inputs.group_ids if mode == "group" else torch.zeros_like(inputs.group_ids)
     assert result.dtype == torch.float32
-    torch.testing.assert_close(result.double(), slow_groups(values, inputs.cu_seqlens, groups), rtol=2**-22, atol=1e-9)
+    torch.testing.assert_close(
+        result.double(), slow_groups(values, inputs.cu_seqlens, groups), rtol=2**-22, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("mode", ["batch", "group"])
@@ -126,7 +133,10 @@ def test_the_input_is_not_written() -> None:
 
 def test_bad_arguments_say_what_to_do() -> None:
     inputs = random_inputs()
-    with pytest.raises(ValueError, match=r"unknown normalization 'groups'; known: batch, group, none; did you mean 'group'"):
+    with pytest.raises(
+        ValueError,
+        match=r"unknown normalization 'groups'; known: batch, group, none; did you mean 'group'",
+    ):
         normalized(inputs, "groups")
     with pytest.raises(ValueError, match=r"group_ids: expected shape \[B\] = \[9\], got \[8\]"):
         normalize_advantages(inputs.values, inputs.cu_seqlens, inputs.group_ids[:-1], "group")  # type: ignore[arg-type]

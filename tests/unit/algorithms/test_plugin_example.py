@@ -1,4 +1,6 @@
-"""The package in examples/plugin: its own tests pass, its entry points work, and docs/plugins.md shows its code."""
+"""The package in examples/plugin: its own tests pass, its entry points work, and docs/plugins.md
+shows its code.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,28 @@ from rlcore.algorithms.testing import policy_loss as policy_loss_rules
 from rlcore.algorithms.types import Advantages
 
 ROOT = Path(__file__).parents[3]
-EXAMPLE, PAGE = ROOT / "examples" / "plugin", ROOT / "docs" / "plugins.md"
+EXAMPLE = ROOT / "examples" / "plugin"
+PAGE = ROOT / "docs" / "plugins.md"
 
 
 def test_its_own_tests_pass() -> None:
     """As its author runs them."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLE), str(ROOT)]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(EXAMPLE), "tests"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLE), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(EXAMPLE),
+        "tests",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=EXAMPLE,
                           check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,7 +49,9 @@ def test_its_own_tests_pass() -> None:
 
 def test_its_entry_points_lead_to_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLE)
-    points = dict(re.findall(r'^(\w+) = "(\S+:\w+)"$', (EXAMPLE / "pyproject.toml").read_text(), re.MULTILINE))
+    points = dict(
+        re.findall(r'^(\w+) = "(\S+:\w+)"$', (EXAMPLE / "pyproject.toml").read_text(), re.MULTILINE)
+    )
     assert set(points) == {"pairwise", "hopeful"}
     assert build_estimator(points["pairwise"], scale=2.0).needs == frozenset()
     assert build_policy_loss(points["hopeful"], failure_weight=0.1).needs == frozenset()
@@ -41,7 +60,10 @@ def test_its_entry_points_lead_to_its_classes(monkeypatch: pytest.MonkeyPatch) -
 def test_the_page_shows_its_code() -> None:
     blocks = re.findall(r"```(?:python|toml)\n(.*?)```", PAGE.read_text(), re.DOTALL)
     for name in ("estimator", "loss"):
-        assert f"# pairwise_rl/{name}.py\n" + (EXAMPLE / "pairwise_rl" / f"{name}.py").read_text() in blocks
+        assert (
+            f"# pairwise_rl/{name}.py\n" + (EXAMPLE / "pairwise_rl" / f"{name}.py").read_text()
+            in blocks
+        )
     toml = next(block for block in blocks if "entry-points" in block)
     assert toml in (EXAMPLE / "pyproject.toml").read_text()
 
@@ -52,13 +74,17 @@ def test_the_page_lists_every_rule_in_order() -> None:
     assert rows[: len(estimator)] == estimator
     own = [(rule.name, rule.sentence) for rule in policy_loss_rules._RULES]
     assert set(rows[len(estimator) :]) <= set(own)
-    assert {name for name, _ in own} <= set(re.findall(r"`([a-z0-9-]+)`", PAGE.read_text().partition("## A policy loss")[2]))
+    assert {name for name, _ in own} <= set(
+        re.findall(r"`([a-z0-9-]+)`", PAGE.read_text().partition("## A policy loss")[2])
+    )
 
 
 def test_the_page_shows_the_message() -> None:
     def neighbours(inputs: EstimatorInputs) -> Advantages:
         rewards = inputs.rewards.view(-1, 2)
-        return Advantages(expand_to_tokens((rewards - rewards.mean(1, keepdim=True)).flatten(), inputs.cu_seqlens))
+        return Advantages(
+            expand_to_tokens((rewards - rewards.mean(1, keepdim=True)).flatten(), inputs.cu_seqlens)
+        )
 
     neighbours.__qualname__ = "Neighbours"
     with pytest.raises(ContractError) as caught:

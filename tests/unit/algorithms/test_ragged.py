@@ -39,9 +39,13 @@ def test_suffix_sum_by_hand() -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 1e-3, 0.5, 0.95, 0.9999, 1.0])
-@pytest.mark.parametrize("lengths", [LENGTHS, (0, 0), (), (1, 1, 1), (3, 2, 3), (2500,), (0, 1100, 1, 1030, 0)])
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS, (0, 0), (), (1, 1, 1), (3, 2, 3), (2500,), (0, 1100, 1, 1030, 0)]
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_suffix_sum_is_the_recursion(lengths: tuple[int, ...], decay: float, dtype: torch.dtype, tolerance: float) -> None:
+def test_suffix_sum_is_the_recursion(
+    lengths: tuple[int, ...], decay: float, dtype: torch.dtype, tolerance: float
+) -> None:
     x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(1), dtype=dtype)
     y = discounted_suffix_sum(x, cu(lengths), decay)
     assert y.dtype == dtype
@@ -62,7 +66,8 @@ def test_suffix_sum_with_decay_one_telescopes() -> None:
 def test_suffix_sum_keeps_a_bad_sequence_to_itself(lengths: tuple[int, ...], poison: float) -> None:
     x = torch.randn(sum(lengths), dtype=torch.float64)
     clean = discounted_suffix_sum(x, cu(lengths), 0.9)
-    start, end = lengths[0], lengths[0] + lengths[1]
+    start = lengths[0]
+    end = lengths[0] + lengths[1]
     x[start:end] = poison
     y = discounted_suffix_sum(x, cu(lengths), 0.9)
     assert torch.equal(y[:start], clean[:start])
@@ -71,7 +76,9 @@ def test_suffix_sum_keeps_a_bad_sequence_to_itself(lengths: tuple[int, ...], poi
 
 def test_suffix_sum_has_a_gradient() -> None:
     x = torch.randn(80, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: discounted_suffix_sum(x, cu((40, 0, 37, 1, 2)), 0.9), (x,))
+    assert torch.autograd.gradcheck(
+        lambda x: discounted_suffix_sum(x, cu((40, 0, 37, 1, 2)), 0.9), (x,)
+    )
 
 
 def test_suffix_sum_leaves_its_input_alone() -> None:
@@ -88,32 +95,50 @@ def test_suffix_sum_refuses_a_decay_outside_the_unit_interval(decay: float) -> N
         discounted_suffix_sum(torch.ones(2), cu((2,)), decay)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, (0, 0), (), (1, 1, 1), (3, 2, 3), (2500,), (0, 1100, 1, 1030, 0)])
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS, (0, 0), (), (1, 1, 1), (3, 2, 3), (2500,), (0, 1100, 1, 1030, 0)]
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_suffix_sum_with_a_decay_for_each_sequence(lengths: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+def test_suffix_sum_with_a_decay_for_each_sequence(
+    lengths: tuple[int, ...], dtype: torch.dtype, tolerance: float
+) -> None:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(sum(lengths), generator=generator, dtype=dtype)
     decay = 1 - torch.rand(len(lengths), generator=generator, dtype=torch.float64) ** 8
-    decay[::4], decay[1::4] = 1.0, 0.0
+    decay[::4] = 1.0
+    decay[1::4] = 0.0
     y = discounted_suffix_sum(x, cu(lengths), decay)
     assert y.dtype == dtype
     borders = cu(lengths).tolist()
     for b, (start, end) in enumerate(itertools.pairwise(borders)):
-        expected = slow_suffix_sum(x[start:end].double(), torch.tensor([0, end - start]), float(decay[b]))
-        torch.testing.assert_close(y[start:end].double(), expected, rtol=tolerance, atol=tolerance * 10)
+        expected = slow_suffix_sum(
+            x[start:end].double(), torch.tensor([0, end - start]), float(decay[b])
+        )
+        torch.testing.assert_close(
+            y[start:end].double(), expected, rtol=tolerance, atol=tolerance * 10
+        )
 
 
 @given(
-    lengths=st.lists(st.one_of(st.integers(0, 3), st.integers(28, 36), st.integers(60, 70), st.just(64)), max_size=12),
+    lengths=st.lists(
+        st.one_of(st.integers(0, 3), st.integers(28, 36), st.integers(60, 70), st.just(64)),
+        max_size=12,
+    ),
     decay=st.sampled_from([0.5, 0.95, 1.0]),
     each=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
-def test_suffix_sum_wherever_sequences_end_in_a_row_of_the_scan(lengths: list[int], decay: float, each: bool) -> None:
-    x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(len(lengths)), dtype=torch.float64)
+def test_suffix_sum_wherever_sequences_end_in_a_row_of_the_scan(
+    lengths: list[int], decay: float, each: bool
+) -> None:
+    x = torch.randn(
+        sum(lengths), generator=torch.Generator().manual_seed(len(lengths)), dtype=torch.float64
+    )
     rate = torch.full((len(lengths),), decay, dtype=torch.float64) if each else decay
     expected = slow_suffix_sum(x, cu(lengths), decay)
-    torch.testing.assert_close(discounted_suffix_sum(x, cu(lengths), rate), expected, rtol=1e-12, atol=1e-11)
+    torch.testing.assert_close(
+        discounted_suffix_sum(x, cu(lengths), rate), expected, rtol=1e-12, atol=1e-11
+    )
 
 
 @pytest.mark.parametrize("each", [False, True])
@@ -123,7 +148,8 @@ def test_suffix_sum_of_a_million_rewards_is_right_to_the_rounding_of_the_input(e
     borders = torch.tensor([0, 1_000_000])
     y = discounted_suffix_sum(x, borders, torch.ones(1) if each else 1.0)
     expected = x.double().flip(0).cumsum(0).flip(0)
-    torch.testing.assert_close(y.double(), expected, rtol=2**-24, atol=0)  # half a unit in the last place
+    # half a unit in the last place
+    torch.testing.assert_close(y.double(), expected, rtol=2**-24, atol=0)
 
 
 def test_a_decay_for_each_sequence_keeps_a_bad_sequence_to_itself_and_has_a_gradient() -> None:
@@ -153,7 +179,8 @@ def test_suffix_sum_refuses_a_wrong_decay_for_each_sequence(decay: Tensor, messa
 
 
 def test_segments_by_hand() -> None:
-    x, borders = torch.tensor([1.0, 2.0, 3.0, 10.0]), torch.tensor([0, 0, 3, 3, 4])
+    x = torch.tensor([1.0, 2.0, 3.0, 10.0])
+    borders = torch.tensor([0, 0, 3, 3, 4])
     assert segment_sum(x, borders).tolist() == [0, 6, 0, 10]
     assert segment_mean(x, borders).tolist() == [0, 2, 0, 10]
     assert segment_index(borders).tolist() == [1, 1, 1, 3]
@@ -175,7 +202,9 @@ def test_segment_mean_has_a_gradient() -> None:
 def test_whiten_by_hand() -> None:
     x = torch.tensor([1.0, 2.0, 3.0])  # mean 2, unbiased variance 1
     torch.testing.assert_close(whiten(x), torch.tensor([-1.0, 0.0, 1.0]), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(whiten(x, shift_mean=False), torch.tensor([1.0, 2.0, 3.0]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        whiten(x, shift_mean=False), torch.tensor([1.0, 2.0, 3.0]), rtol=1e-6, atol=1e-6
+    )
     torch.testing.assert_close(whiten(x, eps=3.0), torch.tensor([-0.5, 0.0, 0.5]))
 
 
@@ -195,7 +224,8 @@ def test_whiten_of_nothing_of_one_and_of_equals() -> None:
 
 
 def test_groups_are_by_id() -> None:
-    x, groups = torch.tensor([1.0, 5.0, 3.0, 7.0, 4.0]), torch.tensor([9, -4, 9, 123456789012, 9])
+    x = torch.tensor([1.0, 5.0, 3.0, 7.0, 4.0])
+    groups = torch.tensor([9, -4, 9, 123456789012, 9])
     mean, std = group_mean_std(x, groups)
     triple = torch.tensor([1.0, 3.0, 4.0], dtype=torch.float64)
     torch.testing.assert_close(mean[[0, 2, 4]], triple.mean().expand(3))

@@ -33,7 +33,9 @@ class Plain:
 
     needs = ("kl",)
 
-    def __init__(self, *, scale: float = 2.0, mode: Literal["a", "b"] = "a", top: int | None = None) -> None:
+    def __init__(
+        self, *, scale: float = 2.0, mode: Literal["a", "b"] = "a", top: int | None = None
+    ) -> None:
         self.scale = scale
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
@@ -64,14 +66,21 @@ def test_ours_are_known() -> None:
 
 
 def test_an_unknown_name_lists_the_known_and_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown estimator 'grppo'; known: .*ppo.*did you mean 'grpo'\?"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown estimator 'grppo'; known: .*ppo.*did you mean 'grpo'\?"
+    ):
         build_estimator("grppo")
-    with pytest.raises(UnknownNameError, match=r"unknown policy loss 'ppo_clp'.*did you mean 'ppo_clip'"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown policy loss 'ppo_clp'.*did you mean 'ppo_clip'"
+    ):
         build_policy_loss("ppo_clp")
 
 
 def test_a_taken_name_is_refused() -> None:
-    with pytest.raises(DuplicateNameError, match=r"'ppo' is already registered by rlcore\.algorithms\.estimators\.ppo"):
+    with pytest.raises(
+        DuplicateNameError,
+        match=r"'ppo' is already registered by rlcore\.algorithms\.estimators\.ppo",
+    ):
         register_estimator("ppo")(Plain)
 
 
@@ -94,10 +103,15 @@ def test_needs_default_to_the_attribute_and_pass_to_a_subclass() -> None:
     register_estimator("mine")(Plain)
     assert build_estimator("mine").needs == {"kl"}
     assert build_estimator(f"{__name__}:Bare").needs == frozenset()
-    register_estimator("theirs", needs={"values"})(type("Decorated", (), {"__call__": lambda s, i: None}))
+    register_estimator("theirs", needs={"values"})(
+        type("Decorated", (), {"__call__": lambda s, i: None})
+    )
 
 
-@pytest.mark.parametrize(("needs", "message"), [({"vals"}, "no field 'vals'.*did you mean 'values'"), ("kl", "the string")])
+@pytest.mark.parametrize(
+    ("needs", "message"),
+    [({"vals"}, "no field 'vals'.*did you mean 'values'"), ("kl", "the string")],
+)
 def test_needs_must_name_fields(needs: set[str], message: str) -> None:
     register_estimator("mine", needs=needs)(Plain)
     with pytest.raises(AlgorithmError, match=message):
@@ -126,7 +140,9 @@ def test_a_wrong_import_path_says_which_part(path: str, message: str) -> None:
         build_estimator(path)
 
 
-def test_the_import_error_of_a_plugin_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_import_error_of_a_plugin_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "broken_plugin.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
@@ -164,13 +180,17 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "") -> No
     (folder / "tiny_rlcore_plugin.py").write_text(PLUGIN)
     info = folder / "tiny_rlcore_plugin-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-rlcore-plugin\nVersion: 1.0\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: tiny-rlcore-plugin\nVersion: 1.0\n"
+    )
     (info / "entry_points.txt").write_text(ENTRY_POINTS.format(more=more))
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "tiny_rlcore_plugin", raising=False)
 
 
-def test_an_installed_package_brings_algorithms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_brings_algorithms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path, monkeypatch)
     assert {"ep_plain", "ep_decorated"} <= set(estimator_names())
     assert "ep_loss" in policy_loss_names()
@@ -186,9 +206,13 @@ def test_an_installed_package_brings_algorithms(tmp_path: Path, monkeypatch: pyt
     assert build_policy_loss("ep_loss")(inputs).per_token.tolist() == [1, 1, 1]
 
 
-def test_an_installed_package_cannot_take_our_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_cannot_take_our_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path, monkeypatch, more="ppo = tiny_rlcore_plugin:Undecorated")
-    with pytest.raises(DuplicateNameError, match=r"'ppo' is claimed by.*tiny_rlcore_plugin:Undecorated"):
+    with pytest.raises(
+        DuplicateNameError, match=r"'ppo' is claimed by.*tiny_rlcore_plugin:Undecorated"
+    ):
         build_estimator("ppo")
     assert build_estimator("grpo").name == "grpo"
 
@@ -196,7 +220,10 @@ def test_an_installed_package_cannot_take_our_names(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"scael": 1.0}, r"unknown keyword 'scael'.*did you mean 'scale'.*accepted: scale: float = 2\.0"),
+        (
+            {"scael": 1.0},
+            r"unknown keyword 'scael'.*did you mean 'scale'.*accepted: scale: float = 2\.0",
+        ),
         ({"scale": "1e-3"}, "'scale' expected float, got '1e-3' \\(str\\)"),
         ({"scale": True}, "'scale' expected float, got True"),
         ({"scale": None}, "'scale' expected float, got None"),

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlcore.algorithms import EstimatorInputs, InputError, loss_weights, mask_weights, rollout_metrics, stale_tokens
+from rlcore.algorithms import (
+    EstimatorInputs,
+    InputError,
+    loss_weights,
+    mask_weights,
+    rollout_metrics,
+    stale_tokens,
+)
 
 
 def test_stale_tokens_by_hand() -> None:
@@ -28,11 +35,15 @@ def test_wrong_versions_are_refused() -> None:
     versions = torch.tensor([1, 5])
     with pytest.raises(InputError, match="none above the current version 4, got 5"):
         stale_tokens(versions, 4, 0)
-    with pytest.raises(ValueError, match="max_staleness: expected a number of versions >= 0, got -1"):
+    with pytest.raises(
+        ValueError, match="max_staleness: expected a number of versions >= 0, got -1"
+    ):
         stale_tokens(versions, 5, -1)
     with pytest.raises(InputError, match=r"expected an integer dtype, got torch\.float32"):
         stale_tokens(versions.float(), 5, 0)
-    with pytest.raises(InputError, match=r"dropped: expected bool of shape \[2\], got torch.bool \[3\]"):
+    with pytest.raises(
+        InputError, match=r"dropped: expected bool of shape \[2\], got torch.bool \[3\]"
+    ):
         mask_weights(torch.ones(2), torch.zeros(3, dtype=torch.bool))
 
 

@@ -44,18 +44,25 @@ def test_a_token_keeps_its_number_in_any_order_and_company() -> None:
     for b in reversed(range(len(LENGTHS))):
         assert torch.equal(token_uniform(ids[b : b + 1], cu((LENGTHS[b],))), together[b])
     longer = token_uniform(ids[:1], cu((LENGTHS[0] + 3,)))
-    assert torch.equal(longer[: LENGTHS[0]], together[0]), "nor does the length of its sequence matter"
+    assert torch.equal(longer[: LENGTHS[0]], together[0]), (
+        "nor does the length of its sequence matter"
+    )
 
 
 def test_known_size_changes_nothing() -> None:
     ids = torch.arange(len(LENGTHS))
-    assert torch.equal(token_uniform(ids, cu(LENGTHS), sum(LENGTHS)), token_uniform(ids, cu(LENGTHS)))
+    assert torch.equal(
+        token_uniform(ids, cu(LENGTHS), sum(LENGTHS)), token_uniform(ids, cu(LENGTHS))
+    )
     assert torch.equal(token_uniform(ids.int(), cu(LENGTHS).int()), token_uniform(ids, cu(LENGTHS)))
 
 
 def test_uniform_and_uncorrelated() -> None:
-    """Counting identities and positions from 0, as batches do: 64 cells within five sigma, neighbours unrelated."""
-    sequences, n = 256, 256
+    """Counting identities and positions from 0, as batches do: 64 cells within five sigma,
+    neighbours unrelated.
+    """
+    sequences = 256
+    n = 256
     grid = token_uniform(torch.arange(sequences), cu((n,) * sequences)).view(sequences, n)
     assert grid.min() >= 0.0
     assert grid.max() < 1.0
@@ -70,7 +77,10 @@ def test_uniform_and_uncorrelated() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the hash was not compared between devices")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="no CUDA device: the hash was not compared between devices",
+)
 def test_the_same_bits_on_a_gpu() -> None:
     ids = torch.arange(len(LENGTHS)) * 2**55 - 40
     on_gpu = token_uniform(ids.cuda(), cu(LENGTHS).cuda(), sum(LENGTHS))

@@ -9,7 +9,11 @@ from rlcore.algorithms import Advantages, EstimatorInputs, InputError, PolicyLos
 
 
 def fields(**changes: object) -> dict[str, object]:
-    good = {"cu_seqlens": torch.tensor([0, 2, 3]), "rewards": torch.zeros(2), "group_ids": torch.tensor([0, 0])}
+    good = {
+        "cu_seqlens": torch.tensor([0, 2, 3]),
+        "rewards": torch.zeros(2),
+        "group_ids": torch.tensor([0, 0]),
+    }
     return {**good, **changes}
 
 
@@ -18,7 +22,10 @@ def fields(**changes: object) -> dict[str, object]:
     [
         ({"cu_seqlens": [0, 2, 3]}, "cu_seqlens: expected an integer tensor.*got list"),
         ({"cu_seqlens": torch.tensor([1, 2, 3])}, "cu_seqlens: expected to start at 0, got 1"),
-        ({"cu_seqlens": torch.tensor([0, 3, 2])}, "cu_seqlens: expected never to fall, got 3 -> 2 at sequence 1"),
+        (
+            {"cu_seqlens": torch.tensor([0, 3, 2])},
+            "cu_seqlens: expected never to fall, got 3 -> 2 at sequence 1",
+        ),
         ({"cu_seqlens": torch.tensor([0.0, 2.0, 3.0])}, "cu_seqlens: expected dtype int64"),
         ({"cu_seqlens": torch.zeros(0, dtype=torch.int64)}, r"cu_seqlens: expected shape \[B\+1\]"),
         ({"rewards": torch.zeros(3)}, r"rewards: expected shape \[B\] = \[2\].*got \[3\]"),
@@ -42,7 +49,9 @@ def test_policy_loss_inputs_are_checked_too() -> None:
     PolicyLossInputs(cu_seqlens=torch.tensor([0, 2, 3]), **good)
     with pytest.raises(InputError, match=r"PolicyLossInputs.entropy: expected shape \[M\] = \[3\]"):
         PolicyLossInputs(cu_seqlens=torch.tensor([0, 2, 3]), entropy=torch.zeros(2), **good)
-    with pytest.raises(InputError, match=r"PolicyLossInputs.logprobs: expected shape \[M\] = \[4\]"):
+    with pytest.raises(
+        InputError, match=r"PolicyLossInputs.logprobs: expected shape \[M\] = \[4\]"
+    ):
         PolicyLossInputs(cu_seqlens=torch.tensor([0, 2, 4]), **good)
 
 
@@ -56,11 +65,15 @@ def test_records_are_frozen_and_take_keywords_only() -> None:
 
 
 def test_advantages_holds_tensors() -> None:
-    with pytest.raises(InputError, match=r"Advantages.advantages: expected a tensor \[M\], got list"):
+    with pytest.raises(
+        InputError, match=r"Advantages.advantages: expected a tensor \[M\], got list"
+    ):
         Advantages([1.0])  # type: ignore[arg-type]
 
 
 def test_a_batch_without_sequences_is_fine() -> None:
     none = torch.zeros(0)
-    inputs = EstimatorInputs(cu_seqlens=torch.tensor([0]), rewards=none, group_ids=none.long(), values=none)
+    inputs = EstimatorInputs(
+        cu_seqlens=torch.tensor([0]), rewards=none, group_ids=none.long(), values=none
+    )
     assert (inputs.num_sequences, inputs.num_tokens) == (0, 0)

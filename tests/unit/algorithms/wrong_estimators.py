@@ -1,4 +1,6 @@
-"""Estimators, right and wrong. `Mean` is right; every wrong one is `Mean` with one mistake, and the rule that it breaks."""
+"""Estimators, right and wrong. `Mean` is right; every wrong one is `Mean` with one mistake, and the
+rule that it breaks.
+"""
 
 from __future__ import annotations
 
@@ -61,18 +63,26 @@ def writes(write: Callable[[Tensor], object], field: str = "kl") -> Estimator:
 def by_pairs(inputs: EstimatorInputs) -> Advantages:
     count = inputs.num_sequences
     rewards = inputs.rewards.view(-1, 2) if count % 2 == 0 else inputs.rewards.view(1, -1)
-    return Advantages(expand_to_tokens((rewards - rewards.mean(1, keepdim=True)).flatten(), inputs.cu_seqlens))
+    return Advantages(
+        expand_to_tokens((rewards - rewards.mean(1, keepdim=True)).flatten(), inputs.cu_seqlens)
+    )
 
 
 def by_fixed_size(inputs: EstimatorInputs) -> Advantages:
     rewards = inputs.rewards.view(-1, 8)
-    return Advantages(expand_to_tokens((rewards - rewards.mean(1, keepdim=True)).flatten(), inputs.cu_seqlens))
+    return Advantages(
+        expand_to_tokens((rewards - rewards.mean(1, keepdim=True)).flatten(), inputs.cu_seqlens)
+    )
 
 
 def ids_as_index(inputs: EstimatorInputs) -> Advantages:
-    count = inputs.rewards.new_zeros(64).index_add(0, inputs.group_ids, torch.ones_like(inputs.rewards))
+    count = inputs.rewards.new_zeros(64).index_add(
+        0, inputs.group_ids, torch.ones_like(inputs.rewards)
+    )
     sums = inputs.rewards.new_zeros(64).index_add(0, inputs.group_ids, inputs.rewards)
-    return Advantages(expand_to_tokens(inputs.rewards - (sums / count)[inputs.group_ids], inputs.cu_seqlens))
+    return Advantages(
+        expand_to_tokens(inputs.rewards - (sums / count)[inputs.group_ids], inputs.cu_seqlens)
+    )
 
 
 def first_is_baseline(inputs: EstimatorInputs) -> Advantages:
@@ -87,12 +97,18 @@ def leaks_over_borders(inputs: EstimatorInputs) -> Advantages:
 
 def counts_empty(inputs: EstimatorInputs) -> Advantages:
     mean, _ = group_mean_std(inputs.rewards.nan_to_num(), inputs.group_ids)
-    return Advantages(expand_to_tokens(inputs.rewards.nan_to_num().double() - mean, inputs.cu_seqlens).to(inputs.rewards.dtype))
+    return Advantages(
+        expand_to_tokens(inputs.rewards.nan_to_num().double() - mean, inputs.cu_seqlens).to(
+            inputs.rewards.dtype
+        )
+    )
 
 
 def reads_reward_of_empty(inputs: EstimatorInputs) -> Advantages:
     mean, _ = group_mean_std(inputs.rewards, inputs.group_ids)
-    return Advantages(expand_to_tokens((inputs.rewards - mean).to(inputs.rewards.dtype), inputs.cu_seqlens))
+    return Advantages(
+        expand_to_tokens((inputs.rewards - mean).to(inputs.rewards.dtype), inputs.cu_seqlens)
+    )
 
 
 def zero_times_reward_of_empty(inputs: EstimatorInputs) -> Advantages:
@@ -101,7 +117,8 @@ def zero_times_reward_of_empty(inputs: EstimatorInputs) -> Advantages:
 
 def last_token_of_nothing(inputs: EstimatorInputs) -> Advantages:
     out = inputs.rewards.new_zeros(inputs.num_tokens)
-    out[inputs.cu_seqlens[1:] - 1] = residuals(inputs)  # an empty sequence writes on the token of its neighbour
+    # an empty sequence writes on the token of its neighbour
+    out[inputs.cu_seqlens[1:] - 1] = residuals(inputs)
     return Advantages(out)
 
 
@@ -127,7 +144,8 @@ def whitened(inputs: EstimatorInputs) -> Advantages:
 
 def one_pass_variance(inputs: EstimatorInputs, *, floor: float | None = None) -> Advantages:
     member = segment_lengths(inputs.cu_seqlens) > 0
-    rewards, ids = inputs.rewards[member], inputs.group_ids[member]
+    rewards = inputs.rewards[member]
+    ids = inputs.group_ids[member]
     _, group = torch.unique(ids, return_inverse=True)
     count = torch.bincount(group)
 
@@ -136,7 +154,11 @@ def one_pass_variance(inputs: EstimatorInputs, *, floor: float | None = None) ->
 
     variance = mean(rewards**2) - mean(rewards) ** 2
     std = (variance if floor is None else variance.clamp(min=floor)).sqrt()
-    return Advantages(((rewards - mean(rewards)) / (std + 1e-6)).repeat_interleave(segment_lengths(inputs.cu_seqlens)[member]))
+    return Advantages(
+        ((rewards - mean(rewards)) / (std + 1e-6)).repeat_interleave(
+            segment_lengths(inputs.cu_seqlens)[member]
+        )
+    )
 
 
 def one_pass_clamped(inputs: EstimatorInputs) -> Advantages:
@@ -154,7 +176,8 @@ def nan_when_alone(inputs: EstimatorInputs) -> Advantages:
 
 def no_eps(inputs: EstimatorInputs) -> Advantages:
     member = segment_lengths(inputs.cu_seqlens) > 0
-    rewards, ids = inputs.rewards[member].double(), inputs.group_ids[member]
+    rewards = inputs.rewards[member].double()
+    ids = inputs.group_ids[member]
     mean, std = group_mean_std(rewards, ids)
     std = torch.where(group_count(ids) > 1, std, 1.0)
     scores = ((rewards - mean) / std).to(inputs.rewards.dtype)
@@ -162,9 +185,13 @@ def no_eps(inputs: EstimatorInputs) -> Advantages:
 
 
 def global_running_sum(inputs: EstimatorInputs) -> Advantages:
-    """Reward-to-go as a difference of sums over the whole batch: small sequences drown in large neighbours."""
+    """Reward-to-go as a difference of sums over the whole batch: small sequences drown in large
+    neighbours.
+    """
     shaped = inputs.rewards.new_zeros(inputs.num_tokens)
-    shaped[last_token_index(inputs.cu_seqlens)] = inputs.rewards[segment_lengths(inputs.cu_seqlens) > 0]
+    shaped[last_token_index(inputs.cu_seqlens)] = inputs.rewards[
+        segment_lengths(inputs.cu_seqlens) > 0
+    ]
     behind = torch.cat([shaped.cumsum(0), shaped.new_zeros(1)])
     ends = behind[inputs.cu_seqlens[1:] - 1][segment_index(inputs.cu_seqlens)]
     return Advantages(ends - behind[:-1] + shaped)

@@ -1,4 +1,6 @@
-"""The batch that tests of a stubbed mpu share: ragged, with an empty sequence, and every vector that an estimator may need."""
+"""The batch that tests of a stubbed mpu share: ragged, with an empty sequence, and every vector
+that an estimator may need.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ def full_batch(seed: int = 0) -> RolloutBatch:
     def normal(size: int) -> torch.Tensor:
         return torch.randn(size, generator=draw)
 
-    num_tokens, num_sequences = sum(LENGTHS), len(LENGTHS)
+    num_tokens = sum(LENGTHS)
+    num_sequences = len(LENGTHS)
     logprobs = -normal(num_tokens).abs()
     return stub_batch(
         LENGTHS,

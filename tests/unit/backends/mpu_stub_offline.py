@@ -1,4 +1,5 @@
-"""Run by test_stubbed_advantages.py where megatron cannot be imported: every estimator, with stubs of mpu that disagree.
+"""Run by test_stubbed_advantages.py where megatron cannot be imported: every estimator, with stubs
+of mpu that disagree.
 
 Prints one line of JSON: the estimators that were run, and what of megatron was imported.
 """
@@ -14,7 +15,9 @@ from types import ModuleType
 
 
 class NoMegatron(MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name.partition(".")[0] == "megatron":
             raise ImportError(f"{name} was imported, and there is no Megatron here")
         return None
@@ -31,7 +34,8 @@ def run_every_estimator() -> list[str]:
     torch.set_num_threads(1)
     layouts = [{}, {"tensor": 2, "pipeline": 3, "data": 4, "context": 2, "rank": 29}]
     for name in estimator_names():
-        config, results = stub_config(f"algorithm.estimator.name={name}"), []
+        config = stub_config(f"algorithm.estimator.name={name}")
+        results = []
         for layout in layouts:
             with stub_megatron(stub_mpu(**layout)):
                 from megatron.core import mpu

@@ -1,4 +1,6 @@
-"""One of two gloo ranks, run by test_stubbed_advantages.py: RANK STORE PLUGINS. Prints what it saw as one line of JSON."""
+"""One of two gloo ranks, run by test_stubbed_advantages.py: RANK STORE PLUGINS. Prints what it saw
+as one line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def advantages(rank: int, parallel: ParallelState, *overrides: str) -> dict[str,
     except (RunFailed, ValueError) as error:
         return {"error": type(error).__name__, "says": str(error)}
     returns = None if result.returns is None else result.returns.tolist()
-    return {"advantages": result.advantages.tolist(), "returns": returns, "dtype": str(result.advantages.dtype)}
+    return {
+        "advantages": result.advantages.tolist(),
+        "returns": returns,
+        "dtype": str(result.advantages.dtype),
+    }
 
 
 def attempt(function: Any) -> str:
@@ -42,19 +48,30 @@ def main(rank: int, store: str, plugins: str) -> None:
     torch.set_num_threads(1)
     sys.path.insert(0, plugins)
     timeout = timedelta(seconds=DEADLINE_S)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timeout
+    )
     parallel = ParallelState.from_mpu(stub_mpu(data=2), timeout_s=DEADLINE_S)
     alike = ParallelState.from_mpu(stub_mpu(rank=0), timeout_s=DEADLINE_S)
     plugin = "algorithm.estimator.name=stub_plugins:"
     seen = {
-        "place": [parallel.rank, parallel.world_size, parallel.dp_rank, list(parallel.replica_leaders)],
-        "ppo": advantages(rank, parallel, "algorithm.estimator.name=ppo", "algorithm.kl.reward_coef=0.2"),
+        "place": [
+            parallel.rank,
+            parallel.world_size,
+            parallel.dp_rank,
+            list(parallel.replica_leaders),
+        ],
+        "ppo": advantages(
+            rank, parallel, "algorithm.estimator.name=ppo", "algorithm.kl.reward_coef=0.2"
+        ),
         "random": advantages(rank, parallel, plugin + "Random"),
         "alike": advantages(rank, alike, plugin + "Random"),
         "wide": advantages(rank, parallel, plugin + "Wide"),
         "broken": advantages(rank, parallel, plugin + "Broken"),
         "group": attempt(lambda: parallel.dp_group),
-        "contradiction": attempt(lambda: ParallelState.from_mpu(stub_mpu(data=2, rank=0), timeout_s=DEADLINE_S)),
+        "contradiction": attempt(
+            lambda: ParallelState.from_mpu(stub_mpu(data=2, rank=0), timeout_s=DEADLINE_S)
+        ),
         "calls": sys.modules["stub_plugins"].calls if "stub_plugins" in sys.modules else [],
     }
     dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""Scores to advantages in a unit test on a CPU: every estimator, the raw KL, two ranks, without Megatron."""
+"""Scores to advantages in a unit test on a CPU: every estimator, the raw KL, two ranks, without
+Megatron.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def _one_thread() -> None:
 def start(script: str, *arguments: str) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(HERE / script), *arguments]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def results_of(processes: list[subprocess.Popen[str]]) -> list[Any]:
@@ -59,12 +63,14 @@ def results_of(processes: list[subprocess.Popen[str]]) -> list[Any]:
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
 
 
-# --- every estimator --------------------------------------------------------------------------------------------------------
+# --- every estimator ------------------------------------------------------------------------------
 
 
 def test_every_estimator_runs_where_megatron_cannot_be_imported() -> None:
     ((names, imported),) = results_of([start("mpu_stub_offline.py")])
-    assert set(names) <= set(estimator_names()), "this process may hold plugins of other tests besides"
+    assert set(names) <= set(estimator_names()), (
+        "this process may hold plugins of other tests besides"
+    )
     assert {"ppo", "grpo", "reinforce++"} <= set(names)
     assert imported == []
 
@@ -77,12 +83,18 @@ def inputs_of(batch: RolloutBatch, kl: Tensor) -> EstimatorInputs:
 def assert_same(got: Advantages, expected: Advantages) -> None:
     assert torch.equal(got.advantages, expected.advantages)
     assert (got.returns is None) == (expected.returns is None)
-    assert got.returns is None or expected.returns is None or torch.equal(got.returns, expected.returns)
+    assert (
+        got.returns is None
+        or expected.returns is None
+        or torch.equal(got.returns, expected.returns)
+    )
 
 
 @pytest.mark.parametrize("name", estimator_names())
 def test_it_is_the_estimator_called_directly(name: str) -> None:
-    batch, options, overrides = full_batch(), {}, [f"algorithm.estimator.name={name}", RAW]
+    batch = full_batch()
+    options = {}
+    overrides = [f"algorithm.estimator.name={name}", RAW]
     if "kl_coef" in estimator_keywords(name):
         options |= {"kl_coef": 0.3, "distill_coef": 0.2}
         overrides += ["algorithm.kl.reward_coef=0.3", "algorithm.kl.reward_kind=k2"]
@@ -96,12 +108,16 @@ def test_it_is_the_estimator_called_directly(name: str) -> None:
 def test_advantages_are_normalised_as_configured_and_returns_are_not(mode: str) -> None:
     raw, normalised = (
         compute_advantages_and_returns(
-            full_batch(), stub_config("algorithm.estimator.name=ppo", f"algorithm.normalize_advantages={given}"), ALONE
+            full_batch(),
+            stub_config("algorithm.estimator.name=ppo", f"algorithm.normalize_advantages={given}"),
+            ALONE,
         )
         for given in ("none", mode)
     )
     batch = full_batch()
-    expected = normalize_advantages(raw.advantages, batch.cu_seqlens, batch.vectors["group_ids"], mode)
+    expected = normalize_advantages(
+        raw.advantages, batch.cu_seqlens, batch.vectors["group_ids"], mode
+    )
     assert_same(normalised, Advantages(expected, raw.returns))
     assert not torch.equal(expected, raw.advantages)
     if mode == "batch":
@@ -110,8 +126,13 @@ def test_advantages_are_normalised_as_configured_and_returns_are_not(mode: str) 
 
 @pytest.mark.parametrize(
     "layout",
-    [{"tensor": 8}, {"pipeline": 4, "rank": 3}, {"data": 5, "rank": 4}, {"context": 8, "rank": 7},
-     {"tensor": 2, "pipeline": 2, "data": 2, "context": 2, "rank": 15}],
+    [
+        {"tensor": 8},
+        {"pipeline": 4, "rank": 3},
+        {"data": 5, "rank": 4},
+        {"context": 8, "rank": 7},
+        {"tensor": 2, "pipeline": 2, "data": 2, "context": 2, "rank": 15},
+    ],
 )
 @pytest.mark.parametrize("name", ["ppo", "grpo", "reinforce++"])
 def test_the_layout_changes_nothing(name: str, layout: dict[str, int]) -> None:
@@ -121,7 +142,7 @@ def test_the_layout_changes_nothing(name: str, layout: dict[str, int]) -> None:
     assert_same(compute_advantages_and_returns(full_batch(), config, elsewhere), here)
 
 
-# --- the raw KL -------------------------------------------------------------------------------------------------------------
+# --- the raw KL -----------------------------------------------------------------------------------
 
 
 def assert_kl_is_raw(batch: RolloutBatch, kind: Any) -> None:
@@ -132,10 +153,16 @@ def assert_kl_is_raw(batch: RolloutBatch, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("name", [name for name in estimator_names() if "kl_coef" in estimator_keywords(name)])
+@pytest.mark.parametrize(
+    "name", [name for name in estimator_names() if "kl_coef" in estimator_keywords(name)]
+)
 def test_the_kl_stays_raw_when_rewards_are_shaped_with_it(name: str, kind: str) -> None:
     config, unshaped = (
-        stub_config(f"algorithm.estimator.name={name}", f"algorithm.kl.reward_kind={kind}", f"algorithm.kl.reward_coef={coef}")
+        stub_config(
+            f"algorithm.estimator.name={name}",
+            f"algorithm.kl.reward_kind={kind}",
+            f"algorithm.kl.reward_coef={coef}",
+        )
         for coef in (0.3, 0.0)
     )
     batch = full_batch()
@@ -143,18 +170,26 @@ def test_the_kl_stays_raw_when_rewards_are_shaped_with_it(name: str, kind: str) 
     shaped = compute_advantages_and_returns(batch, config, ALONE)
     assert_kl_is_raw(batch, kind)
     assert {field: batch.vectors[field]._version for field in versions} == versions
-    assert not torch.equal(shaped.advantages, compute_advantages_and_returns(full_batch(), unshaped, ALONE).advantages)
+    assert not torch.equal(
+        shaped.advantages, compute_advantages_and_returns(full_batch(), unshaped, ALONE).advantages
+    )
 
 
 def test_scaling_the_kl_in_place_would_be_seen() -> None:
-    """slime's PPO branch did this: it multiplied the KL that is logged by -kl_coef and added the reward to its last token."""
+    """slime's PPO branch did this: it multiplied the KL that is logged by -kl_coef and added the
+    reward to its last token.
+    """
     batch = full_batch()
-    compute_advantages_and_returns(batch, stub_config("algorithm.estimator.name=ppo", "algorithm.kl.reward_coef=0.3"), ALONE)
-    batch.vectors["kl"].mul_(1.0)       # even where the numbers stay, the version counter has moved
+    compute_advantages_and_returns(
+        batch, stub_config("algorithm.estimator.name=ppo", "algorithm.kl.reward_coef=0.3"), ALONE
+    )
+    batch.vectors["kl"].mul_(1.0)  # even where the numbers stay, the version counter has moved
     with pytest.raises(AssertionError):
         assert_kl_is_raw(batch, "k1")
     batch = full_batch()
-    batch.set("kl", approx_kl(batch.vectors["logprobs"], batch.vectors["ref_logprobs"], "k1") * -0.3)
+    batch.set(
+        "kl", approx_kl(batch.vectors["logprobs"], batch.vectors["ref_logprobs"], "k1") * -0.3
+    )
     with pytest.raises(AssertionError):
         assert_kl_is_raw(batch, "k1")
 
@@ -206,16 +241,20 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("how", ["mul_", "data", "numpy"])
-def test_a_plugin_that_writes_into_the_kl_is_refused_and_does_not_reach_it(plugins: Path, how: str) -> None:
+def test_a_plugin_that_writes_into_the_kl_is_refused_and_does_not_reach_it(
+    plugins: Path, how: str
+) -> None:
     batch = full_batch()
     with pytest.raises(RunFailed, match="'stub_plugins:Shapes' wrote into its input 'kl'"):
         compute_advantages_and_returns(
-            batch, stub_config(f"algorithm.estimator={{name: 'stub_plugins:Shapes', how: {how}}}"), ALONE
+            batch,
+            stub_config(f"algorithm.estimator={{name: 'stub_plugins:Shapes', how: {how}}}"),
+            ALONE,
         )
     assert_kl_is_raw(batch, "k1")
 
 
-# --- two ranks --------------------------------------------------------------------------------------------------------------
+# --- two ranks ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +262,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of two gloo ranks saw; see mpu_stub_ranks.py."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "stub_plugins.py").write_text(PLUGINS)
-    return results_of([start("mpu_stub_ranks.py", str(rank), str(folder / "store"), str(folder)) for rank in (0, 1)])
+    return results_of(
+        [
+            start("mpu_stub_ranks.py", str(rank), str(folder / "store"), str(folder))
+            for rank in (0, 1)
+        ]
+    )
 
 
 def test_two_ranks_get_what_rank_0_computed_once(two_ranks: list[Any]) -> None:
@@ -235,24 +279,34 @@ def test_two_ranks_get_what_rank_0_computed_once(two_ranks: list[Any]) -> None:
     config = stub_config("algorithm.estimator.name=ppo", "algorithm.kl.reward_coef=0.2")
     here = compute_advantages_and_returns(full_batch(), config, ALONE)
     assert here.returns is not None
-    assert (zero["ppo"]["advantages"], zero["ppo"]["returns"]) == (here.advantages.tolist(), here.returns.tolist())
-    assert zero["random"]["advantages"] != zero["alike"]["advantages"], "the plugin draws anew at each call"
+    assert (zero["ppo"]["advantages"], zero["ppo"]["returns"]) == (
+        here.advantages.tolist(),
+        here.returns.tolist(),
+    )
+    assert zero["random"]["advantages"] != zero["alike"]["advantages"], (
+        "the plugin draws anew at each call"
+    )
     assert (one["wide"]["dtype"], one["random"]["returns"]) == ("torch.float64", None)
     assert (zero["calls"], one["calls"]) == (["Random", "Random"], [])
 
 
 def test_what_goes_wrong_on_rank_0_ends_both(two_ranks: list[Any]) -> None:
     zero, one = two_ranks
-    assert zero["broken"]["says"].startswith("algorithm.estimator: estimator 'stub_plugins:Broken': advantages: expected shape")
+    assert zero["broken"]["says"].startswith(
+        "algorithm.estimator: estimator 'stub_plugins:Broken': advantages: expected shape"
+    )
     assert one["broken"] == {
         "error": "FailedElsewhere", "says": "computing the advantages failed on rank 0; its log has the reason"
     }  # fmt: skip
     for seen in (zero, one):
         assert "has no dp_group: mpu.get_data_parallel_group is missing" in seen["group"]
-        assert "no rank of 2 is the last of 1 pipeline stages of data-parallel rank 1 of 2" in seen["contradiction"]
+        assert (
+            "no rank of 2 is the last of 1 pipeline stages of data-parallel rank 1 of 2"
+            in seen["contradiction"]
+        )
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -260,15 +314,24 @@ def test_what_goes_wrong_on_rank_0_ends_both(two_ranks: list[Any]) -> None:
     [
         ("ppo", "values", r"'values' \(float \[M\]; set critic.path\)"),
         ("ppo", "rewards", r"'rewards' \(float \[B\]; RolloutBatch.from_samples makes it\)"),
-        ("ppo", "ref_logprobs", r"'ref_logprobs' \(float \[M\]; 'kl' is computed from it; set algorithm.kl.reward_coef"),
+        (
+            "ppo",
+            "ref_logprobs",
+            r"'ref_logprobs' \(float \[M\]; 'kl' is computed from it; set algorithm.kl.reward_coef",
+        ),
         ("grpo", "group_ids", r"'group_ids' \("),
     ],
 )
 def test_a_vector_that_is_missing_is_named(estimator: str, missing: str, says: str) -> None:
     batch = full_batch()
     del batch.vectors[missing]
-    config = stub_config(f"algorithm.estimator.name={estimator}", f"algorithm.kl.reward_coef={0.1 * (estimator == 'ppo')}")
-    with pytest.raises(MissingInputError, match=rf"^estimator '{estimator}': batch.vectors lacks {says}"):
+    config = stub_config(
+        f"algorithm.estimator.name={estimator}",
+        f"algorithm.kl.reward_coef={0.1 * (estimator == 'ppo')}",
+    )
+    with pytest.raises(
+        MissingInputError, match=rf"^estimator '{estimator}': batch.vectors lacks {says}"
+    ):
         compute_advantages_and_returns(batch, config, ALONE)
 
 
@@ -290,30 +353,47 @@ def test_a_configuration_made_by_hand_ignores_nothing_in_silence(plugins: Path) 
     plugin = stub_config("algorithm.estimator.name=stub_plugins:Random")
     for config in (grpo, plugin):
         config.algorithm.kl.reward_coef = 0.1
-        with pytest.raises(ConfigError, match=r"^algorithm.kl.reward_coef.*: got 0.1, but estimator .* takes no KL"):
+        with pytest.raises(
+            ConfigError, match=r"^algorithm.kl.reward_coef.*: got 0.1, but estimator .* takes no KL"
+        ):
             compute_advantages_and_returns(full_batch(), config, ALONE)
     ppo = stub_config("algorithm.estimator.name=ppo")
-    ppo.algorithm.estimator = type(ppo.algorithm.estimator).model_validate({"name": "ppo", "kl_coef": 0.1})
-    with pytest.raises(ConfigError, match=r"algorithm.estimator.kl_coef.*set algorithm.kl.reward_coef instead"):
+    ppo.algorithm.estimator = type(ppo.algorithm.estimator).model_validate(
+        {"name": "ppo", "kl_coef": 0.1}
+    )
+    with pytest.raises(
+        ConfigError, match=r"algorithm.estimator.kl_coef.*set algorithm.kl.reward_coef instead"
+    ):
         compute_advantages_and_returns(full_batch(), ppo, ALONE)
-    ppo.algorithm.estimator = type(ppo.algorithm.estimator).model_validate({"name": "ppo", "lamda": 0.1})
+    ppo.algorithm.estimator = type(ppo.algorithm.estimator).model_validate(
+        {"name": "ppo", "lamda": 0.1}
+    )
     with pytest.raises(KeywordError, match="unknown keyword 'lamda'"):
         compute_advantages_and_returns(full_batch(), ppo, ALONE)
     with pytest.raises(ConfigError, match=r"algorithm.loss.name: 'sft'"):
-        compute_advantages_and_returns(full_batch(), stub_config("algorithm.loss.name=sft", "data.label_key=a"), ALONE)
+        compute_advantages_and_returns(
+            full_batch(), stub_config("algorithm.loss.name=sft", "data.label_key=a"), ALONE
+        )
 
 
 def test_a_batch_of_numbers() -> None:
     batch = stub_batch([2, 0, 1], rewards=[1, 0, 0.5], versions=[3, 3, 4])
     assert batch.cu_seqlens.tolist() == [0, 2, 2, 3]
     assert batch.vectors["rewards"].dtype == torch.float32
-    assert (batch.vectors["versions"].dtype, batch.vectors["group_ids"].tolist()) == (torch.int64, [0, 0, 0])
+    assert (batch.vectors["versions"].dtype, batch.vectors["group_ids"].tolist()) == (
+        torch.int64,
+        [0, 0, 0],
+    )
     with pytest.raises(ValueError, match=r"batch.values has shape \(2,\), expected \(3,\)"):
         stub_batch([2, 0, 1], values=[1.0, 2.0])
 
 
-def test_the_page_on_testing_shows_code_that_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.DOTALL)
+def test_the_page_on_testing_shows_code_that_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.DOTALL
+    )
     alone, with_stub, fixture, several_ranks = blocks
     names: dict[str, Any] = {}
     exec(alone, {})
@@ -323,7 +403,17 @@ def test_the_page_on_testing_shows_code_that_runs(capsys: pytest.CaptureFixture[
     exec(several_ranks, names)
     names["run_rank"](0, 1, str(tmp_path / "store"))
     (tmp_path / "test_page.py").write_text(fixture)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "test_page.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(tmp_path / "test_page.py"),
+    ]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert "1 passed" in done.stdout, done.stdout

@@ -48,10 +48,28 @@ def test_generation_and_training_at_once_is_no_taking_turns(load: Callable[..., 
 @pytest.mark.parametrize(
     "overrides",
     [
-        [*COLOCATED, "rollout.engine.gpus=[1,0]", "rollout.engine.count=2", "rollout.engine.transport=tensor"],
-        ["rollout.engine.colocated=true"],                                      # the embedded engine takes turns too
-        [*COLOCATED, "rollout.engine.urls=[http://x:1]", "algorithm.loss.name=sft", "data.label_key=label"],    # no engine
-        [*COLOCATED, "rollout.engine.urls=[http://x:1]", "training.debug=train_only", "training.replay=x"],     # neither here
+        [
+            *COLOCATED,
+            "rollout.engine.gpus=[1,0]",
+            "rollout.engine.count=2",
+            "rollout.engine.transport=tensor",
+        ],
+        # the embedded engine takes turns too
+        ["rollout.engine.colocated=true"],
+        # no engine
+        [
+            *COLOCATED,
+            "rollout.engine.urls=[http://x:1]",
+            "algorithm.loss.name=sft",
+            "data.label_key=label",
+        ],
+        # neither here
+        [
+            *COLOCATED,
+            "rollout.engine.urls=[http://x:1]",
+            "training.debug=train_only",
+            "training.replay=x",
+        ],
     ],
 )
 def test_what_goes_together(load: Callable[..., Loaded], overrides: list[str]) -> None:
@@ -61,4 +79,7 @@ def test_what_goes_together(load: Callable[..., Loaded], overrides: list[str]) -
 def test_an_engine_that_takes_nearly_all_memory_is_remarked_on(load: Callable[..., Loaded]) -> None:
     for share, remarks in ((0.9, 1), (0.8, 0)):
         config = load(*COLOCATED, f"rollout.engine.server={{mem-fraction-static: {share}}}").config
-        assert len([note for note in notes_on(config) if note.path.endswith("mem_fraction_static")]) == remarks
+        assert (
+            len([note for note in notes_on(config) if note.path.endswith("mem_fraction_static")])
+            == remarks
+        )

@@ -29,7 +29,11 @@ def test_reference(load, overrides, needs, expected):
     [
         ([], (), False),
         (["teacher.path=x"], (), False),
-        (["teacher.path=x", "algorithm.estimator.name=ppo", "algorithm.distillation.coef=0.1"], (), True),
+        (
+            ["teacher.path=x", "algorithm.estimator.name=ppo", "algorithm.distillation.coef=0.1"],
+            (),
+            True,
+        ),
         (["teacher.path=x"], ("teacher_logprobs",), True),
         (["teacher.path=x", "algorithm.loss.name=sft"], ("teacher_logprobs",), False),
     ],
@@ -71,7 +75,9 @@ def test_coefficients_reach_estimators_that_take_them(load):
     ppo = load("algorithm.estimator={name: ppo, lam: 0.9}", *given).config
     assert derived.estimator_options(ppo, ["gamma", "lam", "kl_coef", "distill_coef"]) == {
         "lam": 0.9, "kl_coef": 0.1, "distill_coef": 0.5}  # fmt: skip
-    assert derived.estimator_options(load("algorithm.estimator.eps=1.0").config, ["eps"]) == {"eps": 1.0}
+    assert derived.estimator_options(load("algorithm.estimator.eps=1.0").config, ["eps"]) == {
+        "eps": 1.0
+    }
     own = load("algorithm.estimator.name=mine:Own", "algorithm.kl.reward_coef=0.1").config
     assert derived.estimator_options(own, ["kl_coef"]) == {"kl_coef": 0.1}
     assert derived.estimator_options(own, ["gamma"]) == {}
@@ -80,7 +86,14 @@ def test_coefficients_reach_estimators_that_take_them(load):
 def test_what_a_built_in_estimator_takes_is_known_without_torch(load):
     known = {name: derived.takes_coefficients(load(f"algorithm.estimator.name={name}").config)
              for name in ("ppo", "rloo", "reinforce++_baseline", "grpo", "gpg", "mine:Own")}  # fmt: skip
-    assert known == {"ppo": True, "rloo": True, "reinforce++_baseline": True, "grpo": False, "gpg": False, "mine:Own": None}
+    assert known == {
+        "ppo": True,
+        "rloo": True,
+        "reinforce++_baseline": True,
+        "grpo": False,
+        "gpg": False,
+        "mine:Own": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -106,7 +119,12 @@ def test_epochs_of_nothing_are_refused(load):
 
 
 def test_optimizer_steps_and_sizes(load):
-    config = load("training.steps=7", "algorithm.epochs=2", "algorithm.minibatches=3", "rollout.prompts_per_step=4").config
+    config = load(
+        "training.steps=7",
+        "algorithm.epochs=2",
+        "algorithm.minibatches=3",
+        "rollout.prompts_per_step=4",
+    ).config
     assert derived.optimizer_steps(config, 0) == 42
     assert derived.samples_per_step(config) == 32
     assert derived.prompts_per_step(config) == 4
@@ -127,7 +145,12 @@ def test_what_packs_are_padded_to(load, overrides, multiple):
     given = [f"policy.parallel.{override}" for override in overrides]
     config = load("cluster.launcher=torchrun", *given).config
     assert derived.pack_multiple(config) == multiple
-    assert derived.pack_multiple(load("cluster.launcher=torchrun", *given, "policy.fp8.margin=0").config) == 16 * multiple
+    assert (
+        derived.pack_multiple(
+            load("cluster.launcher=torchrun", *given, "policy.fp8.margin=0").config
+        )
+        == 16 * multiple
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +158,7 @@ def test_what_packs_are_padded_to(load, overrides, multiple):
     [
         ([], 1),
         (["cluster.processes_per_node=3"], 3),
-        (["cluster.launcher=torchrun"], 4),         # not said: the layout's own
+        (["cluster.launcher=torchrun"], 4),  # not said: the layout's own
         (["cluster.launcher=torchrun", "cluster.nodes=2", "cluster.processes_per_node=8"], 16),
     ],
 )

@@ -5,13 +5,32 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "numpy", "transformers", "megatron", "pyarrow", "aiohttp", "rlcore.algorithms", "backends", "rollout")
+HEAVY = (
+    "torch",
+    "numpy",
+    "transformers",
+    "megatron",
+    "pyarrow",
+    "aiohttp",
+    "rlcore.algorithms",
+    "backends",
+    "rollout",
+)
 
 
 @pytest.mark.parametrize(
-    "module", ["rlcore.config", "rlcore.config.load", "rlcore.config.derived", "rlcore.config.render", "rlcore.cli"]
+    "module",
+    [
+        "rlcore.config",
+        "rlcore.config.load",
+        "rlcore.config.derived",
+        "rlcore.config.render",
+        "rlcore.cli",
+    ],
 )
 def test_nothing_heavy_is_imported(module):
     script = f"import sys, {module}; print(*[name for name in {HEAVY!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.split() == []

@@ -22,7 +22,7 @@ policy:
 """
 
 
-# --- merging ----------------------------------------------------------------------------------------------------------
+# --- merging --------------------------------------------------------------------------------------
 
 
 def test_maps_merge_lists_replace_and_overrides_come_last(write):
@@ -52,7 +52,9 @@ def test_every_value_has_an_origin(write):
 
 
 def test_an_override_may_be_a_list_or_a_map(load):
-    config = load("rollout.sampling.stop=[a, 'b c']", "policy.megatron={qk_layernorm: on, foo: 1e-5}").config
+    config = load(
+        "rollout.sampling.stop=[a, 'b c']", "policy.megatron={qk_layernorm: on, foo: 1e-5}"
+    ).config
     assert config.rollout.sampling.stop == ["a", "b c"]
     assert config.policy.megatron == {"qk_layernorm": True, "foo": 1e-5}
 
@@ -62,23 +64,51 @@ def test_the_later_of_two_overrides_wins(load):
 
 
 def test_a_new_plugin_name_drops_the_old_keywords_and_says_so(load, write):
-    base = write("base.yaml", "algorithm: {estimator: {name: ppo, lam: 0.9}, loss: {name: ppo_clip, norm_length: 8,\n"
-                 "  clip_low: 0.1, aggregation: seq-mean-token-sum-norm}}\n")
-    loaded = load_config([base], ["run.name=x", "model.path=x", "data.paths=x", "training.steps=1",
-                                  "algorithm.estimator.name=grpo", "algorithm.loss.name=gspo"])
+    base = write(
+        "base.yaml",
+        "algorithm: {estimator: {name: ppo, lam: 0.9}, loss: {name: ppo_clip, norm_length: 8,\n"
+        "  clip_low: 0.1, aggregation: seq-mean-token-sum-norm}}\n",
+    )
+    loaded = load_config(
+        [base],
+        [
+            "run.name=x",
+            "model.path=x",
+            "data.paths=x",
+            "training.steps=1",
+            "algorithm.estimator.name=grpo",
+            "algorithm.loss.name=gspo",
+        ],
+    )
     assert loaded.config.algorithm.estimator.options == {}
     assert loaded.config.algorithm.loss.options == {}
-    assert loaded.config.algorithm.loss.norm_length == 8        # not a keyword of the plugin: it stays
-    assert [note.split(":")[0] for note in loaded.notes] == ["algorithm.estimator", "algorithm.loss"]
+    # not a keyword of the plugin: it stays
+    assert loaded.config.algorithm.loss.norm_length == 8
+    assert [note.split(":")[0] for note in loaded.notes] == [
+        "algorithm.estimator",
+        "algorithm.loss",
+    ]
     assert "lam" in loaded.notes[0]
 
 
 def test_a_correction_that_is_switched_off_takes_its_options_along(load, write):
-    base = write("base.yaml", "algorithm: {correction: {name: mis, level: sequence, upper: 2, max_staleness: 3}}\n")
+    base = write(
+        "base.yaml",
+        "algorithm: {correction: {name: mis, level: sequence, upper: 2, max_staleness: 3}}\n",
+    )
     loaded = load("algorithm.correction.name=none", "rollout.workflow=mine:Own", files=[base])
-    assert loaded.config.algorithm.correction.options == {"level": "token", "lower": None, "upper": None, "veto": None}
-    assert loaded.config.algorithm.correction.max_staleness == 3        # not the correction's own: it stays
-    assert loaded.notes[0] == "algorithm.correction: another name was given; dropped the earlier one's level, upper"
+    assert loaded.config.algorithm.correction.options == {
+        "level": "token",
+        "lower": None,
+        "upper": None,
+        "veto": None,
+    }
+    # not the correction's own: it stays
+    assert loaded.config.algorithm.correction.max_staleness == 3
+    assert (
+        loaded.notes[0]
+        == "algorithm.correction: another name was given; dropped the earlier one's level, upper"
+    )
 
 
 def test_plugin_keywords_merge_while_the_name_stays(load, write):
@@ -89,14 +119,20 @@ def test_plugin_keywords_merge_while_the_name_stays(load, write):
 
 def test_null_unsets_and_an_empty_section_sets_nothing(write):
     base = write("base.yaml", BASE + "tracking:\n")
-    config = load_config([base], ["training.steps=null", "training.epochs=2", "tracking=null"]).config
+    config = load_config(
+        [base], ["training.steps=null", "training.epochs=2", "tracking=null"]
+    ).config
     assert config.training.steps is None
     assert config.training.epochs == 2
     assert config.tracking.show_every == 10
 
 
 def test_null_empties_a_map_of_free_keys(write, load):
-    base = write("base.yaml", "rollout: {engine: {kind: sglang, server: {mem_fraction_static: 0.8}}}\npolicy: {megatron: }\n")
+    base = write(
+        "base.yaml",
+        "rollout: {engine: {kind: sglang, server: {mem_fraction_static: 0.8}}}\npolicy:"
+        " {megatron: }\n",
+    )
     loaded = load("rollout.engine.server=null", files=[base])
     assert loaded.config.rollout.engine.server == loaded.config.policy.megatron == {}
     assert loaded.origin("rollout.engine.server") == "override"
@@ -104,28 +140,40 @@ def test_null_empties_a_map_of_free_keys(write, load):
 
 def test_a_reward_part_may_change_from_model_to_function(write, load):
     base = write("base.yaml", "reward: {parts: {a: {model: {path: rm}}}}\n")
-    part = load("reward.parts.a.model=null", "reward.parts.a.function=math", files=[base]).config.reward.parts["a"]
+    part = load(
+        "reward.parts.a.model=null", "reward.parts.a.function=math", files=[base]
+    ).config.reward.parts["a"]
     assert part.model is None
     assert part.function == "math"
 
 
 def test_anchors_and_merge_keys(write, load):
-    text = "policy: {optimizer: &o {lr: 3e-6, beta1: 0.5}}\ncritic:\n  optimizer:\n    <<: *o\n    beta1: 0.6\n"
+    text = (
+        "policy: {optimizer: &o {lr: 3e-6, beta1: 0.5}}\ncritic:\n  optimizer:\n    <<: *o\n   "
+        " beta1: 0.6\n"
+    )
     config = load(files=[write("a.yaml", text)]).config
     assert (config.critic.optimizer.lr, config.critic.optimizer.beta1) == (3e-6, 0.6)
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["True", "true", "'true'", "'True'", "1", "yes", "on", "Yes", "ON", "'on'"])
+@pytest.mark.parametrize(
+    "text", ["True", "true", "'true'", "'True'", "1", "yes", "on", "Yes", "ON", "'on'"]
+)
 def test_what_is_true(load, text):
     assert load(f"run.deterministic={text}").config.run.deterministic is True
 
 
-@pytest.mark.parametrize("text", ["False", "false", "'false'", "'False'", "0", "no", "off", "No", "OFF", "'no'"])
+@pytest.mark.parametrize(
+    "text", ["False", "false", "'false'", "'False'", "0", "no", "off", "No", "OFF", "'no'"]
+)
 def test_what_is_false(load, text):
-    assert load("run.deterministic=true", f"run.deterministic={text}").config.run.deterministic is False
+    assert (
+        load("run.deterministic=true", f"run.deterministic={text}").config.run.deterministic
+        is False
+    )
 
 
 @pytest.mark.parametrize("text", ["1e-6", "1.0e-6", "1E-6", "0.000001", ".000001", "'1e-6'"])
@@ -134,21 +182,28 @@ def test_what_is_a_number(load, text):
 
 
 def test_whole_numbers_may_have_underscores_and_no_octals(load):
-    assert load("policy.max_tokens_per_microbatch=16_384").config.policy.max_tokens_per_microbatch == 16384
+    assert (
+        load("policy.max_tokens_per_microbatch=16_384").config.policy.max_tokens_per_microbatch
+        == 16384
+    )
     assert load("run.seed=010").config.run.seed == 10
 
 
-@pytest.mark.parametrize("text", ["1e-3", "007", "2026-01-31", "12:30", "1_000", "off-policy", "a=b", "null-model"])
+@pytest.mark.parametrize(
+    "text", ["1e-3", "007", "2026-01-31", "12:30", "1_000", "off-policy", "a=b", "null-model"]
+)
 def test_text_is_taken_as_written(load, text):
     assert load(f"run.name={text}").config.run.name == text
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_unknown_key_names_path_file_line_and_the_nearest_key(write, refusal):
     site = write("site.yaml", "\npolicy:\n  lr: 1\n")
-    assert refusal(files=[site]) == [f"policy.lr ({site}:3): unknown key; did you mean policy.optimizer.lr?"]
+    assert refusal(files=[site]) == [
+        f"policy.lr ({site}:3): unknown key; did you mean policy.optimizer.lr?"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +234,10 @@ def test_names_from_other_trainers_point_at_keys_that_exist():
 
 
 def test_several_errors_are_one_a_line(write, refusal):
-    site = write("site.yaml", "policy:\n  optimizer: {lr: fast}\nrollout:\n  prompts_per_step: 0\nmodel: {dtype: fp64}\n")
+    site = write(
+        "site.yaml",
+        "policy:\n  optimizer: {lr: fast}\nrollout:\n  prompts_per_step: 0\nmodel: {dtype: fp64}\n",
+    )
     lines = refusal("run.deterministic=maybe", "rollout.samples_per_prompt=true", files=[site])
     assert sorted(lines) == [
         f"model.dtype ({site}:5): got 'fp64', expected one of 'fp32' or 'bf16'",
@@ -194,14 +252,22 @@ def test_several_errors_are_one_a_line(write, refusal):
     ("override", "message"),
     [
         ("policy.optimizer.lr=null", "policy.optimizer.lr (override): got null, expected a number"),
-        ("policy.optimizer.lr=.nan", "policy.optimizer.lr (override): got nan, expected a finite number"),
+        (
+            "policy.optimizer.lr=.nan",
+            "policy.optimizer.lr (override): got nan, expected a finite number",
+        ),
         ("policy.optimizer=3", "policy.optimizer (override): got 3, expected a map of keys"),
         ("training.steps=1.5", "training.steps (override): got 1.5, expected a whole number"),
         ("model.path=null", "model.path (override): got null, expected text"),
         ("model.path=yes", "model.path (override): got true, expected text (put it in quotes)"),
         ("rollout.sampling.stop=x", "rollout.sampling.stop (override): got 'x', expected a list"),
-        ("reward.parts.a.weight=1",
-         "reward.parts.a (override): a reward part is either `function: NAME` or `model: {path: FOLDER}`"),
+        (
+            "reward.parts.a.weight=1",
+            (
+                "reward.parts.a (override): a reward part is either `function: NAME` or `model:"
+                " {path: FOLDER}`"
+            ),
+        ),
         ("run.name=", "override 'run.name=': no value after '='; `run.name=null` unsets a key"),
         ("run..name=1", "override 'run..name=1': expected a.b.c=value"),
     ],
@@ -213,18 +279,27 @@ def test_wrong_value(refusal, override, message):
 def test_what_is_missing_is_named():
     with pytest.raises(ConfigError) as caught:
         load_config([], ["run.name=x"])
-    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["model.path", "data.paths"]
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "model.path",
+        "data.paths",
+    ]
     assert "model.path=VALUE" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("text", "where"),
     [
-        ("run: {name: x}\nmodel:\n  path: a\n  path: b\n", ":4: key 'path' is given twice, first at"),
+        (
+            "run: {name: x}\nmodel:\n  path: a\n  path: b\n",
+            ":4: key 'path' is given twice, first at",
+        ),
         ("rollout:\n  filters:\n  - {a: 1, a: 2}\n", ":3: key 'a' is given twice"),
         ("run: [1\n", ":2:1: not valid YAML: "),
         ("run:\n\tname: x\n", ":2:1: not valid YAML: "),
-        ("run: !!python/object:os.system {}\n", ":1: tag 'tag:yaml.org,2002:python/object:os.system' has"),
+        (
+            "run: !!python/object:os.system {}\n",
+            ":1: tag 'tag:yaml.org,2002:python/object:os.system' has",
+        ),
         ("run: !env HOME\n", ":1:6: not valid YAML: "),
         ("- a\n", ":1: got ['a'], expected `key: value` lines"),
         ("a: &a {b: *a}\n", ":1: this part contains itself"),
@@ -249,11 +324,13 @@ def test_dotted_keys_in_a_file_are_told_to_nest(write, refusal):
     assert "nest" in line
 
 
-# --- the command line's arguments -------------------------------------------------------------------------------------
+# --- the command line's arguments -----------------------------------------------------------------
 
 
 def test_files_and_overrides_are_told_apart():
-    files, overrides = split_arguments(["a.yaml", "data.paths=x.yaml", "runs/k=v/b.yml", "reward.parts.my-part.weight=-1"])
+    files, overrides = split_arguments(
+        ["a.yaml", "data.paths=x.yaml", "runs/k=v/b.yml", "reward.parts.my-part.weight=-1"]
+    )
     assert files == [Path("a.yaml"), Path("runs/k=v/b.yml")]
     assert overrides == ["data.paths=x.yaml", "reward.parts.my-part.weight=-1"]
 

@@ -1,4 +1,6 @@
-"""What the configuration knows of algorithms without torch is what the algorithms say of themselves."""
+"""What the configuration knows of algorithms without torch is what the algorithms say of
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ from rlcore.launch.plugin_checks import FOR_ESTIMATORS, FOR_LOSSES
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.objective import Objective
 
-BUILT_IN = [name for name in estimator_names() if estimator_plugin(name).factory.__module__.startswith("rlcore.")]
+BUILT_IN = [
+    name
+    for name in estimator_names()
+    if estimator_plugin(name).factory.__module__.startswith("rlcore.")
+]
 
 
 def make_inputs(count: int = 4) -> EstimatorInputs:
@@ -62,7 +68,8 @@ def test_who_takes_the_coefficients_of_the_reward(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(SHAPED_REWARDS | GROUP_ESTIMATORS))
 def test_who_compares_the_samples_of_a_group(name: str) -> None:
-    estimator, inputs = build_estimator(name), make_inputs()
+    estimator = build_estimator(name)
+    inputs = make_inputs()
     regrouped = replace(inputs, group_ids=torch.tensor([0, 1, 1, 0]))
     differs = not torch.equal(estimator(inputs).advantages, estimator(regrouped).advantages)
     assert differs is (name in GROUP_ESTIMATORS)
@@ -72,11 +79,19 @@ def test_who_compares_the_samples_of_a_group(name: str) -> None:
 def test_a_coefficient_needs_the_vectors_that_it_multiplies(name: str) -> None:
     without = build_estimator(name).needs
     assert build_estimator(name, kl_coef=0.1).needs == without | {"kl"}
-    assert build_estimator(name, distill_coef=0.1).needs == without | {"logprobs", "teacher_logprobs"}
+    assert build_estimator(name, distill_coef=0.1).needs == without | {
+        "logprobs",
+        "teacher_logprobs",
+    }
 
 
 def make_config(settings: dict[str, Any]) -> Config:
-    given = {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["d"]}, "training": {"steps": 1}}
+    given = {
+        "run": {"name": "x"},
+        "model": {"path": "m"},
+        "data": {"paths": ["d"]},
+        "training": {"steps": 1},
+    }
     return Config.model_validate({**given, **settings})
 
 
@@ -94,11 +109,19 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_passes_without_torch_are_those_of_a_step(settings: dict[str, Any]) -> None:
-    pairs = [(estimator, "ppo_clip") for estimator in sorted(BUILT_IN)] + [("grpo", loss) for loss in sorted(LOSSES)]
+    pairs = [(estimator, "ppo_clip") for estimator in sorted(BUILT_IN)] + [
+        ("grpo", loss) for loss in sorted(LOSSES)
+    ]
     for estimator, loss in pairs:
-        algorithm = {**settings.get("algorithm", {}), "estimator": {"name": estimator}, "loss": {"name": loss}}
+        algorithm = {
+            **settings.get("algorithm", {}),
+            "estimator": {"name": estimator},
+            "loss": {"name": loss},
+        }
         config = make_config({**settings, "algorithm": algorithm})
-        assert built_in_passes(config) == CreditAssignment(config, Objective(config.algorithm)).passes, (estimator, loss)
+        assert (
+            built_in_passes(config) == CreditAssignment(config, Objective(config.algorithm)).passes
+        ), (estimator, loss)
 
 
 def test_a_plugin_is_asked_for_its_passes() -> None:
@@ -115,8 +138,13 @@ def test_choices_of_the_configuration_are_those_of_the_algorithms() -> None:
         (CorrectionConfig.model_fields["level"].annotation, CorrectionLevel),
     ):
         assert set(typing.get_args(configured)) == set(typing.get_args(offered))
-    assert set(typing.get_args(CorrectionConfig.model_fields["name"].annotation)) == {"none", *CORRECTIONS}
-    assert CorrectionConfig.keywords == {f.name for f in fields(Correction) if f.name not in ("name", "_")}
+    assert set(typing.get_args(CorrectionConfig.model_fields["name"].annotation)) == {
+        "none",
+        *CORRECTIONS,
+    }
+    assert CorrectionConfig.keywords == {
+        f.name for f in fields(Correction) if f.name not in ("name", "_")
+    }
 
 
 @pytest.mark.parametrize("name", sorted(CORRECTIONS))

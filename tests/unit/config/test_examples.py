@@ -13,12 +13,18 @@ EXAMPLES = sorted((REPOSITORY / "examples").rglob("*.yaml"))
 ON_TOP = re.compile(r"^#.*goes on top of (\S+\.yaml)", re.IGNORECASE | re.MULTILINE)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=[str(path.relative_to(REPOSITORY)) for path in EXAMPLES])
+@pytest.mark.parametrize(
+    "example", EXAMPLES, ids=[str(path.relative_to(REPOSITORY)) for path in EXAMPLES]
+)
 def test_a_shipped_configuration_is_valid(example, monkeypatch):
-    """Alone, or over the file that its comment names; what is named base.yaml is a part of others and names no run."""
+    """Alone, or over the file that its comment names; what is named base.yaml is a part of others
+    and names no run.
+    """
     monkeypatch.syspath_prepend(str(REPOSITORY))
     below = [example.parent / name for name in ON_TOP.findall(example.read_text())]
-    loaded = load_config([*below, example], ["run.name=base"] if example.name == "base.yaml" else [])
+    loaded = load_config(
+        [*below, example], ["run.name=base"] if example.name == "base.yaml" else []
+    )
     assert check_plugins(loaded) == []
     assert loaded.notes == ()
 

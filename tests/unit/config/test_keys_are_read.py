@@ -1,4 +1,6 @@
-"""No key of the configuration is decoration: something reads it, or a value that would do nothing is refused."""
+"""No key of the configuration is decoration: something reads it, or a value that would do nothing
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from rlcore.config.sections.base import Section
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = {"root", "run", "model", "data", "training", "policy", "algorithm", "rollout", "reward"}
-FOR_CHECKS = {"cluster.nodes"}      # what a layout is checked with before anything starts
+FOR_CHECKS = {"cluster.nodes"}  # what a layout is checked with before anything starts
 
 
 def leaves(section: type[Section], path: str = "") -> Iterator[str]:
@@ -26,8 +28,15 @@ def leaves(section: type[Section], path: str = "") -> Iterator[str]:
 
 def source() -> str:
     """All code but the schema itself and its checks."""
-    files = [path for package in ("rlcore", "backends", "rollout") for path in (ROOT / package).rglob("*.py")]
-    schema = {ROOT / "rlcore" / "config" / f"{name}.py" for name in (*SCHEMA, "checks", "algorithm_checks")}
+    files = [
+        path
+        for package in ("rlcore", "backends", "rollout")
+        for path in (ROOT / package).rglob("*.py")
+    ]
+    schema = {
+        ROOT / "rlcore" / "config" / f"{name}.py"
+        for name in (*SCHEMA, "checks", "algorithm_checks")
+    }
     return "\n".join(path.read_text() for path in files if path not in schema)
 
 

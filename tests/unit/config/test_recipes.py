@@ -1,4 +1,6 @@
-"""Each recipe in examples/recipes is valid for a model of the real sizes, and the plan says that its trainer fits 80 GB."""
+"""Each recipe in examples/recipes is valid for a model of the real sizes, and the plan says that
+its trainer fits 80 GB.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: reci
 
 
 def test_no_recipe_is_left_out() -> None:
-    assert sorted(path for recipe in RECIPES for path in recipe.files) == sorted(FOLDER.glob("*.yaml"))
+    assert sorted(path for recipe in RECIPES for path in recipe.files) == sorted(
+        FOLDER.glob("*.yaml")
+    )
 
 
 @pytest.fixture
@@ -57,7 +61,11 @@ def models(recipe: Recipe, tmp_path: Path) -> list[str]:
     given = json.loads((EXAMPLES / "models" / recipe.model / "config.json").read_text())
     written = {"policy": given}
     if recipe.config.critic.path is not None:
-        written["critic"] = {**given, "architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+        written["critic"] = {
+            **given,
+            "architectures": ["LlamaForSequenceClassification"],
+            "num_labels": 1,
+        }
     for name, config in written.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
@@ -67,7 +75,9 @@ def models(recipe: Recipe, tmp_path: Path) -> list[str]:
 
 
 @each_recipe
-def test_it_is_valid_for_its_model(recipe: Recipe, models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_valid_for_its_model(
+    recipe: Recipe, models: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     code = cli.main(["validate", *map(str, recipe.files), *models])
     said = capsys.readouterr()
     assert code == 0, said.err
@@ -76,9 +86,19 @@ def test_it_is_valid_for_its_model(recipe: Recipe, models: list[str], capsys: py
 
 
 @each_recipe
-def test_its_trainer_fits_80_gigabytes(recipe: Recipe, models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_trainer_fits_80_gigabytes(
+    recipe: Recipe, models: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     cluster = recipe.config.cluster
-    code = cli.main(["plan", *map(str, recipe.files), *models, "--gpus", str(cluster.nodes * cluster.processes_per_node)])
+    code = cli.main(
+        [
+            "plan",
+            *map(str, recipe.files),
+            *models,
+            "--gpus",
+            str(cluster.nodes * cluster.processes_per_node),
+        ]
+    )
     said = capsys.readouterr()
     assert code == 0, said.err
     own = said.out[said.out.index("The configuration's layout:") :].splitlines()[1]
@@ -87,7 +107,8 @@ def test_its_trainer_fits_80_gigabytes(recipe: Recipe, models: list[str], capsys
 
 @each_recipe
 def test_trainer_and_engines_take_all_of_the_nodes(recipe: Recipe) -> None:
-    cluster, engine = recipe.config.cluster, recipe.config.rollout.engine
+    cluster = recipe.config.cluster
+    engine = recipe.config.rollout.engine
     assert cluster.processes_per_node == 8
     if engine.colocated:
         assert engine.count * engine.tensor_parallel == 8 == 8 * recipe.nodes
@@ -100,19 +121,31 @@ def test_without_ray_its_engines_are_given_by_url(recipe: Recipe) -> None:
     """As scripts/torchrun_multinode.sh does: what only servers read is in a file of its own."""
     if not recipe.config.rollout.engine.colocated:
         given = ["cluster.launcher=torchrun", 'rollout.engine.urls=["http://10.0.0.7:30000"]']
-        assert load_config(recipe.files[:1], given).config.rollout.engine.urls == ["http://10.0.0.7:30000"]
+        assert load_config(recipe.files[:1], given).config.rollout.engine.urls == [
+            "http://10.0.0.7:30000"
+        ]
 
 
 @each_recipe
-def test_it_can_be_debugged(recipe: Recipe, models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_can_be_debugged(
+    recipe: Recipe, models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What scripts/debug.sh makes of it is valid, for one process."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     python.chmod(0o755)
     command = [str(EXAMPLES.parent / "scripts" / "debug.sh"), *map(str, recipe.files), *models]
-    said = subprocess.run(command, env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        command,
+        env={**os.environ, "PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     words = said.stdout.splitlines()
-    assert cli.main(["validate", *words[words.index("train") + 1 : words.index("--overwrite")]]) == 0, capsys.readouterr().err
+    assert (
+        cli.main(["validate", *words[words.index("train") + 1 : words.index("--overwrite")]]) == 0
+    ), capsys.readouterr().err
 
 
 OTHERS = [
@@ -122,13 +155,23 @@ OTHERS = [
 
 
 def test_no_example_is_left_out() -> None:
-    planned = {EXAMPLES / file for files in OTHERS for file in files} | {path for recipe in RECIPES for path in recipe.files}
+    planned = {EXAMPLES / file for files in OTHERS for file in files} | {
+        path for recipe in RECIPES for path in recipe.files
+    }
     assert planned == set(EXAMPLES.rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("files", OTHERS, ids=lambda files: "+".join(files))
-def test_other_examples_are_planned_too(files: list[str], tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = [f"model.path={tiny_model}"] if "addition" in files[0] else ["model.path=examples/models/Qwen2.5-7B"]
+def test_other_examples_are_planned_too(
+    files: list[str], tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = (
+        [f"model.path={tiny_model}"]
+        if "addition" in files[0]
+        else ["model.path=examples/models/Qwen2.5-7B"]
+    )
     gpus = "1" if "addition" in files[0] else "8"
-    assert cli.main(["plan", *(str(EXAMPLES / file) for file in files), *model, "--gpus", gpus]) == 0
+    assert (
+        cli.main(["plan", *(str(EXAMPLES / file) for file in files), *model, "--gpus", gpus]) == 0
+    )
     assert ": fits, " in capsys.readouterr().out

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from rlcore.launch.commands.init_model import ALPHABETS, char_tokenizer
 
 ROLES = (
-    "{% for m in messages %}<{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' else '' }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<{% endif %}"
+    "{% for m in messages %}<{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' else ''"
+    " }}\n{% endfor %}{% if add_generation_prompt %}<{% endif %}"
 )
 
 
@@ -36,7 +36,9 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
 
     def write(rows: Sequence[Any], name: str = "rows.jsonl") -> str:
         path = tmp_path / name
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        path.write_text(
+            "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+        )
         return str(path)
 
     return write

@@ -34,12 +34,17 @@ def test_without_shuffle_file_order_repeats():
     assert rows(PromptStream(3, seed=1, shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
 
 
-@given(size=st.integers(1, 20), steps=st.lists(st.integers(1, 9), min_size=1, max_size=8), cut=st.integers(0, 7))
+@given(
+    size=st.integers(1, 20),
+    steps=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    cut=st.integers(0, 7),
+)
 @settings(max_examples=60, deadline=None)
 def test_a_resumed_stream_continues_the_undisturbed_order(size, steps, cut):
     undisturbed = PromptStream(size, seed=7)
     expected = [rows(undisturbed, count) for count in steps]
-    stream, got = PromptStream(size, seed=7), []
+    stream = PromptStream(size, seed=7)
+    got = []
     for i, count in enumerate(steps):
         if i == cut:
             state = json.loads(json.dumps(stream.snapshot()))

@@ -54,10 +54,18 @@ def test_chats_go_through_the_template_with_a_generation_prompt(write_rows, chat
 
 
 def test_parquet_chats_drop_fields_that_are_null(tmp_path, chat_tokenizer):
-    messages = [{"role": "user", "content": "1", "name": None}, {"role": "user", "content": "2", "name": "x"}]
-    pq.write_table(pa.Table.from_pylist([{"prompt": messages, "label": "3"}]), tmp_path / "chat.parquet")
+    messages = [
+        {"role": "user", "content": "1", "name": None},
+        {"role": "user", "content": "2", "name": "x"},
+    ]
+    pq.write_table(
+        pa.Table.from_pylist([{"prompt": messages, "label": "3"}]), tmp_path / "chat.parquet"
+    )
     prompts = PromptSet.load([str(tmp_path / "chat.parquet")], chat_tokenizer)
-    assert prompts.examples[0].prompt == [{"role": "user", "content": "1"}, {"role": "user", "content": "2", "name": "x"}]
+    assert prompts.examples[0].prompt == [
+        {"role": "user", "content": "1"},
+        {"role": "user", "content": "2", "name": "x"},
+    ]
 
 
 def test_bos_is_put_before_text_but_never_eos(write_rows, tokenizer):
@@ -68,7 +76,10 @@ def test_bos_is_put_before_text_but_never_eos(write_rows, tokenizer):
         single="<pad> $A <eos>", special_tokens=[("<pad>", 0), ("<eos>", 1)]
     )
     assert tokenizer("1").input_ids == [0, 3, 1]
-    prompts = PromptSet.load([write_rows([GOOD, {"prompt": [{"role": "user", "content": "1"}], "label": "1"}])], tokenizer)
+    prompts = PromptSet.load(
+        [write_rows([GOOD, {"prompt": [{"role": "user", "content": "1"}], "label": "1"}])],
+        tokenizer,
+    )
     assert prompts[0].tokens.tolist()[0] == 0
     assert prompts[0].tokens.tolist()[-1] != 1
     assert prompts[1].tokens.tolist() == [3], "a chat template writes its own BOS"
@@ -101,17 +112,23 @@ def test_a_bad_row_is_named_by_file_and_line(write_rows, tokenizer, row, message
 def test_chat_without_a_template_is_refused(write_rows, tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*no chat template"):
-        PromptSet.load([write_rows([{"prompt": [{"role": "user", "content": "1"}], "label": "1"}])], tokenizer)
+        PromptSet.load(
+            [write_rows([{"prompt": [{"role": "user", "content": "1"}], "label": "1"}])], tokenizer
+        )
 
 
 def test_a_template_that_refuses_names_the_row(write_rows, tokenizer):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*roles must alternate"):
-        PromptSet.load([write_rows([{"prompt": [{"role": "user", "content": "1"}], "label": "1"}])], tokenizer)
+        PromptSet.load(
+            [write_rows([{"prompt": [{"role": "user", "content": "1"}], "label": "1"}])], tokenizer
+        )
 
 
 def test_long_prompts_are_excluded_counted_and_reported(write_rows, tokenizer, caplog):
-    path = write_rows([GOOD, {"prompt": "1111+2=", "label": "3"}, GOOD, {"prompt": "1+2222=", "label": "3"}])
+    path = write_rows(
+        [GOOD, {"prompt": "1111+2=", "label": "3"}, GOOD, {"prompt": "1+2222=", "label": "3"}]
+    )
     with caplog.at_level(logging.WARNING):
         prompts = PromptSet.load([path], tokenizer, max_prompt_tokens=4)
     assert [p.prompt_id for p in prompts] == [f"{path}:1", f"{path}:3"]
@@ -121,7 +138,10 @@ def test_long_prompts_are_excluded_counted_and_reported(write_rows, tokenizer, c
 
 
 def test_no_prompt_left_is_an_error(write_rows, tokenizer):
-    with pytest.raises(DataError, match=r"all 2 prompts have more than data.max_prompt_tokens = 3 .*the shortest has 4"):
+    with pytest.raises(
+        DataError,
+        match=r"all 2 prompts have more than data.max_prompt_tokens = 3 .*the shortest has 4",
+    ):
         PromptSet.load([write_rows([GOOD, GOOD])], tokenizer, max_prompt_tokens=3)
 
 
@@ -143,7 +163,13 @@ def test_a_bad_file_is_named(tmp_path, tokenizer, name, content, message):
 
 def test_crlf_bom_and_trailing_blank_lines_are_fine(tmp_path, tokenizer):
     path = tmp_path / "windows.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\r\n" + json.dumps(GOOD).encode() + b"\r\n\r\n")
+    path.write_bytes(
+        b"\xef\xbb\xbf"
+        + json.dumps(GOOD).encode()
+        + b"\r\n"
+        + json.dumps(GOOD).encode()
+        + b"\r\n\r\n"
+    )
     assert len(PromptSet.load([str(path)], tokenizer)) == 2
 
 

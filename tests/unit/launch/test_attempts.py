@@ -1,4 +1,6 @@
-"""Ranks that torchrun starts again find one another, and whether the run goes on, in a store that outlives them."""
+"""Ranks that torchrun starts again find one another, and whether the run goes on, in a store that
+outlives them.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,18 @@ from rlcore.launch.ranks import here_key, store_prefix
 from rlcore.launch.run_folder import mark_opened
 
 WORLD = 3
-FIRST, SECOND = Attempt(0, goes_on=False), Attempt(1, goes_on=False)
+FIRST = Attempt(0, goes_on=False)
+SECOND = Attempt(1, goes_on=False)
 
 
 class Ranks:
-    """Each start of a rank is a thread; one that nobody asks for any more stands for a process that died waiting."""
+    """Each start of a rank is a thread; one that nobody asks for any more stands for a process that
+    died waiting.
+    """
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self.pool, self.store = pool, dist.HashStore()
+        self.pool = pool
+        self.store = dist.HashStore()
 
     def start(self, rank: int, *, timeout_s: float = 10) -> Future[Attempt]:
         return self.pool.submit(join_attempt, self.store, rank, WORLD, timeout_s=timeout_s)
@@ -59,7 +65,9 @@ def test_who_waits_for_the_others_says_so_where_a_watch_looks(ranks: Ranks) -> N
 def test_a_later_attempt_goes_on_with_a_run_that_an_earlier_one_has_opened(ranks: Ranks) -> None:
     mark_opened(ranks.of(ranks.start_all()[0]))
     assert ranks.start_all() == [Attempt(1, goes_on=True)] * WORLD
-    assert ranks.start_all() == [Attempt(2, goes_on=True)] * WORLD, "also where the second opened nothing"
+    assert ranks.start_all() == [Attempt(2, goes_on=True)] * WORLD, (
+        "also where the second opened nothing"
+    )
 
 
 def test_what_was_refused_before_the_run_was_opened_is_refused_again(ranks: Ranks) -> None:
@@ -77,7 +85,9 @@ def test_a_rank_that_came_back_first_waits_for_the_next_attempt(ranks: Ranks) ->
 
 
 def test_an_attempt_whose_rank_0_is_dead_is_joined_by_nobody(ranks: Ranks) -> None:
-    """Rank 2 died before it came, so rank 0 was ended while it waited. Their successors come before rank 0's."""
+    """Rank 2 died before it came, so rank 0 was ended while it waited. Their successors come before
+    rank 0's.
+    """
     dead = ranks.start(0, timeout_s=0.3)
     with pytest.raises(DeadlineExceeded):
         dead.result(10)
@@ -89,7 +99,8 @@ def test_an_attempt_whose_rank_0_is_dead_is_joined_by_nobody(ranks: Ranks) -> No
 def test_a_rank_that_died_before_all_had_come_is_replaced(ranks: Ranks) -> None:
     joining = [ranks.start(0), ranks.start(1)]
     assert all(is_waiting(one) for one in joining)
-    successor, last = ranks.start(1), ranks.start(2)
+    successor = ranks.start(1)
+    last = ranks.start(2)
     assert [one.result(10) for one in (joining[0], successor, last)] == [FIRST] * WORLD
 
 
@@ -103,13 +114,19 @@ def test_a_rank_that_is_started_again_after_the_end_is_told_so(ranks: Ranks, ran
 
 
 def test_without_rank_0_the_wait_ends_with_the_key_that_sets_it(ranks: Ranks) -> None:
-    with pytest.raises(DeadlineExceeded, match=r"rank 3 waited 0\.2 s \(cluster\.start_timeout_s\) for rank 0 to start"):
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"rank 3 waited 0\.2 s \(cluster\.start_timeout_s\) for rank 0 to start",
+    ):
         ranks.start(3, timeout_s=0.2).result(10)
 
 
 def test_rank_0_names_those_that_did_not_come(ranks: Ranks) -> None:
     waiting = ranks.start(1, timeout_s=0.5)
-    with pytest.raises(DeadlineExceeded, match=r"rank 0 waited 0\.5 s \(cluster\.start_timeout_s\) for rank 2 to start"):
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"rank 0 waited 0\.5 s \(cluster\.start_timeout_s\) for rank 2 to start",
+    ):
         ranks.start(0, timeout_s=0.5).result(10)
     with pytest.raises(DeadlineExceeded):
         waiting.result(10)

@@ -44,7 +44,9 @@ def built(*overrides: str, world_size: int = 1) -> list[Any]:
 
 def managed(*overrides: str) -> list[ManagedServer]:
     made = built(SGLANG, *overrides)
-    assert all(isinstance(one, SGLangEngine) and isinstance(one.server, ManagedServer) for one in made)
+    assert all(
+        isinstance(one, SGLangEngine) and isinstance(one.server, ManagedServer) for one in made
+    )
     return [one.server for one in made]
 
 
@@ -73,7 +75,9 @@ def test_servers_have_names_and_logs_of_their_own_and_one_pair_of_keys(
     monkeypatch.delenv(ADMIN_KEY, raising=False)
     first, second = managed(*python, "rollout.engine.count=2")
     assert [first.name, second.name] == ["engine-0", "engine-1"]
-    assert [str(one._child.log) for one in (first, second)] == [f"runs/x/logs/engine_{index}.log" for index in (0, 1)]
+    assert [str(one._child.log) for one in (first, second)] == [
+        f"runs/x/logs/engine_{index}.log" for index in (0, 1)
+    ]
     assert first.keys is second.keys
     assert first.keys.api == "given"
     assert len(first.keys.admin) > 30
@@ -93,8 +97,12 @@ def test_engines_that_are_processes_are_told_the_model_s_dtype_and_tokenizer(
     monkeypatch.setattr(ManagedServer, "__init__", record(ManagedServer.__init__))
     built(tokenizer, "rollout.engine.count=2")
     built(SGLANG, *python, tokenizer, "rollout.engine.count=2")
-    assert [(given["dtype"], given["tokenizer"]) for given in recorded] == [("fp32", str(tiny_model))] * 4
-    assert [str(given["log"]) for given in recorded] == [f"runs/x/logs/engine_{index}.log" for index in (0, 1)] * 2
+    assert [(given["dtype"], given["tokenizer"]) for given in recorded] == [
+        ("fp32", str(tiny_model))
+    ] * 4
+    assert [str(given["log"]) for given in recorded] == [
+        f"runs/x/logs/engine_{index}.log" for index in (0, 1)
+    ] * 2
 
 
 def test_servers_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +111,9 @@ def test_servers_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.server.url for one in made] == ["http://a:1", "http://b:2"]
 
 
-def test_a_server_is_told_what_the_trainer_needs_of_it(python: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_told_what_the_trainer_needs_of_it(
+    python: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorded: list[dict[str, Any]] = []
     make = ManagedServer.__init__
 
@@ -112,14 +122,16 @@ def test_a_server_is_told_what_the_trainer_needs_of_it(python: tuple[str, str], 
         make(self, *args, **given)
 
     monkeypatch.setattr(ManagedServer, "__init__", spy)
-    colocated, replay = "rollout.engine.colocated=true", "policy.routing_replay=engine"
+    colocated = "rollout.engine.colocated=true"
+    replay = "policy.routing_replay=engine"
     managed(*python)
     managed(*python, replay, colocated)
     monkeypatch.setattr(engines.torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     managed(*python, colocated)
     managed(*python, "rollout.engine.count=2", "rollout.engine.gpus=[3,1]")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():    # the trainer has the first two
+    # the trainer has the first two
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     managed(*python)
     assert [given["arguments"] for given in recorded] == [
@@ -129,5 +141,8 @@ def test_a_server_is_told_what_the_trainer_needs_of_it(python: tuple[str, str], 
 
 
 def test_without_an_environment_the_script_is_named(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout.engine.python: there is no /no/python; run scripts/install_sglang.sh"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout.engine.python: there is no /no/python; run scripts/install_sglang.sh",
+    ):
         built(SGLANG, f"model.path={tiny_model}", "rollout.engine.python=/no/python")

@@ -51,12 +51,18 @@ def end(rank0: RankZero, store: dist.Store, train: Any) -> Outcome:
     )  # fmt: skip
     trainer = SimpleNamespace(config=config, rank0=rank0, main=rank0, patience=5.0, train=train)
     heartbeat = SimpleNamespace(alone=lambda: rank0.done.append("alone"), leaving=lambda: None)
-    process = Process(0, 1, 0, torch.device("cpu"), sync, cast(Any, None), heartbeat=cast(Any, heartbeat))
+    process = Process(
+        0, 1, 0, torch.device("cpu"), sync, cast(Any, None), heartbeat=cast(Any, heartbeat)
+    )
     return finish(cast(Trainer, trainer), process)
 
 
-@pytest.mark.parametrize(("status", "code"), [("completed", 0), ("early_stopped", 0), ("interrupted", 130)])
-def test_who_is_started_again_once_there_is_a_result_is_told_so(rank0: RankZero, status: Status, code: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "code"), [("completed", 0), ("early_stopped", 0), ("interrupted", 130)]
+)
+def test_who_is_started_again_once_there_is_a_result_is_told_so(
+    rank0: RankZero, status: Status, code: int
+) -> None:
     """An upload takes minutes; a rank that dies meanwhile makes torchrun start them all."""
     store = dist.HashStore()
     join_attempt(store, 0, 1, timeout_s=1)
@@ -73,8 +79,12 @@ def test_who_is_started_again_once_there_is_a_result_is_told_so(rank0: RankZero,
     assert told == [code]
 
 
-@pytest.mark.parametrize("second", [OSError("no space left"), DataError("metrics.jsonl:2: not JSON")])
-def test_what_failed_first_is_raised_where_no_result_can_be_written(rank0: RankZero, second: Exception) -> None:
+@pytest.mark.parametrize(
+    "second", [OSError("no space left"), DataError("metrics.jsonl:2: not JSON")]
+)
+def test_what_failed_first_is_raised_where_no_result_can_be_written(
+    rank0: RankZero, second: Exception
+) -> None:
     def fail() -> Outcome:
         raise ArithmeticError("the first")
 

@@ -18,20 +18,30 @@ def assign(visible: int, ranks: int, **engine: Any) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("visible", "ranks", "engine", "expected"),
     [
-        (0, 1, {"count": 2}, [(), ()]),                                             # a CPU
+        (0, 1, {"count": 2}, [(), ()]),  # a CPU
         (8, 4, {"count": 2, "device": "cpu"}, [(), ()]),
-        (2, 1, {}, [(1,)]),                                                         # the next free one
+        # the next free one
+        (2, 1, {}, [(1,)]),
         (8, 4, {"count": 2, "tensor_parallel": 2}, [(4, 5), (6, 7)]),
-        (8, 5, {"count": 2}, [(5,), (6,)]),                                         # one is left over
+        # one is left over
+        (8, 5, {"count": 2}, [(5,), (6,)]),
         (8, 4, {"count": 2, "tensor_parallel": 2, "gpus": [7, 6, 5, 4]}, [(7, 6), (5, 4)]),
-        (2, 1, {"gpus": [0]}, [(0,)]),                                              # shared in space, if the user says so
+        # shared in space, if the user says so
+        (2, 1, {"gpus": [0]}, [(0,)]),
         (1, 1, {"colocated": True}, [(0,)]),
-        (8, 8, {"colocated": True, "count": 4, "tensor_parallel": 2}, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        (
+            8,
+            8,
+            {"colocated": True, "count": 4, "tensor_parallel": 2},
+            [(0, 1), (2, 3), (4, 5), (6, 7)],
+        ),
         (8, 4, {"colocated": True, "count": 2}, [(0,), (1,)]),
         (4, 4, {"colocated": True, "count": 2, "gpus": [3, 1]}, [(3,), (1,)]),
     ],
 )
-def test_each_engine_gets_its_own(visible: int, ranks: int, engine: dict[str, Any], expected: list[tuple[int, ...]]) -> None:
+def test_each_engine_gets_its_own(
+    visible: int, ranks: int, engine: dict[str, Any], expected: list[tuple[int, ...]]
+) -> None:
     assert assign(visible, ranks, **engine) == expected
 
 

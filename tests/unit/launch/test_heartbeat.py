@@ -32,7 +32,9 @@ class Ranks:
     """Two ranks that beat when they are told to, and a watch over them."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.store, self.number = clock, LocalStore(), 0
+        self.clock = clock
+        self.store = LocalStore()
+        self.number = 0
         self.watch = HeartbeatMonitor(self.store, range(2), limit_s=20, start_limit_s=60)
 
     def beat(self, *ranks: int, doing: str = "training") -> None:
@@ -59,7 +61,10 @@ def test_a_rank_that_stops_beating_is_named_with_what_it_was_at(ranks):
     ranks.pass_time(2, 0)
     failure = ranks.watch.failure()
     assert failure.rank == 1
-    assert failure.error == "it has been silent for 21 s (cluster.heartbeat_timeout_s: 20); it was at: training"
+    assert (
+        failure.error
+        == "it has been silent for 21 s (cluster.heartbeat_timeout_s: 20); it was at: training"
+    )
 
 
 def test_a_shorter_limit_can_be_asked_for(ranks):
@@ -74,15 +79,25 @@ def test_a_rank_that_never_came_has_the_longer_limit(ranks):
     ranks.pass_time(60, 0)
     assert ranks.watch.failure() is None
     ranks.pass_time(1, 0)
-    assert ranks.watch.failure().error == "it has not joined the others within 60 s (cluster.start_timeout_s)"
+    assert (
+        ranks.watch.failure().error
+        == "it has not joined the others within 60 s (cluster.start_timeout_s)"
+    )
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_who_needs_nobody_any_more_misses_nobody(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+def test_who_needs_nobody_any_more_misses_nobody(
+    monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
     monkeypatch.setattr(heartbeat, "NOTICE_S", 600.0)
     store: Any = LocalStore()
-    beating = Heartbeat(store, RankSync(store, 0, 2), HeartbeatMonitor(store, [1], limit_s=20, start_limit_s=0.5), [])
+    beating = Heartbeat(
+        store,
+        RankSync(store, 0, 2),
+        HeartbeatMonitor(store, [1], limit_s=20, start_limit_s=0.5),
+        [],
+    )
     if alone:
         beating.alone()
     time.sleep(1.0)

@@ -1,4 +1,6 @@
-"""Signals that come before ranks heed them: they die of it, and that is no failure. Ranks are sleeping processes here."""
+"""Signals that come before ranks heed them: they die of it, and that is no failure. Ranks are
+sleeping processes here.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,18 @@ def ask_to_end() -> None:
 def test_a_signal_while_ranks_start_ends_the_run_as_asked(
     config: Config, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr(supervise, "_start", lambda *_: subprocess.Popen(SLEEPS, stderr=subprocess.DEVNULL))
+    monkeypatch.setattr(
+        supervise, "_start", lambda *_: subprocess.Popen(SLEEPS, stderr=subprocess.DEVNULL)
+    )
     asking = threading.Timer(0.3, lambda: os.kill(os.getpid(), number))
     asking.start()
     assert supervise.supervise(config, []) == INTERRUPTED
     asking.join()
 
 
-def test_a_rank_that_was_not_there_yet_hears_of_it(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_was_not_there_yet_hears_of_it(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(rank: int, *_: object) -> subprocess.Popen[bytes]:
         if rank == 1:
             ask_to_end()
@@ -56,12 +62,16 @@ def test_a_rank_that_was_not_there_yet_hears_of_it(config: Config, monkeypatch: 
     assert time.monotonic() - began < 10
 
 
-def test_a_signal_while_ranks_are_ended_leaves_nobody_behind(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_ranks_are_ended_leaves_nobody_behind(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 does not heed SIGTERM."""
     workers: list[subprocess.Popen[bytes]] = []
 
     def start(rank: int, *_: object) -> subprocess.Popen[bytes]:
-        stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+        stubborn = (
+            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+        )
         command = ["false"] if rank == 0 else [sys.executable, "-S", "-c", stubborn]
         workers.append(subprocess.Popen(command))
         return workers[-1]
@@ -77,7 +87,9 @@ def test_a_signal_while_ranks_are_ended_leaves_nobody_behind(config: Config, mon
     assert workers[1].returncode == -signal.SIGKILL
 
 
-def test_a_rank_that_somebody_else_ends_has_failed(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_somebody_else_ends_has_failed(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(rank: int, *_: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sh", "-c", "kill -TERM $$"] if rank == 1 else ["sleep", "0"])
 

@@ -12,7 +12,8 @@ from rlcore.algorithms import Advantages, EstimatorInputs
 from rlcore.config.load import load_config
 from rlcore.launch.plugin_checks import check_plugins
 
-HEAD = "run: {name: x}\nmodel: {path: m}\ndata: {paths: [d.jsonl]}\ntraining: {steps: 1}\n"     # four lines
+# four lines
+HEAD = "run: {name: x}\nmodel: {path: m}\ndata: {paths: [d.jsonl]}\ntraining: {steps: 1}\n"
 HERE = f"{__name__}:Student"
 
 
@@ -31,7 +32,9 @@ def validate(folder: Path, lines: Sequence[str], capsys: pytest.CaptureFixture[s
     file = folder / "run.yaml"
     file.write_text(HEAD + "\n".join(lines) + "\n")
     assert cli.main(["validate", str(file)]) == 2
-    return capsys.readouterr().err.removeprefix("rlcore: ").replace(str(folder) + "/", "").splitlines()
+    return (
+        capsys.readouterr().err.removeprefix("rlcore: ").replace(str(folder) + "/", "").splitlines()
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,12 @@ def validate(folder: Path, lines: Sequence[str], capsys: pytest.CaptureFixture[s
     ],
 )  # fmt: skip
 def test_a_refusal_names_key_file_and_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: list[str], key: str, line: int | None, said: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    lines: list[str],
+    key: str,
+    line: int | None,
+    said: str,
 ) -> None:
     (message,) = validate(tmp_path, lines, capsys)
     place = key if line is None else f"{key} (run.yaml:{line})"
@@ -94,7 +102,13 @@ def test_a_refusal_names_key_file_and_line(
         (["critic.path=c", "algorithm.estimator.name=vapo"], []),
         (["algorithm.estimator.name=remax"], []),
         (["algorithm.loss.name=decoupled_ppo", "algorithm.old_logprobs=recompute"], []),
-        (["algorithm.correction={name: mis, level: geometric, lower: 0.999, upper: 1.001, veto: 1e-4}"], []),
+        (
+            [
+                "algorithm.correction={name: mis, level: geometric, lower: 0.999, upper: 1.001,"
+                " veto: 1e-4}"
+            ],
+            [],
+        ),
     ],
 )
 def test_what_is_accepted_and_noted(overrides: list[str], noted: list[str]) -> None:

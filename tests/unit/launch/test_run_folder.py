@@ -19,7 +19,9 @@ def test_the_result_counts_the_steps_of_the_log(tmp_path: Path) -> None:
     assert directory.read_result() == {"status": "failed", "steps": 2, "reason": "a reason"}
 
 
-def test_damaged_metrics_do_not_hide_what_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_metrics_do_not_hide_what_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     directory = RunDirectory.create(tmp_path, "a")
     directory.metrics_path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     OpenRun(directory, CheckpointStore(directory.checkpoints), None).leave(RunFailed("the first"))

@@ -1,4 +1,5 @@
-"""The shell scripts: clean by shellcheck; those of torchrun and of several nodes tell each node the right thing.
+"""The shell scripts: clean by shellcheck; those of torchrun and of several nodes tell each node the
+right thing.
 
 What they call is stubbed: `tests/script_stage.py`.
 """
@@ -35,7 +36,9 @@ def stage(tmp_path: Path) -> Stage:
 def test_a_script_is_clean(script: Path) -> None:
     shellcheck = Path(sys.executable).with_name("shellcheck")
     assert shellcheck.exists(), "./scripts/install.sh dev"
-    done = subprocess.run([shellcheck, "-x", "-P", ROOT, script], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [shellcheck, "-x", "-P", ROOT, script], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -43,7 +46,12 @@ NODE = {"NNODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "10.0.0.1", "GPUS_PER_NO
 
 
 def test_urls_may_be_named(stage: Stage) -> None:
-    assert stage.run("torchrun_multinode.sh", "run.yaml", **NODE, ENGINE_URLS="http://a:1,http://b:2").returncode == 0
+    assert (
+        stage.run(
+            "torchrun_multinode.sh", "run.yaml", **NODE, ENGINE_URLS="http://a:1,http://b:2"
+        ).returncode
+        == 0
+    )
     [call] = stage.calls("torch.distributed.run")
     assert call["arguments"][-1] == "rollout.engine.urls=[http://a:1, http://b:2]"
 
@@ -54,13 +62,21 @@ def test_engines_that_do_not_come_are_waited_for_until_a_deadline(stage: Stage) 
     engines.mkdir()
     (engines / "10.0.0.3.json").write_text('["http://10.0.0.3:1"]')
     done = stage.run(
-        "torchrun_multinode.sh", "run.yaml", **NODE, **given, ENGINES=str(engines), ENGINE_NODES="2", ENGINES_TIMEOUT_S="0"
+        "torchrun_multinode.sh",
+        "run.yaml",
+        **NODE,
+        **given,
+        ENGINES=str(engines),
+        ENGINE_NODES="2",
+        ENGINES_TIMEOUT_S="0",
     )
     assert done.returncode == 1
     assert "1 of 2 engine nodes are ready after 0 s (ENGINES_TIMEOUT_S)" in done.stderr
     assert "10.0.0.3.json" in done.stderr
     (engines / "10.0.0.4.json").write_text('["http://10.0.0.4:1"]')
-    done = stage.run("torchrun_multinode.sh", "run.yaml", **NODE, **given, ENGINES=str(engines), ENGINE_NODES="1")
+    done = stage.run(
+        "torchrun_multinode.sh", "run.yaml", **NODE, **given, ENGINES=str(engines), ENGINE_NODES="1"
+    )
     assert done.returncode == 1, "engines of an earlier run, perhaps"
     assert "has 2 files, expected 1: use a new folder" in done.stderr
     assert stage.calls("torch.distributed.run") == []
@@ -91,7 +107,9 @@ def test_who_waits_for_engines_ends_with_its_script(stage: Stage) -> None:
     ("engines.sh", "ENGINES", {}),
     ("ray_multinode.sh", "NODE_RANK", {"MASTER_ADDR": "10.0.0.1"}),
 ])  # fmt: skip
-def test_what_is_missing_is_named(stage: Stage, script: str, missing: str, environment: dict[str, str]) -> None:
+def test_what_is_missing_is_named(
+    stage: Stage, script: str, missing: str, environment: dict[str, str]
+) -> None:
     done = stage.run(script, "run.yaml", **environment)
     assert done.returncode != 0
     assert missing in done.stderr
@@ -103,29 +121,43 @@ PPO = "examples/recipes/llama-3.1-8b-ppo"
 
 def test_ppo_on_two_nodes_trains_on_the_first_and_generates_on_the_second(stage: Stage) -> None:
     """Each node is told what the recipe's files are for."""
-    node = {"MASTER_ADDR": "10.0.0.1", "HOST_ADDRESS": "10.0.0.2", "ENGINES": str(stage.folder / "engines")}
+    node = {
+        "MASTER_ADDR": "10.0.0.1",
+        "HOST_ADDRESS": "10.0.0.2",
+        "ENGINES": str(stage.folder / "engines"),
+    }
     node |= dict(zip(KEYS, ("x", "y"), strict=True))
     engines = stage.start("ppo_8b_2nodes.sh", "model.path=m", **node, NODE_RANK="1")
     assert stage.run("ppo_8b_2nodes.sh", "model.path=m", **node, NODE_RANK="0").returncode == 0
     engines.terminate()
     assert engines.wait(10) == 0
     root = stage.folder / "checkout"
-    [trainer], [served] = stage.calls("torch.distributed.run"), stage.calls("engine")
+    [trainer] = stage.calls("torch.distributed.run")
+    [served] = stage.calls("engine")
     told = trainer["arguments"]
     assert [value_of(told, "--nnodes"), value_of(told, "--nproc-per-node")] == ["1", "8"]
     assert told[told.index("train") + 1 :] == [
         f"{root / PPO}.yaml", "model.path=m", "cluster.launcher=torchrun", "rollout.engine.kind=sglang",
         'rollout.engine.urls=["http://10.0.0.2:30000"]',
     ]  # fmt: skip
-    assert served["arguments"][3:6] == [f"{root / PPO}.yaml", f"{root / PPO}.servers.yaml", "model.path=m"]
-    assert "cluster.launcher=torchrun" in served["arguments"], "or the trainer's layout is held to one local process"
+    assert served["arguments"][3:6] == [
+        f"{root / PPO}.yaml",
+        f"{root / PPO}.servers.yaml",
+        "model.path=m",
+    ]
+    assert "cluster.launcher=torchrun" in served["arguments"], (
+        "or the trainer's layout is held to one local process"
+    )
 
 
 def test_ppo_on_two_nodes_of_ray(stage: Stage) -> None:
     node = {"MASTER_ADDR": "10.0.0.1", "LAUNCHER": "ray", "NODE_RANK": "0"}
     assert stage.run("ppo_8b_2nodes.sh", "model.path=m", **node).returncode == 0
     [call] = stage.calls("train")
-    assert [Path(word).name for word in call["arguments"][3:5]] == ["llama-3.1-8b-ppo.yaml", "llama-3.1-8b-ppo.servers.yaml"]
+    assert [Path(word).name for word in call["arguments"][3:5]] == [
+        "llama-3.1-8b-ppo.yaml",
+        "llama-3.1-8b-ppo.servers.yaml",
+    ]
     done = stage.run("ppo_8b_2nodes.sh", **{**node, "NODE_RANK": "2", "LAUNCHER": "torchrun"})
     assert done.returncode == 2
     assert "got torchrun and 2" in done.stderr
@@ -139,7 +171,7 @@ def test_ppo_on_two_nodes_without_ray_needs_engines(stage: Stage) -> None:
     assert stage.calls("torch.distributed.run") == []
 
 
-# --- which Python -----------------------------------------------------------------------------------------------------
+# --- which Python ---------------------------------------------------------------------------------
 
 
 def test_python_may_be_a_name_or_a_path(stage: Stage) -> None:
@@ -166,7 +198,7 @@ def test_without_any_python_there_is_a_sentence(stage: Stage, tmp_path: Path) ->
     assert "no Python: neither" in done.stderr
 
 
-# --- debug.sh ---------------------------------------------------------------------------------------------------------
+# --- debug.sh -------------------------------------------------------------------------------------
 
 
 SERVERS = {
@@ -191,7 +223,14 @@ def test_any_file_becomes_one_process(stage: Stage, name: str) -> None:
     """Whatever it says of servers, GPUs and layout; and its own run is left alone."""
     assert set(SERVERS) == set(SGLANG_ONLY)
     engine = {"kind": "sglang", "count": 2, "device": "cuda", **SERVERS}
-    layout = {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2, "sequence": True, "first_stage_layers": 3}
+    layout = {
+        "tensor": 2,
+        "pipeline": 2,
+        "context": 2,
+        "expert": 2,
+        "sequence": True,
+        "first_stage_layers": 3,
+    }
     file = stage.folder / "checkout" / name
     file.write_text(json.dumps({
         "run": {"name": "mine"}, "model": {"path": "m"}, "data": {"paths": "d.jsonl"}, "training": {"steps": 1},

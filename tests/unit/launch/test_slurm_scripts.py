@@ -1,4 +1,6 @@
-"""scripts/slurm: which node is told what, what ends a job, and what a job that was put back goes on with. Slurm is stubbed."""
+"""scripts/slurm: which node is told what, what ends a job, and what a job that was put back goes on
+with. Slurm is stubbed.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,17 @@ def stage(tmp_path: Path) -> Stage:
 
 def test_slurm_nodes_are_split_into_trainers_and_engines(stage: Stage) -> None:
     done = stage.sbatch(
-        "torchrun.sbatch", 4, "run.yaml", "a.b=1", ENGINE_NODES="2", ENGINES_PER_NODE="4", SERVERS="servers.yaml"
+        "torchrun.sbatch",
+        4,
+        "run.yaml",
+        "a.b=1",
+        ENGINE_NODES="2",
+        ENGINES_PER_NODE="4",
+        SERVERS="servers.yaml",
     )
     assert done.returncode == 0, done.stderr
-    trainers, engines = stage.calls("torch.distributed.run"), stage.calls("engine")
+    trainers = stage.calls("torch.distributed.run")
+    engines = stage.calls("engine")
     assert len(trainers) == len(engines) == 2
     for node, call in enumerate(trainers):
         arguments = call["arguments"]
@@ -47,18 +56,27 @@ def test_keys_are_made_once_and_stand_in_no_command_line(stage: Stage) -> None:
     assert len(calls) == 2
     assert len(api) > 40 < len(admin)
     assert api != admin
-    assert not any(key in word for call in calls for word in call["arguments"] for key in (api, admin))
+    assert not any(
+        key in word for call in calls for word in call["arguments"] for key in (api, admin)
+    )
 
 
 def test_engines_end_with_the_trainer_whose_exit_code_is_the_jobs(stage: Stage) -> None:
-    assert stage.sbatch("torchrun.sbatch", 2, "run.yaml", ENGINE_NODES="1", TRAINER_CODE="3").returncode == 3
+    assert (
+        stage.sbatch(
+            "torchrun.sbatch", 2, "run.yaml", ENGINE_NODES="1", TRAINER_CODE="3"
+        ).returncode
+        == 3
+    )
     [engine] = stage.calls("engine")
     with pytest.raises(ProcessLookupError):
         os.kill(engine["pid"], 0)
     assert list((stage.folder / "checkout" / "runs").rglob("*.json")) == []
 
 
-@pytest.mark.parametrize(("script", "word"), [("torchrun.sbatch", "torch.distributed.run"), ("ray.sbatch", "train")])
+@pytest.mark.parametrize(
+    ("script", "word"), [("torchrun.sbatch", "torch.distributed.run"), ("ray.sbatch", "train")]
+)
 @pytest.mark.parametrize(("given", "first", "again"), [
     ([], [], ["--resume"]),
     (["--overwrite"], ["--overwrite"], ["--resume"]),
@@ -68,19 +86,27 @@ def test_a_job_that_was_put_back_resumes(
     stage: Stage, script: str, word: str, given: list[str], first: list[str], again: list[str]
 ) -> None:
     for restarts in ("0", "1"):
-        done = stage.sbatch(script, 1, "run.yaml", *given, "a.b=1", ENGINE_NODES="0", SLURM_RESTART_COUNT=restarts)
+        done = stage.sbatch(
+            script, 1, "run.yaml", *given, "a.b=1", ENGINE_NODES="0", SLURM_RESTART_COUNT=restarts
+        )
         assert done.returncode == 0, done.stderr
-    flags = [[text for text in call["arguments"] if text in ("--resume", "--overwrite")] for call in stage.calls(word)]
+    flags = [
+        [text for text in call["arguments"] if text in ("--resume", "--overwrite")]
+        for call in stage.calls(word)
+    ]
     assert sorted(flags) == sorted([first, again])
     assert all({"run.yaml", "a.b=1"} <= set(call["arguments"]) for call in stage.calls(word))
     assert ("not overwritten again" in done.stderr) == ("--overwrite" in given)
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
-def test_what_the_trainer_does_with_an_earlier_run_is_nothing_to_engines(stage: Stage, flag: str) -> None:
+def test_what_the_trainer_does_with_an_earlier_run_is_nothing_to_engines(
+    stage: Stage, flag: str
+) -> None:
     done = stage.sbatch("torchrun.sbatch", 2, "run.yaml", flag, "a.b=1", ENGINE_NODES="1")
     assert done.returncode == 0, done.stderr
-    [trainer], [engine] = stage.calls("torch.distributed.run"), stage.calls("engine")
+    [trainer] = stage.calls("torch.distributed.run")
+    [engine] = stage.calls("engine")
     assert flag in trainer["arguments"]
     assert flag not in engine["arguments"]
     assert engine["arguments"][3:5] == ["run.yaml", "a.b=1"]
@@ -112,7 +138,11 @@ def test_the_last_engine_node_that_is_lost_ends_the_job(stage: Stage) -> None:
 
 def test_without_engine_nodes_there_are_no_urls(stage: Stage) -> None:
     assert stage.sbatch("torchrun.sbatch", 2, "run.yaml", ENGINE_NODES="0").returncode == 0
-    assert not any("urls" in word for call in stage.calls("torch.distributed.run") for word in call["arguments"])
+    assert not any(
+        "urls" in word
+        for call in stage.calls("torch.distributed.run")
+        for word in call["arguments"]
+    )
     assert stage.calls("engine") == []
 
 
@@ -125,7 +155,10 @@ def test_a_job_without_a_node_to_train_on_is_refused(stage: Stage) -> None:
 @pytest.mark.parametrize("of_the_user", ["environment", "file", "home", "nobody"])
 def test_ray_s_token_is_the_user_s_where_there_is_one(stage: Stage, of_the_user: str) -> None:
     """Else nobody but the job could ask the cluster how its runs are."""
-    given = {"environment": {"RAY_AUTH_TOKEN": "mine"}, "file": {"RAY_AUTH_TOKEN_PATH": "/shared/token"}}.get(of_the_user, {})
+    given = {
+        "environment": {"RAY_AUTH_TOKEN": "mine"},
+        "file": {"RAY_AUTH_TOKEN_PATH": "/shared/token"},
+    }.get(of_the_user, {})
     if of_the_user == "home":
         (stage.folder / ".ray").mkdir()
         (stage.folder / ".ray" / "auth_token").write_text("mine\n")

@@ -26,22 +26,35 @@ TINY_LAYERS = 2 * (8 * (12 + 6 + 6) + 12 * 8 + 3 * 8 * 5)
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("Qwen2.5-7B", 7_615_616_512), ("Qwen3-30B-A3B", 30_532_122_624), ("Llama-3.1-70B", 70_553_706_496)],
+    [
+        ("Qwen2.5-7B", 7_615_616_512),
+        ("Qwen3-30B-A3B", 30_532_122_624),
+        ("Llama-3.1-70B", 70_553_706_496),
+    ],
 )
-def test_the_example_models_have_the_published_number_of_weights(name: str, parameters: int) -> None:
+def test_the_example_models_have_the_published_number_of_weights(
+    name: str, parameters: int
+) -> None:
     assert read_architecture(EXAMPLES / name, weights=False).shape.parameters == parameters
 
 
 def test_a_token_of_qwen3_30b_a3b_meets_3_3_billion_weights() -> None:
-    """Embedding included, as its name counts; the embedding costs no FLOPs and is no part of `active_parameters`."""
+    """Embedding included, as its name counts; the embedding costs no FLOPs and is no part of
+    `active_parameters`.
+    """
     shape = read_architecture(EXAMPLES / "Qwen3-30B-A3B", weights=False).shape
-    assert (shape.active_parameters + shape.vocab * shape.hidden) / 1e9 == pytest.approx(3.35, abs=0.01)
+    assert (shape.active_parameters + shape.vocab * shape.hidden) / 1e9 == pytest.approx(
+        3.35, abs=0.01
+    )
 
 
 def test_forward_flops_of_a_dense_model() -> None:
     assert TINY.layer_matrices == TINY_LAYERS
-    attention = 2 * (2 * 2 * 12) // 2       # layers x (scores and weighted sum: 2 FLOPs for each of 12 numbers), half of n x n
-    assert TINY.forward_flops([3, 4], 5) == 2 * TINY_LAYERS * 7 + 2 * 8 * 11 * 5 + attention * (9 + 16)
+    # layers x (scores and weighted sum: 2 FLOPs for each of 12 numbers), half of n x n
+    attention = 2 * (2 * 2 * 12) // 2
+    assert TINY.forward_flops([3, 4], 5) == 2 * TINY_LAYERS * 7 + 2 * 8 * 11 * 5 + attention * (
+        9 + 16
+    )
     assert TINY.forward_flops([], 0) == 0
 
 
@@ -66,19 +79,28 @@ def make_batch() -> RolloutBatch:
 
 
 def updates(count: int, *, policy: bool = True) -> list[UpdateResult]:
-    return [UpdateResult({"lr": 0.1} if policy else {"train/critic_lr": 0.1}, Moments()) for _ in range(count)]
+    return [
+        UpdateResult({"lr": 0.1} if policy else {"train/critic_lr": 0.1}, Moments())
+        for _ in range(count)
+    ]
 
 
 def test_mfu_counts_the_passes_that_the_policy_made() -> None:
-    batch, minibatches = make_batch(), [[2, 1], [0]]
-    first, second = TINY.forward_flops([5, 3], 5), TINY.forward_flops([4], 2)
+    batch = make_batch()
+    minibatches = [[2, 1], [0]]
+    first = TINY.forward_flops([5, 3], 5)
+    second = TINY.forward_flops([4], 2)
     meter = Utilization(TINY, 1e6, scores_policy=False)
     assert meter.flops(batch, minibatches, updates(2)) == 3 * (first + second)
-    assert meter.flops(batch, minibatches, updates(3)) == 3 * (2 * first + second), "a second epoch that ended early"
+    assert meter.flops(batch, minibatches, updates(3)) == 3 * (2 * first + second), (
+        "a second epoch that ended early"
+    )
     assert meter.flops(batch, minibatches, updates(2, policy=False)) == 0, "the critic warms up"
     scoring = Utilization(TINY, 1e6, scores_policy=True)
     assert scoring.flops(batch, minibatches, []) == first + second
-    assert scoring.mfu(batch, minibatches, updates(2), seconds=0.5) == pytest.approx(4 * (first + second) / 5e5)
+    assert scoring.mfu(batch, minibatches, updates(2), seconds=0.5) == pytest.approx(
+        4 * (first + second) / 5e5
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,13 +115,17 @@ def test_peaks_by_the_names_that_torch_gives(name: str, tflops: int) -> None:
     assert peak_flops(name) == tflops * 1e12
 
 
-@pytest.mark.parametrize("name", ["NVIDIA A10G", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Tesla T4", "cpu", ""])
+@pytest.mark.parametrize(
+    "name", ["NVIDIA A10G", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Tesla T4", "cpu", ""]
+)
 def test_no_peak_is_guessed(name: str) -> None:
     assert peak_flops(name) is None
 
 
 def test_the_gpus_of_a_plan_have_the_peaks_of_the_table() -> None:
-    assert {name: gpu.bf16_flops for name, gpu in GPUS.items()} == {name: peak_flops(f"NVIDIA {name}") for name in GPUS}
+    assert {name: gpu.bf16_flops for name, gpu in GPUS.items()} == {
+        name: peak_flops(f"NVIDIA {name}") for name in GPUS
+    }
 
 
 SIZES: dict[str, Any] = {
@@ -123,5 +149,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def test_every_weight_of_every_family_is_counted(family: str, tmp_path: Path) -> None:
     config = getattr(transformers, family)(**{**SIZES, **FAMILIES[family]})
     model = transformers.AutoModelForCausalLM.from_config(config)
-    (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": [type(model).__name__]}))
-    assert read_architecture(tmp_path, weights=False).shape.parameters == sum(p.numel() for p in model.parameters())
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config.to_dict(), "architectures": [type(model).__name__]})
+    )
+    assert read_architecture(tmp_path, weights=False).shape.parameters == sum(
+        p.numel() for p in model.parameters()
+    )

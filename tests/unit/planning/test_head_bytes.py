@@ -1,4 +1,6 @@
-"""What the plan says of the LM head's scratch memory, against the storages that exist while it runs backward."""
+"""What the plan says of the LM head's scratch memory, against the storages that exist while it runs
+backward.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from backends.megatron.model.fused_head import fused_logprobs
 from rlcore.planning.memory import Layout, Load, head_peak_bytes
 from rlcore.planning.shape import ModelShape
 
-ROWS, HIDDEN, VOCAB = 384, 96, 2000
+ROWS = 384
+HIDDEN = 96
+VOCAB = 2000
 
 
 class Alone:
@@ -37,7 +41,11 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
@@ -55,13 +63,20 @@ def test_scratch_memory_of_the_head(dtype: torch.dtype, elements: int) -> None:
     weight = torch.randn(VOCAB, HIDDEN, dtype=dtype, requires_grad=True)
     tokens = torch.randint(VOCAB, (ROWS,))
     logprobs, entropy = fused_logprobs(
-        hidden, weight, tokens, vocab_size=VOCAB, tp=cast(ProcessGroup, Alone()), tile_elements=elements
+        hidden,
+        weight,
+        tokens,
+        vocab_size=VOCAB,
+        tp=cast(ProcessGroup, Alone()),
+        tile_elements=elements,
     )
     assert entropy is not None
     loss = (logprobs + entropy).sum()
     with LiveBytes() as live:
         loss.backward()
-    shape = ModelShape(layers=1, hidden=HIDDEN, heads=1, groups=1, head_dim=HIDDEN, ffn=1, vocab=VOCAB)
+    shape = ModelShape(
+        layers=1, hidden=HIDDEN, heads=1, groups=1, head_dim=HIDDEN, ffn=1, vocab=VOCAB
+    )
     load = Load(
         tokens=2 * ROWS, micro_batches=1, trainable=ROWS, dtype_bytes=dtype.itemsize, chunk_elements=elements
     )  # fmt: skip

@@ -12,20 +12,32 @@ from rlcore.planning.shape import ModelShape
 from rlcore.planning.speed import StepTime, Work, fullness, step_time
 
 H100 = GPUS["H100"]
-# Widths that fill whole tiles of 128 x 256; a layer has 2^20 x (4 + 3 x 2) weights and attends with 8 heads of 128.
+# Widths that fill whole tiles of 128 x 256; a layer has 2^20 x (4 + 3 x 2) weights and attends with
+# 8 heads of 128.
 DENSE = ModelShape(layers=8, hidden=1024, heads=8, groups=8, head_dim=128, ffn=2048, vocab=32768)
 LAYER = (1 << 20) * 10
-WORK = Work(sequences=64, length=4096, trainable=3072, scoring_passes=1, micro_batches=16, micro_tokens=16896)
+WORK = Work(
+    sequences=64,
+    length=4096,
+    trainable=3072,
+    scoring_passes=1,
+    micro_batches=16,
+    micro_tokens=16896,
+)
 NONE = Weights(0, 0)
 TOKENS = 64 * 4096
 
 
-def times(layout: Layout, work: Work = WORK, shape: ModelShape = DENSE, weights: Weights = NONE) -> StepTime:
+def times(
+    layout: Layout, work: Work = WORK, shape: ModelShape = DENSE, weights: Weights = NONE
+) -> StepTime:
     return step_time(shape, layout, work, weights, H100)
 
 
 def test_the_arithmetic_of_one_gpu() -> None:
-    """16896 rows are 132 tiles: every product is a whole number of waves over the 132 multiprocessors."""
+    """16896 rows are 132 tiles: every product is a whole number of waves over the 132
+    multiprocessors.
+    """
     assert fullness(DENSE, Layout(), WORK.micro_tokens, H100) == 1
     layers = 8 * (2 * LAYER * TOKENS + 64 * 2 * 1024 * 4096**2)
     head = 2 * 64 * 3072 * 32768 * 1024
@@ -42,23 +54,28 @@ def test_full_recomputation_repeats_the_layers_alone() -> None:
 
 def test_small_products_leave_multiprocessors_idle() -> None:
     """128 rows: QKV is 12 tiles, the projection 4, the MLP 16 and 4; each takes a wave of 132."""
-    time = 3 / (12 / 132) + 1 / (4 / 132) + 4 / (16 / 132) + 2 / (4 / 132)      # of weights in units of 2^20
+    # of weights in units of 2^20
+    time = 3 / (12 / 132) + 1 / (4 / 132) + 4 / (16 / 132) + 2 / (4 / 132)
     assert fullness(DENSE, Layout(), 128, H100) == pytest.approx(10 / time)
 
 
 def test_tensor_parallelism_sends_four_half_all_reduces_a_sweep() -> None:
-    """Forward, backward and one scoring pass; sequence parallelism gathers twice more on the way back."""
+    """Forward, backward and one scoring pass; sequence parallelism gathers twice more on the way
+    back.
+    """
     one = 8 * TOKENS * 1024 * 2 * (4 - 1) / 4 / (450e9 * 0.7)
     assert times(Layout(tensor=4)).tensor == pytest.approx(one * 4 * 3)
     assert times(Layout(tensor=4, sequence=True)).tensor == pytest.approx(one * (4 * 3 + 2))
     assert times(Layout(tensor=4, recompute="full")).tensor == pytest.approx(one * 4 * 4)
-    across = times(Layout(tensor=16)).tensor        # more than a node's 8 GPUs: over the network
+    across = times(Layout(tensor=16)).tensor  # more than a node's 8 GPUs: over the network
     assert across == pytest.approx(8 * TOKENS * 1024 * 2 * 15 / 16 / (50e9 * 0.7) * 12)
 
 
 def test_context_parallelism_gathers_keys_and_values() -> None:
     kv = 2 * 8 * 128 * 2
-    assert times(Layout(context=2)).context == pytest.approx(8 * TOKENS * kv / 2 / (450e9 * 0.7) * 3)
+    assert times(Layout(context=2)).context == pytest.approx(
+        8 * TOKENS * kv / 2 / (450e9 * 0.7) * 3
+    )
 
 
 def test_experts_send_the_rows_of_the_chosen_there_and_back() -> None:
@@ -71,7 +88,9 @@ def test_experts_send_the_rows_of_the_chosen_there_and_back() -> None:
 def test_data_parallelism_sums_gradients_and_gathers_weights() -> None:
     weights = Weights(dense=10**9, expert=0)
     assert times(Layout(data=4), weights=weights).data == pytest.approx(8e9 * 3 / 4 / (450e9 * 0.7))
-    assert times(Layout(data=4, distributed=True), weights=weights).data == pytest.approx(6e9 * 3 / 4 / (450e9 * 0.7))
+    assert times(Layout(data=4, distributed=True), weights=weights).data == pytest.approx(
+        6e9 * 3 / 4 / (450e9 * 0.7)
+    )
 
 
 def test_the_bubble_and_the_sends_of_a_pipeline() -> None:
@@ -86,7 +105,10 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     """The last one has the head; fewer layers there help, and too many in the middle do not."""
     layers = 2 * LAYER * TOKENS + 64 * 2 * 1024 * 4096**2
     head = 2 * 64 * 3072 * 32768 * 1024
-    even, spared = times(Layout(pipeline=2)), times(Layout(pipeline=2, stages=(5, 3)))
+    even = times(Layout(pipeline=2))
+    spared = times(Layout(pipeline=2, stages=(5, 3)))
     assert even.arithmetic == pytest.approx((4 * 4 * layers + 5 * head) / (989e12 * 0.5))
-    assert spared.arithmetic == pytest.approx(max(5 * 4 * layers, 3 * 4 * layers + 5 * head) / (989e12 * 0.5))
+    assert spared.arithmetic == pytest.approx(
+        max(5 * 4 * layers, 3 * 4 * layers + 5 * head) / (989e12 * 0.5)
+    )
     assert spared.arithmetic < even.arithmetic

@@ -52,7 +52,11 @@ def make_config(tmp_path: Path) -> Callable[..., Config]:
             "model": {"path": str(tmp_path)},
             "data": {"paths": [str(tmp_path / "sums.jsonl")]},
             "training": {"steps": 10},
-            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 8}},
+            "rollout": {
+                "prompts_per_step": 4,
+                "samples_per_prompt": 2,
+                "sampling": {"max_new_tokens": 8},
+            },
         }
         for name, section in sections.items():
             base[name] = {**base.get(name, {}), **section}
@@ -73,14 +77,25 @@ def published(service: RolloutService, version: int = 0) -> None:
 
 
 @pytest.fixture
-def make_service(make_config: Callable[..., Config], engine: FakeEngine) -> Iterator[Callable[..., RolloutService]]:
-    """Services that are closed after the test. `engines` replaces the fixture's engine, `options` are the service's own."""
+def make_service(
+    make_config: Callable[..., Config], engine: FakeEngine
+) -> Iterator[Callable[..., RolloutService]]:
+    """Services that are closed after the test. `engines` replaces the fixture's engine, `options`
+    are the service's own.
+    """
     made: list[RolloutService] = []
 
     def make(
-        *, engines: list[FakeEngine] | None = None, options: dict[str, Any] | None = None, **sections: dict[str, Any]
+        *,
+        engines: list[FakeEngine] | None = None,
+        options: dict[str, Any] | None = None,
+        **sections: dict[str, Any],
     ) -> RolloutService:
-        made.append(RolloutService(make_config(**sections), TOKENIZER, engines or [engine], **(options or {})))
+        made.append(
+            RolloutService(
+                make_config(**sections), TOKENIZER, engines or [engine], **(options or {})
+            )
+        )
         made[-1].start()
         published(made[-1])
         return made[-1]

@@ -26,8 +26,15 @@ VOCAB = 31
 def tiny_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "intermediate_size": 96, "vocab_size": VOCAB, "max_position_embeddings": 512, "tie_word_embeddings": True,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
         "initializer_range": 0.3,
     }
     return Qwen3ForCausalLM(Qwen3Config(**settings | changes)).eval()
@@ -35,14 +42,19 @@ def tiny_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
 
 def layout(model: torch.nn.Module, bucket_bytes: int = 20_000) -> tuple[Bucket, ...]:
     return cut_buckets(
-        (TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in as_published(model)),
+        (
+            TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+            for name, p in as_published(model)
+        ),
         bucket_bytes,
     )
 
 
 def flatten(bucket: Bucket, model: torch.nn.Module) -> torch.Tensor:
     named = dict(as_published(model))
-    return torch.cat([named[spec.name].detach().reshape(-1).view(torch.uint8) for spec in bucket.tensors])
+    return torch.cat(
+        [named[spec.name].detach().reshape(-1).view(torch.uint8) for spec in bucket.tensors]
+    )
 
 
 async def load(engine: Any, model: torch.nn.Module, version: int) -> None:
@@ -61,13 +73,18 @@ async def publish(engine: Any, model: torch.nn.Module, version: int, mode: Any =
     await engine.resume()
 
 
-def request(prompt: Sequence[int], *, draw: int = 0, n: int = 1, first_sample: int = 0, **sampling: Any) -> GenerateRequest:
+def request(
+    prompt: Sequence[int], *, draw: int = 0, n: int = 1, first_sample: int = 0, **sampling: Any
+) -> GenerateRequest:
     settings = SamplingParams(**{"max_new_tokens": 8, **sampling})
     return GenerateRequest(np.array(prompt, dtype=np.int32), settings, draw, n, first_sample)
 
 
 def with_engine(
-    folder: Path, model: torch.nn.Module | None, use: Callable[[EmbeddedEngine], Coroutine[Any, Any, Any]], **config: Any
+    folder: Path,
+    model: torch.nn.Module | None,
+    use: Callable[[EmbeddedEngine], Coroutine[Any, Any, Any]],
+    **config: Any,
 ) -> Any:
     """Run `use(engine)` on an event loop of its own; `model` is published as version 1."""
 
@@ -85,8 +102,12 @@ def with_engine(
     return asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def with_client(handler: Callable[[web.Request], Any], use: Callable[[ServerClient], Coroutine[Any, Any, Any]]) -> Any:
-    """Run `use(client)` against a server in this process that answers everything with `handler`; its result."""
+def with_client(
+    handler: Callable[[web.Request], Any], use: Callable[[ServerClient], Coroutine[Any, Any, Any]]
+) -> Any:
+    """Run `use(client)` against a server in this process that answers everything with `handler`;
+    its result.
+    """
 
     async def serve(asked: web.Request) -> web.StreamResponse:
         return await handler(asked)
@@ -99,7 +120,9 @@ def with_client(handler: Callable[[web.Request], Any], use: Callable[[ServerClie
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        client = ServerClient("engine-3", url, Keys("the-api-key", "the-admin-key"), config=EngineConfig())
+        client = ServerClient(
+            "engine-3", url, Keys("the-api-key", "the-admin-key"), config=EngineConfig()
+        )
         try:
             return await use(client)
         finally:

@@ -34,7 +34,11 @@ def test_of_all_results_each_is_in_its_place() -> None:
         await asyncio.sleep(seconds)
         return value
 
-    assert run(gather_or_cancel(after(0.02, "a"), after(0.0, "b"), after(0.01, "c"))) == ["a", "b", "c"]
+    assert run(gather_or_cancel(after(0.02, "a"), after(0.0, "b"), after(0.01, "c"))) == [
+        "a",
+        "b",
+        "c",
+    ]
 
 
 def test_after_the_first_error_nothing_goes_on() -> None:
@@ -44,7 +48,7 @@ def test_after_the_first_error_nothing_goes_on() -> None:
         try:
             await asyncio.sleep(10)
         finally:
-            await asyncio.sleep(0.01)       # it cleans up
+            await asyncio.sleep(0.01)  # it cleans up
             done.append("cleaned")
 
     async def fails() -> None:
@@ -98,7 +102,8 @@ def test_work_that_resists_is_not_waited_for_long(
     monkeypatch.setattr(deadlines, "CANCEL_S", 0.05)
 
     async def main() -> None:
-        over, began = asyncio.Event(), time.monotonic()
+        over = asyncio.Event()
+        began = time.monotonic()
         with pytest.raises((ValueError, DeadlineExceeded), match="the error"):
             await wait(over)
         assert time.monotonic() - began < 5
@@ -149,11 +154,15 @@ def test_who_cancelled() -> None:
         task.cancel()
         return await by_itself(), await task
 
-    assert run(main()) == (sys.version_info < (3, 11), True), "a task of Python 3.10 cannot tell, and takes it for another's"
+    assert run(main()) == (
+        sys.version_info < (3, 11),
+        True,
+    ), "a task of Python 3.10 cannot tell, and takes it for another's"
 
 
 def test_a_call_from_another_thread_ends_at_its_deadline_and_its_work_with_it() -> None:
-    thread, ended = LoopThread("under test"), threading.Event()
+    thread = LoopThread("under test")
+    ended = threading.Event()
 
     async def work() -> None:
         try:

@@ -57,11 +57,14 @@ def test_a_step_goes_on_and_is_counted_once(make_service):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_batch_that_the_trainer_never_got_is_in_no_checkpoint(make_service, staleness):
-    """It comes while the trainer brings an engine its weights, which fails: then what was trained is saved."""
+    """It comes while the trainer brings an engine its weights, which fails: then what was trained
+    is saved.
+    """
     given = {"engine": RESTART, "max_staleness": staleness}
     service = make_service(engines=two(), rollout=given)
     service.published(0, 0, 0)
-    done = 1 + staleness            # steps whose groups were made before the weights of policy step 1
+    # steps whose groups were made before the weights of policy step 1
+    done = 1 + staleness
     for step in range(1, done + 1):
         service.next_step(step)
     before = service.snapshot()
@@ -89,7 +92,9 @@ def test_the_only_engine_comes_back_in_the_middle_of_a_step(make_service):
     expected = addresses(make_service(engines=[FakeEngine(random_reply(31))]).next_step(1))
     service = make_service(engines=[engine], rollout={"engine": RESTART})
     engine.failure = EngineFailed("engine a: 500")
-    service.loop.call_soon_threadsafe(service.loop.call_later, 0.4, setattr, engine, "failure", None)
+    service.loop.call_soon_threadsafe(
+        service.loop.call_later, 0.4, setattr, engine, "failure", None
+    )
     while (rollouts := service.next_step(1)) is None:
         on_loop(service, catch_up(service))
     assert addresses(rollouts) == expected
@@ -125,7 +130,10 @@ def test_the_deadline_of_a_step_runs_on_over_its_visits(make_service):
         engine.delay_s = 60
     on_loop(service, service.fleet.failed(service.fleet.engines[0], "killed"))
     began = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=r"step 1 has no rollouts after 0.5 s \(rollout.timeout_s\).*engine b \("):
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"step 1 has no rollouts after 0.5 s \(rollout.timeout_s\).*engine b \(",
+    ):
         ask_again_and_again(service)
     assert time.monotonic() - began < 5
     assert service.ledger.balance()["requeued"] == 4

@@ -15,7 +15,9 @@ from rollout.engines.fake import FakeEngine, random_reply
 def test_it_draws_no_more_and_leaves_the_ledger_to_the_other(make_service, tmp_path: Path):
     path = tmp_path / "ledger.jsonl"
     given = {"rollout": {"max_staleness": 2, "engine": {"kind": "sglang"}}}
-    lost, other = (make_service(engines=[FakeEngine(random_reply(31), name=name)], **given) for name in "ab")
+    lost, other = (
+        make_service(engines=[FakeEngine(random_reply(31), name=name)], **given) for name in "ab"
+    )
     lost.keep_ledger(path)
     lost.published(0, 0, 0)
     deadline = time.monotonic() + 10
@@ -23,10 +25,10 @@ def test_it_draws_no_more_and_leaves_the_ledger_to_the_other(make_service, tmp_p
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
-    other.restore(None)                 # nothing was handed over yet
+    other.restore(None)  # nothing was handed over yet
     other.keep_ledger(path)
     before = path.read_bytes()
-    lost.published(1, 1, 0)             # there is room for more
+    lost.published(1, 1, 0)  # there is room for more
     with pytest.raises(RunFailed, match=r"another service writes .*/ledger\.jsonl: "):
         lost.next_step(1)
     lost.close()

@@ -21,13 +21,15 @@ def addresses(rollouts) -> list[tuple[int, int, str, tuple[int, ...]]]:
     return [(s.draw, s.index, s.prompt_id, tuple(s.tokens.tolist())) for s in rollouts.samples]
 
 
-# --- a step -----------------------------------------------------------------------------------------------------------
+# --- a step ---------------------------------------------------------------------------------------
 
 
 def test_a_step_is_whole_scored_groups(make_service, engine):
     service = make_service()
     rollouts = service.next_step(1)
-    assert [(s.draw, s.index) for s in rollouts.samples] == [(d, i) for d in range(4) for i in range(2)]
+    assert [(s.draw, s.index) for s in rollouts.samples] == [
+        (d, i) for d in range(4) for i in range(2)
+    ]
     assert [s.reward for s in rollouts.samples] == [1.0, 0.0] * 4
     sample = rollouts.samples[0]
     assert sample.response_text == sample.label
@@ -40,14 +42,24 @@ def test_a_step_is_whole_scored_groups(make_service, engine):
     assert service.ledger.balance() == {"in flight": 0, "finished": 0, "requeued": 0, "consumed": 4}
     assert [r.draw for r in engine.calls[0]] == [0, 1, 2, 3]
     assert {(r.n, r.seed) for r in engine.calls[0]} == {(2, 1)}
-    assert rollouts.metrics["rollout/reward_errors"] == rollouts.metrics["rollout/reward_timeouts"] == 0.0
+    assert (
+        rollouts.metrics["rollout/reward_errors"]
+        == rollouts.metrics["rollout/reward_timeouts"]
+        == 0.0
+    )
 
 
 def test_overhead_outside_the_engine_is_small(make_service):
-    """256 samples in 30 ms of CPU time, the fake engine's share included: 7 alone, more where much else was imported."""
+    """256 samples in 30 ms of CPU time, the fake engine's share included: 7 alone, more where much
+    else was imported.
+    """
     service = make_service(
         engines=[FakeEngine(lambda request, sample: [3, 4, 1])],
-        rollout={"prompts_per_step": 32, "samples_per_prompt": 8, "sampling": {"max_new_tokens": 8}},
+        rollout={
+            "prompts_per_step": 32,
+            "samples_per_prompt": 8,
+            "sampling": {"max_new_tokens": 8},
+        },
     )
     seconds = []
     for step in range(1, 41):
@@ -59,27 +71,47 @@ def test_overhead_outside_the_engine_is_small(make_service):
 
 def test_the_batch_goes_to_engines_in_calls_of_max_batch(make_service):
     engines = [FakeEngine(random_reply(31), name=name) for name in "ab"]
-    service = make_service(engines=engines, rollout={
-        "prompts_per_step": 6, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 4}, "engine": {"max_batch": 4},
-    })
+    service = make_service(
+        engines=engines,
+        rollout={
+            "prompts_per_step": 6,
+            "samples_per_prompt": 2,
+            "sampling": {"max_new_tokens": 4},
+            "engine": {"max_batch": 4},
+        },
+    )
     rollouts = service.next_step(1)
-    assert [[[r.draw for r in call] for call in e.calls] for e in engines] == [[[0, 2], [4]], [[1, 3], [5]]]
+    assert [[[r.draw for r in call] for call in e.calls] for e in engines] == [
+        [[0, 2], [4]],
+        [[1, 3], [5]],
+    ]
     assert [s.draw for s in rollouts.samples] == [d for d in range(6) for _ in range(2)]
 
 
 def test_continuous_engines_get_each_request_at_once(make_service):
     engines = [FakeEngine(random_reply(31), name=name, delay_s=0.01) for name in "ab"]
-    service = make_service(engines=engines, rollout={
-        "prompts_per_step": 4, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 4}, "engine": {"kind": "sglang"},
-    })
+    service = make_service(
+        engines=engines,
+        rollout={
+            "prompts_per_step": 4,
+            "samples_per_prompt": 2,
+            "sampling": {"max_new_tokens": 4},
+            "engine": {"kind": "sglang"},
+        },
+    )
     service.next_step(1)
-    assert [[[r.draw for r in call] for call in e.calls] for e in engines] == [[[0], [2]], [[1], [3]]]
+    assert [[[r.draw for r in call] for call in e.calls] for e in engines] == [
+        [[0], [2]],
+        [[1], [3]],
+    ]
 
 
 def test_turns_of_many_workflows_share_batches(make_service, engine):
     service = make_service(rollout={"prompts_per_step": 4, "workflow": "user_parts:TwoTries"})
     assert len(service.next_step(1).samples) == 4
-    assert [[(r.draw, r.turn) for r in call] for call in engine.calls] == [[(d, t) for d in range(4)] for t in (0, 1)]
+    assert [[(r.draw, r.turn) for r in call] for call in engine.calls] == [
+        [(d, t) for d in range(4)] for t in (0, 1)
+    ]
 
 
 def test_prompts_that_are_too_long_are_counted(make_service, tmp_path):
@@ -90,12 +122,17 @@ def test_prompts_that_are_too_long_are_counted(make_service, tmp_path):
     assert len(service.prompts) == 20
 
 
-# --- resumption -------------------------------------------------------------------------------------------------------
+# --- resumption -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("filters", [[], ["user_parts:even_draws"]])
 def test_a_resumed_service_continues_the_undisturbed_run(make_service, filters):
-    section = {"prompts_per_step": 3, "samples_per_prompt": 2, "filters": filters, "oversample": 1.5}
+    section = {
+        "prompts_per_step": 3,
+        "samples_per_prompt": 2,
+        "filters": filters,
+        "oversample": 1.5,
+    }
     section["sampling"] = {"max_new_tokens": 8}
     service = make_service(rollout=section)
     steps = [service.next_step(step) for step in range(1, 13)]
@@ -126,7 +163,8 @@ def test_a_step_that_fails_can_be_repeated(make_service, engine):
 def test_unsettled_draws_of_a_snapshot_are_drawn_again(make_service):
     service = make_service()
     expected = addresses(service.next_step(1))
-    unsettled = {"codes": [-1, -2], "lengths": [2, 2], "filters": []}      # two in flight, two finished
+    # two in flight, two finished
+    unsettled = {"codes": [-1, -2], "lengths": [2, 2], "filters": []}
     resumed = make_service()
     resumed.restore({"stream": service.snapshot()["stream"], "ledger": unsettled})
     assert addresses(resumed.next_step(1)) == expected
@@ -139,13 +177,18 @@ def test_other_data_is_refused_on_restore(make_service, tmp_path):
         make_service().restore(state)
 
 
-# --- filters ----------------------------------------------------------------------------------------------------------
+# --- filters --------------------------------------------------------------------------------------
 
 
 def test_filtered_groups_are_counted_and_replaced(make_service):
-    service = make_service(rollout={
-        "prompts_per_step": 3, "samples_per_prompt": 2, "filters": ["user_parts:even_draws"], "sampling": {"max_new_tokens": 8},
-    })
+    service = make_service(
+        rollout={
+            "prompts_per_step": 3,
+            "samples_per_prompt": 2,
+            "filters": ["user_parts:even_draws"],
+            "sampling": {"max_new_tokens": 8},
+        }
+    )
     rollouts = service.next_step(1)
     assert sorted({s.draw for s in rollouts.samples}) == [0, 2, 4]
     assert rollouts.metrics["rollout/dropped_even_draws"] == 2.0
@@ -153,7 +196,9 @@ def test_filtered_groups_are_counted_and_replaced(make_service):
 
 
 def test_surplus_groups_go_back_to_the_stream(make_service):
-    service = make_service(rollout={"prompts_per_step": 4, "oversample": 1.5, "sampling": {"max_new_tokens": 8}})
+    service = make_service(
+        rollout={"prompts_per_step": 4, "oversample": 1.5, "sampling": {"max_new_tokens": 8}}
+    )
     first = service.next_step(1)
     assert first.metrics["rollout/requeued_prompts"] == 2.0
     assert sorted({s.draw for s in service.next_step(2).samples}) == [4, 5, 6, 7]
@@ -161,10 +206,17 @@ def test_surplus_groups_go_back_to_the_stream(make_service):
 
 def test_a_batch_that_filters_empty_says_what_dropped_what(make_service, tmp_path):
     (tmp_path / "sums.jsonl").write_text(json.dumps({"prompt": "9+9=", "label": "18"}) + "\n")
-    service = make_service(rollout={
-        "prompts_per_step": 2, "samples_per_prompt": 2, "filters": ["zero_variance"], "sampling": {"max_new_tokens": 8},
-    })
-    with pytest.raises(RunFailed, match="step 1 has 0 of 2 groups after 32 draws: zero_variance dropped 32"):
+    service = make_service(
+        rollout={
+            "prompts_per_step": 2,
+            "samples_per_prompt": 2,
+            "filters": ["zero_variance"],
+            "sampling": {"max_new_tokens": 8},
+        }
+    )
+    with pytest.raises(
+        RunFailed, match="step 1 has 0 of 2 groups after 32 draws: zero_variance dropped 32"
+    ):
         service.next_step(1)
     assert service.ledger.balance()["dropped by zero_variance"] == 32
 
@@ -190,27 +242,39 @@ def test_zero_variance_of_single_samples_is_refused(make_service):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("broken_filter", "broken_filter failed on .*no groups"), ("vague_filter", "returned None")]
+    ("name", "message"),
+    [("broken_filter", "broken_filter failed on .*no groups"), ("vague_filter", "returned None")],
 )
 def test_a_broken_filter_is_named(make_service, name, message):
     with pytest.raises(RunFailed, match=message):
         make_service(rollout={"filters": [f"user_parts:{name}"]}).next_step(1)
 
 
-# --- failures and deadlines -------------------------------------------------------------------------------------------
+# --- failures and deadlines -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("workflow", "message"),
     [
-        ("user_parts:Broken", r"workflow user_parts:Broken failed on .*sums\.jsonl:\d+ \(draw \d\): KeyError: 'tool'"),
-        ("user_parts:Cancelled", r"workflow user_parts:Cancelled was cancelled from within on .*sums\.jsonl:\d+ \(draw \d\)"),
+        (
+            "user_parts:Broken",
+            r"workflow user_parts:Broken failed on .*sums\.jsonl:\d+ \(draw \d\): KeyError: 'tool'",
+        ),
+        (
+            "user_parts:Cancelled",
+            (
+                r"workflow user_parts:Cancelled was cancelled from within on .*sums\.jsonl:\d+"
+                r" \(draw \d\)"
+            ),
+        ),
         ("user_parts:Empty", "returned list for .*expected a list of at least one Sample"),
     ],
 )
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_broken_workflow_is_named(make_service, workflow, message, staleness):
-    service = make_service(rollout={"workflow": workflow, "max_staleness": staleness, "timeout_s": 20.0})
+    service = make_service(
+        rollout={"workflow": workflow, "max_staleness": staleness, "timeout_s": 20.0}
+    )
     service.published(0, 0, 0)
     with pytest.raises(RunFailed, match=message):
         service.next_step(1)
@@ -219,8 +283,14 @@ def test_a_broken_workflow_is_named(make_service, workflow, message, staleness):
 @pytest.mark.parametrize(
     ("policy", "missing"),
     [
-        ({"logprobs": {"keep_sets": True}}, "policy.logprobs.keep_sets is on, but a sample has no sampling_mask"),
-        ({"routing_replay": "engine"}, "policy.routing_replay is on, but a sample has no routed_experts"),
+        (
+            {"logprobs": {"keep_sets": True}},
+            "policy.logprobs.keep_sets is on, but a sample has no sampling_mask",
+        ),
+        (
+            {"routing_replay": "engine"},
+            "policy.routing_replay is on, but a sample has no routed_experts",
+        ),
     ],
 )
 def test_a_record_that_the_trainer_needs_must_come_with_every_sample(make_service, policy, missing):
@@ -229,15 +299,23 @@ def test_a_record_that_the_trainer_needs_must_come_with_every_sample(make_servic
 
 
 def test_an_unknown_workflow_is_refused(make_service):
-    with pytest.raises(ConfigError, match=r"rollout\.workflow: 'single_tern' is unknown; did you mean 'single_turn'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout\.workflow: 'single_tern' is unknown; did you mean 'single_turn'",
+    ):
         make_service(rollout={"workflow": "single_tern"})
 
 
 def test_an_engine_that_hangs_is_named_at_its_deadline(make_service):
     engine = FakeEngine(random_reply(31), name="engine-7", delay_s=600)
-    service = make_service(engines=[engine], rollout={"engine": {"request_timeout_s": 0.2, "retries": 0}})
+    service = make_service(
+        engines=[engine], rollout={"engine": {"request_timeout_s": 0.2, "retries": 0}}
+    )
     start = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=r"engine engine-7 .*within 0\.2 s \(rollout\.engine\.request_timeout_s\)"):
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"engine engine-7 .*within 0\.2 s \(rollout\.engine\.request_timeout_s\)",
+    ):
         service.next_step(1)
     assert time.monotonic() - start < 5
 
@@ -245,15 +323,26 @@ def test_an_engine_that_hangs_is_named_at_its_deadline(make_service):
 @pytest.mark.parametrize(
     ("rollout", "reward", "message"),
     [
-        ({"workflow": "user_parts:Stuck"}, {}, "1 of the prompts wait for workflow .*Stuck.*; 3 of .* wait for the gate"),
+        (
+            {"workflow": "user_parts:Stuck"},
+            {},
+            "1 of the prompts wait for workflow .*Stuck.*; 3 of .* wait for the gate",
+        ),
         ({}, {"on_error": 1.0}, "4 of the prompts wait for the reward, the first is .*sums.jsonl"),
     ],
 )
-def test_a_step_that_hangs_names_who_is_waited_for(make_service, rollout, reward, message, monkeypatch):
+def test_a_step_that_hangs_names_who_is_waited_for(
+    make_service, rollout, reward, message, monkeypatch
+):
     if reward:
         monkeypatch.setattr("rollout.rewards.scorer.Scorer.score", lambda *_: asyncio.sleep(600))
-    service = make_service(rollout={"prompts_per_step": 4, "timeout_s": 0.3, **rollout}, reward=reward)
-    with pytest.raises(DeadlineExceeded, match=rf"step 1 has no rollouts after 0\.3 s \(rollout\.timeout_s\): {message}"):
+    service = make_service(
+        rollout={"prompts_per_step": 4, "timeout_s": 0.3, **rollout}, reward=reward
+    )
+    with pytest.raises(
+        DeadlineExceeded,
+        match=rf"step 1 has no rollouts after 0\.3 s \(rollout\.timeout_s\): {message}",
+    ):
         service.next_step(1)
     assert service.ledger.balance()["requeued"] == 4
 
@@ -279,14 +368,18 @@ def test_an_engine_that_does_not_start_is_named(make_service, engine, monkeypatc
 
 def test_cut_responses_go_on(make_service, engine):
     whole = make_service().next_step(1)
-    assert whole.metrics["rollout/resumed_responses"] == whole.metrics["rollout/resumed_tokens"] == 0.0
+    assert (
+        whole.metrics["rollout/resumed_responses"] == whole.metrics["rollout/resumed_tokens"] == 0.0
+    )
     engine.abort_next = 1
     service = make_service()
     rollouts = service.next_step(1)
     assert addresses(rollouts) == addresses(whole)
     assert rollouts.metrics["rollout/requeued_prompts"] == 0.0
     assert rollouts.metrics["rollout/resumed_responses"] == 8.0
-    assert rollouts.metrics["rollout/resumed_tokens"] == sum(s.num_trainable // 2 for s in whole.samples)
+    assert rollouts.metrics["rollout/resumed_tokens"] == sum(
+        s.num_trainable // 2 for s in whole.samples
+    )
     assert service.next_step(2).metrics["rollout/resumed_responses"] == 0.0
 
 
@@ -302,11 +395,14 @@ def test_nan_rewards_are_counted(make_service):
     reward = {"parts": {"nan": {"function": "user_parts:nan"}}, "on_error": -2.0, "workers": 1}
     rollouts = make_service(reward=reward).next_step(1)
     assert {s.reward for s in rollouts.samples} == {-2.0}
-    assert rollouts.samples[0].metadata["reward_error"] == "nan: returned nan, expected a finite number"
+    assert (
+        rollouts.samples[0].metadata["reward_error"]
+        == "nan: returned nan, expected a finite number"
+    )
     assert rollouts.metrics["rollout/reward_errors"] == 8.0
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 def test_a_tokenizer_larger_than_the_policy_names_both_sizes(make_service, tmp_path):
@@ -316,45 +412,69 @@ def test_a_tokenizer_larger_than_the_policy_names_both_sizes(make_service, tmp_p
 
 
 def test_a_verifier_needs_labels(make_service, tmp_path):
-    with pytest.raises(ConfigError, match=r"reward\.parts\.exact_match compares with a label, but data\.label_key is null"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reward\.parts\.exact_match compares with a label, but data\.label_key is null",
+    ):
         make_service(data={"paths": [str(tmp_path / "sums.jsonl")], "label_key": None})
-    (tmp_path / "sums.jsonl").write_text('{"prompt": "1=", "label": "1"}\n{"prompt": "2=", "label": null}\n')
-    with pytest.raises(DataError, match=r"sums\.jsonl:2: the label must be text or a number.*NoneType"):
+    (tmp_path / "sums.jsonl").write_text(
+        '{"prompt": "1=", "label": "1"}\n{"prompt": "2=", "label": null}\n'
+    )
+    with pytest.raises(
+        DataError, match=r"sums\.jsonl:2: the label must be text or a number.*NoneType"
+    ):
         make_service()
 
 
-# --- evaluation -------------------------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def test_evaluation_is_greedy_and_disturbs_nothing(make_service, engine, tmp_path):
-    (tmp_path / "held_out.jsonl").write_text('{"prompt": "9+9=", "label": "18"}\n{"prompt": "7+1=", "label": "8"}\n')
+    (tmp_path / "held_out.jsonl").write_text(
+        '{"prompt": "9+9=", "label": "18"}\n{"prompt": "7+1=", "label": "8"}\n'
+    )
     undisturbed = make_service()
     expected = [addresses(undisturbed.next_step(step)) for step in (1, 2)]
-    service = make_service(evaluation={"paths": [str(tmp_path / "held_out.jsonl")], "max_new_tokens": 5})
+    service = make_service(
+        evaluation={"paths": [str(tmp_path / "held_out.jsonl")], "max_new_tokens": 5}
+    )
     got = [addresses(service.next_step(1))]
     before = service.snapshot()
     engine.calls.clear()
     metrics, samples = service.evaluate()
     assert service.snapshot() == before
     (call,) = engine.calls
-    assert [(r.draw, r.n, r.sampling.temperature, r.sampling.max_new_tokens) for r in call] == [(0, 1, 0.0, 5), (1, 1, 0.0, 5)]
+    assert [(r.draw, r.n, r.sampling.temperature, r.sampling.max_new_tokens) for r in call] == [
+        (0, 1, 0.0, 5),
+        (1, 1, 0.0, 5),
+    ]
     assert {r.seed for r in call}.isdisjoint({1})
     assert [s.response_text for s in samples] == ["19", "8"]
     assert metrics == {
-        "eval/score": 0.5, "eval/accuracy": 0.5, "eval/sequence_lengths": 2.5, "eval/stop_token_rate": 1.0,
-        "eval/reward_errors": 0.0, "eval/reward_timeouts": 0.0,
+        "eval/score": 0.5,
+        "eval/accuracy": 0.5,
+        "eval/sequence_lengths": 2.5,
+        "eval/stop_token_rate": 1.0,
+        "eval/reward_errors": 0.0,
+        "eval/reward_timeouts": 0.0,
     }
     assert [*got, addresses(service.next_step(2))] == expected
     assert undisturbed.evaluate() == ({}, [])
 
 
 def test_evaluation_can_be_limited(make_service, tmp_path):
-    service = make_service(evaluation={"paths": [str(tmp_path / "sums.jsonl")], "max_prompts": 3, "samples_per_prompt": 2})
+    service = make_service(
+        evaluation={
+            "paths": [str(tmp_path / "sums.jsonl")],
+            "max_prompts": 3,
+            "samples_per_prompt": 2,
+        }
+    )
     _, samples = service.evaluate()
     assert len(samples) == 6
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 def test_close_leaves_no_thread_and_no_process(make_service, engine):

@@ -1,4 +1,6 @@
-"""`max_staleness` above 0: the service makes groups while nobody asks, and never one that is too old when it is trained on."""
+"""`max_staleness` above 0: the service makes groups while nobody asks, and never one that is too
+old when it is trained on.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ SAMPLING = {"max_new_tokens": 8}
 class Continuous(FakeEngine):
     """Each request takes its own time."""
 
-    seconds: Callable[[int], float] = lambda draw: 0.0          # by draw
+    seconds: Callable[[int], float] = lambda draw: 0.0  # by draw
     running: int = 0
-    most: int = 0                                               # requests at one time
+    most: int = 0  # requests at one time
     draws: list[int] = field(default_factory=list)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
@@ -44,7 +46,9 @@ class Continuous(FakeEngine):
 
 
 def crossed(made: Completion, first: int, last: int) -> Completion:
-    """Of a response that was begun by one version and ended by another: its first token is the older one's."""
+    """Of a response that was begun by one version and ended by another: its first token is the
+    older one's.
+    """
     m = len(made.tokens)
     if first == last or m < 2:
         return replace(made, versions=(VersionSpan(first, 0, m),))
@@ -52,7 +56,12 @@ def crossed(made: Completion, first: int, last: int) -> Completion:
 
 
 def rollout(staleness: int, **more: object) -> dict[str, object]:
-    base = {"max_staleness": staleness, "prompts_per_step": 4, "samples_per_prompt": 2, "sampling": SAMPLING}
+    base = {
+        "max_staleness": staleness,
+        "prompts_per_step": 4,
+        "samples_per_prompt": 2,
+        "sampling": SAMPLING,
+    }
     return {**base, "engine": {"kind": "sglang"}, **more}
 
 
@@ -86,7 +95,7 @@ def engines() -> list[Continuous]:
     return [Continuous(random_reply(31), name=name) for name in "ab"]
 
 
-# --- what is made -----------------------------------------------------------------------------------------------------
+# --- what is made ---------------------------------------------------------------------------------
 
 
 def test_groups_are_made_before_anybody_asks(make_service, engines):
@@ -105,11 +114,15 @@ def test_groups_are_made_before_anybody_asks(make_service, engines):
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["sglang", "embedded"])
-def test_no_token_is_too_old_and_every_draw_is_accounted_for(make_service, engines, staleness, kind):
+def test_no_token_is_too_old_and_every_draw_is_accounted_for(
+    make_service, engines, staleness, kind
+):
     """Draw by draw, some take a hundred times as long as others."""
     for engine in engines:
         engine.seconds = lambda draw: 0.02 if draw % 7 == 0 else 0.0002
-    given = rollout(staleness, engine={"kind": kind}, filters=["user_parts:even_draws"], oversample=1.5)
+    given = rollout(
+        staleness, engine={"kind": kind}, filters=["user_parts:even_draws"], oversample=1.5
+    )
     service = make_service(engines=engines, rollout=given, training={"steps": 20})
     publish(service, engines, 0)
     seen: list[int] = []
@@ -119,7 +132,7 @@ def test_no_token_is_too_old_and_every_draw_is_accounted_for(make_service, engin
         there |= ages(rollouts, step)
         assert len(rollouts.samples) == 8
         seen += draws_of(rollouts)
-        time.sleep(0.01)            # the trainer trains
+        time.sleep(0.01)  # the trainer trains
         publish(service, engines, step)
     assert max(there) == staleness, "as far ahead as it may be, and no further"
     assert len(seen) == len(set(seen)) == 80
@@ -161,7 +174,12 @@ def test_nothing_is_made_for_steps_that_the_run_does_not_have(make_service, engi
     for step in (1, 2, 3):
         service.next_step(step)
         publish(service, engines, step)
-    assert service.ledger.balance() == {"in flight": 0, "finished": 0, "requeued": 0, "consumed": 12}
+    assert service.ledger.balance() == {
+        "in flight": 0,
+        "finished": 0,
+        "requeued": 0,
+        "consumed": 12,
+    }
 
 
 def test_engines_get_no_more_than_they_have_room_for(make_service, engines):
@@ -171,7 +189,9 @@ def test_engines_get_no_more_than_they_have_room_for(make_service, engines):
     service = make_service(engines=engines, rollout=given, training={"steps": 4})
     publish(service, engines, 0)
     wait_until(lambda: any(engine.running for engine in engines))
-    assert service.ledger.balance()["in flight"] <= 6, "the others are not started before there is room"
+    assert service.ledger.balance()["in flight"] <= 6, (
+        "the others are not started before there is room"
+    )
     wait_until(lambda: service.ledger.balance()["finished"] == 16)
     assert [engine.most for engine in engines] == [3, 3]
 
@@ -182,17 +202,23 @@ def test_embedded_engines_get_one_wave_after_the_other(make_service):
     service = make_service(engines=[engine], rollout=given, training={"steps": 3})
     publish(service, [engine], 0)
     wait_until(lambda: service.ledger.balance()["finished"] == 12)
-    assert [[request.draw for request in call] for call in engine.calls] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    assert [[request.draw for request in call] for call in engine.calls] == [
+        [0, 1, 2, 3, 4, 5],
+        [6, 7, 8, 9, 10, 11],
+    ]
 
 
-# --- filters ----------------------------------------------------------------------------------------------------------
+# --- filters --------------------------------------------------------------------------------------
 
 
 def test_what_over_sampling_leaves_over_is_kept_while_it_is_young_enough(make_service, engines):
-    service = make_service(engines=engines, rollout=rollout(1, oversample=1.5), training={"steps": 4})
+    service = make_service(
+        engines=engines, rollout=rollout(1, oversample=1.5), training={"steps": 4}
+    )
     publish(service, engines, 0)
     wait_until(lambda: service.ledger.balance()["finished"] == 12)
-    first, second = service.next_step(1), service.next_step(2)
+    first = service.next_step(1)
+    second = service.next_step(2)
     assert [draws_of(first), draws_of(second)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [one.metrics["rollout/buffered_groups"] for one in (first, second)] == [8.0, 0.0]
     assert [one.metrics["rollout/dropped_stale"] for one in (first, second)] == [0.0, 4.0]
@@ -204,7 +230,9 @@ def test_a_group_that_no_step_can_take_any_more_is_drawn_again(make_service, eng
     """Over-sampling may leave a group without a place: it expires, its prompt does not."""
     for engine in engines:
         engine.seconds = lambda draw: 0.4 if draw == 11 else 0.001
-    service = make_service(engines=engines, rollout=rollout(1, oversample=1.5), training={"steps": 12})
+    service = make_service(
+        engines=engines, rollout=rollout(1, oversample=1.5), training={"steps": 12}
+    )
     publish(service, engines, 0)
     stale = 0.0
     seen: list[int] = []
@@ -225,11 +253,13 @@ def test_a_group_that_no_step_can_take_any_more_is_drawn_again(make_service, eng
 def test_filters_that_leave_too_little_are_named(make_service, engines):
     service = make_service(engines=engines, rollout=rollout(2, filters=["user_parts:no_draws"]))
     publish(service, engines, 0)
-    with pytest.raises(EmptyBatch, match=r"step 1 has 0 of 4 groups after \d+ draws: no_draws dropped 64"):
+    with pytest.raises(
+        EmptyBatch, match=r"step 1 has 0 of 4 groups after \d+ draws: no_draws dropped 64"
+    ):
         service.next_step(1)
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 
 def test_a_failure_meets_the_trainer_at_its_next_call_and_then_it_goes_on(make_service, engines):
@@ -241,7 +271,7 @@ def test_a_failure_meets_the_trainer_at_its_next_call_and_then_it_goes_on(make_s
         service.next_step(1)
     for engine in engines:
         engine.failure = None
-    while True:             # others may have failed before the engines were well
+    while True:  # others may have failed before the engines were well
         try:
             rollouts = service.next_step(1)
             break
@@ -252,20 +282,26 @@ def test_a_failure_meets_the_trainer_at_its_next_call_and_then_it_goes_on(make_s
 
 
 def test_a_broken_filter_is_named(make_service, engines):
-    service = make_service(engines=engines, rollout=rollout(1, filters=["user_parts:broken_filter"]))
+    service = make_service(
+        engines=engines, rollout=rollout(1, filters=["user_parts:broken_filter"])
+    )
     publish(service, engines, 0)
     with pytest.raises(RunFailed, match=r"broken_filter failed on .*no groups"):
         service.next_step(1)
 
 
 def test_an_engine_that_answers_with_weights_of_long_ago_ends_the_run(make_service, engines):
-    """It says so by its versions; drawn again and again, its groups would be made until `rollout.timeout_s`."""
+    """It says so by its versions; drawn again and again, its groups would be made until
+    `rollout.timeout_s`.
+    """
     service = make_service(engines=engines, rollout=rollout(1, timeout_s=60.0))
     publish(service, engines, 0)
     for step in (1, 2):
         service.next_step(step)
     service.published(2, 5, 0)
-    with pytest.raises(EmptyBatch, match=r"step 3 has 0 of 4 groups after \d+ draws: stale dropped 64"):
+    with pytest.raises(
+        EmptyBatch, match=r"step 3 has 0 of 4 groups after \d+ draws: stale dropped 64"
+    ):
         service.next_step(3)
 
 
@@ -274,7 +310,10 @@ def test_a_step_that_hangs_names_who_is_waited_for(make_service, engines):
         engine.seconds = lambda draw: 60.0
     service = make_service(engines=engines, rollout=rollout(1, timeout_s=0.3))
     publish(service, engines, 0)
-    expected = r"step 1 has no rollouts after 0\.3 s \(rollout\.timeout_s\): 8 of the prompts wait for engine a \(4 requests\)"
+    expected = (
+        r"step 1 has no rollouts after 0\.3 s \(rollout\.timeout_s\): 8 of the prompts wait for"
+        r" engine a \(4 requests\)"
+    )
     with pytest.raises(DeadlineExceeded, match=expected):
         service.next_step(1)
     assert service.ledger.balance()["in flight"] == 8, "they go on"
@@ -282,7 +321,9 @@ def test_a_step_that_hangs_names_who_is_waited_for(make_service, engines):
 
 def test_before_the_first_publication_nothing_can_come(make_service, engines):
     service = make_service(engines=engines, rollout=rollout(1, timeout_s=0.2))
-    with pytest.raises(DeadlineExceeded, match=r"step 1 has no rollouts after 0\.2 s .*: weights to be published"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"step 1 has no rollouts after 0\.2 s .*: weights to be published"
+    ):
         service.next_step(1)
 
 
@@ -310,7 +351,7 @@ def test_closing_ends_what_is_in_flight(make_service, engines):
     assert service.ledger.balance()["requeued"] == 12
 
 
-# --- state ------------------------------------------------------------------------------------------------------------
+# --- state ----------------------------------------------------------------------------------------
 
 
 def test_a_resumed_service_has_the_groups_that_were_finished(make_service, engines):
@@ -337,7 +378,12 @@ def test_a_resumed_service_has_the_groups_that_were_finished(make_service, engin
     publish(resumed, again, 2, version=11)
     publish(resumed, again, 3, version=13)
     assert draws_of(resumed.next_step(4)) == [12, 13, 14, 15]
-    assert resumed.ledger.balance() == {"in flight": 0, "finished": 0, "requeued": 0, "consumed": 16}
+    assert resumed.ledger.balance() == {
+        "in flight": 0,
+        "finished": 0,
+        "requeued": 0,
+        "consumed": 16,
+    }
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (3, 1)])
@@ -358,10 +404,17 @@ def test_a_run_may_go_on_with_another_bound(make_service, engines, before, after
         seen += draws_of(rollouts)
         publish(resumed, engines, step, version=20 + step)
     assert sorted(seen) == list(range(12, 36))
-    assert resumed.ledger.balance() == {"in flight": 0, "finished": 0, "requeued": 0, "consumed": 36}
+    assert resumed.ledger.balance() == {
+        "in flight": 0,
+        "finished": 0,
+        "requeued": 0,
+        "consumed": 36,
+    }
 
 
-def test_a_service_that_outlives_its_trainer_gives_up_what_later_weights_made(make_service, engines):
+def test_a_service_that_outlives_its_trainer_gives_up_what_later_weights_made(
+    make_service, engines
+):
     """The trainer goes back from step 3 to the checkpoint of step 1."""
     service = make_service(engines=engines, rollout=rollout(2), training={"steps": 9})
     publish(service, engines, 0)
@@ -369,7 +422,11 @@ def test_a_service_that_outlives_its_trainer_gives_up_what_later_weights_made(ma
     saved = json.loads(json.dumps(service.snapshot()))
     for step in (1, 2, 3):
         publish(service, engines, step)
-        wait_until(lambda: service.ledger.balance()["in flight"] == 0 == service.ledger.balance()["requeued"])
+        wait_until(
+            lambda: (
+                service.ledger.balance()["in flight"] == 0 == service.ledger.balance()["requeued"]
+            )
+        )
         if step < 3:
             service.next_step(step + 1)
     service.restore(saved)
@@ -381,11 +438,18 @@ def test_a_service_that_outlives_its_trainer_gives_up_what_later_weights_made(ma
         seen += draws_of(rollouts)
         publish(service, engines, step, version=20 + step)
     assert len(seen) == len(set(seen)) == 32
-    assert service.ledger.balance() == {"in flight": 0, "finished": 0, "requeued": 0, "consumed": 36}
+    assert service.ledger.balance() == {
+        "in flight": 0,
+        "finished": 0,
+        "requeued": 0,
+        "consumed": 36,
+    }
 
 
 @pytest.mark.parametrize("buffered", [True, False])
-def test_a_service_in_the_place_of_a_lost_one_is_told_of_weights_that_it_knows(make_service, engines, buffered):
+def test_a_service_in_the_place_of_a_lost_one_is_told_of_weights_that_it_knows(
+    make_service, engines, buffered
+):
     """It died after the hand-over of step 2, before the weights of that step were published."""
     given = {"rollout": rollout(2), "training": {"steps": 4}}
     lost = make_service(engines=engines, **given)
@@ -399,7 +463,9 @@ def test_a_service_in_the_place_of_a_lost_one_is_told_of_weights_that_it_knows(m
         state["ahead"] = {"groups": [], "versions": []}
     made.restore(state)
     publish(made, engines, 1, version=4)
-    assert made.ledger.balance()["in flight"] == 0, "they will not be in force when step 3 is trained"
+    assert made.ledger.balance()["in flight"] == 0, (
+        "they will not be in force when step 3 is trained"
+    )
     publish(made, engines, 2, version=5)
     assert max(ages(made.next_step(3), 3)) <= 2
     publish(made, engines, 3, version=6)

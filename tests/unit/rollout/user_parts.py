@@ -15,7 +15,9 @@ from rollout.workflows.single_turn import SingleTurn
 
 
 class TwoTries:
-    """Asks again, under turn 1, and answers with the second try; prompts that start with 1 dawdle first."""
+    """Asks again, under turn 1, and answers with the second try; prompts that start with 1 dawdle
+    first.
+    """
 
     def __init__(self, context: WorkflowContext) -> None:
         self.context = context
@@ -24,7 +26,9 @@ class TwoTries:
         for turn in (0, 1):
             if prompt.text.startswith("1"):
                 await asyncio.sleep(0.01)
-            request = GenerateRequest(prompt.tokens, self.context.sampling, draw, turn=turn, seed=self.context.seed)
+            request = GenerateRequest(
+                prompt.tokens, self.context.sampling, draw, turn=turn, seed=self.context.seed
+            )
             (completion,) = await generate(request)
         return [make_sample(prompt, draw, 0, completion)]
 
@@ -35,7 +39,13 @@ class BothTries(TwoTries):
     async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
         samples = []
         for index in (0, 1):
-            request = GenerateRequest(prompt.tokens, self.context.sampling, draw, first_sample=index, seed=self.context.seed)
+            request = GenerateRequest(
+                prompt.tokens,
+                self.context.sampling,
+                draw,
+                first_sample=index,
+                seed=self.context.seed,
+            )
             (completion,) = await generate(request)
             samples.append(make_sample(prompt, draw, index, completion))
         return samples

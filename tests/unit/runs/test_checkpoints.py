@@ -18,10 +18,15 @@ import numpy as np
 import pytest
 
 from rlcore.errors import RunFailed, UserError
-from rlcore.runs.checkpoints import CheckpointStore, DamagedCheckpoint, latest_checkpoint, read_checkpoint
+from rlcore.runs.checkpoints import (
+    CheckpointStore,
+    DamagedCheckpoint,
+    latest_checkpoint,
+    read_checkpoint,
+)
 
-WRITES = ("rename", "replace", "fsync")     # every way in which a commit reaches the disk
-DELETES = ("unlink", "rmdir")               # and in which pruning does
+WRITES = ("rename", "replace", "fsync")  # every way in which a commit reaches the disk
+DELETES = ("unlink", "rmdir")  # and in which pruning does
 
 
 class Killed(BaseException):
@@ -45,11 +50,16 @@ def assert_whole(store: CheckpointStore, step: int) -> None:
 
 
 def fail_at(
-    monkeypatch: pytest.MonkeyPatch, count: int, error: Callable[[], BaseException], calls: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    error: Callable[[], BaseException],
+    calls: tuple[str, ...],
 ) -> list[str]:
-    """Make call number `count` (from 0) of `calls` raise instead of acting; returns the list of calls made.
+    """Make call number `count` (from 0) of `calls` raise instead of acting; returns the list of
+    calls made.
 
-    No call waits for the disk: a killed process, unlike a machine that loses power, keeps what it wrote.
+    No call waits for the disk: a killed process, unlike a machine that loses power, keeps what it
+        wrote.
     """
     made: list[str] = []
 
@@ -93,11 +103,13 @@ def test_commits_and_keeps_the_newest(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003", "step_000010"]
 
 
-def test_who_goes_on_keeps_as_few_as_the_commit_would_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_goes_on_keeps_as_few_as_the_commit_would_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointStore, "_prune", lambda self, newest: None)     # killed before that
+        patch.setattr(CheckpointStore, "_prune", lambda self, newest: None)  # killed before that
         save(store, 2)
     again = CheckpointStore(tmp_path, keep=1)
     assert again.steps() == [1, 2]
@@ -123,7 +135,7 @@ def test_a_kill_at_any_point_of_a_commit_leaves_a_whole_checkpoint(
             with pytest.raises(Killed):
                 three(CheckpointStore(folder, keep=2))
         latest = latest_checkpoint(folder)
-        store = CheckpointStore(folder, keep=2)     # sweeps
+        store = CheckpointStore(folder, keep=2)  # sweeps
         for committed in store.steps():
             store.load_state(committed)
         assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
@@ -131,12 +143,14 @@ def test_a_kill_at_any_point_of_a_commit_leaves_a_whole_checkpoint(
         seen.add(step)
         if step:
             assert_whole(store, step)
-        save(store, step + 1)                       # and the run can go on
+        save(store, step + 1)  # and the run can go on
         assert_whole(store, step + 1)
     assert seen == {0, 1, 2, 3}
 
 
-def test_a_kill_while_a_step_is_committed_again_loses_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_a_step_is_committed_again_loses_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def twice(store: CheckpointStore) -> None:
         save(store, 1)
         save(store, 1)
@@ -169,12 +183,13 @@ def test_a_full_disk_is_reported_plainly_and_leaves_the_previous_one(
         assert "step 2" in message
         assert "No space left on device" in message
         assert "free space" in message
-        if latest_checkpoint(store.folder).step == 1:      # type: ignore[union-attr]
+        if latest_checkpoint(store.folder).step == 1:  # type: ignore[union-attr]
             assert "the checkpoint of step 1 is intact" in message
             reported += 1
         assert_whole(CheckpointStore(store.folder), store.steps()[-1])
         assert not list(store.folder.glob(".*")), "the space of the failed write was given back"
-    assert reported >= total - 1    # only a failure to sync the folder's names comes after the rename
+    # only a failure to sync the folder's names comes after the rename
+    assert reported >= total - 1
 
 
 @pytest.mark.parametrize(
@@ -183,11 +198,20 @@ def test_a_full_disk_is_reported_plainly_and_leaves_the_previous_one(
         (lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
         (lambda folder: (folder / "state.json").write_text("{"), "state.json has 1 bytes"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json cannot be read"),
-        (lambda folder: (folder / "manifest.json").write_text("{}"), "manifest.json lists no state.json"),
+        (
+            lambda folder: (folder / "manifest.json").write_text("{}"),
+            "manifest.json lists no state.json",
+        ),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda folder: os.truncate(folder / "model" / "shard_1.bin", 5), "shard_1.bin has 5 bytes, 2000 were written"),
+        (
+            lambda folder: os.truncate(folder / "model" / "shard_1.bin", 5),
+            "shard_1.bin has 5 bytes, 2000 were written",
+        ),
         (lambda folder: (folder / "model" / "shard_0.bin").unlink(), "shard_0.bin is missing"),
-        (lambda folder: (folder / "model" / "shard_0.bin").write_bytes(b"x" * 1000), "other content"),
+        (
+            lambda folder: (folder / "model" / "shard_0.bin").write_bytes(b"x" * 1000),
+            "other content",
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_passed_over(
@@ -204,7 +228,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     with pytest.raises(DamagedCheckpoint, match="step_000002 is damaged"):
         store.load_state(2)
 
-    store.rewind(1)     # the run goes on and reaches step 2 again
+    store.rewind(1)  # the run goes on and reaches step 2 again
     assert store.steps() == [1]
     save(store, 2)
     assert_whole(store, 2)
@@ -215,7 +239,9 @@ def test_damage_to_all_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1)
     (store.path(1) / "state.json").unlink()
-    with pytest.raises(UserError, match=r"no whole checkpoint is left.*state\.json is missing.*--overwrite"):
+    with pytest.raises(
+        UserError, match=r"no whole checkpoint is left.*state\.json is missing.*--overwrite"
+    ):
         store.latest()
 
 
@@ -233,7 +259,13 @@ def test_state_is_exact(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.begin(1)
     keys = np.arange(624, dtype=np.uint32).reshape(2, 312)
-    state = {"nan": float("nan"), "inf": -np.inf, "pi": np.float64(np.pi), "tuple": (1, [2.5, None, "x"]), "keys": keys}
+    state = {
+        "nan": float("nan"),
+        "inf": -np.inf,
+        "pi": np.float64(np.pi),
+        "tuple": (1, [2.5, None, "x"]),
+        "keys": keys,
+    }
     store.write_state(1, state)
     store.commit(1)
     back = store.load_state(1)
@@ -245,8 +277,12 @@ def test_state_is_exact(tmp_path: Path) -> None:
     np.testing.assert_array_equal(back["keys"], keys)
 
 
-@pytest.mark.parametrize(("state", "named"), [({"a": {3: 1}}, "state.a: key 3"), ({"b": [object()]}, r"state\.b\[0\]")])
-def test_state_that_would_not_come_back_is_refused(tmp_path: Path, state: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize(
+    ("state", "named"), [({"a": {3: 1}}, "state.a: key 3"), ({"b": [object()]}, r"state\.b\[0\]")]
+)
+def test_state_that_would_not_come_back_is_refused(
+    tmp_path: Path, state: dict[str, Any], named: str
+) -> None:
     store = CheckpointStore(tmp_path)
     store.begin(1)
     with pytest.raises(TypeError, match=named):
@@ -276,11 +312,17 @@ for step in itertools.count(step + 1):
 
 
 def test_sigkill_at_random_moments(tmp_path: Path) -> None:
-    """Real processes, killed at seeded moments after their first commit: each goes on from what the last one left."""
-    moments, last = random.Random(0), 0
+    """Real processes, killed at seeded moments after their first commit: each goes on from what the
+    last one left.
+    """
+    moments = random.Random(0)
+    last = 0
     for _ in range(8):
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, "-c", WRITER, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         assert writer.stdout is not None
         output = writer.stdout.readline()
@@ -292,6 +334,8 @@ def test_sigkill_at_random_moments(tmp_path: Path) -> None:
         found = latest_checkpoint(tmp_path)
         assert found is not None
         assert found.step > last
-        assert found.step == max(int(path.name[5:]) for path in tmp_path.glob("step_*")), "the newest is whole"
+        assert found.step == max(int(path.name[5:]) for path in tmp_path.glob("step_*")), (
+            "the newest is whole"
+        )
         assert (found.model / "shard.bin").read_bytes() == found.step.to_bytes(4, "little") * 50_000
         last = found.step

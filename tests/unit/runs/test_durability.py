@@ -14,10 +14,14 @@ from rlcore.runs.versions import VersionJournal
 
 
 class Disk:
-    """What is on it of one file: its content when that was last synced, if its name was since it was made."""
+    """What is on it of one file: its content when that was last synced, if its name was since it
+    was made.
+    """
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path, self._contents, self._names = path, dict[int, bytes](), set[tuple[str, int]]()
+        self.path = path
+        self._contents = dict[int, bytes]()
+        self._names = set[tuple[str, int]]()
         real = os.fsync
 
         def fsync(descriptor: int) -> None:
@@ -32,7 +36,9 @@ class Disk:
 
     def is_whole(self) -> bool:
         inode = self.path.stat().st_ino
-        return (self.path.name, inode) in self._names and self._contents.get(inode) == self.path.read_bytes()
+        return (self.path.name, inode) in self._names and self._contents.get(
+            inode
+        ) == self.path.read_bytes()
 
 
 def test_a_version_that_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,14 +50,16 @@ def test_a_version_that_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert disk.is_whole()
 
 
-def test_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_sample: Callable[..., Sample]) -> None:
+def test_a_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_sample: Callable[..., Sample]
+) -> None:
     disk = Disk(tmp_path / "step_000001.jsonl.zst", monkeypatch)
-    for reward in (0.0, 1.0):       # the second time over the first
+    for reward in (0.0, 1.0):  # the second time over the first
         write_rollouts(disk.path, 1, [make_sample(reward=reward)])
         assert disk.is_whole()
 
 
 def test_a_version_that_a_checkpoint_knows_is_not_taken_again(tmp_path: Path) -> None:
-    path = tmp_path / "versions.jsonl"      # lost
+    path = tmp_path / "versions.jsonl"  # lost
     assert VersionJournal(path, newest=7).next(3).version == 8
     assert VersionJournal(path, newest=7).next(3).version == 9

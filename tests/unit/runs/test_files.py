@@ -25,9 +25,10 @@ def test_what_has_no_newline_at_its_end_is_cut_off(
 
 
 def test_it_costs_no_memory_for_what_stands_before(tmp_path: Path) -> None:
-    path, size = tmp_path / "lines", 1 << 28
+    path = tmp_path / "lines"
+    size = 1 << 28
     with open(path, "wb") as file:
-        file.seek(size)         # a hole: nothing is on the disk
+        file.seek(size)  # a hole: nothing is on the disk
         file.write(b"\ntorn")
     tracemalloc.start()
     try:

@@ -63,7 +63,9 @@ def test_a_torn_last_line_is_cut_off_at_every_length(path: Path) -> None:
         assert read_metrics(path)[-1] == {"step": 5, "again": 1.0}
 
 
-def test_a_kill_during_rewind_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_during_rewind_leaves_the_old_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Killed(BaseException):
         pass
 

@@ -10,11 +10,16 @@ from rlcore.runs.state import decode_state, encode_state
 
 
 def draw() -> list[float]:
-    return [random.random(), random.gauss(0, 1), float(np.random.standard_normal()), float(torch.rand(()))]
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.standard_normal()),
+        float(torch.rand(())),
+    ]
 
 
 def test_generators_go_on_where_they_were_saved() -> None:
-    random.gauss(0, 1)      # leaves a second value waiting, which is part of the state
+    random.gauss(0, 1)  # leaves a second value waiting, which is part of the state
     np.random.standard_normal()
     saved = encode_state(rng_state())
     expected = [draw() for _ in range(3)]

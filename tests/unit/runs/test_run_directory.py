@@ -104,8 +104,12 @@ def test_a_run_that_is_written_by_a_living_process_is_refused(tmp_path: Path) ->
         for flags in ({"resume": True}, {"overwrite": True}):
             with pytest.raises(UserError, match=f"in use by pid {pid}"):
                 RunDirectory.create(tmp_path, "a", **flags)
-        with pytest.raises(DeadlineExceeded, match=rf"still in use by pid {pid} on .* after 0\.1 s \(a\.key\)"):
-            wait_until_free(tmp_path / "a", limit_s=0.1, key="a.key", tick=lambda: ticks.append(None))
+        with pytest.raises(
+            DeadlineExceeded, match=rf"still in use by pid {pid} on .* after 0\.1 s \(a\.key\)"
+        ):
+            wait_until_free(
+                tmp_path / "a", limit_s=0.1, key="a.key", tick=lambda: ticks.append(None)
+            )
     assert ticks
     wait_until_free(tmp_path / "a", limit_s=0.1, key="a.key")
     assert RunDirectory.create(tmp_path, "a", resume=True).resumed, "a killed process holds nothing"
@@ -114,7 +118,9 @@ def test_a_run_that_is_written_by_a_living_process_is_refused(tmp_path: Path) ->
 def test_result_is_absent_until_written(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a")
     assert run.read_result() is None
-    run.write_result("early_stopped", 12, "objective/kl above target", objective_kl=0.3, target_kl=0.2)
+    run.write_result(
+        "early_stopped", 12, "objective/kl above target", objective_kl=0.3, target_kl=0.2
+    )
     assert run.read_result() == {
         "status": "early_stopped",
         "steps": 12,
@@ -129,7 +135,15 @@ def test_a_result_of_before_is_none_of_now(tmp_path: Path) -> None:
     run.write_result("completed", 3)
     os.utime(run.result_path, (1000.0, 1000.0))
     assert run.read_result(since=1001.0) is None
-    assert run.read_result(since=1000.0) == run.read_result() == {"status": "completed", "steps": 3, "reason": ""}
+    assert (
+        run.read_result(since=1000.0)
+        == run.read_result()
+        == {
+            "status": "completed",
+            "steps": 3,
+            "reason": "",
+        }
+    )
 
 
 def test_rollouts_come_back_whole(tmp_path: Path, make_sample: MakeSample) -> None:
@@ -160,7 +174,9 @@ def test_rollouts_come_back_whole(tmp_path: Path, make_sample: MakeSample) -> No
     assert Sample.from_record(records[1]).metadata == {"turn": 2, "path": "x"}
 
 
-def test_advantages_that_do_not_fit_name_the_sample(tmp_path: Path, make_sample: MakeSample) -> None:
+def test_advantages_that_do_not_fit_name_the_sample(
+    tmp_path: Path, make_sample: MakeSample
+) -> None:
     run = RunDirectory.create(tmp_path, "a")
     with pytest.raises(ValueError, match="sample 0 of draw 7: advantages of shape"):
         run.write_rollouts(1, [make_sample(7)], [np.zeros(2, np.float32)])
@@ -184,5 +200,8 @@ def test_rewind_removes_what_later_steps_left(tmp_path: Path, make_sample: MakeS
     (run.rollouts / ".step_000004.jsonl.zst.tmp").write_bytes(b"half")
     run.write_result("interrupted", 3)
     run.rewind(2)
-    assert sorted(path.name for path in run.rollouts.iterdir()) == ["step_000001.jsonl.zst", "step_000002.jsonl.zst"]
+    assert sorted(path.name for path in run.rollouts.iterdir()) == [
+        "step_000001.jsonl.zst",
+        "step_000002.jsonl.zst",
+    ]
     assert run.read_result() is None

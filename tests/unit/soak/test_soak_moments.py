@@ -1,4 +1,6 @@
-"""When the soak strikes: what a run's folder says of its progress, and moments drawn over all phases of it."""
+"""When the soak strikes: what a run's folder says of its progress, and moments drawn over all
+phases of it.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,22 @@ import pytest
 
 from tests.soak.progress import WEIGHTS, Progress, Timeline
 
-START, FIRST, PUBLISHING = Progress(), Progress(versions=1), Progress(versions=2, published=1)
+START = Progress()
+FIRST = Progress(versions=1)
+PUBLISHING = Progress(versions=2, published=1)
 LOGGED = Progress(versions=2, published=1, rows=1)
 SAVING = Progress(versions=2, published=1, rows=1, begun=1)
 SAVED = Progress(versions=2, published=1, rows=1, begun=1, committed=1)
 LAST = Progress(versions=11, published=10, rows=10, begun=10, committed=10)
-CHANGES = [(0.0, START), (4.0, FIRST), (5.0, PUBLISHING), (5.5, LOGGED), (6.0, SAVING), (6.1, SAVED), (9.0, LAST)]
+CHANGES = [
+    (0.0, START),
+    (4.0, FIRST),
+    (5.0, PUBLISHING),
+    (5.5, LOGGED),
+    (6.0, SAVING),
+    (6.1, SAVED),
+    (9.0, LAST),
+]
 TIMELINE = Timeline(CHANGES, 9.5)
 
 
@@ -54,7 +66,8 @@ def test_a_moment_is_reached_when_all_counters_are() -> None:
 
 
 def test_moments_are_drawn_over_all_phases_and_evenly_within_one() -> None:
-    chance, drawn = random.Random(1), Counter[str]()
+    chance = random.Random(1)
+    drawn = Counter[str]()
     began = {progress: at for at, progress in CHANGES}
     ended = dict(zip(began, [*list(began.values())[1:], TIMELINE.seconds], strict=True))
     steps: list[float] = []
@@ -69,5 +82,5 @@ def test_moments_are_drawn_over_all_phases_and_evenly_within_one() -> None:
     assert {phase: round(10 * count / 4000) for phase, count in drawn.items()} == {
         phase: round(10 * weight / whole) for phase, weight in WEIGHTS.items()
     }
-    late = sum(at > 6.1 for at in steps) / len(steps)       # 2.9 of the 4.4 seconds that are steps
+    late = sum(at > 6.1 for at in steps) / len(steps)  # 2.9 of the 4.4 seconds that are steps
     assert late == pytest.approx(2.9 / 4.4, abs=0.05)

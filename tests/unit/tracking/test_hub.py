@@ -29,7 +29,9 @@ class StubHub:
 
     def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
         self.repos[repo_id]["message"] = commit_message
-        self.repos[repo_id]["files"] = {path.name: path.read_text() for path in Path(folder_path).iterdir()}
+        self.repos[repo_id]["files"] = {
+            path.name: path.read_text() for path in Path(folder_path).iterdir()
+        }
 
 
 @pytest.fixture
@@ -49,7 +51,12 @@ def front_and_body(card: str) -> tuple[dict[str, Any], str]:
 def test_the_pushed_card_links_the_run(model: Path) -> None:
     hub = StubHub()
     address = push_to_hub(
-        model, "me/addition", run_name="quickstart", run_url=URL, metrics={"eval/accuracy": 0.8125}, client=hub
+        model,
+        "me/addition",
+        run_name="quickstart",
+        run_url=URL,
+        metrics={"eval/accuracy": 0.8125},
+        client=hub,
     )
     assert address == "https://hub.test/me/addition"
     repo = hub.repos["me/addition"]
@@ -63,7 +70,9 @@ def test_the_pushed_card_links_the_run(model: Path) -> None:
 
 
 def test_an_existing_card_is_kept_and_pushed_twice_gets_one_section(model: Path) -> None:
-    (model / "README.md").write_text("---\nlicense: mit\ntags:\n- math\n- rlcore\n---\n# Mine\n\nAbout it.\n")
+    (model / "README.md").write_text(
+        "---\nlicense: mit\ntags:\n- math\n- rlcore\n---\n# Mine\n\nAbout it.\n"
+    )
     write_card(model, run_name="first", run_url=URL)
     write_card(model, run_name="second")
     front, body = front_and_body((model / "README.md").read_text())
@@ -81,9 +90,13 @@ def test_a_card_that_is_not_yaml_is_named(model: Path) -> None:
         write_card(model, run_name="a")
 
 
-@pytest.mark.parametrize("refusal", [OSError("401 unauthorized"), RuntimeError("connection refused")])
+@pytest.mark.parametrize(
+    "refusal", [OSError("401 unauthorized"), RuntimeError("connection refused")]
+)
 def test_a_refusal_says_how_to_push_later(model: Path, refusal: Exception) -> None:
-    with pytest.raises(RunFailed, match=rf"{refusal}; the model is whole in .*hf auth login.*hf upload me/addition"):
+    with pytest.raises(
+        RunFailed, match=rf"{refusal}; the model is whole in .*hf auth login.*hf upload me/addition"
+    ):
         push_to_hub(model, "me/addition", run_name="a", client=StubHub(refusal))
 
 
@@ -94,7 +107,9 @@ def test_no_model_is_no_push(tmp_path: Path) -> None:
     assert hub.repos == {}
 
 
-def test_a_missing_package_is_named_with_its_extra(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_extra(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match=r"rlcore\[hub\]"):
         push_to_hub(model, "me/addition", run_name="a")
@@ -106,4 +121,6 @@ def test_the_real_client_takes_the_same_calls() -> None:
     import inspect
 
     inspect.signature(hub.HfApi.create_repo).bind(None, "a/b", private=True, exist_ok=True)
-    inspect.signature(hub.HfApi.upload_folder).bind(None, repo_id="a/b", folder_path=".", commit_message="m")
+    inspect.signature(hub.HfApi.upload_folder).bind(
+        None, repo_id="a/b", folder_path=".", commit_message="m"
+    )

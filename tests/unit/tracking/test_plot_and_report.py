@@ -30,7 +30,9 @@ def metrics_path(tmp_path: Path) -> Path:
             "time/from_scratch": 2.0 * step,
             "perf/tokens_per_second": 1000.0 + step,
         }
-        metrics.append(step, row | ({"eval/accuracy": 0.75, "time/evaluation": 10.0} if step == 40 else {}))
+        metrics.append(
+            step, row | ({"eval/accuracy": 0.75, "time/evaluation": 10.0} if step == 40 else {})
+        )
     return path
 
 
@@ -69,7 +71,8 @@ def test_smoothing_is_a_mean_over_the_past() -> None:
 
 
 def test_the_first_name_present_counts() -> None:
-    both, fallback = {"objective/scores": 3.0, "rollout/reward": 2.0}, {"objective/scores": 4.0}
+    both = {"objective/scores": 3.0, "rollout/reward": 2.0}
+    fallback = {"objective/scores": 4.0}
     rows = [{"step": 0, "x": 1.0}, {"step": 1, **both}, {"step": 2, **fallback}]
     assert curve(rows, REWARD) == ([1, 2], [2.0, 4.0])
 

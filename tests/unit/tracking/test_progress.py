@@ -33,7 +33,8 @@ class Terminal(io.StringIO):
 
 
 def test_plain_lines_say_what_matters() -> None:
-    stream, clock = io.StringIO(), Clock()
+    stream = io.StringIO()
+    clock = Clock()
     progress = Progress("addition", 40, stream, clock=clock)
     progress.start({"layout": "TP 2 x DP 1", "attention": "unfused\n(no GPU)"})
     clock.now += 5
@@ -51,15 +52,22 @@ def test_plain_lines_say_what_matters() -> None:
         "  attention  unfused",
         "             (no GPU)",
         "step  0/40 | eval 0.380",
-        "step  1/40 | reward 0.412 | kl 0.00310 | length 3.21 | 12.3k tok/s | 2.1 s/step | 1m57s left",
-        "step  2/40 | reward 0.412 | kl 0.00310 | length 3.21 | 12.3k tok/s | 2.1 s/step | 1m35s left | eval 0.500",
+        (
+            "step  1/40 | reward 0.412 | kl 0.00310 | length 3.21 | 12.3k tok/s | 2.1 s/step |"
+            " 1m57s left"
+        ),
+        (
+            "step  2/40 | reward 0.412 | kl 0.00310 | length 3.21 | 12.3k tok/s | 2.1 s/step |"
+            " 1m35s left | eval 0.500"
+        ),
         "early stopping: armed",
         "run addition: stopped early after step 2/40, 11 s",
     ]
 
 
 def test_a_run_without_reward_shows_its_loss_and_its_own_clock() -> None:
-    stream, clock = io.StringIO(), Clock()
+    stream = io.StringIO()
+    clock = Clock()
     progress = Progress("sft", 2, stream, clock=clock)
     clock.now += 0.5
     progress.log(1, {"loss/policy_avg": 2.5})
@@ -86,7 +94,8 @@ def test_the_time_left_of_a_resumed_run_counts_its_own_steps() -> None:
 
 
 def test_quick_steps_share_lines() -> None:
-    stream, clock = io.StringIO(), Clock()
+    stream = io.StringIO()
+    clock = Clock()
     progress = Progress("quick", 500, stream, clock=clock)
     for step in range(1, 501):
         clock.now += 0.0625
@@ -100,7 +109,8 @@ def test_quick_steps_share_lines() -> None:
 
 
 def test_what_follows_a_step_follows_its_line(make_sample: Callable[..., Sample]) -> None:
-    stream, clock = io.StringIO(), Clock()
+    stream = io.StringIO()
+    clock = Clock()
     progress = Progress("quick", 9, stream, clock=clock)
     for step in (1, 2, 3, 4, 5):
         progress.log(step, METRICS)
@@ -109,16 +119,33 @@ def test_what_follows_a_step_follows_its_line(make_sample: Callable[..., Sample]
         if step == 4:
             progress.note("early stopping")
     progress.close("interrupted")
-    heads = [line.split(" |")[0].split(":")[0] for line in stream.getvalue().splitlines() if not line.startswith("   ")]
-    assert heads == ["step 1/9", "step 2/9", "  sample of step 2", "step 4/9", "early stopping", "step 5/9", "run quick"]
+    heads = [
+        line.split(" |")[0].split(":")[0]
+        for line in stream.getvalue().splitlines()
+        if not line.startswith("   ")
+    ]
+    assert heads == [
+        "step 1/9",
+        "step 2/9",
+        "  sample of step 2",
+        "step 4/9",
+        "early stopping",
+        "step 5/9",
+        "run quick",
+    ]
 
 
 def test_samples_are_shown_as_text(make_sample: Callable[..., Sample]) -> None:
     stream = io.StringIO()
-    sample = make_sample(response_text="46\nis it", reward=0.5, reward_parts={"math": 1.0, "form": 0.0})
+    sample = make_sample(
+        response_text="46\nis it", reward=0.5, reward_parts={"math": 1.0, "form": 0.0}
+    )
     Progress("a", 9, stream).show_samples(3, [sample])
     assert stream.getvalue().splitlines() == [
-        "  sample of step 3: reward 0.500, math 1.00, form 0, 3 tokens, ended by stop, expected '46'",
+        (
+            "  sample of step 3: reward 0.500, math 1.00, form 0, 3 tokens, ended by stop, expected"
+            " '46'"
+        ),
         "    > 12+34=",
         "    < 46",
         "      is it",
@@ -126,7 +153,8 @@ def test_samples_are_shown_as_text(make_sample: Callable[..., Sample]) -> None:
 
 
 def test_a_terminal_shows_the_same_lines_above_a_bar(make_sample: Callable[..., Sample]) -> None:
-    stream, clock = Terminal(), Clock()
+    stream = Terminal()
+    clock = Clock()
     progress = TerminalProgress("addition", 40, stream, clock=clock)
     progress.start({"layout": "TP 2"})
     clock.now += 3
@@ -134,7 +162,13 @@ def test_a_terminal_shows_the_same_lines_above_a_bar(make_sample: Callable[..., 
     progress.show_samples(1, [make_sample(response_text="[bold]46[/nonsense]")])
     progress.close("completed")
     text = stream.getvalue()
-    for expected in ("layout", "1/40", "1m57s left", "[bold]46[/nonsense]", "completed after step 1/40"):
+    for expected in (
+        "layout",
+        "1/40",
+        "1m57s left",
+        "[bold]46[/nonsense]",
+        "completed after step 1/40",
+    ):
         assert expected in text
     assert "\x1b[" in text
 

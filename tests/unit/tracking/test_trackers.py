@@ -36,7 +36,8 @@ def configured(**tracking: Any) -> Config:
 
 
 def test_always_metrics_and_progress_and_nothing_heavy(tmp_path: Path) -> None:
-    directory, stream = RunDirectory.create(tmp_path, "a"), io.StringIO()
+    directory = RunDirectory.create(tmp_path, "a")
+    stream = io.StringIO()
     trackers = build_trackers(configured(), directory, total_steps=3, stream=stream)
     assert trackers.names == ("jsonl", "progress")
     trackers.log(1, {"rollout/reward": 0.5})
@@ -49,11 +50,14 @@ def test_always_metrics_and_progress_and_nothing_heavy(tmp_path: Path) -> None:
 
 def test_importing_the_trackers_loads_neither_torch_nor_services() -> None:
     code = (
-        "import sys, rlcore.tracking, rlcore.tracking.wandb, rlcore.tracking.tensorboard, rlcore.tracking.plot, "
-        "rlcore.tracking.hub, rlcore.tracking.report, rlcore.runs.checkpoints, rlcore.runs.rng\n"
-        "print(sorted({'torch', 'wandb', 'tensorboard', 'matplotlib', 'huggingface_hub'} & set(sys.modules)))"
+        "import sys, rlcore.tracking, rlcore.tracking.wandb, rlcore.tracking.tensorboard,"
+        " rlcore.tracking.plot, rlcore.tracking.hub, rlcore.tracking.report,"
+        " rlcore.runs.checkpoints, rlcore.runs.rng\nprint(sorted({'torch', 'wandb', 'tensorboard',"
+        " 'matplotlib', 'huggingface_hub'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -72,8 +76,12 @@ class Recording(BaseTracker):
         self.closed = status
 
 
-def test_an_optional_tracker_that_fails_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    kept, failing, other = Recording(), Recording(failing_step=2), Recording()
+def test_an_optional_tracker_that_fails_does_not_end_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kept = Recording()
+    failing = Recording(failing_step=2)
+    other = Recording()
     trackers = Trackers({"kept": kept}, {"failing": failing, "other": other})
     for step in (1, 2, 3):
         trackers.log(step, {})
@@ -81,7 +89,12 @@ def test_an_optional_tracker_that_fails_does_not_end_the_run(caplog: pytest.LogC
     assert kept.steps == other.steps == [1, 2, 3]
     assert failing.steps == [1]
     assert (kept.closed, other.closed, failing.closed) == ("completed", "completed", "")
-    assert caplog.text.count("failing failed and is left out from here on: ConnectionError: the service is gone") == 1
+    assert (
+        caplog.text.count(
+            "failing failed and is left out from here on: ConnectionError: the service is gone"
+        )
+        == 1
+    )
 
 
 def test_a_required_tracker_that_fails_ends_it() -> None:
@@ -90,9 +103,20 @@ def test_a_required_tracker_that_fails_ends_it() -> None:
 
 
 def test_picked_samples_run_from_best_to_worst(make_sample: MakeSample) -> None:
-    samples = [make_sample(draw, reward=reward) for draw, reward in enumerate([0.0, 0.5, 1.0, 0.2, 0.9])]
-    rewards = {count: [sample.reward for sample in pick_samples(samples, count)] for count in (0, 1, 2, 3, 9)}
-    assert rewards == {0: [], 1: [1.0], 2: [1.0, 0.0], 3: [1.0, 0.5, 0.0], 9: [1.0, 0.9, 0.5, 0.2, 0.0]}
+    samples = [
+        make_sample(draw, reward=reward) for draw, reward in enumerate([0.0, 0.5, 1.0, 0.2, 0.9])
+    ]
+    rewards = {
+        count: [sample.reward for sample in pick_samples(samples, count)]
+        for count in (0, 1, 2, 3, 9)
+    }
+    assert rewards == {
+        0: [],
+        1: [1.0],
+        2: [1.0, 0.0],
+        3: [1.0, 0.5, 0.0],
+        9: [1.0, 0.9, 0.5, 0.2, 0.0],
+    }
     assert pick_samples([], 2) == []
 
 
@@ -104,7 +128,7 @@ def test_tensorboard_files_read_back(tmp_path: Path, make_sample: MakeSample) ->
     for step in range(1, 6):
         first.log(step, {"rollout/reward": step / 10})
     first.close("interrupted")
-    TensorboardTracker(tmp_path, {}).close("failed")    # a process that got to no step
+    TensorboardTracker(tmp_path, {}).close("failed")  # a process that got to no step
     resumed = TensorboardTracker(tmp_path, {"run": {"name": "a"}})
     resumed.show_prompt_lengths(np.array([3, 4, 4, 9]))
     for step in (4, 5, 6):
@@ -116,7 +140,10 @@ def test_tensorboard_files_read_back(tmp_path: Path, make_sample: MakeSample) ->
     events.Reload()
     scalars = [(event.step, round(event.value, 4)) for event in events.Scalars("rollout/reward")]
     assert scalars == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.04), (5, 0.05), (6, 0.06)]
-    texts = {tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    texts = {
+        tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+        for tag in events.Tags()["tensors"]
+    }
     assert "forty-six" in texts["samples/text_summary"]
     assert '"name": "a"' in texts["config/text_summary"]
     assert texts["status/text_summary"] == "completed"
@@ -124,7 +151,9 @@ def test_tensorboard_files_read_back(tmp_path: Path, make_sample: MakeSample) ->
     assert (histogram.num, histogram.sum) == (4, 20)
 
 
-def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = RunDirectory.create(tmp_path, "a")
     monkeypatch.setattr(tensorboard_module, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -134,7 +163,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
         build_trackers(configured(wandb={"enabled": True}), directory, total_steps=3)
 
 
-# --- wandb, really run without a network ------------------------------------------------------------------------
+# --- wandb, really run without a network ----------------------------------------------------------
 
 
 @pytest.fixture
@@ -145,7 +174,7 @@ def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
     yield wandb
-    wandb.teardown()        # ends the service process
+    wandb.teardown()  # ends the service process
 
 
 def test_wandb_offline_keeps_its_run_across_processes(
@@ -176,19 +205,35 @@ def test_wandb_offline_keeps_its_run_across_processes(
     assert all(state["wandb"]["id"] in folder.name for folder in folders)
     records = [record for folder in folders for record in _records(folder)]
     history = [
-        {"/".join([item.key, *item.nested_key]).strip("/"): json.loads(item.value_json) for item in record.history.item}
+        {
+            "/".join([item.key, *item.nested_key]).strip("/"): json.loads(item.value_json)
+            for item in record.history.item
+        }
         for record in records
         if record.WhichOneof("record_type") == "history"
     ]
-    assert [(row["step"], row["rollout/reward"]) for row in history if "rollout/reward" in row] == [(1, 0.25), (2, 0.5)]
-    lengths = [row["data/prompt_lengths/values"] for row in history if "data/prompt_lengths/values" in row]
+    assert [(row["step"], row["rollout/reward"]) for row in history if "rollout/reward" in row] == [
+        (1, 0.25),
+        (2, 0.5),
+    ]
+    lengths = [
+        row["data/prompt_lengths/values"] for row in history if "data/prompt_lengths/values" in row
+    ]
     assert [sum(counts) for counts in lengths] == [4], "shown once, though two processes asked"
     assert [row["samples/nrows"] for row in history if "samples/nrows" in row] == [1]
     assert "forty-six" in next((directory.path / "wandb").rglob("samples_*.table.json")).read_text()
-    exits = [record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"]
+    exits = [
+        record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"
+    ]
     assert exits == [1, 1, 0]
-    summaries = [item for record in records for item in record.summary.update if item.key == "status"]
-    assert [json.loads(item.value_json) for item in summaries] == ["interrupted", "interrupted", "completed"]
+    summaries = [
+        item for record in records for item in record.summary.update if item.key == "status"
+    ]
+    assert [json.loads(item.value_json) for item in summaries] == [
+        "interrupted",
+        "interrupted",
+        "completed",
+    ]
 
 
 def _records(folder: Path) -> list[Any]:
@@ -196,13 +241,19 @@ def _records(folder: Path) -> list[Any]:
     from wandb.proto import wandb_internal_pb2
 
     content = next(folder.glob("*.wandb")).read_bytes()
-    header, block, last_pieces = 7, 32768, (1, 4)
-    records, parts, at = [], b"", header
+    header = 7
+    block = 32768
+    last_pieces = (1, 4)
+    records = []
+    parts = b""
+    at = header
     while at + header <= len(content):
-        if block - at % block < header:     # no room for a piece's head: the rest of the block is padding
+        # no room for a piece's head: the rest of the block is padding
+        if block - at % block < header:
             at += block - at % block
             continue
-        size, piece = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        size = int.from_bytes(content[at + 4 : at + 6], "little")
+        piece = content[at + 6]
         parts += content[at + header : at + header + size]
         at += header + size
         if piece in last_pieces:

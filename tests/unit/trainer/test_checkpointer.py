@@ -54,12 +54,19 @@ class Book:
 
 @pytest.fixture
 def parts() -> tuple[Checkpointer, Writing, Book]:
-    backend, rank0 = Writing(), Book()
+    backend = Writing()
+    rank0 = Book()
     sync = RankSync(LocalStore(), 0, 1)
-    return Checkpointer(sync, cast(PolicyBackend, backend), cast(RankZero, rank0), timeout_s=0.2), backend, rank0
+    return (
+        Checkpointer(sync, cast(PolicyBackend, backend), cast(RankZero, rank0), timeout_s=0.2),
+        backend,
+        rank0,
+    )
 
 
-def test_it_is_committed_at_the_border_after_it_was_written(parts: tuple[Checkpointer, Writing, Book]) -> None:
+def test_it_is_committed_at_the_border_after_it_was_written(
+    parts: tuple[Checkpointer, Writing, Book],
+) -> None:
     checkpointer, backend, rank0 = parts
     assert checkpointer.save(3, in_background=True) is None
     assert checkpointer.poll() is None
@@ -84,7 +91,10 @@ def test_a_second_save_waits_for_the_first(parts: tuple[Checkpointer, Writing, B
 def test_but_not_for_ever(parts: tuple[Checkpointer, Writing, Book]) -> None:
     checkpointer, _, rank0 = parts
     checkpointer.save(3, in_background=True)
-    with pytest.raises(DeadlineExceeded, match=r"rank 0 waited 0 s for .*step 3 to be written; cluster.collective_timeout_s"):
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"rank 0 waited 0 s for .*step 3 to be written; cluster.collective_timeout_s",
+    ):
         checkpointer.save(4, in_background=True)
     assert rank0.begun == [3]
 
@@ -92,7 +102,9 @@ def test_but_not_for_ever(parts: tuple[Checkpointer, Writing, Book]) -> None:
 KEPT = "the run is saved after step 3: continue with --resume"
 
 
-def test_before_a_run_fails_its_last_step_is_saved(parts: tuple[Checkpointer, Writing, Book]) -> None:
+def test_before_a_run_fails_its_last_step_is_saved(
+    parts: tuple[Checkpointer, Writing, Book],
+) -> None:
     checkpointer, backend, rank0 = parts
     checkpointer.save(2, in_background=False)
     assert checkpointer.keep(3) == KEPT
@@ -101,7 +113,9 @@ def test_before_a_run_fails_its_last_step_is_saved(parts: tuple[Checkpointer, Wr
     assert backend.calls == ["save", "save"], "once is enough"
 
 
-def test_before_a_run_fails_the_checkpoint_on_its_way_is_committed(parts: tuple[Checkpointer, Writing, Book]) -> None:
+def test_before_a_run_fails_the_checkpoint_on_its_way_is_committed(
+    parts: tuple[Checkpointer, Writing, Book],
+) -> None:
     checkpointer, backend, rank0 = parts
     checkpointer.save(3, in_background=True)
     threading.Timer(0.05, lambda: setattr(backend, "seconds", 2.0)).start()
@@ -109,30 +123,36 @@ def test_before_a_run_fails_the_checkpoint_on_its_way_is_committed(parts: tuple[
     assert (rank0.begun, rank0.committed) == ([3], [3])
 
 
-def test_a_run_that_trained_nothing_has_nothing_to_save(parts: tuple[Checkpointer, Writing, Book]) -> None:
+def test_a_run_that_trained_nothing_has_nothing_to_save(
+    parts: tuple[Checkpointer, Writing, Book],
+) -> None:
     checkpointer, backend, rank0 = parts
     assert checkpointer.keep(0) == "no step was trained yet"
-    checkpointer.newest = 3        # as after a resume
+    checkpointer.newest = 3  # as after a resume
     assert checkpointer.keep(3) == KEPT
     assert (rank0.begun, backend.calls) == ([], [])
 
 
 def test_any_rank_says_what_is_intact(tmp_path: Path) -> None:
     """The first rank that fails speaks for all."""
-    checkpoints, store = tmp_path / "checkpoints", LocalStore()
+    checkpoints = tmp_path / "checkpoints"
+    store = LocalStore()
     (checkpoints / "step_000002").mkdir(parents=True)
-    store.set("main/1", str(checkpoints / ".step_000004.tmp" / "model"))      # rank 0 has opened it
+    store.set("main/1", str(checkpoints / ".step_000004.tmp" / "model"))  # rank 0 has opened it
 
     class FullDisk(Writing):
         def save(self, folder: Path) -> None:
             raise RunFailed(f"writing {folder}: No space left on device")
 
-    checkpointer = Checkpointer(RankSync(store, 1, 2), cast(PolicyBackend, FullDisk()), None, timeout_s=0.2)
+    checkpointer = Checkpointer(
+        RankSync(store, 1, 2), cast(PolicyBackend, FullDisk()), None, timeout_s=0.2
+    )
     with pytest.raises(RunFailed) as caught:
         checkpointer.save(4, in_background=False)
-    assert str(caught.value) == (
-        f"the checkpoint of step 4 could not be written: writing {checkpoints}/.step_000004.tmp/model: No space left on "
-        f"device; the checkpoint of step 2 is intact; free space under {checkpoints} and continue with --resume"
+    assert (
+        str(caught.value) == "the checkpoint of step 4 could not be written: writing"
+        f" {checkpoints}/.step_000004.tmp/model: No space left on device; the checkpoint of step"
+        f" 2 is intact; free space under {checkpoints} and continue with --resume"
     )
 
 

@@ -15,15 +15,20 @@ from rlcore.data.batch import RolloutBatch
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.objective import Objective
 
-LENGTHS = (3, 1, 0, 4, 2, 2)        # trainable tokens of each sequence; the third has none
-GROUPS = (7, 9, 9, 7, 9, 7)         # neighbours are no group
+LENGTHS = (3, 1, 0, 4, 2, 2)  # trainable tokens of each sequence; the third has none
+GROUPS = (7, 9, 9, 7, 9, 7)  # neighbours are no group
 ROLLOUTS = (1, 1, 2, 3, 4, 4)
 REWARDS = (1.0, 0.0, 5.0, 0.5, 2.0, 0.0)
 EVERYTHING = [range(6)]
 
 
 def make_config(algorithm: dict[str, Any] | None = None, **sections: Any) -> Config:
-    given = {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["d"]}, "training": {"steps": 1}}
+    given = {
+        "run": {"name": "x"},
+        "model": {"path": "m"},
+        "data": {"paths": ["d"]},
+        "training": {"steps": 1},
+    }
     return Config.model_validate({**given, "algorithm": algorithm or {}, **sections})
 
 
@@ -33,8 +38,11 @@ def make_credit(algorithm: dict[str, Any] | None = None, **sections: Any) -> Cre
 
 
 def make_batch(**vectors: Tensor) -> RolloutBatch:
-    """Each sequence is one prompt token and its trainable ones; versions 3, 4, 5, 3, ..., about to train version 5."""
-    count, generator = sum(LENGTHS), torch.Generator().manual_seed(2)
+    """Each sequence is one prompt token and its trainable ones; versions 3, 4, 5, 3, ..., about to
+    train version 5.
+    """
+    count = sum(LENGTHS)
+    generator = torch.Generator().manual_seed(2)
     cu = torch.tensor([0, *(n + 1 for n in LENGTHS)]).cumsum(0)
     mask = torch.ones(int(cu[-1]), dtype=torch.bool)
     mask[cu[:-1]] = False
@@ -47,10 +55,12 @@ def make_batch(**vectors: Tensor) -> RolloutBatch:
         "logprobs": -torch.rand(count, generator=generator),
         "versions": torch.arange(count) % 3 + 3,
     }
-    return RolloutBatch(torch.zeros(int(cu[-1]), dtype=torch.int32), cu, mask, {**given, **vectors}, version=5)
+    return RolloutBatch(
+        torch.zeros(int(cu[-1]), dtype=torch.int32), cu, mask, {**given, **vectors}, version=5
+    )
 
 
-# --- advantages -------------------------------------------------------------------------------------------------------
+# --- advantages -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["batch", "group", "none"])
@@ -58,7 +68,9 @@ def test_advantages_are_normalised_as_configured(mode: Any) -> None:
     given = {"estimator": {"name": "reinforce++", "gamma": 0.5}}
     raw = make_credit({**given, "normalize_advantages": "none"}).advantages(make_batch())
     got = make_credit({**given, "normalize_advantages": mode}).advantages(make_batch())
-    expected = normalize_advantages(raw.advantages, make_batch().cu_seqlens, torch.tensor(GROUPS), mode)
+    expected = normalize_advantages(
+        raw.advantages, make_batch().cu_seqlens, torch.tensor(GROUPS), mode
+    )
     assert torch.equal(got.advantages, expected)
     assert torch.equal(got.advantages, raw.advantages) is (mode == "none")
     assert got.returns is not None
@@ -67,7 +79,9 @@ def test_advantages_are_normalised_as_configured(mode: Any) -> None:
 
 
 def test_normalisation_by_group_goes_by_identity() -> None:
-    credit = make_credit({"estimator": {"name": "reinforce++", "gamma": 0.5}, "normalize_advantages": "group"})
+    credit = make_credit(
+        {"estimator": {"name": "reinforce++", "gamma": 0.5}, "normalize_advantages": "group"}
+    )
     parts = credit.advantages(make_batch()).advantages.split(LENGTHS)
     for group in (7, 9):
         tokens = torch.cat([part for part, g in zip(parts, GROUPS) if g == group]).double()
@@ -77,7 +91,11 @@ def test_normalisation_by_group_goes_by_identity() -> None:
 
 def test_the_estimators_custom_is_the_default() -> None:
     names = ("ppo", "reinforce++", "grpo")
-    assert [make_credit({"estimator": {"name": n}}).normalization for n in names] == ["batch", "batch", "none"]
+    assert [make_credit({"estimator": {"name": n}}).normalization for n in names] == [
+        "batch",
+        "batch",
+        "none",
+    ]
 
 
 def test_distillation_is_a_reward_of_each_token() -> None:
@@ -94,7 +112,7 @@ def test_distillation_is_a_reward_of_each_token() -> None:
     torch.testing.assert_close(difference, 0.25 * gap)
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 def weights(batch: RolloutBatch, minibatches: Any = EVERYTHING, **algorithm: Any) -> Tensor:
@@ -104,15 +122,20 @@ def weights(batch: RolloutBatch, minibatches: Any = EVERYTHING, **algorithm: Any
 def test_samples_of_one_rollout_share_a_denominator() -> None:
     each = weights(make_batch(), loss={"aggregation": "seq-mean-token-mean"})
     shared = weights(make_batch(), loss={"aggregation": "seq-mean-token-mean", "per_rollout": True})
-    per_token = {0: 1 / (3 * 4), 1: 1 / (3 * 4), 3: 1 / (3 * 4), 4: 1 / (3 * 4), 5: 1 / (3 * 4)}   # 3 rollouts of 4 tokens
-    assert torch.allclose(shared, torch.tensor([per_token[s] for s, n in enumerate(LENGTHS) for _ in range(n)]))
+    # 3 rollouts of 4 tokens
+    per_token = {0: 1 / (3 * 4), 1: 1 / (3 * 4), 3: 1 / (3 * 4), 4: 1 / (3 * 4), 5: 1 / (3 * 4)}
+    assert torch.allclose(
+        shared, torch.tensor([per_token[s] for s, n in enumerate(LENGTHS) for _ in range(n)])
+    )
     assert torch.allclose(each[:4], torch.tensor([1 / 15, 1 / 15, 1 / 15, 1 / 5]))
     assert float(shared.sum()) == pytest.approx(1.0)
 
 
 def test_rollouts_are_counted_in_the_optimizer_step_of_their_tokens() -> None:
     steps = [[0, 1, 2], [5, 3, 4]]
-    got = weights(make_batch(), steps, loss={"aggregation": "seq-mean-token-sum", "per_rollout": True}).split(LENGTHS)
+    got = weights(
+        make_batch(), steps, loss={"aggregation": "seq-mean-token-sum", "per_rollout": True}
+    ).split(LENGTHS)
     assert [float(part[0]) for part in got if len(part)] == [1.0, 1.0, 0.5, 0.5, 0.5]
 
 
@@ -139,7 +162,9 @@ def test_age_is_counted_from_the_policy_that_is_trained_not_from_the_newest_samp
 def test_a_batch_that_does_not_know_its_policy_is_refused() -> None:
     batch = make_batch()
     batch.version = None
-    with pytest.raises(ValueError, match=r"algorithm.correction.max_staleness counts from batch.version"):
+    with pytest.raises(
+        ValueError, match=r"algorithm.correction.max_staleness counts from batch.version"
+    ):
         weights(batch, correction={"max_staleness": 1})
 
 
@@ -149,13 +174,14 @@ def test_routing_replay_needs_the_pass_that_records() -> None:
     assert make_credit(plain, policy={"routing_replay": "logprobs"}).needs_logprobs
 
 
-# --- what losses need of the whole optimizer step -----------------------------------------------------------------------
+# --- what losses need of the whole optimizer step -------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_each_optimizer_step_has_statistics_of_its_own(name: str) -> None:
     steps = [[0, 3, 2], [5, 1, 4]]
-    credit, batch = make_credit({"loss": {"name": name}, "minibatches": 2}), make_batch()
+    credit = make_credit({"loss": {"name": name}, "minibatches": 2})
+    batch = make_batch()
     assert credit.needs_logprobs
     assigned = credit.assign(batch, steps)
     loss = build_policy_loss(name)
@@ -163,8 +189,12 @@ def test_each_optimizer_step_has_statistics_of_its_own(name: str) -> None:
         part = batch.select(rows)
         mean = part.vectors["advantages"].double().mean()
         assert assigned[f"batch_stats/{k}/advantage_mean"] == pytest.approx(float(mean), abs=1e-6)
-    names = {key.removeprefix("batch_stats/0/") for key in assigned if key.startswith("batch_stats/0/")}
-    assert names == {key.removeprefix("batch_stats/1/") for key in assigned if key.startswith("batch_stats/1/")}
+    names = {
+        key.removeprefix("batch_stats/0/") for key in assigned if key.startswith("batch_stats/0/")
+    }
+    assert names == {
+        key.removeprefix("batch_stats/1/") for key in assigned if key.startswith("batch_stats/1/")
+    }
     assert loss.has_batch_stats
 
 
@@ -172,7 +202,7 @@ def test_a_loss_without_statistics_assigns_none() -> None:
     assert not [name for name in make_credit().assign(make_batch(), EVERYTHING) if "/" in name]
 
 
-# --- the batch itself -------------------------------------------------------------------------------------------------
+# --- the batch itself -----------------------------------------------------------------------------
 
 
 def test_a_sequence_is_known_by_draw_and_index_wherever_it_stands(make_sample: Any) -> None:
@@ -182,7 +212,10 @@ def test_a_sequence_is_known_by_draw_and_index_wherever_it_stands(make_sample: A
     ids = batch.vectors["sequence_ids"]
     assert ids.dtype == torch.int64
     assert len(set(ids.tolist())) == 4
-    assert batch.select([3, 0]).vectors["sequence_ids"].tolist() == [samples[3].sequence_id, samples[0].sequence_id]
+    assert batch.select([3, 0]).vectors["sequence_ids"].tolist() == [
+        samples[3].sequence_id,
+        samples[0].sequence_id,
+    ]
     again = RolloutBatch.from_samples([make_sample(5, index=0)])
     assert again.vectors["sequence_ids"][0] == ids[2], "whatever else is in the batch"
 

@@ -37,15 +37,21 @@ ON = ["True", "'true'", "'True'", "1", "'yes'", "'on'", "true", "yes", "on", "'1
 
 
 @pytest.mark.parametrize("how", ["file", "override"])
-@pytest.mark.parametrize(("written", "armed"), [*((text, False) for text in OFF), *((text, True) for text in ON)])
+@pytest.mark.parametrize(
+    ("written", "armed"), [*((text, False) for text in OFF), *((text, True) for text in ON)]
+)
 def test_every_spelling_of_a_switch(how: str, written: str, armed: bool, tmp_path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(f"training: {{target_kl: 0.1, early_stopping: {written}}}\n")
     overrides = ["training.target_kl=0.1", f"training.early_stopping={written}"]
-    loaded = load_config([file], MINIMAL) if how == "file" else load_config([], [*MINIMAL, *overrides])
+    loaded = (
+        load_config([file], MINIMAL) if how == "file" else load_config([], [*MINIMAL, *overrides])
+    )
     assert loaded.config.training.early_stopping is armed
     assert EarlyStopping.of(loaded.config.training) == (EarlyStopping(0.1) if armed else None)
-    ignored = [note for note in loaded.notes if note.startswith("training.target_kl: 0.1 is ignored")]
+    ignored = [
+        note for note in loaded.notes if note.startswith("training.target_kl: 0.1 is ignored")
+    ]
     assert len(ignored) == (0 if armed else 1)
 
 

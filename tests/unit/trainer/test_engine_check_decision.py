@@ -1,4 +1,6 @@
-"""The comparison of an engine's log-probs with the trainer's: what is compared, when, and what is said of it."""
+"""The comparison of an engine's log-probs with the trainer's: what is compared, when, and what is
+said of it.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,17 @@ from rlcore.trainer.engine_check import PASS, EngineCheck
 
 MakeSample = Callable[..., Sample]
 GAP = "rollout/train_rollout_logprob_diff"
-VERSION = 5     # made the last two of the three tokens of every sample; version 4 made the first
+VERSION = 5  # made the last two of the three tokens of every sample; version 4 made the first
 
 
 def check_of(*overrides: str) -> EngineCheck | None:
-    given = ("run.name=x", "model.path=m", "data.paths=d.jsonl", "training.steps=1", "reward.parts.a.function=exact_match")
+    given = (
+        "run.name=x",
+        "model.path=m",
+        "data.paths=d.jsonl",
+        "training.steps=1",
+        "reward.parts.a.function=exact_match",
+    )
     return EngineCheck.of(load_config([], [*given, *overrides]).config)
 
 
@@ -67,7 +75,9 @@ def test_equal_log_probs_are_right(batch: RolloutBatch, samples: list[Sample]) -
     assert (metrics[GAP], trouble) == (0.0, "")
 
 
-def test_a_difference_names_the_engine_the_worst_response_and_the_causes(batch: RolloutBatch, samples: list[Sample]) -> None:
+def test_a_difference_names_the_engine_the_worst_response_and_the_causes(
+    batch: RolloutBatch, samples: list[Sample]
+) -> None:
     batch.vectors[f"{PASS}logprobs"] += torch.tensor([0.0, 0.0, 0.01, 0.0, 0.7, 0.01])
     check = EngineCheck(1e-3, 20, "sglang")
     metrics, trouble = check.compare(batch, samples, {})
@@ -79,7 +89,9 @@ def test_a_difference_names_the_engine_the_worst_response_and_the_causes(batch: 
     assert EngineCheck(0.2, 20, "sglang").compare(batch, samples, {})[1] == ""
 
 
-def test_one_engine_that_is_wrong_is_not_averaged_away(batch: RolloutBatch, samples: list[Sample]) -> None:
+def test_one_engine_that_is_wrong_is_not_averaged_away(
+    batch: RolloutBatch, samples: list[Sample]
+) -> None:
     """Of two, the second by 0.3 nats: 0.15 on average, below the limit."""
     batch.vectors[f"{PASS}logprobs"] += torch.tensor([0.0, 0.0, 0.0, 0.0, 0.3, 0.3])
     check = EngineCheck(0.2, 20, "sglang")
@@ -90,7 +102,9 @@ def test_one_engine_that_is_wrong_is_not_averaged_away(batch: RolloutBatch, samp
     assert "engine-0" not in trouble
 
 
-def test_a_pass_that_the_step_needs_anyway_is_what_is_compared(batch: RolloutBatch, samples: list[Sample]) -> None:
+def test_a_pass_that_the_step_needs_anyway_is_what_is_compared(
+    batch: RolloutBatch, samples: list[Sample]
+) -> None:
     batch.set("logprobs", batch.vectors["rollout_logprobs"] + 1.0)
     assert "by 1 nats" in EngineCheck(1e-3, 20, "embedded").compare(batch, samples, {})[1]
 

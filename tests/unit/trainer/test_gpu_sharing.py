@@ -1,4 +1,6 @@
-"""GpuSharing of trainer and engines on shared memory: the order of operations, on one rank and two, and when an engine is lost."""
+"""GpuSharing of trainer and engines on shared memory: the order of operations, on one rank and two,
+and when an engine is lost.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ class Device:
     """Shared memory: what is on it, and every move. Whoever takes what does not fit fails the test."""
 
     def __init__(self) -> None:
-        self.engines, self.trainers, self.moves = set(ALL), set[int](), list[str]()
-        self.untidy = set[int]()            # trainers that keep memory of their last passes
+        self.engines = set(ALL)
+        self.trainers = set[int]()
+        self.moves = list[str]()
+        self.untidy = set[int]()  # trainers that keep memory of their last passes
         self.runs = self.restarts = True
         self._lock = threading.Lock()
 
@@ -33,7 +37,9 @@ class Device:
                 self.engines -= set(tags)
             else:
                 assert not set(tags) & self.engines, f"{tags} are held already"
-                assert "kv_cache" not in tags or not self.trainers, "a cache beside the trainer does not fit"
+                assert "kv_cache" not in tags or not self.trainers, (
+                    "a cache beside the trainer does not fit"
+                )
                 assert not self.untidy, "weights beside what passes left behind do not fit"
                 self.engines |= set(tags)
             self.moves.append(f"{move} {'+'.join(sorted(tags))}")
@@ -56,7 +62,8 @@ class Memory:
     """All engines."""
 
     def __init__(self, device: Device) -> None:
-        self.device, self.failure = device, cast(Exception | None, None)
+        self.device = device
+        self.failure = cast(Exception | None, None)
 
     def release(self, tags: Sequence[MemoryTag]) -> None:
         self.device.engine("release", tags)
@@ -74,7 +81,8 @@ class Memory:
 
 class Backend:
     def __init__(self, device: Device, rank: int) -> None:
-        self.device, self.rank = device, rank
+        self.device = device
+        self.rank = rank
 
     def offload(self) -> None:
         self.device.trainer(self.rank, "offload")
@@ -97,14 +105,14 @@ def make(device: Device, rank: int = 0, ranks: int = 1, store: Any = None) -> Gp
 def test_a_step_and_its_checkpoint() -> None:
     device = Device()
     sharing = make(device)
-    sharing.switch_to(GpuPhase.GENERATING)     # rollouts: it is theirs already
+    sharing.switch_to(GpuPhase.GENERATING)  # rollouts: it is theirs already
     assert device.moves == []
     sharing.switch_to(GpuPhase.TRAINING)
     assert device.moves == ["release cuda_graph+kv_cache+weights", "onload"]
     assert (device.engines, device.trainers) == (set(), {0})
-    sharing.switch_to(GpuPhase.HANDOVER)       # to publish into
+    sharing.switch_to(GpuPhase.HANDOVER)  # to publish into
     assert device.moves[2:] == ["release_cache", "restore weights"]
-    sharing.switch_to(GpuPhase.HANDOVER)       # a checkpoint needs nothing more
+    sharing.switch_to(GpuPhase.HANDOVER)  # a checkpoint needs nothing more
     assert len(device.moves) == 4
     sharing.switch_to(GpuPhase.GENERATING)
     assert device.moves[4:] == ["offload", "restore cuda_graph+kv_cache"]
@@ -117,7 +125,12 @@ def test_a_checkpoint_after_an_evaluation_leaves_the_engines_their_weights() -> 
     sharing.switch_to(GpuPhase.HANDOVER)
     assert device.engines == {"weights"}
     sharing.switch_to(GpuPhase.GENERATING)
-    assert device.moves == ["release cuda_graph+kv_cache", "onload", "offload", "restore cuda_graph+kv_cache"]
+    assert device.moves == [
+        "release cuda_graph+kv_cache",
+        "onload",
+        "offload",
+        "restore cuda_graph+kv_cache",
+    ]
 
 
 def test_nothing_is_generated_with_weights_that_are_gone() -> None:
@@ -131,7 +144,7 @@ def test_engines_that_died_start_again_where_the_trainer_is_parked() -> None:
     device = Device()
     sharing = make(device)
     sharing.switch_to(GpuPhase.TRAINING)
-    device.runs = False             # the last of them died while the trainer had the device
+    device.runs = False  # the last of them died while the trainer had the device
     sharing.switch_to(GpuPhase.HANDOVER)
     assert device.runs
     assert sharing.phase is GpuPhase.HANDOVER
@@ -167,8 +180,11 @@ def test_a_failure_leaves_the_turn_where_it_was() -> None:
 
 def test_every_rank_is_out_before_an_engine_takes_memory() -> None:
     """Rank 1 is late with everything; the device itself checks who is there."""
-    device, store = Device(), LocalStore()
-    late, passes = threading.Event(), threading.Barrier(2)      # what ranks do in a phase is collective
+    device = Device()
+    store = LocalStore()
+    # what ranks do in a phase is collective
+    late = threading.Event()
+    passes = threading.Barrier(2)
 
     class Slow(Backend):
         def offload(self) -> None:
@@ -185,7 +201,13 @@ def test_every_rank_is_out_before_an_engine_takes_memory() -> None:
 
     def run(sharing: GpuSharing) -> None:
         try:
-            for phase in (GpuPhase.TRAINING, GpuPhase.HANDOVER, GpuPhase.GENERATING, GpuPhase.HANDOVER, GpuPhase.GENERATING):
+            for phase in (
+                GpuPhase.TRAINING,
+                GpuPhase.HANDOVER,
+                GpuPhase.GENERATING,
+                GpuPhase.HANDOVER,
+                GpuPhase.GENERATING,
+            ):
                 sharing.switch_to(phase)
                 passes.wait(5)
         except BaseException as error:  # noqa: BLE001  shown by the test

@@ -1,4 +1,6 @@
-"""No metric of a step moves with padding, tool output, the order of sequences, or how the step was split."""
+"""No metric of a step moves with padding, tool output, the order of sequences, or how the step was
+split.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ LENGTHS = (5, 1, 0, 17, 4, 2, 9, 3)  # trainable tokens; the first is token id 1
 SIZE = sum(LENGTHS)
 SCORED = ("logprobs", "ref_logprobs", "entropy", "values")
 GENERATOR = np.random.default_rng(7)
-TRUTH = {name: np.append(np.nan, GENERATOR.normal(size=SIZE)) for name in (*SCORED, "after", "engine")}  # by token id
+# by token id
+TRUTH = {
+    name: np.append(np.nan, GENERATOR.normal(size=SIZE)) for name in (*SCORED, "after", "engine")
+}
 TRUTH["logprobs"] = -np.abs(TRUTH["logprobs"])
 TRUTH["engine"] = (TRUTH["logprobs"] + 0.3 * TRUTH["engine"]).astype(np.float32)
 TRUTH["after"] = TRUTH["logprobs"] + 0.2 * TRUTH["after"]
@@ -60,12 +65,16 @@ class Layout:
 def sample(b: int, layout: Layout) -> Sample:
     """Sequence b; ids of tokens that nobody trains on are 0."""
     first = sum(LENGTHS[:b]) + 1
-    ids, mask = [0] * layout.prompt, [0] * layout.prompt
+    ids = [0] * layout.prompt
+    mask = [0] * layout.prompt
     for t in range(first, first + LENGTHS[b]):
-        ids, mask = [*ids, t], [*mask, 1]
+        ids = [*ids, t]
+        mask = [*mask, 1]
         if (t - first) % 2:
-            ids, mask = ids + [0] * layout.tools, mask + [0] * layout.tools
-    ids, mask = ids + [0] * layout.pad, mask + [0] * layout.pad
+            ids = ids + [0] * layout.tools
+            mask = mask + [0] * layout.tools
+    ids = ids + [0] * layout.pad
+    mask = mask + [0] * layout.pad
     half = LENGTHS[b] // 2
     return Sample(
         draw=b // 2, index=b % 2, prompt_id=f"p:{b // 2}", group_id=b // 2, rollout_id=b,
@@ -88,7 +97,9 @@ def ready(config: Config, layout: Layout) -> RolloutBatch:
     batch.version = 6
     for name in SCORED:
         batch.set(name, scores(batch, name))
-    CreditAssignment(config, Objective(config.algorithm)).assign(batch, [list(range(batch.num_sequences))])
+    CreditAssignment(config, Objective(config.algorithm)).assign(
+        batch, [list(range(batch.num_sequences))]
+    )
     return batch
 
 
@@ -100,8 +111,11 @@ def loss_inputs(part: RolloutBatch, policy: str) -> PolicyLossInputs:
 
 
 def run(config: Config, layout: Layout, ranks: Sequence[Split]) -> dict[str, float]:
-    """The metrics of a step: `ranks[r]` are the micro-batches of data-parallel rank r, by place in the batch."""
-    batch, objective = ready(config, layout), Objective(config.algorithm)
+    """The metrics of a step: `ranks[r]` are the micro-batches of data-parallel rank r, by place in
+    the batch.
+    """
+    batch = ready(config, layout)
+    objective = Objective(config.algorithm)
     packed: list[tuple[list[str], torch.Tensor, torch.Tensor]] = []
     for micro_batches in ranks:
         moments = Moments()
@@ -109,8 +123,10 @@ def run(config: Config, layout: Layout, ranks: Sequence[Split]) -> dict[str, flo
             part = batch.select(rows)
             moments.add_objective(objective(loss_inputs(part, "after")), part.vectors["weights"])
         packed.append((moments.names, *moments.pack(moments.names)))
-    assert len({tuple(names) for names, _, _ in packed}) == 1  # a rank without tokens knows the names too
-    sums, maxima = torch.stack([p[1] for p in packed]).sum(0), torch.stack([p[2] for p in packed]).amax(0)
+    # a rank without tokens knows the names too
+    assert len({tuple(names) for names, _, _ in packed}) == 1
+    sums = torch.stack([p[1] for p in packed]).sum(0)
+    maxima = torch.stack([p[2] for p in packed]).amax(0)
     update = UpdateResult({}, Moments.unpack(packed[0][0], sums, maxima))
     rollouts = StepRollouts([sample(b, layout) for b in layout.order], {}, epoch=1.0, snapshot={})
     seconds = {"step": 1.0, "generation": 0.5}
@@ -135,9 +151,9 @@ def test_what_is_measured(config: Config) -> None:
         "rollout/resumed_responses", "rollout/resumed_tokens",
         "rollout/buffered_groups", "rollout/in_flight_groups", "rollout/dropped_stale",
     }  # fmt: skip
-    assert {name for name in METRICS if name.startswith(sections) and "<" not in name} - elsewhere == {
-        name for name in metrics if name.startswith(sections)
-    }
+    assert {
+        name for name in METRICS if name.startswith(sections) and "<" not in name
+    } - elsewhere == {name for name in metrics if name.startswith(sections)}
     assert 0 < metrics["correction/masked_fraction"] < 1
     assert 0 < metrics["correction/vetoed_fraction"] < 1
     assert 0 < metrics["correction/stale_fraction"] < 1
@@ -159,25 +175,44 @@ def test_no_metric_moves_with_padding_tool_output_or_order(config: Config, layou
     [[[0, 1, 2, 3, 4, 5, 6, 7], []], [[], []]],  # micro-batches and a rank without sequences
     [[[3]], [[0, 1], [2]], [[4, 5], [6]], [[7]]],
 ])  # fmt: skip
-def test_no_metric_moves_with_the_split_over_ranks_and_micro_batches(config: Config, ranks: list[Split]) -> None:
+def test_no_metric_moves_with_the_split_over_ranks_and_micro_batches(
+    config: Config, ranks: list[Split]
+) -> None:
     assert run(config, Layout(), ranks) == pytest.approx(run(config, Layout(), whole()), rel=1e-12)
 
 
 def test_the_logged_loss_is_what_is_minimised(config: Config) -> None:
-    """`loss/policy_avg` and `objective/loss` by a loop over tokens: stale ones count nothing, masked ones neither."""
+    """`loss/policy_avg` and `objective/loss` by a loop over tokens: stale ones count nothing,
+    masked ones neither.
+    """
     batch = ready(config, Layout())
     vectors = {name: value.tolist() for name, value in batch.vectors.items()}
-    after, borders = scores(batch, "after").tolist(), batch.cu_seqlens.tolist()
+    after = scores(batch, "after").tolist()
+    borders = batch.cu_seqlens.tolist()
     policy = total = 0.0
     for first, last in pairwise(borders):
-        gaps = [a - b for a, b in zip(vectors["logprobs"][first:last], vectors["rollout_logprobs"][first:last])]
-        if not gaps or min(gaps) < math.log(0.55) or not 0.9 <= math.exp(sum(gaps) / len(gaps)) <= 1.1:
+        gaps = [
+            a - b
+            for a, b in zip(
+                vectors["logprobs"][first:last], vectors["rollout_logprobs"][first:last]
+            )
+        ]
+        if (
+            not gaps
+            or min(gaps) < math.log(0.55)
+            or not 0.9 <= math.exp(sum(gaps) / len(gaps)) <= 1.1
+        ):
             continue
         for t in range(first, last):
-            ratio, advantage = math.exp(after[t] - vectors["logprobs"][t]), vectors["advantages"][t]
+            ratio = math.exp(after[t] - vectors["logprobs"][t])
+            advantage = vectors["advantages"][t]
             loss = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
             loss = min(loss, -3.0 * advantage) if advantage < 0 else loss
-            weight = 0.0 if 6 - vectors["versions"][t] > 1 else 1.0 / (len(gaps) * sum(n > 0 for n in LENGTHS))
+            weight = (
+                0.0
+                if 6 - vectors["versions"][t] > 1
+                else 1.0 / (len(gaps) * sum(n > 0 for n in LENGTHS))
+            )
             policy += weight * math.exp(sum(gaps) / len(gaps)) * loss
             total -= weight * 0.01 * vectors["entropy"][t]
     metrics = run(config, Layout(), whole())
@@ -186,8 +221,11 @@ def test_the_logged_loss_is_what_is_minimised(config: Config) -> None:
 
 
 def test_one_update_measures_what_a_pass_before_it_does(config: Config) -> None:
-    """Where the update is the first to see the batch, its distances are those of the policy before the step."""
-    batch, moments = ready(config, Layout()), [Moments(), Moments()]
+    """Where the update is the first to see the batch, its distances are those of the policy before
+    the step.
+    """
+    batch = ready(config, Layout())
+    moments = [Moments(), Moments()]
     for half, rows in zip(moments, ([0, 1, 2, 3], [4, 5, 6, 7])):
         part = batch.select(rows)
         loss = Objective(config.algorithm)(loss_inputs(part, "logprobs"))
@@ -195,13 +233,20 @@ def test_one_update_measures_what_a_pass_before_it_does(config: Config) -> None:
     before = run(config, Layout(), whole())
 
     def seen(*, one_update: bool) -> dict[str, float]:
-        return update_metrics([UpdateResult({}, half) for half in moments], batch, one_update=one_update)
+        return update_metrics(
+            [UpdateResult({}, half) for half in moments], batch, one_update=one_update
+        )
 
     found = seen(one_update=True)
-    shared = [name for name in found if name.startswith("rollout/")] + ["objective/kl", "objective/entropy"]
+    shared = [name for name in found if name.startswith("rollout/")] + [
+        "objective/kl",
+        "objective/entropy",
+    ]
     assert {"rollout/ess", "rollout/kl", "rollout/train_rollout_logprob_diff_max"} < set(shared)
     for name in shared:
         assert found[name] == pytest.approx(before[name], rel=1e-12), name
     later = seen(one_update=False)  # the second update of several sees a policy that has moved
-    assert not any(name.startswith(("rollout/", "objective/kl", "objective/entropy")) for name in later)
+    assert not any(
+        name.startswith(("rollout/", "objective/kl", "objective/entropy")) for name in later
+    )
     assert later["objective/loss"] == pytest.approx(found["objective/loss"])

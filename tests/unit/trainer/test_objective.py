@@ -44,7 +44,10 @@ def terms(inputs: PolicyLossInputs) -> tuple[Tensor, Tensor]:
     policy = build_policy_loss("ppo_clip")(inputs).per_token
     assert inputs.ref_logprobs is not None
     assert inputs.entropy is not None
-    return policy, 0.1 * approx_kl(inputs.logprobs, inputs.ref_logprobs, "k3") - 0.02 * inputs.entropy
+    return (
+        policy,
+        0.1 * approx_kl(inputs.logprobs, inputs.ref_logprobs, "k3") - 0.02 * inputs.entropy,
+    )
 
 
 BESIDE: dict[str, Any] = {"kl": {"loss_coef": 0.1, "loss_kind": "k3"}, "entropy_coef": 0.02}
@@ -60,7 +63,8 @@ def test_without_a_correction_the_terms_simply_add_up() -> None:
 @pytest.mark.parametrize("name", ["tis", "mis", "icepop"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_a_correction_weighs_the_policy_loss_and_only_that(name: Any, level: Any) -> None:
-    inputs, options = make_inputs(), {"level": level, "lower": 0.7, "upper": 1.3}
+    inputs = make_inputs()
+    options = {"level": level, "lower": 0.7, "upper": 1.3}
     assert inputs.rollout_logprobs is not None
     found = Correction(name, **options)(inputs.old_logprobs, inputs.rollout_logprobs, CU)
     assert not torch.equal(found.weights, torch.ones(9)), "this case corrects something"
@@ -68,7 +72,9 @@ def test_a_correction_weighs_the_policy_loss_and_only_that(name: Any, level: Any
     out = objective(**BESIDE, correction={"name": name, **options})(inputs)
     torch.testing.assert_close(out.per_token, found.weights * policy + found.keep * others)
     assert inputs.weights is not None
-    torch.testing.assert_close(out.metrics["policy_loss"], inputs.weights * found.weights * policy.detach())
+    torch.testing.assert_close(
+        out.metrics["policy_loss"], inputs.weights * found.weights * policy.detach()
+    )
     assert found.metrics.keys() <= out.metrics.keys()
 
 
@@ -95,8 +101,10 @@ def test_icepop_keeps_the_other_terms_where_it_stops_the_policy() -> None:
 
 def test_a_veto_drops_the_whole_sequence() -> None:
     rollout = make_inputs().old_logprobs.clone()
-    rollout[4] += 12.0      # the trainer finds this token far less likely than the engine did
-    out = objective(**BESIDE, correction={"name": "tis", "veto": 1e-4})(make_inputs(rollout_logprobs=rollout))
+    rollout[4] += 12.0  # the trainer finds this token far less likely than the engine did
+    out = objective(**BESIDE, correction={"name": "tis", "veto": 1e-4})(
+        make_inputs(rollout_logprobs=rollout)
+    )
     assert (out.per_token == 0).tolist() == [False] * 3 + [True] * 2 + [False] * 4
 
 
@@ -104,7 +112,10 @@ def test_where_engine_and_trainer_agree_nothing_changes() -> None:
     inputs = make_inputs()
     same = replace(inputs, rollout_logprobs=inputs.old_logprobs)
     for name in ("tis", "mis", "icepop"):
-        assert torch.equal(objective(**BESIDE, correction={"name": name})(same).per_token, objective(**BESIDE)(same).per_token)
+        assert torch.equal(
+            objective(**BESIDE, correction={"name": name})(same).per_token,
+            objective(**BESIDE)(same).per_token,
+        )
 
 
 def test_the_unbiased_kl_is_weighed_by_the_ratio_to_the_old_policy() -> None:
@@ -112,10 +123,16 @@ def test_the_unbiased_kl_is_weighed_by_the_ratio_to_the_old_policy() -> None:
     assert inputs.ref_logprobs is not None
     for kind in ("k1", "k2", "k3"):
         kl: dict[str, Any] = {"loss_coef": 0.5, "loss_kind": kind}
-        plain, unbiased = (objective(kl={**kl, "loss_unbiased": flag})(inputs).per_token for flag in (False, True))
+        plain, unbiased = (
+            objective(kl={**kl, "loss_unbiased": flag})(inputs).per_token for flag in (False, True)
+        )
         policy = terms(inputs)[0]
-        torch.testing.assert_close(plain - policy, 0.5 * approx_kl(inputs.logprobs, inputs.ref_logprobs, kind))
-        expected = 0.5 * loss_kl(inputs.logprobs, inputs.ref_logprobs, kind, old_logprobs=inputs.old_logprobs)
+        torch.testing.assert_close(
+            plain - policy, 0.5 * approx_kl(inputs.logprobs, inputs.ref_logprobs, kind)
+        )
+        expected = 0.5 * loss_kl(
+            inputs.logprobs, inputs.ref_logprobs, kind, old_logprobs=inputs.old_logprobs
+        )
         torch.testing.assert_close(unbiased - policy, expected)
         assert not torch.allclose(plain, unbiased)
 
@@ -128,7 +145,9 @@ def test_the_unbiased_kl_is_weighed_by_the_ratio_to_the_old_policy() -> None:
         ({"correction": {"name": "tis"}}, "rollout_logprobs", "algorithm.correction"),
     ],
 )
-def test_a_term_without_its_input_names_the_key(algorithm: dict[str, Any], field: str, key: str) -> None:
+def test_a_term_without_its_input_names_the_key(
+    algorithm: dict[str, Any], field: str, key: str
+) -> None:
     with pytest.raises(ValueError, match=rf"\({key}\), but the inputs have no {field}"):
         objective(**algorithm)(make_inputs(**{field: None}))
 

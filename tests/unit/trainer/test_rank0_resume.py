@@ -1,4 +1,6 @@
-"""What rank 0's rank0 writes into a checkpoint, and what it does with the run's folder when it goes on from one."""
+"""What rank 0's rank0 writes into a checkpoint, and what it does with the run's folder when it goes
+on from one.
+"""
 
 from __future__ import annotations
 
@@ -75,13 +77,17 @@ def test_a_checkpoint_knows_the_newest_version(open_rank0: Open) -> None:
     assert saved(open_rank0(None), 4, version=6).state["version"] == 8
 
 
-def test_a_run_that_goes_on_has_no_metrics_of_later_steps(open_rank0: Open, directory: RunDirectory) -> None:
+def test_a_run_that_goes_on_has_no_metrics_of_later_steps(
+    open_rank0: Open, directory: RunDirectory
+) -> None:
     metrics = MetricsFile(directory.metrics_path)
     for step in range(7):
         metrics.append(step, {})
     rank0 = open_rank0(saved(open_rank0(None), 4, version=6))
     rank0.restore()
-    assert [row["step"] for row in read_metrics(directory.metrics_path)] == [*range(7)], "it may still be refused"
+    assert [row["step"] for row in read_metrics(directory.metrics_path)] == [*range(7)], (
+        "it may still be refused"
+    )
     assert rank0.go_on() == f"4 {CONTINUE}"
     assert [row["step"] for row in read_metrics(directory.metrics_path)] == [*range(5)]
     conclude(directory, "failed", "killed before its first step")

@@ -1,4 +1,6 @@
-"""How ranks agree, and how the failure of one becomes the end of all. Ranks are threads over one store here."""
+"""How ranks agree, and how the failure of one becomes the end of all. Ranks are threads over one
+store here.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from collections.abc import Callable
 import pytest
 
 from rlcore.errors import ConfigError, DeadlineExceeded, FailedElsewhere, RunFailed, UserError
-from rlcore.trainer.rank_sync import Failure, LocalStore, PeerFailed, RankSync, in_one_line, post_failure, read_failure
+from rlcore.trainer.rank_sync import (
+    Failure,
+    LocalStore,
+    PeerFailed,
+    RankSync,
+    in_one_line,
+    post_failure,
+    read_failure,
+)
 
 
 def together(*ranks: Callable[[], object]) -> list[object]:
@@ -44,15 +54,23 @@ def fails(error: Exception) -> Callable[[], str]:
 
 def test_rank_0_works_and_every_rank_goes_on(pair):
     said = together(
-        lambda: (pair[0].main("a list", lambda: [1], timeout_s=5), pair[0].decide("a word", lambda: "go", timeout_s=5)),
-        lambda: (pair[1].main("a list", fails(AssertionError()), timeout_s=5), pair[1].decide("a word", str, timeout_s=5)),
+        lambda: (
+            pair[0].main("a list", lambda: [1], timeout_s=5),
+            pair[0].decide("a word", lambda: "go", timeout_s=5),
+        ),
+        lambda: (
+            pair[1].main("a list", fails(AssertionError()), timeout_s=5),
+            pair[1].decide("a word", str, timeout_s=5),
+        ),
     )
     assert said == [([1], "go"), (None, "go")]
 
 
 def test_an_error_of_rank_0_ends_the_others_with_its_words(pair):
     own, peer = together(
-        lambda: pair[0].main("reading", fails(ConfigError("data.paths: nothing there")), timeout_s=5),
+        lambda: pair[0].main(
+            "reading", fails(ConfigError("data.paths: nothing there")), timeout_s=5
+        ),
         lambda: pair[1].main("reading", str, timeout_s=5),
     )
     assert isinstance(own, ConfigError)
@@ -62,9 +80,13 @@ def test_an_error_of_rank_0_ends_the_others_with_its_words(pair):
 
 
 def test_waiting_has_a_deadline_that_names_what_was_waited_for(pair):
-    with pytest.raises(DeadlineExceeded, match=r"rank 1 waited 0 s for rank 0: the rollouts of step 3"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"rank 1 waited 0 s for rank 0: the rollouts of step 3"
+    ):
         pair[1].main("the rollouts of step 3", str, timeout_s=0.05)
-    with pytest.raises(DeadlineExceeded, match=r"rank 0 waited 0 s for rank 1: building the models"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"rank 0 waited 0 s for rank 1: building the models"
+    ):
         pair[0].assemble("building the models", timeout_s=0.05)
 
 
@@ -104,7 +126,9 @@ def test_a_collective_that_breaks_is_explained_by_the_peer_that_broke_it(pair):
 
 
 def test_a_bystander_waits_for_the_rank_that_knows(pair):
-    later = threading.Timer(0.1, pair[1].fail, [RunFailed("writing model: No space left on device")])
+    later = threading.Timer(
+        0.1, pair[1].fail, [RunFailed("writing model: No space left on device")]
+    )
     later.start()
     explained = pair[0].explain(FailedElsewhere("writing model failed on rank 1"))
     later.join()

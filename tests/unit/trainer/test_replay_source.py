@@ -27,7 +27,9 @@ def test_a_step_is_recorded_with_the_policy_that_was_trained(
     assert [sample.draw for sample in rollouts.samples] == [0, 1]
 
 
-def test_a_recording_that_does_not_say_counts_from_its_newest_token(tmp_path: Path, make_sample: Callable[..., Sample]) -> None:
+def test_a_recording_that_does_not_say_counts_from_its_newest_token(
+    tmp_path: Path, make_sample: Callable[..., Sample]
+) -> None:
     path = tmp_path / "old.jsonl.zst"
     path.write_bytes(zstandard.compress(json.dumps(make_sample().to_record()).encode() + b"\n"))
     assert ReplaySource(path).next_step(1).recorded_version == 5

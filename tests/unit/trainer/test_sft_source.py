@@ -46,7 +46,11 @@ def test_label_and_eos_are_trained(additions, tokenizer):
 
 
 def test_without_eos_only_the_label_is_trained(additions, tokenizer):
-    samples = SFTSource(make_config(additions, shuffle=False, add_eos=False), tokenizer).next_step(1).samples
+    samples = (
+        SFTSource(make_config(additions, shuffle=False, add_eos=False), tokenizer)
+        .next_step(1)
+        .samples
+    )
     assert [trained_text(s, tokenizer) for s in samples] == ["0", "2", "4", "6"]
 
 
@@ -60,7 +64,10 @@ def test_a_text_label_becomes_the_assistants_message(write_rows, chat_tokenizer)
 
 def test_the_last_assistant_message_is_the_label_without_label_key(write_rows, chat_tokenizer):
     messages = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]
-    source = SFTSource(make_config(write_rows([{"prompt": messages}]), batch_size=1, label_key=None), chat_tokenizer)
+    source = SFTSource(
+        make_config(write_rows([{"prompt": messages}]), batch_size=1, label_key=None),
+        chat_tokenizer,
+    )
     assert trained_text(source.next_step(1).samples[0], chat_tokenizer) == "3<eos>"
 
 
@@ -72,7 +79,9 @@ def test_a_label_that_is_no_text_names_the_row(write_rows, tokenizer, label):
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused(write_rows, tokenizer):
-    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
     path = write_rows([{"prompt": [{"role": "user", "content": "1"}], "label": "3"}])
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*writes the prompt differently"):
         SFTSource(make_config(path), tokenizer)

@@ -1,4 +1,6 @@
-"""A publication as the trainer's rank 0 drives it: whatever fails, every bucket is gathered, and every rank learns of it."""
+"""A publication as the trainer's rank 0 drives it: whatever fails, every bucket is gathered, and
+every rank learns of it.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +61,10 @@ class Sink:
 
 
 def publisher(tmp_path: Path, sink: Sink) -> tuple[WeightPublisher, Backend]:
-    backend, sync = Backend(), RankSync(HashStore(), 0, 1)
+    backend = Backend()
+    sync = RankSync(HashStore(), 0, 1)
     journal = VersionJournal(tmp_path / "versions.jsonl")
-    return WeightPublisher(backend, sync, sink=sink, journal=journal, timeout_s=5), backend     # type: ignore[arg-type]
+    return WeightPublisher(backend, sync, sink=sink, journal=journal, timeout_s=5), backend  # type: ignore[arg-type]
 
 
 SENT = ["send 0", "send 1", "send 2"]
@@ -94,7 +97,9 @@ def test_bad_input_is_raised_when_all_is_gathered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("step", "before"), [("prepare", 0), ("send", 1), ("finish", 0)])
-def test_what_no_second_attempt_mends_is_the_answer_when_all_is_gathered(tmp_path: Path, step: str, before: int) -> None:
+def test_what_no_second_attempt_mends_is_the_answer_when_all_is_gathered(
+    tmp_path: Path, step: str, before: int
+) -> None:
     """A full disk, say: the trainer still has its own weights to save."""
     sink = Sink(**{step: [*[None] * before, RunFailed("no room for the weights")]})
     publishing, backend = publisher(tmp_path, sink)

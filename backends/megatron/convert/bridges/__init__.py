@@ -7,5 +7,6 @@
     table.py            its names and conversions as rows of a table of ours, with the proof that they are the same
     read.py             all of that for a folder
 
-Our code still builds the model, reads, gathers and writes: a package answers questions and never sees a weight of the run.
+Our code still builds the model, reads, gathers and writes: a package answers questions and never
+    sees a weight of the run.
 """

@@ -1,4 +1,6 @@
-"""mbridge (`pip install mbridge einops`), as one family's bridge. It runs without Transformer Engine and without CUDA."""
+"""mbridge (`pip install mbridge einops`), as one family's bridge. It runs without Transformer
+Engine and without CUDA.
+"""
 
 from __future__ import annotations
 
@@ -18,34 +20,43 @@ INSTALL = "pip install mbridge==0.15.1 einops"
 
 
 def open_mbridge(arch: Architecture) -> MBridge:
-    """Raises ModelError: mbridge is missing or broken, does not know the family, or builds its layers itself."""
+    """Raises ModelError: mbridge is missing or broken, does not know the family, or builds its
+    layers itself.
+    """
     try:
         with importing_megatron():
             import mbridge.core
             from mbridge.core.bridge import _MODEL_REGISTRY
     except ImportError as error:
-        raise ModelError(f"model.bridge: mbridge cannot be imported ({error}); install it by `{INSTALL}`") from error
+        raise ModelError(
+            f"model.bridge: mbridge cannot be imported ({error}); install it by `{INSTALL}`"
+        ) from error
     known = _MODEL_REGISTRY.get(arch.family)
     base = mbridge.core.LLMBridge
     if known is None:
         has = ", ".join(sorted(_MODEL_REGISTRY))
         raise ModelError(f"model.bridge: mbridge has no model_type {arch.family!r}; it has {has}")
     own = "_get_transformer_layer_spec", "_model_provider"
-    if not issubclass(known, base) or any(getattr(known, name) is not getattr(base, name) for name in own):
+    if not issubclass(known, base) or any(
+        getattr(known, name) is not getattr(base, name) for name in own
+    ):
         raise ModelError(
-            f"model.bridge: mbridge's {known.__name__} ({arch.family}) builds a model of its own; only families whose model "
-            "is Megatron's GPTModel with plain layers can be carried"
+            f"model.bridge: mbridge's {known.__name__} ({arch.family}) builds a model of its own;"
+            " only families whose model is Megatron's GPTModel with plain layers can be carried"
         )
     return MBridge(known, arch)
 
 
 class MBridge:
-    """`kind`: a class of mbridge. Two instances: one of the model as it is, and a narrow one for `to_megatron`."""
+    """`kind`: a class of mbridge. Two instances: one of the model as it is, and a narrow one for
+    `to_megatron`.
+    """
 
     def __init__(self, kind: type, arch: Architecture) -> None:
         self.name = f"mbridge's {kind.__name__}"
-        # Without the copy a tied model would name its output layer after the embedding in every later one of the class.
-        changes = {"TransformerConfigClass": _Given, "_DIRECT_MAPPING": dict(kind._DIRECT_MAPPING)}     # type: ignore[attr-defined]
+        # Without the copy a tied model would name its output layer after the embedding in every
+        # later one of the class.
+        changes = {"TransformerConfigClass": _Given, "_DIRECT_MAPPING": dict(kind._DIRECT_MAPPING)}  # type: ignore[attr-defined]
         self._kind: Any = type(kind.__name__, (kind,), changes)
         self._bridge = self._make(arch)
         self._narrow = self._make(arch, hidden_size=1)
@@ -54,9 +65,15 @@ class MBridge:
         from mbridge.core.parallel_states import ParallelStates
 
         try:
-            return self._kind(legacy_config(arch, **changes), dtype=torch.float32, parallel_states=ParallelStates())
+            return self._kind(
+                legacy_config(arch, **changes),
+                dtype=torch.float32,
+                parallel_states=ParallelStates(),
+            )
         except AttributeError as error:
-            raise ModelError(f"{arch.folder}/config.json: {self.name} needs more of it: {error}") from error
+            raise ModelError(
+                f"{arch.folder}/config.json: {self.name} needs more of it: {error}"
+            ) from error
 
     def fields(self) -> Mapping[str, Any]:
         return vars(self._bridge.config)
@@ -78,7 +95,9 @@ class MBridge:
 
 
 class _Given(SimpleNamespace):
-    """Stands where mbridge makes a TransformerConfig: what it sets, and Megatron's defaults for what it asks besides."""
+    """Stands where mbridge makes a TransformerConfig: what it sets, and Megatron's defaults for
+    what it asks besides.
+    """
 
     def __getattr__(self, name: str) -> Any:
         with importing_megatron():

@@ -1,4 +1,6 @@
-"""megatron-bridge (`pip install megatron-bridge`), as one family's bridge. It does not start without Transformer Engine."""
+"""megatron-bridge (`pip install megatron-bridge`), as one family's bridge. It does not start
+without Transformer Engine.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,31 @@ from backends.megatron.convert.bridges.protocol import legacy_config
 from backends.megatron.cpu.shim import importing_megatron
 from rlcore.errors import ModelError
 
-_ARGUMENTS = ("position_embedding_type", "rotary_base", "rotary_percent", "vocab_size")    # of GPTModel
+# of GPTModel
+_ARGUMENTS = ("position_embedding_type", "rotary_base", "rotary_percent", "vocab_size")
 _PIECES = {"QKVMapping": ("q", "k", "v"), "GatedMLPMapping": ("gate", "up")}
 _AS_IT_IS = ("AutoMapping", "ReplicatedMapping", "ColumnParallelMapping", "RowParallelMapping")
 
 
 def open_megatron_bridge(arch: Architecture) -> MegatronBridge:
-    """Raises ModelError: megatron-bridge is missing, cannot be imported, or does not know the family."""
+    """Raises ModelError: megatron-bridge is missing, cannot be imported, or does not know the
+    family.
+    """
     try:
         with importing_megatron():
             from megatron.bridge import AutoBridge
     except ImportError as error:
         raise ModelError(
-            f"model.bridge: megatron-bridge cannot be imported ({error}); install it by `pip install megatron-bridge` beside "
-            "Transformer Engine, without which it does not start, or set model.bridge: mbridge"
+            f"model.bridge: megatron-bridge cannot be imported ({error}); install it by `pip"
+            " install megatron-bridge` beside Transformer Engine, without which it does not start,"
+            " or set model.bridge: mbridge"
         ) from error
     try:
         return MegatronBridge(AutoBridge.from_hf_config(legacy_config(arch)), arch)
     except ValueError as error:
-        raise ModelError(f"model.bridge: megatron-bridge does not carry {arch.family}: {error}") from error
+        raise ModelError(
+            f"model.bridge: megatron-bridge does not carry {arch.family}: {error}"
+        ) from error
 
 
 class MegatronBridge:
@@ -44,12 +52,16 @@ class MegatronBridge:
         self._provider = auto.to_megatron_provider(load_weights=False)
         self._registry = auto._model_bridge.mapping_registry()
         sizes = "num_attention_heads", "num_query_groups", "kv_channels"
-        self._narrow = SimpleNamespace(hidden_size=1, **{name: arch.transformer[name] for name in sizes})
+        self._narrow = SimpleNamespace(
+            hidden_size=1, **{name: arch.transformer[name] for name in sizes}
+        )
 
     def fields(self) -> Mapping[str, Any]:
         from megatron.core.transformer import TransformerConfig
 
-        return {f.name: getattr(self._provider, f.name) for f in dataclasses.fields(TransformerConfig)}
+        return {
+            f.name: getattr(self._provider, f.name) for f in dataclasses.fields(TransformerConfig)
+        }
 
     def gpt_arguments(self) -> Mapping[str, Any]:
         return {name: getattr(self._provider, name) for name in _ARGUMENTS}
@@ -61,7 +73,10 @@ class MegatronBridge:
         return [mapping.hf_param[piece] for piece in _PIECES[type(mapping).__name__]]
 
     def to_megatron(self, megatron: str, tensors: Sequence[Tensor]) -> Tensor:
-        from megatron.bridge.models.conversion.param_mapping import merge_qkv_biases, merge_qkv_weights
+        from megatron.bridge.models.conversion.param_mapping import (
+            merge_qkv_biases,
+            merge_qkv_weights,
+        )
 
         kind = type(self._mapping(megatron)).__name__
         if kind == "QKVMapping":
@@ -71,7 +86,9 @@ class MegatronBridge:
         return torch.cat(list(tensors))
 
     def _mapping(self, megatron: str) -> Any:
-        """The mapping of a parameter, of a kind whose conversion we know. By exact class: subclasses change the numbers."""
+        """The mapping of a parameter, of a kind whose conversion we know. By exact class:
+        subclasses change the numbers.
+        """
         mapping = self._registry.megatron_to_hf_lookup(megatron)
         if mapping is None:
             raise ModelError(f"{self.name} has no tensor for the parameter {megatron}")
@@ -79,5 +96,7 @@ class MegatronBridge:
         split = kind in _PIECES and set(mapping.hf_param) == set(_PIECES[kind])
         plain = kind in _AS_IT_IS and isinstance(mapping.hf_param, str)
         if not (split or plain) or getattr(mapping, "permute_dims", None) is not None:
-            raise ModelError(f"{self.name} converts {megatron} by a {kind}, which our table cannot say")
+            raise ModelError(
+                f"{self.name} converts {megatron} by a {kind}, which our table cannot say"
+            )
         return mapping

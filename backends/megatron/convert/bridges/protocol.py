@@ -13,11 +13,12 @@ from backends.megatron.convert.architecture import Architecture
 class FamilyBridge(Protocol):
     """One family of one package, for the folder at hand.
 
-    Parameters have Megatron's names as Transformer Engine's layers spell them (`linear_qkv.layer_norm_weight`,
-    `experts.linear_fc1.weight3`), with layer and expert counted over the whole model.
+    Parameters have Megatron's names as Transformer Engine's layers spell them
+    (`linear_qkv.layer_norm_weight`, `experts.linear_fc1.weight3`), with layer and expert counted
+    over the whole model.
     """
 
-    name: str                               # package and class, for messages
+    name: str  # package and class, for messages
 
     def fields(self) -> Mapping[str, Any]:
         """The fields of `TransformerConfig` that it sets."""
@@ -32,25 +33,35 @@ class FamilyBridge(Protocol):
         ...
 
     def to_megatron(self, megatron: str, tensors: Sequence[Tensor]) -> Tensor:
-        """The whole parameter (no rank's part) from its whole Hugging Face tensors, of a model with a hidden size of 1."""
+        """The whole parameter (no rank's part) from its whole Hugging Face tensors, of a model with
+        a hidden size of 1.
+        """
         ...
 
 
 class OpenBridge(Protocol):
-    """Raises ModelError: the package is not installed or not importable, or does not know the family."""
+    """Raises ModelError: the package is not installed or not importable, or does not know the
+    family.
+    """
 
     def __call__(self, arch: Architecture) -> FamilyBridge: ...
 
 
 def legacy_config(arch: Architecture, **changes: Any) -> Any:
-    """`config.json` as the object that transformers 4 made of it, with its defaults: both packages are written for that.
+    """`config.json` as the object that transformers 4 made of it, with its defaults: both packages
+    are written for that.
 
-    No code of the folder is run: a `model_type` that transformers does not have becomes a plain configuration.
+    No code of the folder is run: a `model_type` that transformers does not have becomes a plain
+        configuration.
     """
     from transformers import PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = {key: value for key, value in arch.hf_config.items() if key not in ("model_type", "auto_map", *PREDICTED_LAYERS)}
+    config = {
+        key: value
+        for key, value in arch.hf_config.items()
+        if key not in ("model_type", "auto_map", *PREDICTED_LAYERS)
+    }
     # Its `get` knows only those that were asked for before.
     kind: Any = CONFIG_MAPPING[arch.family] if arch.family in CONFIG_MAPPING else PretrainedConfig  # noqa: SIM401
     made: Any = kind(**config)
@@ -65,7 +76,8 @@ def legacy_config(arch: Architecture, **changes: Any) -> Any:
         "head_dim": arch.transformer["kv_channels"],
         **changes,
     }
-    extra |= {key: 0 for key in PREDICTED_LAYERS if hasattr(made, key)}      # the class has a default of its own
+    # the class has a default of its own
+    extra |= {key: 0 for key in PREDICTED_LAYERS if hasattr(made, key)}
     for key, value in extra.items():
         setattr(made, key, value)
     return made

@@ -1,4 +1,6 @@
-"""A bridge's names and conversions as rows of a table of ours, with the proof that the conversions are the same."""
+"""A bridge's names and conversions as rows of a table of ours, with the proof that the conversions
+are the same.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,27 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.bridges.protocol import FamilyBridge
 from backends.megatron.convert.families.llama import TRUNK
 from backends.megatron.convert.layout import hf_shapes, pack
-from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, WORD_EMBEDDING, Entry, Layers, Split, local_spelling
+from backends.megatron.convert.table import (
+    OUTPUT_LAYER,
+    VALUE_HEAD,
+    WORD_EMBEDDING,
+    Entry,
+    Layers,
+    Split,
+    local_spelling,
+)
 from rlcore.errors import ModelError
 
-_LAYER, _EXPERT = 7919, 6007        # asked for in place of a number: no name has them by itself
+# asked for in place of a number: no name has them by itself
+_LAYER = 7919
+_EXPERT = 6007
 
 
 @dataclass(frozen=True)
 class _Question:
-    """A parameter of our model: its name in the spelling of Transformer Engine's layers, of one layer and expert."""
+    """A parameter of our model: its name in the spelling of Transformer Engine's layers, of one
+    layer and expert.
+    """
 
     name: str
     split: Split
@@ -33,17 +47,24 @@ class _Question:
     def entry(self, hf_names: list[str]) -> Entry:
         """The row, with placeholders where the numbers are in the answer."""
         layer = f"decoder.layers.{_LAYER}."
-        ours = layer + local_spelling(self.asked.removeprefix(layer)) if self.asked.startswith(layer) else self.asked
+        ours = (
+            layer + local_spelling(self.asked.removeprefix(layer))
+            if self.asked.startswith(layer)
+            else self.asked
+        )
         megatron, *hf = (
-            name.replace(str(_LAYER), "{layer}").replace(str(_EXPERT), "{expert}") for name in (ours, *hf_names)
+            name.replace(str(_LAYER), "{layer}").replace(str(_EXPERT), "{expert}")
+            for name in (ours, *hf_names)
         )
         return Entry(megatron, tuple(hf), self.split, self.layers, dtype=self.dtype)
 
 
 def bridged_entries(bridge: FamilyBridge, arch: Architecture) -> tuple[Entry, ...]:
-    """The table of a model with `arch.transformer`, by the bridge's names; the value head's row is ours.
+    """The table of a model with `arch.transformer`, by the bridge's names; the value head's row is
+    ours.
 
-    Raises ModelError where the bridge has no name for a parameter, or converts it otherwise than our table could say.
+    Raises ModelError where the bridge has no name for a parameter, or converts it otherwise than
+    our table could say.
     """
     narrow = replace(arch, transformer={**arch.transformer, "hidden_size": 1})
     entries: list[Entry] = []
@@ -52,8 +73,8 @@ def bridged_entries(bridge: FamilyBridge, arch: Architecture) -> tuple[Entry, ..
         _prove(bridge, narrow, question, entry)
         if entry.megatron == OUTPUT_LAYER and entry.hf == entries[0].hf:
             raise ModelError(
-                f"{bridge.name} ties the output layer to the embedding, which {arch.folder}/config.json does not say; set its "
-                "tie_word_embeddings to true"
+                f"{bridge.name} ties the output layer to the embedding, which"
+                f" {arch.folder}/config.json does not say; set its tie_word_embeddings to true"
             )
         entries.append(entry)
     return (*entries, *(entry for entry in TRUNK if entry.megatron == VALUE_HEAD))
@@ -64,22 +85,30 @@ def _prove(bridge: FamilyBridge, narrow: Architecture, question: _Question, entr
     one = entry.at(0, 0) if entry.per_expert else entry.at(0)
     shapes = hf_shapes(narrow, one)
     if len(shapes) == len(entry.hf):
-        numbered = torch.arange(sum(torch.Size(shape).numel() for shape in shapes), dtype=torch.float32)
-        pieces = [part.view(shape) for part, shape in zip(numbered.split([torch.Size(s).numel() for s in shapes]), shapes)]
+        numbered = torch.arange(
+            sum(torch.Size(shape).numel() for shape in shapes), dtype=torch.float32
+        )
+        pieces = [
+            part.view(shape)
+            for part, shape in zip(numbered.split([torch.Size(s).numel() for s in shapes]), shapes)
+        ]
         theirs = bridge.to_megatron(question.asked, pieces)
         ours = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:])
         pack(entry.split, pieces, narrow.transformer["kv_channels"], ours)
         if torch.equal(theirs, ours):
             return
     raise ModelError(
-        f"{bridge.name} makes {entry.megatron} of {', '.join(entry.hf)} in another way than a {entry.split.value} split; "
-        "the family needs a table of its own"
+        f"{bridge.name} makes {entry.megatron} of {', '.join(entry.hf)} in another way than a"
+        f" {entry.split.value} split; the family needs a table of its own"
     )
 
 
 def _questions(arch: Architecture) -> Iterator[_Question]:
-    """Every parameter that our model builder makes for these fields, in the order of a forward pass."""
-    fields, layer = arch.transformer, "decoder.layers.{layer}."
+    """Every parameter that our model builder makes for these fields, in the order of a forward
+    pass.
+    """
+    fields = arch.transformer
+    layer = "decoder.layers.{layer}."
     attention = layer + "self_attention."
     yield _Question(WORD_EMBEDDING, Split.VOCAB)
     yield _Question(attention + "linear_qkv.layer_norm_weight", Split.REPLICATED)
@@ -103,7 +132,8 @@ def _questions(arch: Architecture) -> Iterator[_Question]:
 
 
 def _expert_questions(arch: Architecture, layer: str) -> Iterator[_Question]:
-    fields, mlp = arch.transformer, layer + "mlp."
+    fields = arch.transformer
+    mlp = layer + "mlp."
     yield _Question(layer + "pre_mlp_layernorm.weight", Split.REPLICATED, "moe")
     yield _Question(mlp + "router.weight", Split.REPLICATED, "moe")
     if fields.get("moe_router_score_function") == "sigmoid":

@@ -12,5 +12,6 @@ from backends.megatron.convert.families.qwen3_moe import QWEN3_MOE
 from backends.megatron.convert.table import Family
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3)
+    family.model_type: family
+    for family in (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3)
 }

@@ -1,6 +1,8 @@
-"""DeepSeek-V3, Moonlight: latent attention, and experts behind sigmoid routers whose choice a bias corrects.
+"""DeepSeek-V3, Moonlight: latent attention, and experts behind sigmoid routers whose choice a bias
+corrects.
 
-The layers that predict further tokens (`num_nextn_predict_layers`) are left out, as transformers leaves them out.
+The layers that predict further tokens (`num_nextn_predict_layers`) are left out, as transformers
+leaves them out.
 """
 
 from __future__ import annotations
@@ -9,28 +11,53 @@ from backends.megatron.convert.families.llama import ENTRIES as LLAMA
 from backends.megatron.convert.families.qwen3_moe import EXPERTS
 from backends.megatron.convert.table import Entry, Experts, Family, Split
 
-_M, _H = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
-_MOE_M, _MOE_H = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
-_SHARED_M, _SHARED_H = _MOE_M + "shared_experts.", _MOE_H + "shared_experts."
+_M = "decoder.layers.{layer}.self_attention."
+_H = "model.layers.{layer}.self_attn."
+_MOE_M = "decoder.layers.{layer}.mlp."
+_MOE_H = "model.layers.{layer}.mlp."
+_SHARED_M = _MOE_M + "shared_experts."
+_SHARED_H = _MOE_H + "shared_experts."
 
-TRUNK = tuple(entry for entry in LLAMA if "linear_qkv" not in entry.megatron)       # its o_proj is of another shape here
+# its o_proj is of another shape here
+TRUNK = tuple(entry for entry in LLAMA if "linear_qkv" not in entry.megatron)
 
 ATTENTION = (
     Entry(_M + "linear_q_proj.weight", (_H + "q_proj.weight",), Split.COLUMN, unless="q_lora_rank"),
-    Entry(_M + "linear_q_down_proj.weight", (_H + "q_a_proj.weight",), Split.COLUMN, where="q_lora_rank"),
-    Entry(_M + "q_layernorm.weight", (_H + "q_a_layernorm.weight",), Split.REPLICATED, where="q_lora_rank"),
-    Entry(_M + "linear_q_up_proj.weight", (_H + "q_b_proj.weight",), Split.COLUMN, where="q_lora_rank"),
+    Entry(
+        _M + "linear_q_down_proj.weight",
+        (_H + "q_a_proj.weight",),
+        Split.COLUMN,
+        where="q_lora_rank",
+    ),
+    Entry(
+        _M + "q_layernorm.weight",
+        (_H + "q_a_layernorm.weight",),
+        Split.REPLICATED,
+        where="q_lora_rank",
+    ),
+    Entry(
+        _M + "linear_q_up_proj.weight", (_H + "q_b_proj.weight",), Split.COLUMN, where="q_lora_rank"
+    ),
     Entry(_M + "linear_kv_down_proj.weight", (_H + "kv_a_proj_with_mqa.weight",), Split.COLUMN),
     Entry(_M + "kv_layernorm.weight", (_H + "kv_a_layernorm.weight",), Split.REPLICATED),
     Entry(_M + "linear_kv_up_proj.weight", (_H + "kv_b_proj.weight",), Split.COLUMN),
 )
 
 ROUTER_BIAS = Entry(
-    _MOE_M + "router.expert_bias", (_MOE_H + "gate.e_score_correction_bias",), Split.REPLICATED, "moe", dtype="float32"
+    _MOE_M + "router.expert_bias",
+    (_MOE_H + "gate.e_score_correction_bias",),
+    Split.REPLICATED,
+    "moe",
+    dtype="float32",
 )
 
 SHARED_EXPERTS = (
-    Entry(_SHARED_M + "linear_fc1.weight", (_SHARED_H + "gate_proj.weight", _SHARED_H + "up_proj.weight"), Split.GATED, "moe"),
+    Entry(
+        _SHARED_M + "linear_fc1.weight",
+        (_SHARED_H + "gate_proj.weight", _SHARED_H + "up_proj.weight"),
+        Split.GATED,
+        "moe",
+    ),
     Entry(_SHARED_M + "linear_fc2.weight", (_SHARED_H + "down_proj.weight",), Split.ROW, "moe"),
 )
 

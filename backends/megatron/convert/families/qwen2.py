@@ -13,4 +13,6 @@ QKV_BIAS = Entry(
     Split.QKV,
 )
 
-QWEN2 = Family(model_type="qwen2", class_prefix="Qwen2", entries=(*ENTRIES, QKV_BIAS), qkv_bias=True)
+QWEN2 = Family(
+    model_type="qwen2", class_prefix="Qwen2", entries=(*ENTRIES, QKV_BIAS), qkv_bias=True
+)

@@ -1,4 +1,6 @@
-"""Qwen2-MoE and Qwen1.5-MoE: Qwen2 with routed experts, and a gated one that every token passes through."""
+"""Qwen2-MoE and Qwen1.5-MoE: Qwen2 with routed experts, and a gated one that every token passes
+through.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,16 @@ from backends.megatron.convert.families.qwen2 import QWEN2
 from backends.megatron.convert.families.qwen3_moe import EXPERTS
 from backends.megatron.convert.table import Entry, Experts, Family, Split
 
-_M, _H = "decoder.layers.{layer}.mlp.shared_experts.", "model.layers.{layer}.mlp.shared_expert"
+_M = "decoder.layers.{layer}.mlp.shared_experts."
+_H = "model.layers.{layer}.mlp.shared_expert"
 
 SHARED_EXPERT = (
-    Entry(_M + "linear_fc1.weight", (_H + ".gate_proj.weight", _H + ".up_proj.weight"), Split.GATED, "moe"),
+    Entry(
+        _M + "linear_fc1.weight",
+        (_H + ".gate_proj.weight", _H + ".up_proj.weight"),
+        Split.GATED,
+        "moe",
+    ),
     Entry(_M + "linear_fc2.weight", (_H + ".down_proj.weight",), Split.ROW, "moe"),
     Entry(_M + "gate_weight", (_H + "_gate.weight",), Split.REPLICATED, "moe"),
 )
@@ -20,6 +28,8 @@ QWEN2_MOE = Family(
     entries=(*QWEN2.entries, *EXPERTS, *SHARED_EXPERT),
     qkv_bias=True,
     experts=Experts(
-        width="moe_intermediate_size", normalized="norm_topk_prob", shared_width="shared_expert_intermediate_size"
+        width="moe_intermediate_size",
+        normalized="norm_topk_prob",
+        shared_width="shared_expert_intermediate_size",
     ),
 )

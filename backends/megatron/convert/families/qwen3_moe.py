@@ -5,13 +5,18 @@ from __future__ import annotations
 from backends.megatron.convert.families.qwen3 import QWEN3
 from backends.megatron.convert.table import Entry, Experts, Family, Split
 
-_M, _H = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
-_EXPERT_M, _EXPERT_H = _M + "experts.local_experts.{expert}.", _H + "experts.{expert}."
+_M = "decoder.layers.{layer}.mlp."
+_H = "model.layers.{layer}.mlp."
+_EXPERT_M = _M + "experts.local_experts.{expert}."
+_EXPERT_H = _H + "experts.{expert}."
 
 EXPERTS = (
     Entry(_M + "router.weight", (_H + "gate.weight",), Split.REPLICATED, "moe"),
     Entry(
-        _EXPERT_M + "linear_fc1.weight", (_EXPERT_H + "gate_proj.weight", _EXPERT_H + "up_proj.weight"), Split.GATED, "moe"
+        _EXPERT_M + "linear_fc1.weight",
+        (_EXPERT_H + "gate_proj.weight", _EXPERT_H + "up_proj.weight"),
+        Split.GATED,
+        "moe",
     ),
     Entry(_EXPERT_M + "linear_fc2.weight", (_EXPERT_H + "down_proj.weight",), Split.ROW, "moe"),
 )

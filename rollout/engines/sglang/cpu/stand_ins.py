@@ -1,6 +1,8 @@
-"""What stock SGLang needs to run without CUDA, put in place before it is imported. Imports nothing of ours.
+"""What stock SGLang needs to run without CUDA, put in place before it is imported. Imports nothing
+of ours.
 
-`sgl_kernel` beside this file is found where no real one is installed, since its folder comes last on the path.
+`sgl_kernel` beside this file is found where no real one is installed, since its folder comes last
+on the path.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-_library: torch.library.Library | None = None       # its definitions go with it
+_library: torch.library.Library | None = None  # its definitions go with it
 
 
 def install() -> None:
@@ -18,24 +20,28 @@ def install() -> None:
     if torch.version.cuda is None:
         _define_torchvision_operators()
     if not torch.cuda.is_available():
-        torch.cuda.cudart = NoCudart        # type: ignore[assignment]
+        torch.cuda.cudart = NoCudart  # type: ignore[assignment]
 
 
 class NoCudart:
-    """`cudaHostRegister` and its like succeed: SGLang pins the buffer of routed experts without asking for the device."""
+    """`cudaHostRegister` and its like succeed: SGLang pins the buffer of routed experts without
+    asking for the device.
+    """
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *_, **__: 0
 
 
 def _define_torchvision_operators() -> None:
-    """PyPI's torchvision has CUDA operators, which cannot be loaded here; its Python part registers fakes of these two."""
+    """PyPI's torchvision has CUDA operators, which cannot be loaded here; its Python part registers
+    fakes of these two.
+    """
     global _library
     try:
         build = importlib.metadata.version("torchvision")
     except importlib.metadata.PackageNotFoundError:
         return
-    if _library is None and "+cpu" not in build:        # a build for the CPU defines them itself
+    if _library is None and "+cpu" not in build:  # a build for the CPU defines them itself
         _library = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
             _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -1,4 +1,6 @@
-"""What `config.json` says of experts, which parameters they have, and which layouts of them are refused."""
+"""What `config.json` says of experts, which parameters they have, and which layouts of them are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,22 @@ SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 64, "vocab_size": 31, "num_experts_per_tok": 2,
 }  # fmt: skip
-QWEN3_MOE = {**SIZES, "model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 24, "norm_topk_prob": True}
+QWEN3_MOE = {
+    **SIZES,
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 QWEN2_MOE = {**SIZES, "model_type": "qwen2_moe", "num_experts": 6, "moe_intermediate_size": 24,
              "shared_expert_intermediate_size": 40}  # fmt: skip
 MIXTRAL = {**SIZES, "model_type": "mixtral", "num_local_experts": 6, "sliding_window": None}
 
 
 def read(folder: Path, config: dict[str, Any], **changes: Any) -> Architecture:
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in {**config, **changes}.items() if v != "absent"}))
+    (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in {**config, **changes}.items() if v != "absent"})
+    )
     (folder / "model.safetensors").touch()
     return read_architecture(folder)
 
@@ -52,7 +62,9 @@ def test_qwen3_moe(tmp_path: Path) -> None:
         (MIXTRAL, {}, "moe_router_pre_softmax", False),
     ],
 )
-def test_other_spellings(tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], key: str, value: object) -> None:
+def test_other_spellings(
+    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], key: str, value: object
+) -> None:
     assert read(tmp_path, config, **changes).transformer[key] == value
 
 
@@ -65,7 +77,9 @@ def test_other_spellings(tmp_path: Path, config: dict[str, Any], changes: dict[s
         (MIXTRAL, {"sliding_window": 4096}, "sliding_window: 4096"),
     ],
 )
-def test_refused(tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+def test_refused(
+    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ModelError) as caught:
         read(tmp_path, config, **changes)
     assert words in str(caught.value)
@@ -76,10 +90,19 @@ def test_every_expert_of_every_layer_that_has_them(tmp_path: Path) -> None:
     entries = {entry.megatron: entry for entry in model_entries(arch, "lm")}
     assert sum(entry.expert is not None for entry in entries.values()) == 3 * 6 * 2
     layer = "decoder.layers.1.mlp."
-    assert {name for name in entries if name.startswith(layer)} == {layer + "linear_fc1.weight", layer + "linear_fc2.weight"}
+    assert {name for name in entries if name.startswith(layer)} == {
+        layer + "linear_fc1.weight",
+        layer + "linear_fc2.weight",
+    }
     last = entries["decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"]
-    assert last.hf == tuple(f"model.layers.3.mlp.experts.5.{part}_proj.weight" for part in ("gate", "up"))
-    shapes = {name.split("mlp.")[1]: hf_shapes(arch, entries[name]) for name in entries if ".layers.0.mlp." in name}
+    assert last.hf == tuple(
+        f"model.layers.3.mlp.experts.5.{part}_proj.weight" for part in ("gate", "up")
+    )
+    shapes = {
+        name.split("mlp.")[1]: hf_shapes(arch, entries[name])
+        for name in entries
+        if ".layers.0.mlp." in name
+    }
     assert shapes["router.weight"] == [(6, 32)]
     assert shapes["experts.local_experts.0.linear_fc2.weight"] == [(32, 24)]
     assert shapes["shared_experts.linear_fc1.weight"] == [(40, 32)] * 2
@@ -90,10 +113,18 @@ def test_every_expert_of_every_layer_that_has_them(tmp_path: Path) -> None:
     ("layout", "world", "words"),
     [
         ({"tensor": 2}, 2, "sequence: false, but experts under tensor 2 need sequence parallelism"),
-        ({"tensor": 2, "sequence": True, "expert_tensor": 1}, 2, "leave expert_tensor out, or set expert=2"),
+        (
+            {"tensor": 2, "sequence": True, "expert_tensor": 1},
+            2,
+            "leave expert_tensor out, or set expert=2",
+        ),
         ({"expert": 4}, 4, "4 does not divide the model's experts (6)"),
         ({"expert": 3}, 4, "= 3 does not divide the world size 4"),
-        ({"tensor": 2, "sequence": True, "expert_tensor": 4, "expert": 2}, 8, "4 does not divide tensor (2)"),
+        (
+            {"tensor": 2, "sequence": True, "expert_tensor": 4, "expert": 2},
+            8,
+            "4 does not divide tensor (2)",
+        ),
     ],
 )
 def test_refused_layouts(tmp_path: Path, layout: dict[str, Any], world: int, words: str) -> None:

@@ -1,4 +1,5 @@
-"""Every layout and every option of a layout that is refused: what it says, and that what it names instead is taken.
+"""Every layout and every option of a layout that is refused: what it says, and that what it names
+instead is taken.
 
 Each row goes through `rlcore validate` as a user would type it.
 """
@@ -154,7 +155,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, config in MODELS.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
-        (folder / name / "model.safetensors").touch()       # only that it is there is looked at
+        (folder / name / "model.safetensors").touch()  # only that it is there is looked at
     return folder
 
 
@@ -174,9 +175,18 @@ def arguments(model: Path, *texts: str) -> list[str]:
     return [*given, *(word for word in kept if word.partition("=")[0] not in dropped)]
 
 
-@pytest.mark.parametrize(("model", "overrides", "says", "instead"), REFUSED, ids=[f"{row[0]} {row[1]}" for row in REFUSED])
+@pytest.mark.parametrize(
+    ("model", "overrides", "says", "instead"),
+    REFUSED,
+    ids=[f"{row[0]} {row[1]}" for row in REFUSED],
+)
 def test_what_is_refused_and_what_is_right_instead(
-    model: str, overrides: str, says: str, instead: str, models: Path, capsys: pytest.CaptureFixture[str]
+    model: str,
+    overrides: str,
+    says: str,
+    instead: str,
+    models: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.main(["validate", *arguments(models / model, overrides)]) == 2
     assert capsys.readouterr().err == f"rlcore: {says}\n"
@@ -184,26 +194,40 @@ def test_what_is_refused_and_what_is_right_instead(
     assert code == 0, capsys.readouterr().err
 
 
-def test_other_models_are_laid_out_as_the_policy_is(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_models_are_laid_out_as_the_policy_is(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     critic = models / "narrow"
-    given = arguments(models / "dense", f"tensor=2 processes=2 algorithm.estimator.name=ppo critic.path={critic}")
+    given = arguments(
+        models / "dense", f"tensor=2 processes=2 algorithm.estimator.name=ppo critic.path={critic}"
+    )
     assert cli.main(["validate", *given]) == 2
-    assert capsys.readouterr().err == (
-        f"rlcore: critic.path: {critic} does not fit the policy's layout: policy.parallel.tensor: 2 does not divide the "
-        "model's attention heads (3); set it to 1\n"
+    assert (
+        capsys.readouterr().err
+        == f"rlcore: critic.path: {critic} does not fit the policy's layout:"
+        " policy.parallel.tensor: 2 does not divide the model's attention heads (3); set it"
+        " to 1\n"
     )
     assert cli.main(["validate", *given, "policy.parallel.tensor=1"]) == 0
 
 
-def test_what_only_the_start_of_a_run_knows(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whether Transformer Engine is installed, and on CUDA: the machine that validates may be another."""
-    given = [*arguments(models / "moe", "policy.fp8.recipe=tensorwise"), "cluster.processes_per_node=2"]
+def test_what_only_the_start_of_a_run_knows(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether Transformer Engine is installed, and on CUDA: the machine that validates may be
+    another.
+    """
+    given = [
+        *arguments(models / "moe", "policy.fp8.recipe=tensorwise"),
+        "cluster.processes_per_node=2",
+    ]
     assert cli.main(["validate", *given]) == 0
     capsys.readouterr()
     assert cli.main(["train", *given]) == 2
-    assert capsys.readouterr().err == (
-        "rlcore: policy.fp8: needs Transformer Engine's layers, got megatron-core local spec, torch RMSNorm "
-        "(Transformer Engine does not run on cpu); remove policy.fp8\n"
+    assert (
+        capsys.readouterr().err
+        == "rlcore: policy.fp8: needs Transformer Engine's layers, got megatron-core local spec,"
+        " torch RMSNorm (Transformer Engine does not run on cpu); remove policy.fp8\n"
     )
 
 
@@ -213,11 +237,17 @@ def test_what_only_the_start_of_a_run_knows(models: Path, capsys: pytest.Capture
         "tensor=3 processes=3",
         "policy.routing_replay=logprobs processes=2",
         "policy.megatron.batch_p2p_comm=true processes=2",
-        "policy.megatron={recompute_granularity: selective, recompute_modules: [layernorm]} processes=2",
+        (
+            "policy.megatron={recompute_granularity: selective, recompute_modules: [layernorm]}"
+            " processes=2"
+        ),
     ],
 )
 def test_a_refusal_comes_before_any_rank(
-    overrides: str, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    overrides: str,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def start(*_: object) -> None:
         raise AssertionError("a process was started")

@@ -70,10 +70,13 @@ def test_llama(tmp_path: Path) -> None:
         ({"head_dim": 16}, "kv_channels", 16),
         ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "add_qkv_bias", True),
         ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, "qk_layernorm", True),
-        ({"model_type": "qwen3", "architectures": None}, "kv_channels", 128),      # Qwen3's own default
+        # Qwen3's own default
+        ({"model_type": "qwen3", "architectures": None}, "kv_channels", 128),
     ],
 )
-def test_what_the_config_leaves_unsaid(tmp_path: Path, changes: dict[str, Any], key: str, value: object) -> None:
+def test_what_the_config_leaves_unsaid(
+    tmp_path: Path, changes: dict[str, Any], key: str, value: object
+) -> None:
     assert read_architecture(folder(tmp_path, **changes)).transformer[key] == value
 
 
@@ -104,10 +107,22 @@ def test_a_reward_model_has_a_value_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not converted"),
-        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "converted are: LlamaForCausalLM, "),
-        ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification is not converted"),
-        ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "2 labels"),
+        (
+            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel is not converted",
+        ),
+        (
+            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+            "converted are: LlamaForCausalLM, ",
+        ),
+        (
+            {"architectures": ["LlamaForTokenClassification"]},
+            "LlamaForTokenClassification is not converted",
+        ),
+        (
+            {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}},
+            "2 labels",
+        ),
         ({"model_type": None, "architectures": None}, "model_type None"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),

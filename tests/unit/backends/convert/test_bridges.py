@@ -25,12 +25,18 @@ SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
-    "qwen2": ("Qwen2Config", {}),           # behind the tied one: mbridge keeps what it changes for that on the class
+    # behind the tied one: mbridge keeps what it changes for that on the class
+    "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16}),
@@ -65,13 +71,17 @@ def engine_spelling(name: str, *, dense: bool) -> str:
         return name
     for fused, plain in FUSED_NORMS.items():
         name = re.sub(rf"(\.\d+\.){re.escape(plain)}$", rf"\g<1>{fused}", name)
-    return re.sub(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"experts.\2.weight\1", name)
+    return re.sub(
+        r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"experts.\2.weight\1", name
+    )
 
 
 def our_parts(arch: Architecture, entry: Entry, full: list[Tensor], tp: int) -> Iterator[Tensor]:
     """The parameter of each tensor-parallel rank, by our table."""
     for rank in range(tp):
-        pieces = [tp_slice(entry.split, tuple(t.shape), rank, tp, arch.vocab_size).of(t) for t in full]
+        pieces = [
+            tp_slice(entry.split, tuple(t.shape), rank, tp, arch.vocab_size).of(t) for t in full
+        ]
         out = torch.empty(sum(piece.size(0) for piece in pieces), *pieces[0].shape[1:])
         pack(entry.split, pieces, arch.transformer["kv_channels"], out)
         yield out
@@ -90,7 +100,9 @@ def test_mbridge_makes_the_same_parameters(name: str, tp: int, tmp_path: Path) -
         full = [torch.randn(shape) for shape in hf_shapes(arch, entry)]
         whole = theirs._weight_to_mcore_format(spelled, full)
         parts = list(our_parts(arch, entry, full, tp))
-        for ours, their in zip(parts, theirs._weight_split_across_tp(spelled, whole, parts[0], tp), strict=True):
+        for ours, their in zip(
+            parts, theirs._weight_split_across_tp(spelled, whole, parts[0], tp), strict=True
+        ):
             assert torch.equal(ours, their), entry.megatron
         names, back = theirs._weight_to_hf_format(spelled, whole)
         assert tuple(names) == entry.hf
@@ -106,12 +118,17 @@ def test_a_family_of_ours_through_mbridge_is_the_same_model(name: str, tmp_path:
         assert getattr(bridged, key) == getattr(ours, key)
     assert bridged.table.classes == ours.table.classes
     for head in ("lm", "value"):
-        rows = [{(e.megatron, e.hf, e.split, e.expert) for e in model_entries(arch, head)} for arch in (bridged, ours)]
+        rows = [
+            {(e.megatron, e.hf, e.split, e.expert) for e in model_entries(arch, head)}
+            for arch in (bridged, ours)
+        ]
         assert rows[0] == rows[1]
 
 
 def test_glm4_moe(tmp_path: Path) -> None:
-    arch = read_architecture(write_config(tmp_path, "Glm4MoeConfig", **GLM4_MOE), weights=False, bridge="mbridge")
+    arch = read_architecture(
+        write_config(tmp_path, "Glm4MoeConfig", **GLM4_MOE), weights=False, bridge="mbridge"
+    )
     assert arch.rope_scaling == {"rotary_percent": 0.5}
     assert arch.moe_layers == [False, True, True]
     assert arch.table.classes[0] == "Glm4MoeForCausalLM"
@@ -121,20 +138,35 @@ def test_glm4_moe(tmp_path: Path) -> None:
         "qk_layernorm": True, "add_qkv_bias": True,
     }  # fmt: skip
     assert {key: arch.transformer[key] for key in expected} == expected
-    bias = next(entry for entry in arch.entries() if entry.megatron == "decoder.layers.1.mlp.router.expert_bias")
-    assert (bias.hf, bias.dtype) == (("model.layers.1.mlp.gate.e_score_correction_bias",), "float32")
+    bias = next(
+        entry
+        for entry in arch.entries()
+        if entry.megatron == "decoder.layers.1.mlp.router.expert_bias"
+    )
+    assert (bias.hf, bias.dtype) == (
+        ("model.layers.1.mlp.gate.e_score_correction_bias",),
+        "float32",
+    )
 
 
 def test_mimo_is_what_transformers_does_not_have(tmp_path: Path) -> None:
     write_config(tmp_path, "Qwen2Config")
-    mimo = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    mimo = {
+        "model_type": "mimo",
+        "architectures": ["MiMoForCausalLM"],
+        "num_nextn_predict_layers": 1,
+    }
     change_config(tmp_path, **mimo, attention_bias=True)
     arch = read_architecture(tmp_path, weights=False, bridge="mbridge")
-    assert (arch.family, arch.table.classes[0], arch.rope_scaling) == ("mimo", "MiMoForCausalLM", None)
-    assert arch.hf_config["num_nextn_predict_layers"] == 0      # an export has no such layers
+    assert (arch.family, arch.table.classes[0], arch.rope_scaling) == (
+        "mimo",
+        "MiMoForCausalLM",
+        None,
+    )
+    assert arch.hf_config["num_nextn_predict_layers"] == 0  # an export has no such layers
 
 
-# --- a family that the user registers with mbridge --------------------------------------------------------------------------
+# --- a family that the user registers with mbridge ------------------------------------------------
 
 
 @pytest.fixture
@@ -164,7 +196,10 @@ def test_a_registered_family_is_carried(mistral: type, tmp_path: Path) -> None:
 
 def test_a_field_that_our_layers_lack_is_refused(mistral: Any, tmp_path: Path) -> None:
     mistral._build_config = lambda self: self._build_base_config(window_size=(64, 0))
-    with pytest.raises(ModelError, match=r"MistralBridge sets window_size to \(64, 0\), which our layers do not carry"):
+    with pytest.raises(
+        ModelError,
+        match=r"MistralBridge sets window_size to \(64, 0\), which our layers do not carry",
+    ):
         read_mistral(tmp_path)
 
 
@@ -181,33 +216,54 @@ def test_another_conversion_is_refused(mistral: Any, tmp_path: Path) -> None:
         return plain(self, name, tensors[::-1] if "linear_fc1" in name else tensors)
 
     mistral._weight_to_mcore_format = up_first
-    with pytest.raises(ModelError, match=r"mlp\.linear_fc1\.weight of .*gate_proj.* in another way than a gated split"):
+    with pytest.raises(
+        ModelError,
+        match=r"mlp\.linear_fc1\.weight of .*gate_proj.* in another way than a gated split",
+    ):
         read_mistral(tmp_path)
 
 
 def test_a_head_that_is_tied_by_the_bridge_alone_is_refused(mistral: Any, tmp_path: Path) -> None:
-    mistral._DIRECT_MAPPING = {**mistral._DIRECT_MAPPING, "output_layer.weight": "model.embed_tokens.weight"}
-    with pytest.raises(ModelError, match=r"ties the output layer .* set its tie_word_embeddings to true"):
+    mistral._DIRECT_MAPPING = {
+        **mistral._DIRECT_MAPPING,
+        "output_layer.weight": "model.embed_tokens.weight",
+    }
+    with pytest.raises(
+        ModelError, match=r"ties the output layer .* set its tie_word_embeddings to true"
+    ):
         read_mistral(tmp_path)
 
 
 def test_a_parameter_without_a_name_is_refused(mistral: Any, tmp_path: Path) -> None:
     mistral._MLP_MAPPING = {k: v for k, v in mistral._MLP_MAPPING.items() if "fc2" not in k}
-    with pytest.raises(ModelError, match=r"has no tensor for the parameter .*mlp\.linear_fc2\.weight"):
+    with pytest.raises(
+        ModelError, match=r"has no tensor for the parameter .*mlp\.linear_fc2\.weight"
+    ):
         read_mistral(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0 is not known to be in mbridge's MistralBridge"),
-        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "'sliding_attention' is not supported"),
+        (
+            {"final_logit_softcapping": 30.0},
+            "final_logit_softcapping: 30.0 is not known to be in mbridge's MistralBridge",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "'sliding_attention' is not supported",
+        ),
         ({"sliding_window": 8}, "sliding_window: 8 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "RoPE type 'yarn' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+            "RoPE type 'yarn' is not supported",
+        ),
     ],
 )
-def test_options_that_change_the_model(mistral: type, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_options_that_change_the_model(
+    mistral: type, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelError, match=re.escape(message)):
         read_mistral(tmp_path, **changes)
 
@@ -219,12 +275,17 @@ def test_a_tensor_without_a_place_is_refused(mistral: type, tmp_path: Path) -> N
     passed_over = {name: torch.zeros(2) for name in unread}
     save_file(tensors | passed_over, tmp_path / "model.safetensors")
     assert read_architecture(tmp_path, bridge="mbridge").entries() == arch.entries()
-    save_file(tensors | {"model.layers.0.self_attn.o_proj.bias": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"'model\.layers\.0\.self_attn\.o_proj\.bias' has no place"):
+    save_file(
+        tensors | {"model.layers.0.self_attn.o_proj.bias": torch.zeros(2)},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(
+        ModelError, match=r"'model\.layers\.0\.self_attn\.o_proj\.bias' has no place"
+    ):
         read_architecture(tmp_path, bridge="mbridge")
 
 
-# --- what mbridge has and our layers cannot carry, and what is not installed ------------------------------------------------
+# --- what mbridge has and our layers cannot carry, and what is not installed ----------------------
 
 
 @pytest.mark.parametrize(
@@ -258,13 +319,17 @@ def test_without_a_bridge_the_family_is_unknown_and_the_way_out_named(tmp_path: 
     ("bridge", "module", "message"),
     [
         ("mbridge", "mbridge.core", "install it by `pip install mbridge==0.15.1 einops`"),
-        ("megatron-bridge", "megatron.bridge", "install it by `pip install megatron-bridge` beside Transformer Engine"),
+        (
+            "megatron-bridge",
+            "megatron.bridge",
+            "install it by `pip install megatron-bridge` beside Transformer Engine",
+        ),
     ],
 )
 def test_a_package_that_is_not_there(
     bridge: Any, module: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_config(tmp_path, "LlamaConfig")
-    monkeypatch.setitem(sys.modules, module, None)      # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=re.escape(message)):
         read_architecture(tmp_path, weights=False, bridge=bridge)

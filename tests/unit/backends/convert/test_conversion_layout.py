@@ -1,4 +1,6 @@
-"""The arithmetic of the splits, on one process: slices of all ranks make the whole, pack and unpack are inverse."""
+"""The arithmetic of the splits, on one process: slices of all ranks make the whole, pack and unpack
+are inverse.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def arch(tmp_path: Path) -> Architecture:
 
 def test_megatron_interleaves_qkv_by_group() -> None:
     """Two groups of two query heads: q0 q1 k0 v0, q2 q3 k1 v1."""
-    query, key, value = (torch.arange(n * HEAD_DIM) + base for n, base in ((4, 0), (2, 100), (2, 200)))
+    query, key, value = (
+        torch.arange(n * HEAD_DIM) + base for n, base in ((4, 0), (2, 100), (2, 200))
+    )
     out = torch.empty(8 * HEAD_DIM, dtype=torch.int64)
     pack(Split.QKV, [query, key, value], HEAD_DIM, out)
     heads = out.view(8, HEAD_DIM)[:, 0].tolist()
@@ -58,7 +62,11 @@ def test_every_entry_survives_every_split(arch: Architecture, size: int, padded:
         for rank in range(size):
             parts = [tp_slice(entry.split, tuple(t.shape), rank, size, padded) for t in full]
             pieces = [part.of(tensor) for part, tensor in zip(parts, full)]
-            rows = padded // size if entry.split is Split.VOCAB else sum(len(piece) for piece in pieces)
+            rows = (
+                padded // size
+                if entry.split is Split.VOCAB
+                else sum(len(piece) for piece in pieces)
+            )
             param = torch.full((rows, *pieces[0].shape[1:]), torch.nan)
             pack(entry.split, pieces, HEAD_DIM, param)
             assert not param.isnan().any()
@@ -75,7 +83,9 @@ def test_a_rank_of_padding_alone() -> None:
 
 
 def test_heads(arch: Architecture) -> None:
-    lm, value = ({entry.megatron for entry in model_entries(arch, head)} for head in ("lm", "value"))
+    lm, value = (
+        {entry.megatron for entry in model_entries(arch, head)} for head in ("lm", "value")
+    )
     assert lm - value == {OUTPUT_LAYER}
     assert value - lm == {VALUE_HEAD}
 
@@ -83,11 +93,14 @@ def test_heads(arch: Architecture) -> None:
 def test_names_count_layers_over_the_whole_model_and_know_fused_norms() -> None:
     """Transformer Engine's spec keeps the norm inside the linear layer behind it."""
     layer = nn.Module()
-    layer.layer_number = 6                  # type: ignore[assignment]  # Megatron counts from 1
+    layer.layer_number = 6  # type: ignore[assignment]  # Megatron counts from 1
     model = nn.Module()
     model.decoder = nn.Module()
     model.decoder.layers = nn.ModuleList([layer])
-    assert global_name(model, "decoder.layers.0.mlp.linear_fc2.weight") == "decoder.layers.5.mlp.linear_fc2.weight"
+    assert (
+        global_name(model, "decoder.layers.0.mlp.linear_fc2.weight")
+        == "decoder.layers.5.mlp.linear_fc2.weight"
+    )
     fused = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
     assert global_name(model, fused) == "decoder.layers.5.input_layernorm.weight"
     assert global_name(model, "decoder.final_layernorm.weight") == "decoder.final_layernorm.weight"
@@ -95,7 +108,13 @@ def test_names_count_layers_over_the_whole_model_and_know_fused_norms() -> None:
 
 def test_unreadable_weights_are_named(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(4, 2)}, tmp_path / "model-1.safetensors")
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-3.safetensors"}}
+    index = {
+        "weight_map": {
+            "a": "model-1.safetensors",
+            "b": "model-2.safetensors",
+            "c": "model-3.safetensors",
+        }
+    }
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "model-3.safetensors").write_bytes(b"\1" * 100)
     whole = Slice(None)
@@ -103,16 +122,21 @@ def test_unreadable_weights_are_named(tmp_path: Path) -> None:
         assert source.read("a", (4, 2), Slice(0, 1, 2)).shape == (2, 2)
         with pytest.raises(ModelError, match="no tensor 'd'"):
             source.read("d", (1,), whole)
-        with pytest.raises(ModelError, match=r"'a' has shape \(4, 2\), config\.json makes it \(4, 3\)"):
+        with pytest.raises(
+            ModelError, match=r"'a' has shape \(4, 2\), config\.json makes it \(4, 3\)"
+        ):
             source.read("a", (4, 3), whole)
         with pytest.raises(ModelError, match=r"shard model-2\.safetensors is missing"):
             source.read("b", (1,), whole)
-        with pytest.raises(ModelError, match=r"model-3\.safetensors: not a readable safetensors file"):
+        with pytest.raises(
+            ModelError, match=r"model-3\.safetensors: not a readable safetensors file"
+        ):
             source.read("c", (1,), whole)
 
 
 def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
+    source = tmp_path / "source"
+    target = tmp_path / "target"
     source.mkdir()
     specs = [TensorSpec("a", (2,), "float32")]
     for value in (1.0, 2.0):

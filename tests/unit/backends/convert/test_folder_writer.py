@@ -1,4 +1,6 @@
-"""Hugging Face folders are written as their tensors come: how much memory that takes, and a disk that refuses."""
+"""Hugging Face folders are written as their tensors come: how much memory that takes, and a disk
+that refuses.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from rlcore.errors import RunFailed
 from rlcore.weights import TensorSpec
 from tests.limits import no_large_files
 
-ROWS, COUNT = 256, 40                               # of tensors [ROWS, 64] in fp32: 64 KiB each
+# of tensors [ROWS, 64] in fp32: 64 KiB each
+ROWS = 256
+COUNT = 40
 TENSOR_BYTES = ROWS * 64 * 4
 SHARD_BYTES = 4 * TENSOR_BYTES
 
@@ -35,7 +39,8 @@ class LiveBytes(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         if isinstance(made, torch.Tensor):
             storage = made.untyped_storage()
-            address, size = storage._cdata, storage.nbytes()
+            address = storage._cdata
+            size = storage.nbytes()
             if address not in self._seen:
                 self._seen.add(address)
                 self.now += size
@@ -73,7 +78,7 @@ def write(folder: Path, source: Path) -> None:
 def test_no_tensor_is_held(tmp_path: Path, source: Path) -> None:
     with LiveBytes() as live:
         write(tmp_path / "hf", source)
-    assert live.peak == TENSOR_BYTES        # the buffer that they arrive in
+    assert live.peak == TENSOR_BYTES  # the buffer that they arrive in
     assert live.now == 0
 
 
@@ -94,7 +99,9 @@ def test_a_shard_that_the_system_refuses(tmp_path: Path, source: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_an_earlier_export_outlives_a_full_disk(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_export_outlives_a_full_disk(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "hf", source)
     before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
 

@@ -1,4 +1,6 @@
-"""Latent attention and sigmoid routers: what is read from a folder, what is refused, and the choice of experts."""
+"""Latent attention and sigmoid routers: what is read from a folder, what is refused, and the choice
+of experts.
+"""
 
 from __future__ import annotations
 
@@ -65,13 +67,25 @@ def test_what_the_config_says(tmp_path: Path) -> None:
 
 def test_plain_rotary_positions(tmp_path: Path) -> None:
     fields = read(tmp_path, rope_scaling=None).transformer
-    assert (fields["rope_type"], fields["rotary_base"], fields["rotary_scaling_factor"]) == ("rope", 50000.0, 1.0)
+    assert (fields["rope_type"], fields["rotary_base"], fields["rotary_scaling_factor"]) == (
+        "rope",
+        50000.0,
+        1.0,
+    )
 
 
 @pytest.mark.parametrize(("given", "expected"), [({"mscale": 0.7}, (1.0, 0.0)), ({}, (1.0, 0.0)),
                                                  ({"mscale": 0.7, "mscale_all_dim": 0.5}, (0.7, 0.5))])  # fmt: skip
-def test_mscale_as_transformers_reads_it(given: dict[str, float], expected: tuple[float, float], tmp_path: Path) -> None:
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, **given}
+def test_mscale_as_transformers_reads_it(
+    given: dict[str, float], expected: tuple[float, float], tmp_path: Path
+) -> None:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        **given,
+    }
     fields = read(tmp_path, rope_parameters=rope).transformer
     assert (fields["mscale"], fields["mscale_all_dim"]) == expected
 
@@ -85,23 +99,41 @@ YARN = CONFIG["rope_scaling"]
         ({"num_key_value_heads": 2}, "num_key_value_heads: got 2, expected the 4 attention heads"),
         ({"kv_lora_rank": None}, "kv_lora_rank: got None"),
         ({"q_lora_rank": 0}, "q_lora_rank: got 0"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "RoPE type 'linear' is not supported with latent attention"),
-        ({"rope_scaling": {**YARN, "attention_factor": 1.2}}, "yarn RoPE scaling with attention_factor: 1.2"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "RoPE type 'linear' is not supported with latent attention",
+        ),
+        (
+            {"rope_scaling": {**YARN, "attention_factor": 1.2}},
+            "yarn RoPE scaling with attention_factor: 1.2",
+        ),
         ({"rope_scaling": {**YARN, "truncate": False}}, "yarn RoPE scaling with truncate: False"),
-        ({"rope_scaling": {**YARN, "mscale": 0}}, "mscale_all_dim alone; megatron-core needs mscale too"),
+        (
+            {"rope_scaling": {**YARN, "mscale": 0}},
+            "mscale_all_dim alone; megatron-core needs mscale too",
+        ),
         ({"rope_scaling": {**YARN, "factor": None}}, "factor None, expected a number"),
-        ({"rope_scaling": {**YARN, "original_max_position_embeddings": None}}, "original_max_position_embeddings: got None"),
+        (
+            {"rope_scaling": {**YARN, "original_max_position_embeddings": None}},
+            "original_max_position_embeddings: got None",
+        ),
         ({"scoring_func": "softmax"}, "scoring_func: got 'softmax', only 'sigmoid' is converted"),
         ({"topk_method": "greedy"}, "topk_method: got 'greedy'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq: got 2"),
-        ({"n_group": 3}, "n_group 3, topk_group 2: expected groups of at least two of the 8 experts"),
+        (
+            {"n_group": 3},
+            "n_group 3, topk_group 2: expected groups of at least two of the 8 experts",
+        ),
         ({"n_group": 8}, "n_group 8, topk_group 2: expected groups of at least two"),
         ({"topk_group": 5}, "n_group 4, topk_group 5"),
         ({"topk_group": 1}, "num_experts_per_tok: got 3, more than the 2 of 1 of 4 groups"),
         ({"first_k_dense_replace": 4}, "first_k_dense_replace 4 leave no layer with experts"),
         ({"n_shared_experts": None}, "n_shared_experts: got None"),
         ({"routed_scaling_factor": None}, "routed_scaling_factor: got None, expected a number"),
-        ({"model_type": "kimi_k2"}, "DeepseekV3ForCausalLM with model_type 'kimi_k2' is not converted"),
+        (
+            {"model_type": "kimi_k2"},
+            "DeepseekV3ForCausalLM with model_type 'kimi_k2' is not converted",
+        ),
         ({"attention_bias": True}, "attention_bias: True"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
@@ -120,21 +152,37 @@ def test_names_and_shapes_are_those_of_transformers(low_rank: int | None, tmp_pa
     arch = read(tmp_path, **changes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(DeepseekV3Config.from_pretrained(tmp_path))
-    theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if ".mlp.experts." not in name}
-    ours = {name: shape for entry in model_entries(arch, "lm") for name, shape in zip(entry.hf, hf_shapes(arch, entry))}
+    theirs = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if ".mlp.experts." not in name
+    }
+    ours = {
+        name: shape
+        for entry in model_entries(arch, "lm")
+        for name, shape in zip(entry.hf, hf_shapes(arch, entry))
+    }
     assert {name: shape for name, shape in ours.items() if ".mlp.experts." not in name} == theirs
-    assert not any(name.startswith("model.layers.4") for name in ours), "layers that predict further tokens are left out"
+    assert not any(name.startswith("model.layers.4") for name in ours), (
+        "layers that predict further tokens are left out"
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kv_lora_rank": 23}, r"2 does not divide the model's kv_lora_rank \+ qk_rope_head_dim \(31\)"),
+        (
+            {"kv_lora_rank": 23},
+            r"2 does not divide the model's kv_lora_rank \+ qk_rope_head_dim \(31\)",
+        ),
         ({"q_lora_rank": 15}, r"2 does not divide the model's q_lora_rank \(15\)"),
     ],
 )
-def test_tensor_parallelism_cuts_the_low_rank_forms(changes: dict[str, int], words: str, tmp_path: Path) -> None:
-    arch, parallel = read(tmp_path, **changes), ParallelConfig(tensor=2, sequence=True)
+def test_tensor_parallelism_cuts_the_low_rank_forms(
+    changes: dict[str, int], words: str, tmp_path: Path
+) -> None:
+    arch = read(tmp_path, **changes)
+    parallel = ParallelConfig(tensor=2, sequence=True)
     with pytest.raises(ConfigError, match=words):
         check_layout(arch, parallel, 2)
     check_layout(read(tmp_path), parallel, 2)
@@ -155,7 +203,9 @@ def test_chosen_scores_are_normalised_unless_the_config_says_no(tmp_path: Path) 
     assert read(tmp_path, norm_topk_prob=False).transformer["moe_router_pre_softmax"]
 
 
-@pytest.mark.parametrize(("score", "expected"), [("sigmoid", SigmoidRouter), ("softmax", PackRouter)])
+@pytest.mark.parametrize(
+    ("score", "expected"), [("sigmoid", SigmoidRouter), ("softmax", PackRouter)]
+)
 def test_transformer_engines_layers_have_the_same_router(
     score: str, expected: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,18 +227,31 @@ def router(config: DeepseekV3Config, theirs: DeepseekV3TopkRouter) -> SigmoidRou
         moe_router_num_groups=config.n_group, moe_router_group_topk=config.topk_group, moe_z_loss_coeff=None,
         moe_router_pre_softmax=not config.norm_topk_prob, moe_router_topk_scaling_factor=config.routed_scaling_factor,
     )  # fmt: skip
-    ours.num_experts, ours.topk, ours.router_replay = config.num_local_experts, config.num_experts_per_tok, None
+    ours.num_experts = config.num_local_experts
+    ours.topk = config.num_experts_per_tok
+    ours.router_replay = None
     ours.register_buffer("expert_bias", theirs.e_score_correction_bias.clone())
     return ours.eval()
 
 
 @pytest.mark.parametrize("normalized", [True, False])
-@pytest.mark.parametrize(("groups", "best", "topk"), [(1, 1, 1), (1, 1, 3), (4, 2, 3), (4, 1, 4), (2, 2, 8), (4, 4, 4)])
-def test_the_choice_and_the_weights_are_those_of_transformers(groups: int, best: int, topk: int, normalized: bool) -> None:
-    """Also one expert a token, and fewer than two of each group, where Megatron's own router differs."""
+@pytest.mark.parametrize(
+    ("groups", "best", "topk"), [(1, 1, 1), (1, 1, 3), (4, 2, 3), (4, 1, 4), (2, 2, 8), (4, 4, 4)]
+)
+def test_the_choice_and_the_weights_are_those_of_transformers(
+    groups: int, best: int, topk: int, normalized: bool
+) -> None:
+    """Also one expert a token, and fewer than two of each group, where Megatron's own router
+    differs.
+    """
     torch.manual_seed(0)
     config = DeepseekV3Config(
-        hidden_size=8, n_routed_experts=16, n_group=groups, topk_group=best, num_experts_per_tok=topk, norm_topk_prob=normalized
+        hidden_size=8,
+        n_routed_experts=16,
+        n_group=groups,
+        topk_group=best,
+        num_experts_per_tok=topk,
+        norm_topk_prob=normalized,
     )
     theirs = DeepseekV3TopkRouter(config)
     with torch.no_grad():
@@ -202,7 +265,9 @@ def test_the_choice_and_the_weights_are_those_of_transformers(groups: int, best:
 
 
 def test_the_bias_is_fp32_in_any_model() -> None:
-    theirs = DeepseekV3TopkRouter(DeepseekV3Config(hidden_size=8, n_routed_experts=16, n_group=1, topk_group=1))
+    theirs = DeepseekV3TopkRouter(
+        DeepseekV3Config(hidden_size=8, n_routed_experts=16, n_group=1, topk_group=1)
+    )
     theirs.e_score_correction_bias.normal_()
     ours = router(DeepseekV3Config(n_routed_experts=16), theirs)
     assert torch.equal(ours.bfloat16().expert_bias, theirs.e_score_correction_bias)
@@ -211,11 +276,19 @@ def test_the_bias_is_fp32_in_any_model() -> None:
 def test_values_of_another_width_than_keys() -> None:
     torch.manual_seed(0)
     lengths = [5, 3, 9]
-    query, key, value = torch.randn(17, 2, 12), torch.randn(17, 2, 12), torch.randn(17, 2, 7)
-    out = bucketed_attention(query, key, value, PackLayout.of_lengths(lengths, torch.device("cpu")), 0.3)
+    query = torch.randn(17, 2, 12)
+    key = torch.randn(17, 2, 12)
+    value = torch.randn(17, 2, 7)
+    out = bucketed_attention(
+        query, key, value, PackLayout.of_lengths(lengths, torch.device("cpu")), 0.3
+    )
     expected = []
     for q, k, v in zip(*(x.split(lengths) for x in (query, key, value))):
         scores = 0.3 * torch.einsum("qhd,khd->hqk", q, k)
         seen = torch.ones(len(q), len(q)).tril().bool()
-        expected.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v).flatten(1))
+        expected.append(
+            torch.einsum(
+                "hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v
+            ).flatten(1)
+        )
     torch.testing.assert_close(out, torch.cat(expected))

@@ -1,4 +1,6 @@
-"""The fused LM head against the same formulas written out in float64, on one process; over ranks it is in tests/parity."""
+"""The fused LM head against the same formulas written out in float64, on one process; over ranks it
+is in tests/parity.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from torch.distributed import ProcessGroup
 from backends.megatron.model.fused_head import fused_logprobs
 from rlcore.data.batch import BatchSamplingMasks
 
-ROWS, HIDDEN, VOCAB, PADDED = 9, 6, 31, 40
+ROWS = 9
+HIDDEN = 6
+VOCAB = 31
+PADDED = 40
 
 
 class Alone:
@@ -30,27 +35,49 @@ TP = cast(ProcessGroup, Alone())
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(ROWS, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = (2 * torch.randn(PADDED, HIDDEN, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+    hidden = (
+        torch.randn(ROWS, HIDDEN, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
+    weight = (
+        (2 * torch.randn(PADDED, HIDDEN, generator=generator, dtype=torch.float64))
+        .to(dtype)
+        .requires_grad_()
+    )
     return hidden, weight, torch.randint(VOCAB, (ROWS,), generator=generator)
 
 
 def sampling_mask(tokens: Tensor) -> BatchSamplingMasks:
-    """Sets of 1 to 7 tokens; the second holds nothing but its own, the third is empty: the whole vocabulary."""
+    """Sets of 1 to 7 tokens; the second holds nothing but its own, the third is empty: the whole
+    vocabulary.
+    """
     generator = torch.Generator().manual_seed(1)
-    others = [torch.randint(VOCAB, (0 if i == 1 else i % 7,), generator=generator) for i in range(len(tokens))]
+    others = [
+        torch.randint(VOCAB, (0 if i == 1 else i % 7,), generator=generator)
+        for i in range(len(tokens))
+    ]
     sets = [torch.cat([token[None], other]).unique() for token, other in zip(tokens, others)]
     sets[2] = sets[2][:0]
-    return BatchSamplingMasks(torch.cat(sets), torch.tensor([0] + [len(one) for one in sets]).cumsum(0))
+    return BatchSamplingMasks(
+        torch.cat(sets), torch.tensor([0] + [len(one) for one in sets]).cumsum(0)
+    )
 
 
 def dense(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, keep: BatchSamplingMasks | None
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    keep: BatchSamplingMasks | None,
 ) -> tuple[Tensor, Tensor]:
     """Row by row, over its allowed columns alone."""
-    logprobs, entropies = [], []
+    logprobs = []
+    entropies = []
     for row, token in enumerate(tokens.tolist()):
-        kept = [] if keep is None else keep.tokens[keep.offsets[row] : keep.offsets[row + 1]].tolist()
+        kept = (
+            [] if keep is None else keep.tokens[keep.offsets[row] : keep.offsets[row + 1]].tolist()
+        )
         allowed = torch.tensor(kept or range(VOCAB))
         log_p = (weight[allowed] @ hidden[row] / temperature).log_softmax(0)
         logprobs.append(log_p[allowed.tolist().index(token)])
@@ -61,20 +88,30 @@ def dense(
 @pytest.mark.parametrize("tile", [None, 1, 7, 50])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kept", [False, True])
-def test_values_and_gradients_are_those_of_the_dense_formula(tile: int | None, temperature: float, kept: bool) -> None:
+def test_values_and_gradients_are_those_of_the_dense_formula(
+    tile: int | None, temperature: float, kept: bool
+) -> None:
     hidden, weight, tokens = inputs()
     keep = sampling_mask(tokens) if kept else None
     a, b = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     want = dense(hidden, weight, tokens, temperature, keep)
     got = fused_logprobs(
-        hidden, weight, tokens, vocab_size=VOCAB, tp=TP, temperature=temperature, tile_elements=tile, keep=keep
+        hidden,
+        weight,
+        tokens,
+        vocab_size=VOCAB,
+        tp=TP,
+        temperature=temperature,
+        tile_elements=tile,
+        keep=keep,
     )
     torch.testing.assert_close(got, want)
     got_gradients, want_gradients = (
-        torch.autograd.grad((a * logprobs + b * entropy).sum(), (hidden, weight)) for logprobs, entropy in (got, want)
+        torch.autograd.grad((a * logprobs + b * entropy).sum(), (hidden, weight))
+        for logprobs, entropy in (got, want)
     )
     torch.testing.assert_close(got_gradients, want_gradients)
-    assert not got_gradients[1][VOCAB:].any()       # the rows that pad the vocabulary
+    assert not got_gradients[1][VOCAB:].any()  # the rows that pad the vocabulary
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -83,7 +120,9 @@ def test_gradcheck(kept: bool) -> None:
     keep = sampling_mask(tokens) if kept else None
 
     def head(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = fused_logprobs(hidden, weight, tokens, vocab_size=VOCAB, tp=TP, tile_elements=20, keep=keep)
+        logprobs, entropy = fused_logprobs(
+            hidden, weight, tokens, vocab_size=VOCAB, tp=TP, tile_elements=20, keep=keep
+        )
         assert entropy is not None
         return logprobs, entropy
 
@@ -98,7 +137,8 @@ def test_either_gradient_alone(wanted: str) -> None:
     want = dense(hidden, weight, tokens, 1.0, None)[index]
     assert got is not None
     torch.testing.assert_close(
-        torch.autograd.grad(got.sum(), (hidden, weight)), torch.autograd.grad(want.sum(), (hidden, weight))
+        torch.autograd.grad(got.sum(), (hidden, weight)),
+        torch.autograd.grad(want.sum(), (hidden, weight)),
     )
     assert fused_logprobs(hidden, weight, tokens, vocab_size=VOCAB, tp=TP, entropy=False)[1] is None
 
@@ -116,9 +156,13 @@ def test_a_set_of_one_token_is_certain_and_pulls_nowhere() -> None:
 
 def test_keeping_all_is_keeping_none_out() -> None:
     hidden, weight, tokens = inputs()
-    everything = BatchSamplingMasks(torch.arange(VOCAB).repeat(ROWS), VOCAB * torch.arange(ROWS + 1))
+    everything = BatchSamplingMasks(
+        torch.arange(VOCAB).repeat(ROWS), VOCAB * torch.arange(ROWS + 1)
+    )
     got = fused_logprobs(hidden, weight, tokens, vocab_size=VOCAB, tp=TP, keep=everything)
-    torch.testing.assert_close(got, fused_logprobs(hidden, weight, tokens, vocab_size=VOCAB, tp=TP), rtol=0, atol=0)
+    torch.testing.assert_close(
+        got, fused_logprobs(hidden, weight, tokens, vocab_size=VOCAB, tp=TP), rtol=0, atol=0
+    )
 
 
 def test_rows_far_apart_in_scale_stay_finite() -> None:
@@ -127,7 +171,9 @@ def test_rows_far_apart_in_scale_stay_finite() -> None:
         hidden.mul_(torch.logspace(-3, 3, ROWS)[:, None])
     got = fused_logprobs(hidden, weight, tokens, vocab_size=VOCAB, tp=TP, tile_elements=20)
     want = dense(hidden.double(), weight.double(), tokens, 1.0, None)
-    torch.testing.assert_close([x.double() for x in got if x is not None], list(want), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        [x.double() for x in got if x is not None], list(want), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_bf16_sums_over_tiles_in_fp32() -> None:
@@ -135,7 +181,9 @@ def test_bf16_sums_over_tiles_in_fp32() -> None:
     hidden, weight, tokens = inputs(torch.bfloat16)
     gradients = []
     for tile in (4, 1 << 19):
-        logprobs, entropy = fused_logprobs(hidden, weight, tokens, vocab_size=VOCAB, tp=TP, tile_elements=tile)
+        logprobs, entropy = fused_logprobs(
+            hidden, weight, tokens, vocab_size=VOCAB, tp=TP, tile_elements=tile
+        )
         assert logprobs.dtype == torch.float32
         assert entropy is not None
         gradients.append(torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight)))

@@ -1,4 +1,6 @@
-"""Which layers are chosen, what Megatron is told, and that Transformer Engine's parameter names find their table entries."""
+"""Which layers are chosen, what Megatron is told, and that Transformer Engine's parameter names
+find their table entries.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from typing import Any
 import pytest
 
 from backends.megatron.convert.table import FUSED_NORMS, local_spelling
-from backends.megatron.model.layers import LOCAL_FIELDS, Layers, choose_layers, layer_fields, layers_of
+from backends.megatron.model.layers import (
+    LOCAL_FIELDS,
+    Layers,
+    choose_layers,
+    layer_fields,
+    layers_of,
+)
 from rlcore.config.load import load_config
 from rlcore.config.sections.policy import Fp8Config
 from rlcore.errors import ConfigError
@@ -39,18 +47,28 @@ def test_the_choice_and_its_reason(
 def test_an_installed_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config([], KEYS).config
     (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise RuntimeError('looked for, never imported')")
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(
+        "raise RuntimeError('looked for, never imported')"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert layers_of(config, "cuda") == ENGINE
-    assert layers_of(load_config([], [*KEYS, "policy.transformer_engine=off"]).config, "cuda").kind == "local"
+    assert (
+        layers_of(load_config([], [*KEYS, "policy.transformer_engine=off"]).config, "cuda").kind
+        == "local"
+    )
     assert layers_of(config, "cpu").kind == "local"
 
 
 def test_fp8_without_its_layers_is_refused() -> None:
     config = load_config([], [*KEYS, "policy.fp8.format=e4m3"]).config
-    with pytest.raises(ConfigError, match=r"policy\.fp8: needs Transformer Engine.*does not run on cpu"):
+    with pytest.raises(
+        ConfigError, match=r"policy\.fp8: needs Transformer Engine.*does not run on cpu"
+    ):
         layers_of(config, "cpu")
-    for key, message in (("policy.transformer_engine=off", "Transformer Engine"), ("model.dtype=fp32", "bf16, got fp32")):
+    for key, message in (
+        ("policy.transformer_engine=off", "Transformer Engine"),
+        ("model.dtype=fp32", "bf16, got fp32"),
+    ):
         with pytest.raises(ConfigError, match=message):
             load_config([], [*KEYS, "policy.fp8.format=e4m3", key])
 
@@ -64,9 +82,15 @@ def test_every_field_is_one_of_megatron() -> None:
         from megatron.core.transformer import TransformerConfig
 
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    fields = layer_fields(ENGINE, experts=True, fp8=Fp8Config(recipe="delayed", amax_history=16, amax_compute="max"))
+    fields = layer_fields(
+        ENGINE, experts=True, fp8=Fp8Config(recipe="delayed", amax_history=16, amax_compute="max")
+    )
     assert set(fields) | set(LOCAL_FIELDS) <= known
-    assert (fields["fp8"], fields["fp8_recipe"], fields["fp8_amax_history_len"]) == ("hybrid", "delayed", 16)
+    assert (fields["fp8"], fields["fp8_recipe"], fields["fp8_amax_history_len"]) == (
+        "hybrid",
+        "delayed",
+        16,
+    )
     assert fields["moe_grouped_gemm"]
     assert "fp8" not in layer_fields(ENGINE, experts=False, fp8=None)
     assert layer_fields(Layers("local", ""), experts=True, fp8=None) == LOCAL_FIELDS
@@ -76,7 +100,8 @@ def engine_spelling(name: str, *, experts: bool) -> str:
     """What Transformer Engine's spec calls a parameter of a layer: the inverse of `local_spelling`."""
     fused = {local: engine for engine, local in FUSED_NORMS.items()}
     if experts:
-        fused.pop("pre_mlp_layernorm.weight")       # the router reads the normed input too: the norm stays a module
+        # the router reads the normed input too: the norm stays a module
+        fused.pop("pre_mlp_layernorm.weight")
     parts = name.split(".")
     if parts[:3] == ["mlp", "experts", "local_experts"]:
         return f"mlp.experts.{parts[4]}.{parts[5]}{parts[3]}"

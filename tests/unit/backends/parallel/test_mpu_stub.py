@@ -1,4 +1,6 @@
-"""`megatron.core.mpu` as a stub in a unit test on a CPU: what it must answer, and how it takes the real one's place."""
+"""`megatron.core.mpu` as a stub in a unit test on a CPU: what it must answer, and how it takes the
+real one's place.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,34 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-# --- what a stub must answer ----------------------------------------------------------------------------------------------
+# --- what a stub must answer ----------------------------------------------------------------------
 
 
 def by_hand() -> Any:
     class Mpu:
-        def get_tensor_model_parallel_world_size(self) -> int: return 2
-        def get_tensor_model_parallel_rank(self) -> int: return 1
-        def get_pipeline_model_parallel_world_size(self) -> int: return 2
-        def get_pipeline_model_parallel_rank(self) -> int: return 1
-        def get_data_parallel_world_size(self) -> int: return 3
-        def get_data_parallel_rank(self) -> int: return 2
-        def get_context_parallel_world_size(self) -> int: return 1
-        def get_context_parallel_rank(self) -> int: return 0
+        def get_tensor_model_parallel_world_size(self) -> int:
+            return 2
+
+        def get_tensor_model_parallel_rank(self) -> int:
+            return 1
+
+        def get_pipeline_model_parallel_world_size(self) -> int:
+            return 2
+
+        def get_pipeline_model_parallel_rank(self) -> int:
+            return 1
+
+        def get_data_parallel_world_size(self) -> int:
+            return 3
+
+        def get_data_parallel_rank(self) -> int:
+            return 2
+
+        def get_context_parallel_world_size(self) -> int:
+            return 1
+
+        def get_context_parallel_rank(self) -> int:
+            return 0
 
     return Mpu()  # fmt: skip
 
@@ -66,7 +83,13 @@ def test_any_object_that_answers_will_do(kind: Any) -> None:
     made = ParallelState.from_mpu(kind())
     assert made == ParallelState.from_mpu(stub_mpu(tensor=2, pipeline=2, data=3, rank=11))
     assert (made.rank, made.world_size, made.ep_size, made.vpp_size) == (11, 12, 1, 1)
-    assert (made.tp_rank, made.pp_rank, made.dp_rank, made.cp_rank, made.is_last_stage) == (1, 1, 2, 0, True)
+    assert (made.tp_rank, made.pp_rank, made.dp_rank, made.cp_rank, made.is_last_stage) == (
+        1,
+        1,
+        2,
+        0,
+        True,
+    )
 
 
 @pytest.mark.parametrize("missing", sorted(ASKED))
@@ -81,23 +104,41 @@ def test_a_function_that_the_stub_lacks_is_named(missing: str) -> None:
 def test_an_answer_that_is_no_int_is_named(unset: str) -> None:
     mpu = mock()
     setattr(mpu, unset, MagicMock())
-    with pytest.raises(TypeError, match=rf"^mpu\.{unset}\(\) returned <MagicMock .*, expected an int"):
+    with pytest.raises(
+        TypeError, match=rf"^mpu\.{unset}\(\) returned <MagicMock .*, expected an int"
+    ):
         ParallelState.from_mpu(mpu)
 
 
 def test_a_rank_outside_its_size_is_named() -> None:
     mpu = namespace()
     mpu.get_data_parallel_rank = lambda: 3
-    with pytest.raises(ValueError, match=r"^mpu.get_data_parallel_rank\(\) is 3, expected 0 to 2, as get_data_parallel_world"):
+    with pytest.raises(
+        ValueError,
+        match=r"^mpu.get_data_parallel_rank\(\) is 3, expected 0 to 2, as get_data_parallel_world",
+    ):
         ParallelState.from_mpu(mpu)
 
 
 @pytest.mark.parametrize(
-    "group", ["tp_group", "pp_group", "dp_group", "cp_group", "dp_cp_group", "mp_group", "control_group", "replica_group"]
+    "group",
+    [
+        "tp_group",
+        "pp_group",
+        "dp_group",
+        "cp_group",
+        "dp_cp_group",
+        "mp_group",
+        "control_group",
+        "replica_group",
+    ],
 )
 def test_without_torch_distributed_there_are_no_groups(group: str) -> None:
     assert not ALONE.is_distributed
-    with pytest.raises(RuntimeError, match=rf"^this ParallelState has no {group}: torch.distributed was not initialised"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"^this ParallelState has no {group}: torch.distributed was not initialised",
+    ):
         getattr(ALONE, group)
 
 
@@ -115,7 +156,9 @@ def test_the_stub_counts_ranks_as_megatron_does(layout: dict[str, int]) -> None:
     with importing_megatron():
         from megatron.core.parallel_state import RankGenerator
 
-    tp, pp, dp, cp, ep = (layout[name] for name in ("tensor", "pipeline", "data", "context", "expert"))
+    tp, pp, dp, cp, ep = (
+        layout[name] for name in ("tensor", "pipeline", "data", "context", "expert")
+    )
     dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
     experts = RankGenerator(tp=tp, ep=ep, dp=dp * cp // ep, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
 
@@ -132,28 +175,38 @@ def test_the_stub_counts_ranks_as_megatron_does(layout: dict[str, int]) -> None:
         assert state.dp_rank == place(dense, "dp", rank)
         assert state.pp_rank == place(dense, "pp", rank)
         assert state.ep_rank == place(experts, "ep", rank)
-        assert stub.get_data_parallel_rank(with_context_parallel=True) == place(dense, "dp-cp", rank)
+        assert stub.get_data_parallel_rank(with_context_parallel=True) == place(
+            dense, "dp-cp", rank
+        )
         replicas.setdefault(state.dp_rank, []).append(rank)
     assert state.replica_leaders == tuple(ranks[0] for _, ranks in sorted(replicas.items()))
-    assert all(ParallelState.from_mpu(stub_mpu(**layout, rank=rank)).is_last_stage for rank in state.score_sources)
+    assert all(
+        ParallelState.from_mpu(stub_mpu(**layout, rank=rank)).is_last_stage
+        for rank in state.score_sources
+    )
     assert all(source in replicas[d] for d, source in enumerate(state.score_sources))
 
 
 @pytest.mark.parametrize(
     ("layout", "says"),
-    [({"tensor": 0}, "tensor: got 0"), ({"tensor": 2, "rank": 2}, "rank: got 2, expected 0 to 1"),
-     ({"data": 3, "expert": 2}, "expert: 2 does not divide data 3 x context 1")],
+    [
+        ({"tensor": 0}, "tensor: got 0"),
+        ({"tensor": 2, "rank": 2}, "rank: got 2, expected 0 to 1"),
+        ({"data": 3, "expert": 2}, "expert: 2 does not divide data 3 x context 1"),
+    ],
 )
 def test_a_layout_that_cannot_be_is_refused(layout: dict[str, int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         stub_mpu(**layout)
 
 
-# --- the stub in the place of Megatron --------------------------------------------------------------------------------------
+# --- the stub in the place of Megatron ------------------------------------------------------------
 
 
 def megatron_modules() -> dict[str, Any]:
-    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"}
+    return {
+        name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"
+    }
 
 
 def test_code_that_imports_mpu_gets_the_stub_and_then_what_was_there() -> None:
@@ -173,7 +226,10 @@ def test_code_that_imports_mpu_gets_the_stub_and_then_what_was_there() -> None:
 def test_a_megatron_that_is_there_is_not_replaced_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     real = ModuleType("megatron.core")
     monkeypatch.setitem(sys.modules, "megatron.core", real)
-    with pytest.raises(RuntimeError, match=r"megatron.core is imported already.*replace=True"), stub_megatron(stub_mpu()):
+    with (
+        pytest.raises(RuntimeError, match=r"megatron.core is imported already.*replace=True"),
+        stub_megatron(stub_mpu()),
+    ):
         pass
     with pytest.raises(KeyError), stub_megatron(stub_mpu(), replace=True):
         raise KeyError

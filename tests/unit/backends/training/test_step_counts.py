@@ -20,13 +20,20 @@ MOMENT = torch.arange(3.0)
 def plain() -> dict[str, Any]:
     """As Megatron's plain optimizer asks for its state."""
     asked = ShardedTensor.from_rank_offsets("optimizer.state.exp_avg.weight", torch.zeros(3))
-    return {"state": {0: {"exp_avg": asked}}, "param_groups": [{"params": LocalNonpersistentObject([0]), "eps": 1e-8}]}
+    return {
+        "state": {0: {"exp_avg": asked}},
+        "param_groups": [{"params": LocalNonpersistentObject([0]), "eps": 1e-8}],
+    }
 
 
 @pytest.mark.parametrize("counts_in_groups", [False, True])
 def test_the_plain_optimizer(counts_in_groups: bool) -> None:
-    """torch's AdamW counts in a tensor of each parameter; that of Transformer Engine and Apex in the group."""
-    whole = completed(plain(), {"state": {0: {"exp_avg": MOMENT}}}, taken=7, counts_in_groups=counts_in_groups)
+    """torch's AdamW counts in a tensor of each parameter; that of Transformer Engine and Apex in
+    the group.
+    """
+    whole = completed(
+        plain(), {"state": {0: {"exp_avg": MOMENT}}}, taken=7, counts_in_groups=counts_in_groups
+    )
     assert whole["state"].pop(0) == {"exp_avg": MOMENT}
     group = {"params": [0], "eps": 1e-8}
     assert whole["state"] == ({} if counts_in_groups else {"common_step": torch.tensor(7.0)})

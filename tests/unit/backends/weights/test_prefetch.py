@@ -26,9 +26,10 @@ def test_the_next_is_made_while_the_last_is_in_use() -> None:
     for made in prefetched(make, range(4), CPU):
         seen.append(made)
         following = made // 10 + 1
-        if following < 4:       # in the consumer's hands, and the next is at work: it would never begin otherwise
+        # in the consumer's hands, and the next is at work: it would never begin otherwise
+        if following < 4:
             assert begun[following].wait(PATIENCE_S)
-        assert len(done) <= following + 1       # ... and no further
+        assert len(done) <= following + 1  # ... and no further
     assert seen == [0, 10, 20, 30]
     assert done == [0, 1, 2, 3]
 

@@ -27,7 +27,13 @@ from rlcore.algorithms import (
     policy_loss_plugin,
 )
 from rlcore.algorithms.normalization import NormalizationMode
-from rlcore.launch.commands.catalogue import AGGREGATION, KL_KINDS, NORMALIZATION, WIDTH, list_algorithms
+from rlcore.launch.commands.catalogue import (
+    AGGREGATION,
+    KL_KINDS,
+    NORMALIZATION,
+    WIDTH,
+    list_algorithms,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,11 +65,14 @@ def test_every_estimator_and_loss_of_ours_is_whole(listed: dict[str, Any]) -> No
     for section, names, plugin_of, keywords_of in kinds:
         assert list(listed[section]) == names
         for name in names:
-            plugin, entry = plugin_of(name), listed[section][name]
+            plugin = plugin_of(name)
+            entry = listed[section][name]
             assert plugin.formula, name
             assert plugin.source, name
             text = " ".join(" ".join(entry).split())
-            assert text.startswith(f"{name}: {(plugin.factory.__doc__ or '').splitlines()[0]} formula ")
+            assert text.startswith(
+                f"{name}: {(plugin.factory.__doc__ or '').splitlines()[0]} formula "
+            )
             assert " ".join(plugin.formula.split()) in text
             assert text.endswith(f"source {plugin.source}")
             assert all(str(keyword) in text for keyword in keywords_of(name).values())
@@ -73,13 +82,19 @@ def test_one_entry_in_full(listed: dict[str, Any]) -> None:
     assert listed["estimators"]["ppo"] == [
         "ppo: GAE over the trainable tokens of each sequence.",
         "formula   delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lam * A_{t+1}",
-        "needs     values; kl where kl_coef is not 0; logprobs, teacher_logprobs where distill_coef is not 0",
+        (
+            "needs     values; kl where kl_coef is not 0; logprobs, teacher_logprobs where"
+            " distill_coef is not 0"
+        ),
         "takes     token_rewards",
         "keywords  gamma: float = 1.0",
         "          lam: float = 0.95",
         "          kl_coef: float = 0.0    (set algorithm.kl.reward_coef)",
         "          distill_coef: float = 0.0    (set algorithm.distillation.coef)",
-        "source    Schulman et al., arXiv:1506.02438; KL in the reward: Ouyang et al., arXiv:2203.02155",
+        (
+            "source    Schulman et al., arXiv:1506.02438; KL in the reward: Ouyang et al.,"
+            " arXiv:2203.02155"
+        ),
     ]
 
 
@@ -100,7 +115,9 @@ def test_the_modes_that_are_no_plugins_are_all_there(listed: dict[str, Any]) -> 
 def test_formulas_of_kl_are_true(kind: Any) -> None:
     for d in (-1.5, 0.0, 0.7):
         value = eval(KL_KINDS[kind].formula.replace("^", "**"), {"d": d, "exp": exp})
-        kl = approx_kl(torch.tensor(d, dtype=torch.float64), torch.zeros((), dtype=torch.float64), kind)
+        kl = approx_kl(
+            torch.tensor(d, dtype=torch.float64), torch.zeros((), dtype=torch.float64), kind
+        )
         assert float(kl) == pytest.approx(value, abs=1e-12)
 
 
@@ -110,18 +127,28 @@ def test_formulas_of_aggregation_are_true(mode: Any) -> None:
     norm_length = 7.0 if mode == "seq-mean-token-sum-norm" else None
     weights = loss_weights(mode, cu_seqlens, norm_length=norm_length)
     sizes = {"M": 8, "N": 2, "norm_length": norm_length}
-    expected = [eval(AGGREGATION[mode].formula, {**sizes, "T": length}) for length in [3] * 3 + [5] * 5]
+    expected = [
+        eval(AGGREGATION[mode].formula, {**sizes, "T": length}) for length in [3] * 3 + [5] * 5
+    ]
     assert weights.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", get_args(NormalizationMode))
 def test_formulas_of_normalisation_are_true(mode: Any) -> None:
     advantages = torch.tensor([1.0, 4.0, -2.0, 0.5, 0.25, 3.0]).double()
-    got = normalize_advantages(advantages, torch.tensor([0, 2, 3, 6]), torch.tensor([7, 7, 1]), mode)
+    got = normalize_advantages(
+        advantages, torch.tensor([0, 2, 3, 6]), torch.tensor([7, 7, 1]), mode
+    )
     members = [slice(0, 3), slice(3, 6)] if mode == "group" else [slice(0, 6)]
     for part in members:
-        values: dict[str, Any] = {"A": advantages[part], "mean": advantages[part].mean(), "var": advantages[part].var()}
-        value = eval(NORMALIZATION[mode].formula.replace(" of the group", ""), {**values, "sqrt": torch.sqrt})
+        values: dict[str, Any] = {
+            "A": advantages[part],
+            "mean": advantages[part].mean(),
+            "var": advantages[part].var(),
+        }
+        value = eval(
+            NORMALIZATION[mode].formula.replace(" of the group", ""), {**values, "sqrt": torch.sqrt}
+        )
         torch.testing.assert_close(got[part], value)
 
 
@@ -152,14 +179,21 @@ def test_plugins_of_installed_packages_are_listed_whatever_they_leave_out(tmp_pa
     info = tmp_path / "theirs-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    names = {name.lower(): f"their_package:{name}" for name in ("Bare", "Demanding", "Picky", "Swallows")}
+    names = {
+        name.lower(): f"their_package:{name}" for name in ("Bare", "Demanding", "Picky", "Swallows")
+    }
     names["gone"] = "no_such_package:Gone"
     points = "\n".join(f"theirs_{name} = {target}" for name, target in names.items())
     (info / "entry_points.txt").write_text(f"[rlcore.estimators]\n{points}\n")
 
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(
-        [sys.executable, "-m", "rlcore", "algorithms"], env=env, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "rlcore", "algorithms"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     entries = sections(done.stdout.splitlines())["estimators"]
     assert entries["theirs_bare"] == ["theirs_bare", "plugin    their_package:Bare"]
@@ -172,6 +206,11 @@ def test_plugins_of_installed_packages_are_listed_whatever_they_leave_out(tmp_pa
     ]
     assert entries["theirs_picky"][1:3] == ["formula   A = R", "needs     depends on its keywords"]
     assert entries["theirs_swallows"][0].startswith("theirs_swallows: cannot be used: ")
-    assert "its constructor takes **keywords; name every keyword instead" in " ".join(entries["theirs_swallows"])
-    assert entries["theirs_gone"][0] == "theirs_gone: cannot be used: No module named 'no_such_package'"
+    assert "its constructor takes **keywords; name every keyword instead" in " ".join(
+        entries["theirs_swallows"]
+    )
+    assert (
+        entries["theirs_gone"][0]
+        == "theirs_gone: cannot be used: No module named 'no_such_package'"
+    )
     assert "ppo" in entries

@@ -30,7 +30,9 @@ QUICK = RestartConfig(limit=2, backoff_s=0.01)
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_unsaid(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """asyncio says of an error that nobody took, once the future is freed: on the terminal of somebody's `rlcore engine`."""
+    """asyncio says of an error that nobody took, once the future is freed: on the terminal of
+    somebody's `rlcore engine`.
+    """
     yield
     gc.collect()
     records = [*caplog.get_records("call"), *caplog.records]
@@ -41,10 +43,12 @@ class FakeServer:
     """Starts when told to; the result of `ended` is its death."""
 
     def __init__(self, name: str, *, fails: str = "", never: bool = False) -> None:
-        self.name, self.fails, self.never = name, fails, never
+        self.name = name
+        self.fails = fails
+        self.never = never
         self.ended: asyncio.Future[int] | None = None
         self.cancelled = self.stopped = False
-        self.ports: list[int] = []              # of its starts
+        self.ports: list[int] = []  # of its starts
         self.on_start: Callable[[], None] = lambda: None
 
     async def start(self, port: int = 0) -> str:
@@ -55,7 +59,7 @@ class FakeServer:
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
-                await asyncio.sleep(0.02)       # for the process to end
+                await asyncio.sleep(0.02)  # for the process to end
                 self.cancelled = True
                 raise
         self.ended = asyncio.get_running_loop().create_future()
@@ -106,12 +110,17 @@ def test_one_that_dies_is_started_again_where_it_was(capsys: pytest.CaptureFixtu
     assert run(servers, die_once) == ["http://a:4000", "http://b:4000"]
     assert (servers[0].ports, servers[1].ports) == ([0], [0, 4000])
     said = capsys.readouterr().err
-    assert "b ended: killed by SIGKILL; the end of its log: out of memory\nb is started again in 0.01 s: 1 of 2" in said
+    assert (
+        "b ended: killed by SIGKILL; the end of its log: out of memory\nb is started again in 0.01"
+        " s: 1 of 2" in said
+    )
     assert said.endswith("b runs again at http://b:4000\n")
     assert all(server.stopped for server in servers)
 
 
-def test_one_that_cannot_be_kept_up_is_left_alone_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_cannot_be_kept_up_is_left_alone_and_the_others_go_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     servers = [FakeServer("a"), FakeServer("b")]
 
     def die() -> None:
@@ -121,11 +130,16 @@ def test_one_that_cannot_be_kept_up_is_left_alone_and_the_others_go_on(capsys: p
 
     run(servers, die)
     assert servers[1].ports == [0, 4000, 4000]
-    assert "no memory for b\nb is left alone from now on (rollout.engine.restart.limit: 2)" in capsys.readouterr().err
+    assert (
+        "no memory for b\nb is left alone from now on (rollout.engine.restart.limit: 2)"
+        in capsys.readouterr().err
+    )
 
 
 class Weak(FakeServer):
-    """Its second and third start fail; what came up lives a moment, but for the fourth, which lives `life_s`."""
+    """Its second and third start fail; what came up lives a moment, but for the fourth, which lives
+    `life_s`.
+    """
 
     life_s = 0.5
 
@@ -135,7 +149,9 @@ class Weak(FakeServer):
         url = await super().start(port)
         if len(self.starts) == 5:
             interrupt()
-        asyncio.get_running_loop().call_later(self.life_s if len(self.starts) == 4 else 0.0, self.die)
+        asyncio.get_running_loop().call_later(
+            self.life_s if len(self.starts) == 4 else 0.0, self.die
+        )
         return url
 
 
@@ -187,23 +203,39 @@ def test_a_signal_while_they_start_ends_the_start() -> None:
 
     async def interrupted() -> None:
         asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(run_servers([server], lambda urls: pytest.fail("nothing started"), restart=QUICK), 10)
+        await asyncio.wait_for(
+            run_servers([server], lambda urls: pytest.fail("nothing started"), restart=QUICK), 10
+        )
 
     asyncio.run(interrupted())
     assert server.cancelled
     assert server.stopped
 
 
-@pytest.mark.parametrize(("engine", "message"), [
-    ({}, r"rollout\.engine\.kind: got 'embedded', expected 'sglang'"),
-    ({"kind": "sglang", "urls": ["http://a:1"]}, r"rollout\.engine\.urls: these engines run already"),
-    ({"kind": "sglang", "colocated": True}, r"rollout\.engine\.colocated: the trainer itself starts"),
-])
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({}, r"rollout\.engine\.kind: got 'embedded', expected 'sglang'"),
+        (
+            {"kind": "sglang", "urls": ["http://a:1"]},
+            r"rollout\.engine\.urls: these engines run already",
+        ),
+        (
+            {"kind": "sglang", "colocated": True},
+            r"rollout\.engine\.colocated: the trainer itself starts",
+        ),
+    ],
+)
 def test_what_does_not_run_alone_is_refused(engine: dict[str, object], message: str) -> None:
-    config = Config.model_validate({
-        "run": {"name": "test"}, "model": {"path": "none"}, "data": {"paths": "none.jsonl"}, "training": {"steps": 1},
-        "rollout": {"engine": engine},
-    })
+    config = Config.model_validate(
+        {
+            "run": {"name": "test"},
+            "model": {"path": "none"},
+            "data": {"paths": "none.jsonl"},
+            "training": {"steps": 1},
+            "rollout": {"engine": engine},
+        }
+    )
     with pytest.raises(ConfigError, match=message):
         serve_engines(config)
 
@@ -243,7 +275,8 @@ def test_keys_that_were_given_are_not_printed_and_made_ones_are(
 def test_the_file_with_the_urls_is_there_only_while_the_engines_are_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, seen = tmp_path / "urls.json", list[object]()
+    file = tmp_path / "urls.json"
+    seen = list[object]()
     file.write_text('["http://killed:1"]')
 
     async def run_both(servers, announce, follow, *, restart) -> None:
@@ -252,14 +285,20 @@ def test_the_file_with_the_urls_is_there_only_while_the_engines_are_ready(
         seen.append(json.loads(file.read_text()))
         raise RunFailed("a ended")
 
-    monkeypatch.setattr(engines, "managed_servers", lambda config, keys, *, ranks, logs: told.append((ranks, logs)) or [])
+    monkeypatch.setattr(
+        engines,
+        "managed_servers",
+        lambda config, keys, *, ranks, logs: told.append((ranks, logs)) or [],
+    )
     monkeypatch.setattr(serve, "run_servers", run_both)
     told: list[tuple[int, Path]] = []
     with pytest.raises(RunFailed, match="a ended"):
         serve_engines(served(tmp_path), urls_file=file)
     assert seen == [False, ["http://a:1", "http://a:2"]]
     assert not file.exists()
-    assert told == [(0, tmp_path / "test-engines" / socket.gethostname())], "no trainer here; several machines share the folder"
+    assert told == [(0, tmp_path / "test-engines" / socket.gethostname())], (
+        "no trainer here; several machines share the folder"
+    )
     with pytest.raises(ConfigError, match="--urls-file: there is no folder"):
         serve_engines(served(tmp_path), urls_file=tmp_path / "none" / "urls.json")
 
@@ -287,16 +326,23 @@ def test_servers_do_not_go_on_without_what_runs_beside_them() -> None:
 
     servers = [FakeServer("a")]
     with pytest.raises(RunFailed, match="the shared folder is gone"):
-        asyncio.run(asyncio.wait_for(run_servers(servers, lambda _: None, follow, restart=QUICK), 10))
+        asyncio.run(
+            asyncio.wait_for(run_servers(servers, lambda _: None, follow, restart=QUICK), 10)
+        )
     assert servers[0].stopped
 
 
 def test_engines_of_the_delta_transport_follow_a_folder(tmp_path) -> None:
     def config(**engine) -> Config:
-        return Config.model_validate({
-            "run": {"name": "test"}, "model": {"path": "none"}, "data": {"paths": "none"}, "training": {"steps": 1},
-            "rollout": {"engine": {"kind": "sglang", **engine}},
-        })
+        return Config.model_validate(
+            {
+                "run": {"name": "test"},
+                "model": {"path": "none"},
+                "data": {"paths": "none"},
+                "training": {"steps": 1},
+                "rollout": {"engine": {"kind": "sglang", **engine}},
+            }
+        )
 
     assert follower(config()) is None
     assert follower(config(transport="disk", weights_dir=str(tmp_path))) is None

@@ -43,7 +43,10 @@ def test_an_unknown_character_is_an_error(tiny_model):
 def test_a_chat_is_its_contents(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     messages = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
-    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "1+2=3"
+    assert (
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        == "1+2=3"
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "deepseek_v3"])
@@ -84,7 +87,10 @@ def test_a_model_is_not_overwritten_by_accident(tmp_path):
         ({"hidden": 130}, "hidden: got 130, expected a multiple of 2 x heads"),
         ({"kv_heads": 3}, "kv_heads: got 3, expected a divisor of heads"),
         ({"layers": 0}, "layers: got 0"),
-        ({"family": "deepseek_v3", "experts": 1, "experts_per_token": 1}, "experts: got 1, expected 2 or more"),
+        (
+            {"family": "deepseek_v3", "experts": 1, "experts_per_token": 1},
+            "experts: got 1, expected 2 or more",
+        ),
         ({"alphabet": "aba"}, "alphabet: got 'aba'"),
     ],
 )

@@ -16,11 +16,13 @@ EXAMPLES = Path(__file__).parents[3] / "examples/models"
 CONFIG = str(EXAMPLES / "grpo.yaml")
 
 
-def plan(capsys: pytest.CaptureFixture[str], *arguments: str, model: str | Path = "Qwen2.5-7B") -> tuple[int, str, str]:
+def plan(
+    capsys: pytest.CaptureFixture[str], *arguments: str, model: str | Path = "Qwen2.5-7B"
+) -> tuple[int, str, str]:
     """Exit code, standard output and standard error."""
     try:
         code = cli.main(["plan", CONFIG, f"model.path={EXAMPLES / model}", *arguments])
-    except SystemExit as caught:        # argparse
+    except SystemExit as caught:  # argparse
         code = int(caught.code or 0)
     said = capsys.readouterr()
     return code, said.out, said.err
@@ -30,16 +32,20 @@ def changed(folder: Path, *dropped: str, model: str = "Qwen2.5-7B", **values: An
     """A copy of an example's config.json with other values."""
     given = json.loads((EXAMPLES / model / "config.json").read_text())
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in {**given, **values}.items() if k not in dropped}))
+    (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in {**given, **values}.items() if k not in dropped})
+    )
     return folder
 
 
 def first_layout(out: str) -> str:
     lines = out.splitlines()
-    return lines[next(i for i, line in enumerate(lines) if "peak of the fullest rank" in line) + 1].strip()
+    return lines[
+        next(i for i, line in enumerate(lines) if "peak of the fullest rank" in line) + 1
+    ].strip()
 
 
-# --- what it prints ---------------------------------------------------------------------------------------------------
+# --- what it prints -------------------------------------------------------------------------------
 
 
 def test_a_layout_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +53,13 @@ def test_a_layout_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, err) == (0, "")
     assert out.startswith("7.62 B parameters; 8 x H100 of 80.0 GiB, 8% reserved\n")
     assert "TP 4 x DP 2, SP, distributed optimizer: fits, " in out
-    for part in ("policy weights", "policy gradients", "policy optimizer", "(the largest phase)", "left for KV of a colocated"):
+    for part in (
+        "policy weights",
+        "policy gradients",
+        "policy optimizer",
+        "(the largest phase)",
+        "left for KV of a colocated",
+    ):
         assert part in out
     assert first_layout(out).endswith("TP 2 x DP 4, SP, distributed optimizer")
 
@@ -60,13 +72,17 @@ def test_a_layout_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
         ("Llama-3.1-70B", 64, "TP 4 x PP 4 x CP 4, SP, distributed optimizer"),
     ],
 )
-def test_the_fastest_layouts_of_large_models(capsys: pytest.CaptureFixture[str], model: str, gpus: int, layout: str) -> None:
+def test_the_fastest_layouts_of_large_models(
+    capsys: pytest.CaptureFixture[str], model: str, gpus: int, layout: str
+) -> None:
     code, out, _ = plan(capsys, "--gpus", str(gpus), model=model)
     assert code == 0
     assert first_layout(out).endswith(layout)
 
 
-def test_each_cut_is_printed_once_and_the_configured_one_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_cut_is_printed_once_and_the_configured_one_is_marked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     _, out, _ = plan(capsys, "--gpus", "8", "policy.parallel.tensor=2")
     shown = [line for line in out.splitlines() if " s   " in line]
     cuts = [line.split("GiB")[1].split(", recompute")[0] for line in shown]
@@ -74,7 +90,9 @@ def test_each_cut_is_printed_once_and_the_configured_one_is_marked(capsys: pytes
     assert [line for line in shown if line.startswith(" *")] == shown[:1]
 
 
-def test_a_printed_layout_is_taken_when_it_is_configured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_printed_layout_is_taken_when_it_is_configured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Experts are cut by EP alone, so under TP the layout names ETP: its default is TP."""
     _, out, _ = plan(capsys, "--gpus", "8", model="Qwen3-30B-A3B")
     line = next(line for line in out.splitlines() if "TP 2 x EP 8 x ETP 1 x DP 4" in line)
@@ -84,55 +102,88 @@ def test_a_printed_layout_is_taken_when_it_is_configured(capsys: pytest.CaptureF
     assert f"layout:\n  {shown}: " in plan(capsys, "--gpus", "8", *given, model="Qwen3-30B-A3B")[1]
 
 
-def test_a_model_that_cannot_fit_is_told_by_how_much_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_cannot_fit_is_told_by_how_much_and_what_would_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code, out, _ = plan(capsys, "--gpus", "8", model="Llama-3.1-70B")
     assert code == 0, "the plan was made; that nothing fits is what it says"
     assert "does NOT fit, " in out
     nearest = out[out.index("No layout fits. The nearest is ") :].splitlines()
     assert nearest[0].startswith("No layout fits. The nearest is TP 8, SP, recompute full: 15")
     assert " more than 73.6 GiB. What would help:" in nearest[1]
-    assert any(line.strip().startswith("policy.optimizer.offload=true lowers the peak by ") for line in nearest)
+    assert any(
+        line.strip().startswith("policy.optimizer.offload=true lowers the peak by ")
+        for line in nearest
+    )
     assert any("times the GPUs, or GPUs of " in line for line in nearest)
 
 
 def test_a_parked_reference_and_a_critic_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     resident = plan(capsys, "--gpus", "8", "reference.offload=false")[1]
     assert "reference weights" in resident
-    assert "reference weights" not in plan(capsys, "--gpus", "8")[1], "a guest in the policy's place"
+    assert "reference weights" not in plan(capsys, "--gpus", "8")[1], (
+        "a guest in the policy's place"
+    )
     critic = plan(capsys, "--gpus", "8", "algorithm.estimator.name=ppo")[1]
     assert "critic weights" in critic
     assert "critic optimizer" in critic
-    offloaded = plan(capsys, "--gpus", "8", "algorithm.estimator.name=ppo", "critic.offload=true")[1]
+    offloaded = plan(capsys, "--gpus", "8", "algorithm.estimator.name=ppo", "critic.offload=true")[
+        1
+    ]
     assert "GiB  critic weights" not in offloaded
 
 
-def test_a_critic_with_a_folder_of_its_own_has_its_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_critic_with_a_folder_of_its_own_has_its_sizes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     ppo = ("--gpus", "8", "algorithm.estimator.name=ppo")
     shallow = changed(tmp_path / "critic", num_hidden_layers=14)
 
     def critic_weights(*arguments: str) -> float:
-        (line,) = [line for line in plan(capsys, *ppo, *arguments)[1].splitlines() if line.endswith("critic weights")]
+        (line,) = [
+            line
+            for line in plan(capsys, *ppo, *arguments)[1].splitlines()
+            if line.endswith("critic weights")
+        ]
         return float(line.split()[0])
 
     assert 0.4 < critic_weights(f"critic.path={shallow}") / critic_weights() < 0.65
 
 
-def test_a_colocated_engine_has_the_gpu_but_its_weights_must_fit_beside_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
-    """7.616e9 parameters in bf16; K and V of 28 layers and 4 heads of 128, cut over TP 4: 14336 bytes a token."""
+def test_a_colocated_engine_has_the_gpu_but_its_weights_must_fit_beside_the_trainer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """7.616e9 parameters in bf16; K and V of 28 layers and 4 heads of 128, cut over TP 4: 14336
+    bytes a token.
+    """
     roomy = plan(capsys, "--gpus", "8")[1]
     left = 80 * 0.92 - 7.616e9 * 2 / 4 / 2**30
     (line,) = [line for line in roomy.splitlines() if "colocated" in line]
     assert line.split()[:2] == [f"{left:.1f}", "GiB"]
     assert abs(int(line.split()[-2].replace(",", "")) - left * 2**30 / 14336) < 1e4
-    alone = ("policy.parallel.tensor=1", "policy.parallel.sequence=false", "policy.optimizer.distributed=false")
-    assert "none  for a colocated engine of TP 1: its weights (14.2 GiB)" in plan(capsys, "--gpus", "4", *alone)[1]
+    alone = (
+        "policy.parallel.tensor=1",
+        "policy.parallel.sequence=false",
+        "policy.optimizer.distributed=false",
+    )
+    assert (
+        "none  for a colocated engine of TP 1: its weights (14.2 GiB)"
+        in plan(capsys, "--gpus", "4", *alone)[1]
+    )
 
 
-def test_a_critic_of_another_shape_is_laid_out_as_the_policy_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_critic_of_another_shape_is_laid_out_as_the_policy_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     critic = changed(tmp_path / "critic", num_attention_heads=7, num_key_value_heads=7)
-    code, out, _ = plan(capsys, "--gpus", "8", "algorithm.estimator.name=ppo", f"critic.path={critic}")
+    code, out, _ = plan(
+        capsys, "--gpus", "8", "algorithm.estimator.name=ppo", f"critic.path={critic}"
+    )
     assert code == 0
-    assert f"refused: critic.path: {critic} does not fit the policy's layout: policy.parallel.tensor: 4 does not divide" in out
+    assert (
+        f"refused: critic.path: {critic} does not fit the policy's layout: policy.parallel.tensor:"
+        " 4 does not divide" in out
+    )
     assert first_layout(out)
     assert "TP " not in out[out.index("Layouts that fit") :]
 
@@ -154,21 +205,26 @@ def test_a_plan_imports_no_torch() -> None:
     script = f"""
 import sys
 from rlcore.cli import main
-assert main(["plan", {CONFIG!r}, "model.path={EXAMPLES / 'Qwen2.5-7B'}", "--gpus", "8"]) == 0
+assert main(["plan", {CONFIG!r}, "model.path={EXAMPLES / "Qwen2.5-7B"}", "--gpus", "8"]) == 0
 assert not {{"torch", "numpy", "transformers"}} & sys.modules.keys()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# --- what it refuses --------------------------------------------------------------------------------------------------
+# --- what it refuses ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gpus", ["0", "-8", "8.5", "many", ""])
 def test_a_bad_number_of_gpus(capsys: pytest.CaptureFixture[str], gpus: str) -> None:
     code, _, err = plan(capsys, "--gpus", gpus)
     assert code == 2
-    assert f"argument --gpus: got {gpus!r}, expected a positive integer" in err or "expected one argument" in err
+    assert (
+        f"argument --gpus: got {gpus!r}, expected a positive integer" in err
+        or "expected one argument" in err
+    )
 
 
 def test_the_number_of_gpus_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,10 +246,15 @@ def test_an_unknown_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "H100" in err
 
 
-def test_gpus_that_the_configured_layout_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpus_that_the_configured_layout_does_not_divide(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code, out, _ = plan(capsys, "--gpus", "6")
     assert code == 0, "others are found"
-    assert "refused: policy.parallel: tensor 4 x pipeline 1 x context 1 = 4 does not divide the world size 6" in out
+    assert (
+        "refused: policy.parallel: tensor 4 x pipeline 1 x context 1 = 4 does not divide the world"
+        " size 6" in out
+    )
     assert "Layouts that fit" in out
 
 
@@ -220,21 +281,34 @@ def test_a_config_that_is_no_json(capsys: pytest.CaptureFixture[str], tmp_path: 
     [
         (["num_hidden_layers"], {}, "num_hidden_layers: got None, expected a positive integer"),
         ([], {"hidden_size": "3584"}, "hidden_size: got '3584', expected a positive integer"),
-        ([], {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not converted; converted are"),
+        (
+            [],
+            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel is not converted; converted are",
+        ),
         ([], {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
     ],
 )
 def test_a_config_that_we_do_not_convert(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, dropped: list[str], values: dict[str, Any], said: str
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    dropped: list[str],
+    values: dict[str, Any],
+    said: str,
 ) -> None:
     code, out, err = plan(capsys, "--gpus", "8", model=changed(tmp_path, *dropped, **values))
     assert (code, out) == (2, "")
     assert said in err
 
 
-def test_keys_that_say_nothing_of_the_model_are_ignored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_keys_that_say_nothing_of_the_model_are_ignored(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     as_it_is = plan(capsys, "--gpus", "8")
-    assert plan(capsys, "--gpus", "8", model=changed(tmp_path, bos_token_id=151643, unheard_of="x")) == as_it_is
+    assert (
+        plan(capsys, "--gpus", "8", model=changed(tmp_path, bos_token_id=151643, unheard_of="x"))
+        == as_it_is
+    )
 
 
 def test_an_unknown_configuration_key(capsys: pytest.CaptureFixture[str]) -> None:

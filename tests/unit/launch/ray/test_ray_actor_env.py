@@ -40,7 +40,10 @@ def test_lines_come_in_their_order_each_on_its_stream(
 
 
 def test_a_line_that_stays_half_said_is_passed_over(
-    lines: LogRelay, store: dist.Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    lines: LogRelay,
+    store: dist.Store,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
     monkeypatch.setattr(workplace.time, "monotonic", lambda: now)

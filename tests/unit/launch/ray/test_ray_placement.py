@@ -14,7 +14,9 @@ from rlcore.config.checks.sections import notes_on as notes
 from rlcore.launch.ray.placement import NodeSlot, Placement, bundles, lacking, place
 
 
-def config(*, nodes: int = 1, per_node: int = 1, ray: dict[str, Any] | None = None, **engine: Any) -> Config:
+def config(
+    *, nodes: int = 1, per_node: int = 1, ray: dict[str, Any] | None = None, **engine: Any
+) -> Config:
     return Config.model_validate({
         "run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["p"]}, "training": {"steps": 1},
         "reward": {"parts": {"a": {"function": "exact_match"}}}, "rollout": {"engine": engine},
@@ -37,7 +39,12 @@ def test_a_node_of_the_trainer_is_one_bundle_and_an_engine_another() -> None:
 
 
 def test_ranks_fill_one_node_after_the_other() -> None:
-    assert placed(nodes=2, per_node=2).ranks == (NodeSlot(0, 0, 0), NodeSlot(1, 0, 1), NodeSlot(2, 1, 0), NodeSlot(3, 1, 1))
+    assert placed(nodes=2, per_node=2).ranks == (
+        NodeSlot(0, 0, 0),
+        NodeSlot(1, 0, 1),
+        NodeSlot(2, 1, 0),
+        NodeSlot(3, 1, 1),
+    )
 
 
 @pytest.mark.parametrize(("has_gpus", "device"), [(False, None), (True, "cpu")])
@@ -52,11 +59,12 @@ def test_shares_may_be_fractions_or_nothing() -> None:
     found = placed(has_gpus=True, per_node=2, count=2, ray=shares)
     assert found.trainer == ({"CPU": 0.5, "GPU": 1.0},)
     assert bundles(found.engines) == [{"GPU": 0.5}] * 2
-    assert bundles([{"CPU": 0.0}]) == [{"CPU": 0.001}]      # Ray refuses an empty bundle
+    assert bundles([{"CPU": 0.0}]) == [{"CPU": 0.001}]  # Ray refuses an empty bundle
 
 
 @pytest.mark.parametrize(
-    ("share", "ranks", "gpus"), [(0.6, 2, 2.0), (0.4, 3, 1.4), (0.5, 3, 1.5), (0.3, 5, 1.6), (0.1, 10, 1.0), (1, 3, 3.0)]
+    ("share", "ranks", "gpus"),
+    [(0.6, 2, 2.0), (0.4, 3, 1.4), (0.5, 3, 1.5), (0.3, 5, 1.6), (0.1, 10, 1.0), (1, 3, 3.0)],
 )
 def test_a_share_is_of_one_gpu(share: float, ranks: int, gpus: float) -> None:
     """Two ranks with 0.6 each have no room on 1.2."""
@@ -65,7 +73,9 @@ def test_a_share_is_of_one_gpu(share: float, ranks: int, gpus: float) -> None:
 
 
 def test_engines_that_take_turns_are_in_the_trainers_bundle() -> None:
-    found = placed(has_gpus=True, per_node=4, kind="sglang", count=2, tensor_parallel=2, colocated=True)
+    found = placed(
+        has_gpus=True, per_node=4, kind="sglang", count=2, tensor_parallel=2, colocated=True
+    )
     assert found.engines == ()
     assert found.hosts == (0, 0)
     assert found.trainer == ({"CPU": 6.0, "GPU": 4.0},)
@@ -129,7 +139,7 @@ def test_what_ray_places_is_left_to_ray(given: dict[str, Any], said: str) -> Non
         {"kind": "sglang", "tensor_parallel": 2, "ray": {"engine_gpus": 2}},
         {"kind": "sglang", "tensor_parallel": 2, "device": "cpu", "ray": {"engine_gpus": 0.5}},
         {"colocated": True, "count": 2, "per_node": 2},
-        {"colocated": True, "count": 2, "ray": {"rank_gpus": 0}},       # on CPUs
+        {"colocated": True, "count": 2, "ray": {"rank_gpus": 0}},  # on CPUs
         {"colocated": True, "count": 2, "device": "cpu"},
     ],
 )
@@ -141,27 +151,41 @@ def test_too_few_processes_for_the_layout_are_refused() -> None:
     given = config(per_node=2)
     given.policy.parallel.tensor = 4
     (problem,) = check(given)
-    assert str(problem).startswith("policy.parallel.tensor: the layout needs 4 processes and the ray launcher starts 2: set ")
+    assert str(problem).startswith(
+        "policy.parallel.tensor: the layout needs 4 processes and the ray launcher starts 2: set "
+    )
 
 
 def test_what_only_ray_reads_is_noted_elsewhere() -> None:
     given = config(ray={"rank_cpus": 2})
     assert not list(notes(given))
     given.cluster.launcher = "local"
-    assert [str(note) for note in notes(given)] == ["cluster.ray: is ignored: cluster.launcher is local"]
+    assert [str(note) for note in notes(given)] == [
+        "cluster.ray: is ignored: cluster.launcher is local"
+    ]
 
 
-def test_the_users_runtime_environment_is_passed_on_with_this_checkout_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_runtime_environment_is_passed_on_with_this_checkout_on_the_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from rlcore.launch.ray.cluster import ROOT, runtime_env
 
     monkeypatch.setenv("PYTHONPATH", "/plugins")
     given = runtime_env({"env_vars": {"NCCL_DEBUG": "INFO"}, "pip": ["x"]})
-    assert given == {"pip": ["x"], "env_vars": {"NCCL_DEBUG": "INFO", "PYTHONPATH": f"{ROOT}:/plugins"}}
+    assert given == {
+        "pip": ["x"],
+        "env_vars": {"NCCL_DEBUG": "INFO", "PYTHONPATH": f"{ROOT}:/plugins"},
+    }
     own = runtime_env({"env_vars": {"PYTHONPATH": "/mine"}})
     assert own["env_vars"]["PYTHONPATH"] == "/mine"
 
 
 def test_placement_needs_neither_ray_nor_torch() -> None:
-    code = "import sys, rlcore.launch.ray.placement; print(sorted({'ray', 'torch'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        "import sys, rlcore.launch.ray.placement; print(sorted({'ray', 'torch'} &"
+        " set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,6 @@
-"""The environment that a rank finds under Ray: torchrun's, and its own device's number; and when its loss counts."""
+"""The environment that a rank finds under Ray: torchrun's, and its own device's number; and when
+its loss counts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Here(ActorEnv):
         pass
 
 
-def found_by_the_rank(monkeypatch: pytest.MonkeyPatch, *, rank_gpus: float, visible: str | None) -> dict[str, str]:
+def found_by_the_rank(
+    monkeypatch: pytest.MonkeyPatch, *, rank_gpus: float, visible: str | None
+) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def train_rank(loaded: Any, *, resume: bool, overwrite: bool, service: Any) -> int:
@@ -38,23 +42,38 @@ def found_by_the_rank(monkeypatch: pytest.MonkeyPatch, *, rank_gpus: float, visi
         return 5
 
     before = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    monkeypatch.setattr(os, "environ", before | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
+    monkeypatch.setattr(
+        os, "environ", before | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    )
     monkeypatch.setattr(rlcore.launch, "train_rank", train_rank)
-    monkeypatch.setattr(rank_module.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
-    loaded: Any = SimpleNamespace(config=SimpleNamespace(cluster=SimpleNamespace(ray=SimpleNamespace(rank_gpus=rank_gpus))))
-    assert RankActor(Here()).run(SEAT, loaded, resume=True, overwrite=False, service="service of rank 0") == 5
+    monkeypatch.setattr(
+        rank_module.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node")
+    )
+    loaded: Any = SimpleNamespace(
+        config=SimpleNamespace(cluster=SimpleNamespace(ray=SimpleNamespace(rank_gpus=rank_gpus)))
+    )
+    assert (
+        RankActor(Here()).run(
+            SEAT, loaded, resume=True, overwrite=False, service="service of rank 0"
+        )
+        == 5
+    )
     return found
 
 
 @pytest.mark.parametrize(("rank_gpus", "visible", "local_rank"), [
     (1.0, "6", "0"), (0.5, "6", "0"),       # it sees one GPU, which is its 0
-    (0.0, None, "3"), (1.0, "", "3"),       # it has none of its own: it shares what its node has, as under torchrun
+    # it has none of its own: it shares what its node has, as under torchrun
+    (0.0, None, "3"), (1.0, "", "3"),
     (0.0, "0,1,2,3", "3"),                  # not Ray's doing
 ])  # fmt: skip
 def test_a_rank_takes_the_gpu_that_is_its_own(
     monkeypatch: pytest.MonkeyPatch, rank_gpus: float, visible: str | None, local_rank: str
 ) -> None:
-    assert found_by_the_rank(monkeypatch, rank_gpus=rank_gpus, visible=visible)["LOCAL_RANK"] == local_rank
+    assert (
+        found_by_the_rank(monkeypatch, rank_gpus=rank_gpus, visible=visible)["LOCAL_RANK"]
+        == local_rank
+    )
 
 
 def test_the_rest_is_what_torchrun_would_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +84,8 @@ def test_the_rest_is_what_torchrun_would_set(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("rank", "has_ended", "counts"), [(0, False, True), (1, False, True), (0, True, True), (1, True, False)]
+    ("rank", "has_ended", "counts"),
+    [(0, False, True), (1, False, True), (0, True, True), (1, True, False)],
 )
 def test_after_the_end_of_the_run_only_rank_0_is_missed(
     monkeypatch: pytest.MonkeyPatch, rank: int, has_ended: bool, counts: bool
@@ -76,8 +96,12 @@ def test_after_the_end_of_the_run_only_rank_0_is_missed(
         raise RayActorError
 
     ranks = object.__new__(Ranks)
-    ranks.store, ranks.codes, ranks._lost, ranks._runs = HashStore(), {}, {}, {"call": rank}
-    ranks.pids, ranks.nodes = [1, 2], ["a", "b"]
+    ranks.store = HashStore()
+    ranks.codes = {}
+    ranks._lost = {}
+    ranks._runs = {"call": rank}
+    ranks.pids = [1, 2]
+    ranks.nodes = ["a", "b"]
     if has_ended:
         mark_ended(ranks.store, 0)
     monkeypatch.setattr(ranks_module.ray, "wait", lambda refs, **_: (refs, []))

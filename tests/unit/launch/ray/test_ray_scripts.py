@@ -1,4 +1,6 @@
-"""scripts/ray_multinode.sh and scripts/slurm/ray.sbatch: who starts which Ray node, and what a signal ends. Ray is stubbed."""
+"""scripts/ray_multinode.sh and scripts/slurm/ray.sbatch: who starts which Ray node, and what a
+signal ends. Ray is stubbed.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,30 @@ def test_the_first_node_is_the_head_and_runs_the_driver(stage: Stage) -> None:
         "-m", "rlcore", "train", "run.yaml", "servers.yaml", "cluster.launcher=ray", "cluster.ray.address=10.0.0.1:6379",
     ]  # fmt: skip
     said = (stage.records / "ray.txt").read_text().splitlines()
-    assert said.count("start --head --block --node-ip-address 10.0.0.1 --port 6379 --num-gpus 2") == 1
+    assert (
+        said.count("start --head --block --node-ip-address 10.0.0.1 --port 6379 --num-gpus 2") == 1
+    )
     joined = sorted(line for line in said if line.startswith("start --block"))
     assert joined == [
-        f"start --block --address 10.0.0.1:6379 --node-ip-address 10.0.0.{node} --num-gpus 2" for node in (1, 2)
+        f"start --block --address 10.0.0.1:6379 --node-ip-address 10.0.0.{node} --num-gpus 2"
+        for node in (1, 2)
     ], "the stub's own addresses"
     assert not (stage.records / "head").exists(), "the head ends with the run"
 
 
 def test_the_run_s_exit_code_is_the_first_node_s(stage: Stage) -> None:
-    assert stage.run("ray_multinode.sh", "run.yaml", NODE_RANK="0", MASTER_ADDR="10.0.0.1", TRAINER_CODE="4").returncode == 4
+    assert (
+        stage.run(
+            "ray_multinode.sh", "run.yaml", NODE_RANK="0", MASTER_ADDR="10.0.0.1", TRAINER_CODE="4"
+        ).returncode
+        == 4
+    )
 
 
 def test_a_node_that_finds_no_head_gives_up(stage: Stage) -> None:
-    done = stage.run("ray_multinode.sh", "run.yaml", NODE_RANK="1", MASTER_ADDR="10.0.0.1", JOIN_TIMEOUT_S="0")
+    done = stage.run(
+        "ray_multinode.sh", "run.yaml", NODE_RANK="1", MASTER_ADDR="10.0.0.1", JOIN_TIMEOUT_S="0"
+    )
     assert done.returncode == 2
     assert "no Ray head at 10.0.0.1:6379 within 0 s (JOIN_TIMEOUT_S)" in done.stderr
 
@@ -65,8 +77,11 @@ def send(process: subprocess.Popen[bytes], how: str) -> None:
 @pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
 def test_a_signal_to_another_node_ends_what_it_lent(stage: Stage, how: str) -> None:
     (stage.records / "head").touch()
-    process, said = stage.start("ray_multinode.sh", "run.yaml", **NODE), stage.records / "ray.txt"
-    stage.wait_for(lambda: said.exists() and "start --block" in said.read_text(), "the node has not joined")
+    process = stage.start("ray_multinode.sh", "run.yaml", **NODE)
+    said = stage.records / "ray.txt"
+    stage.wait_for(
+        lambda: said.exists() and "start --block" in said.read_text(), "the node has not joined"
+    )
     send(process, how)
     assert process.wait(20) == 128 + signal.SIGTERM, "as the stub ends"
 

@@ -1,5 +1,5 @@
-"""What `rlcore ledger` finds contradictory, and how it tells a ledger and the life of a draw; whole runs are in
-tests/integration/test_ledger_runs.py.
+"""What `rlcore ledger` finds contradictory, and how it tells a ledger and the life of a draw; whole
+runs are in tests/integration/test_ledger_runs.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ reward: {parts: {right: {function: exact_match}}}
 training: {steps: 5}
 """
 START = {"start": 0, "prompts": [9, "nine"], "max_staleness": 0}
-# Step 1 takes two of three draws, one of which came back; step 2 finds nothing in draw 3, and takes what is left.
+# Step 1 takes two of three draws, one of which came back; step 2 finds nothing in draw 3, and takes
+# what is left.
 WHOLE: list[dict[str, Any]] = [
     START, {"drawn": [0, 1, 2]}, {"finished": [0, 1, 2]}, {"requeued": [1], "because": "stale"},
     {"consumed": [0, 2], "step": 1}, {"cut": 1},
@@ -40,7 +41,7 @@ def written(folder: Path, entries: list[dict[str, Any]]) -> Path:
     return path
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------
 
 
 def test_steps_in_order_contradict_nothing(tmp_path: Path) -> None:
@@ -67,15 +68,19 @@ def test_steps_in_order_contradict_nothing(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_steps_out_of_order_are_named(tmp_path: Path, entries: list[dict[str, Any]], said: list[str]) -> None:
+def test_steps_out_of_order_are_named(
+    tmp_path: Path, entries: list[dict[str, Any]], said: list[str]
+) -> None:
     assert list(check_steps(read_journal(written(tmp_path, entries)))) == said
 
 
-# --- the checkpoint ---------------------------------------------------------------------------------------------------
+# --- the checkpoint -------------------------------------------------------------------------------
 
 
 def checkpoint(history: Path, step: int = 1) -> dict[str, Any]:
-    """What a service gives to the checkpoint of `step`, which keeps the groups of its finished draws."""
+    """What a service gives to the checkpoint of `step`, which keeps the groups of its finished
+    draws.
+    """
     ledger = read_journal(history).at(step)
     assert ledger is not None
     finished = [draw for draw in ledger.unsettled() if ledger.state(draw) == "finished"]
@@ -86,15 +91,25 @@ def checkpoint(history: Path, step: int = 1) -> dict[str, Any]:
 
 
 def said_of(path: Path, source: dict[str, Any], step: int = 1) -> list[str]:
-    return list(check_checkpoint(Checkpoint(step, path.parent, {"source": source}), read_journal(path)))
+    return list(
+        check_checkpoint(Checkpoint(step, path.parent, {"source": source}), read_journal(path))
+    )
 
 
 # 1 and 2 are finished, 3 is in flight.
-KEPT = [START, {"drawn": [0, 1, 2, 3]}, {"finished": [0, 1, 2]}, {"consumed": [0], "step": 1}, {"cut": 1}]
+KEPT = [
+    START,
+    {"drawn": [0, 1, 2, 3]},
+    {"finished": [0, 1, 2]},
+    {"consumed": [0], "step": 1},
+    {"cut": 1},
+]
 
 
 @pytest.mark.parametrize("entries", [WHOLE, KEPT])
-def test_a_checkpoint_of_its_cut_contradicts_nothing(tmp_path: Path, entries: list[dict[str, Any]]) -> None:
+def test_a_checkpoint_of_its_cut_contradicts_nothing(
+    tmp_path: Path, entries: list[dict[str, Any]]
+) -> None:
     path = written(tmp_path, entries)
     assert said_of(path, checkpoint(path)) == []
 
@@ -156,10 +171,12 @@ def test_a_checkpoint_that_contradicts_its_cut_is_named(
 
 def test_a_checkpoint_without_its_cut_is_named(tmp_path: Path) -> None:
     path = written(tmp_path, WHOLE)
-    assert said_of(path, checkpoint(path), step=3) == ["the journal has no cut of step 3, of which there is a checkpoint"]
+    assert said_of(path, checkpoint(path), step=3) == [
+        "the journal has no cut of step 3, of which there is a checkpoint"
+    ]
 
 
-# --- recordings -------------------------------------------------------------------------------------------------------
+# --- recordings -----------------------------------------------------------------------------------
 
 
 def samples(*addresses: tuple[int, int]) -> list[dict[str, Any]]:
@@ -171,20 +188,27 @@ def samples(*addresses: tuple[int, int]) -> list[dict[str, Any]]:
     [
         (samples((4, 0), (4, 1), (7, 0)), []),
         (samples((4, 0)), ["step 2 consumed draws 7, of which no sample is recorded"]),
-        (samples((4, 0), (7, 0), (5, 0)), ["step 2 was trained on draws 5, which the ledger does not say it consumed"]),
+        (
+            samples((4, 0), (7, 0), (5, 0)),
+            ["step 2 was trained on draws 5, which the ledger does not say it consumed"],
+        ),
         (samples((4, 0), (7, 1), (7, 1)), ["step 2 was trained twice on sample 1 of draw 7"]),
     ],
 )
-def test_a_step_was_trained_on_what_it_consumed(records: list[dict[str, Any]], said: list[str]) -> None:
+def test_a_step_was_trained_on_what_it_consumed(
+    records: list[dict[str, Any]], said: list[str]
+) -> None:
     assert list(check_recording(2, records, [4, 7])) == said
 
 
-# --- a run's folder ---------------------------------------------------------------------------------------------------
+# --- a run's folder -------------------------------------------------------------------------------
 
 
 def test_a_run_before_its_first_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
-    written(tmp_path, [*WHOLE, {**START, "start": 1}, {"drawn": [1]}, {"requeued": [1]}, {"drawn": [1]}])
+    written(
+        tmp_path, [*WHOLE, {**START, "start": 1}, {"drawn": [1]}, {"requeued": [1]}, {"drawn": [1]}]
+    )
     found = audit(RunDirectory(tmp_path))
     assert found == Audit(
         draws=3, states={"in flight": 1, "finished": 0, "requeued": 0, "consumed": 2}, steps=1, given_up={"stale": 1},
@@ -205,10 +229,12 @@ def test_a_journal_that_contradicts_itself_is_all_there_is_to_say(tmp_path: Path
     (tmp_path / "config.yaml").write_text(CONFIG)
     written(tmp_path, [START, {"drawn": [0]}, {"consumed": [0], "step": 1}])
     found = audit(RunDirectory(tmp_path))
-    assert found.contradictions == [f"{tmp_path / 'ledger.jsonl'}:3: draw 0 is in flight, expected finished"]
+    assert found.contradictions == [
+        f"{tmp_path / 'ledger.jsonl'}:3: draw 0 is in flight, expected finished"
+    ]
 
 
-# --- what is printed --------------------------------------------------------------------------------------------------
+# --- what is printed ------------------------------------------------------------------------------
 
 
 def test_a_ledger_in_a_few_lines() -> None:
@@ -263,12 +289,17 @@ def test_a_draw_of_a_lost_journal_has_a_state_and_no_life(tmp_path: Path) -> Non
     assert list(life_of(history, 2)) == ["draw 2: consumed by step 1"]
 
 
-def test_the_life_of_a_draw_that_contradicts_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_life_of_a_draw_that_contradicts_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """There is no state, and everything that is needed to see why."""
     path = written(tmp_path, [*WHOLE, {"consumed": [1], "step": 3}, {"cut": 3}])
     assert show_ledger(tmp_path, draw=1, as_json=False, recordings=True) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"draw 1: in no one state, the journal contradicts itself: {path}:12: draw 1 is consumed by step 2, expected finished",
+        (
+            f"draw 1: in no one state, the journal contradicts itself: {path}:12: draw 1 is"
+            " consumed by step 2, expected finished"
+        ),
         "  line 2        drawn",
         "  line 3        finished",
         "  line 4        requeued (because stale)",
@@ -279,7 +310,9 @@ def test_the_life_of_a_draw_that_contradicts_itself(tmp_path: Path, capsys: pyte
     ]
 
 
-def test_nothing_is_compared_for_the_life_of_a_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_compared_for_the_life_of_a_draw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A step has no cut, which `rlcore ledger` alone says."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     written(tmp_path, WHOLE[:5] + WHOLE[6:])

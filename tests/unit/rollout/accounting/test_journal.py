@@ -1,4 +1,6 @@
-"""The journal of the ledger on a disk: what it says, what a kill may do to it, and what a rewind leaves."""
+"""The journal of the ledger on a disk: what it says, what a kill may do to it, and what a rewind
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,8 @@ def test_what_came_after_the_cut_is_rewound_and_stays_readable(path: Path) -> No
     assert ledger.snapshot() == again.ledger.snapshot()
     assert [at for _, at in history.starts] == [0, 1]
     assert sorted(history.cuts) == [0, 1, 2]
-    # Draw 2 was finished beside step 1's; a step 2 that was rewound left it alone, the one after drew it again.
+    # Draw 2 was finished beside step 1's; a step 2 that was rewound left it alone, the one after
+    # drew it again.
     assert [(transition, rewound) for _, transition, _, rewound in history.life(2)] == [
         ("drawn", None), ("finished", None), ("requeued", None), ("drawn", None), ("finished", None), ("consumed", None),
     ]  # fmt: skip
@@ -137,7 +140,9 @@ def test_a_torn_line_is_left_out_and_cut_off(path: Path) -> None:
     assert path.read_bytes().startswith(whole[:last] + b'{"start": 1')
 
 
-def test_a_journal_without_the_cut_gets_the_checkpoints_ledger(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_journal_without_the_cut_gets_the_checkpoints_ledger(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     draws = new()
     saved = step(draws, 1)
     with caplog.at_level(logging.WARNING):
@@ -153,7 +158,9 @@ def test_a_journal_without_the_cut_gets_the_checkpoints_ledger(path: Path, caplo
     assert history.at(0) is None
 
 
-def test_a_journal_that_says_otherwise_gets_the_checkpoints_ledger(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_journal_that_says_otherwise_gets_the_checkpoints_ledger(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Both have a step 1; the journal's is of another life."""
     step(new(path), 1, size=1)
     saved = step(new(), 1, size=2)
@@ -182,14 +189,18 @@ def test_what_is_asked_of_a_history(path: Path) -> None:
     history = read_journal(path)
     assert history.bounds == {1: 2, 2: 1}
     assert [entry for _, entry in history.entries() if "cut" in entry] == [{"cut": 1}, {"cut": 2}]
-    assert [entry for _, entry in history.entries() if "start" in entry] == [], "they hold no ledger"
+    assert [entry for _, entry in history.entries() if "start" in entry] == [], (
+        "they hold no ledger"
+    )
     assert history.rewound_transitions == 6
     resumed(path, states[0]).close()
     assert read_journal(path).rewound_transitions == 6 + 4
     assert {by for *_, by in history.life(3)} == {None, history.starts[1][0]}
     numbers = [number for number, *_ in history.life(3)]
     assert numbers == sorted(numbers)
-    with pytest.raises(DataError, match=r"none\.jsonl: no such file; a run with rollouts writes it"):
+    with pytest.raises(
+        DataError, match=r"none\.jsonl: no such file; a run with rollouts writes it"
+    ):
         read_journal(path.with_name("none.jsonl"))
 
 
@@ -213,19 +224,49 @@ def start_with(ledger: str) -> str:
         ('{"dropped": [0]}', "expected 'by' with 'dropped'"),
         ('{"requeued": [0], "because": 1}', "expected 'because' with 'requeued'"),
         ('{"start": 0}', "expected 'start' with a step, max_staleness, prompts"),
-        ('{"start": 0, "prompts": [7, "seven"], "max_staleness": 0, "ledger": {"codes": []}}', "expected a ledger with codes"),
-        ('{"start": 0, "prompts": 5, "max_staleness": 0}', "expected 'start' with a step, max_staleness, prompts"),
-        ('{"start": 0, "prompts": [7], "max_staleness": 0}', "expected 'start' with a step, max_staleness, prompts"),
-        ('{"start": 0, "prompts": ["seven", 7], "max_staleness": 0}', "expected 'start' with a step, max_staleness, prompts"),
-        ('{"start": 0, "prompts": [7, "seven"], "max_staleness": "0"}', "expected 'start' with a step, max_staleness, prompts"),
+        (
+            '{"start": 0, "prompts": [7, "seven"], "max_staleness": 0, "ledger": {"codes": []}}',
+            "expected a ledger with codes",
+        ),
+        (
+            '{"start": 0, "prompts": 5, "max_staleness": 0}',
+            "expected 'start' with a step, max_staleness, prompts",
+        ),
+        (
+            '{"start": 0, "prompts": [7], "max_staleness": 0}',
+            "expected 'start' with a step, max_staleness, prompts",
+        ),
+        (
+            '{"start": 0, "prompts": ["seven", 7], "max_staleness": 0}',
+            "expected 'start' with a step, max_staleness, prompts",
+        ),
+        (
+            '{"start": 0, "prompts": [7, "seven"], "max_staleness": "0"}',
+            "expected 'start' with a step, max_staleness, prompts",
+        ),
         (start_with("5"), "expected a ledger with codes"),
         (start_with("null"), "expected a ledger with codes"),
         (start_with('["codes", "lengths", "filters"]'), "expected a ledger with codes"),
-        (start_with('{"codes": [1], "lengths": [0.5], "filters": []}'), "expected a ledger with codes"),
-        (start_with('{"codes": [null], "lengths": [1], "filters": []}'), "expected a ledger with codes"),
-        (start_with('{"codes": [1], "lengths": [1], "filters": 5}'), "expected a ledger with codes"),
-        (start_with('{"codes": [1], "lengths": [1], "filters": [], "settled": [5]}'), "expected a ledger with codes"),
-        ('{"start": 3, "prompts": [7, "seven"], "max_staleness": 0}', "2: a start from step 3, of which there is no cut"),
+        (
+            start_with('{"codes": [1], "lengths": [0.5], "filters": []}'),
+            "expected a ledger with codes",
+        ),
+        (
+            start_with('{"codes": [null], "lengths": [1], "filters": []}'),
+            "expected a ledger with codes",
+        ),
+        (
+            start_with('{"codes": [1], "lengths": [1], "filters": 5}'),
+            "expected a ledger with codes",
+        ),
+        (
+            start_with('{"codes": [1], "lengths": [1], "filters": [], "settled": [5]}'),
+            "expected a ledger with codes",
+        ),
+        (
+            '{"start": 3, "prompts": [7, "seven"], "max_staleness": 0}',
+            "2: a start from step 3, of which there is no cut",
+        ),
     ],
 )
 def test_a_line_that_is_no_entry_is_named(path: Path, line: str, said: str) -> None:
@@ -255,24 +296,34 @@ def test_a_second_damaged_journal_does_not_replace_the_first(path: Path) -> None
     for content in ("first\n", "second\n", "third\n"):
         path.write_text(content)
         resumed(path, saved).close()
-    aside = {name: path.with_name(f"ledger.jsonl.{name}").read_text() for name in ("damaged", "damaged.2", "damaged.3")}
+    aside = {
+        name: path.with_name(f"ledger.jsonl.{name}").read_text()
+        for name in ("damaged", "damaged.2", "damaged.3")
+    }
     assert aside == {"damaged": "first\n", "damaged.2": "second\n", "damaged.3": "third\n"}
 
 
-def test_a_service_that_was_replaced_writes_no_more(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_service_that_was_replaced_writes_no_more(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It was lost to the trainer and works on, while another has gone on from its last hand-over."""
     lost = new(path)
     saved = step(lost, 1)
     lost.take(2)
-    lost.ledger.finish(3)               # its draws are written: the other's start rewinds them
+    lost.ledger.finish(3)  # its draws are written: the other's start rewinds them
     other = resumed(path, saved)
     before = path.read_bytes()
     for act in (lambda: lost.give_back(4), lambda: lost.ledger.drop(3, "f")):
-        with pytest.raises(RunFailed, match=r"another service writes .*/ledger\.jsonl: it has \d+ bytes, expected the \d+ "):
+        with pytest.raises(
+            RunFailed,
+            match=r"another service writes .*/ledger\.jsonl: it has \d+ bytes, expected the \d+ ",
+        ):
             act()
     with caplog.at_level(logging.WARNING):
         lost.close()
-    assert "the last lines of the ledger could not be written: another service writes" in caplog.text
+    assert (
+        "the last lines of the ledger could not be written: another service writes" in caplog.text
+    )
     assert path.read_bytes() == before
     step(other, 2)
     other.close()
@@ -302,11 +353,15 @@ def test_a_full_disk_at_the_end_is_a_warning(path: Path, caplog: pytest.LogCaptu
 def test_a_cut_is_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And so is the name of the file, which is new."""
     synced: list[tuple[bool, bytes]] = []
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append((S_ISDIR(os.fstat(file).st_mode), path.read_bytes())))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda file: synced.append((S_ISDIR(os.fstat(file).st_mode), path.read_bytes())),
+    )
     draws = new(path)
     assert synced == [(True, b"")]
     step(draws, 1)
-    (of_folder, content), = synced[1:]
+    ((of_folder, content),) = synced[1:]
     assert not of_folder
     assert content.endswith(b'{"cut": 1}\n')
 
@@ -329,7 +384,10 @@ def test_what_is_recorded_during_a_restore_lies_behind_the_start(path: Path) -> 
     assert lines(path)[-2:] == ['{"cut": 2}', '{"drawn": [6]}']
     draws.keep_journal(path)
     draws.close()
-    assert lines(path)[-2:] == ['{"start": 1, "prompts": [7, "seven"], "max_staleness": 0}', '{"requeued": [2]}']
+    assert lines(path)[-2:] == [
+        '{"start": 1, "prompts": [7, "seven"], "max_staleness": 0}',
+        '{"requeued": [2]}',
+    ]
 
 
 def test_who_asks_twice_for_the_journal_gets_one_start(path: Path) -> None:
@@ -356,7 +414,9 @@ def test_a_start_is_in_the_file_at_once(path: Path) -> None:
         os.fstat(file)
 
 
-def test_what_the_system_takes_in_pieces_is_written_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_takes_in_pieces_is_written_whole(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.write
     monkeypatch.setattr(os, "write", lambda file, content: real(file, content[:7]))
     draws = new(path)
@@ -374,7 +434,10 @@ def test_a_state_that_is_replaced_before_it_is_gone_on_from_leaves_no_trace(path
     draws.give_back_unsettled()
     draws.keep_journal(path)
     draws.close()
-    assert lines(path)[-2:] == ['{"start": 1, "prompts": [7, "seven"], "max_staleness": 0}', '{"requeued": [2]}']
+    assert lines(path)[-2:] == [
+        '{"start": 1, "prompts": [7, "seven"], "max_staleness": 0}',
+        '{"requeued": [2]}',
+    ]
     assert read_journal(path).at().snapshot() == draws.ledger.snapshot()
 
 

@@ -23,10 +23,20 @@ def test_the_life_of_a_draw():
     ledger.consume(0, step=7)
     ledger.drop(1, "zero_variance")
     ledger.requeue(2)
-    assert [ledger.state(d) for d in range(3)] == ["consumed by step 7", "dropped by zero_variance", "requeued"]
+    assert [ledger.state(d) for d in range(3)] == [
+        "consumed by step 7",
+        "dropped by zero_variance",
+        "requeued",
+    ]
     ledger.draw([2, 3])
     assert ledger.unsettled() == [2, 3]
-    assert ledger.balance() == {"in flight": 2, "finished": 0, "requeued": 0, "consumed": 1, "dropped by zero_variance": 1}
+    assert ledger.balance() == {
+        "in flight": 2,
+        "finished": 0,
+        "requeued": 0,
+        "consumed": 1,
+        "dropped by zero_variance": 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -36,7 +46,10 @@ def test_the_life_of_a_draw():
         (lambda ledger: ledger.finish(-1), "draw -1 is unknown: 4 draws"),
         (lambda ledger: ledger.finish(0), "draw 0 is consumed by step 1, expected in flight"),
         (lambda ledger: ledger.finish(3), "draw 3 is requeued, expected in flight"),
-        (lambda ledger: [ledger.finish(1), ledger.finish(1)], "draw 1 is finished, expected in flight"),
+        (
+            lambda ledger: [ledger.finish(1), ledger.finish(1)],
+            "draw 1 is finished, expected in flight",
+        ),
         (lambda ledger: ledger.requeue(3), "draw 3 is requeued, expected in flight or finished"),
         (lambda ledger: ledger.consume(1, 1), "draw 1 is in flight, expected finished"),
         (lambda ledger: ledger.consume(0, 2), "draw 0 is consumed by step 1, expected finished"),
@@ -74,7 +87,9 @@ def test_snapshots_are_exact_and_balance(fates):
             ledger.drop(draw, fate)
     copy = Ledger()
     copy.restore(json.loads(json.dumps(ledger.snapshot())))
-    assert [copy.state(d) for d in range(len(fates))] == [ledger.state(d) for d in range(len(fates))]
+    assert [copy.state(d) for d in range(len(fates))] == [
+        ledger.state(d) for d in range(len(fates))
+    ]
     assert copy.balance() == ledger.balance()
     assert sum(copy.balance().values()) == len(copy) == len(fates)
 
@@ -100,7 +115,11 @@ def test_a_snapshot_of_many_steps_is_small(ahead):
 
 def test_a_snapshot_works_on_what_is_new_alone(monkeypatch):
     packed: list[int] = []
-    monkeypatch.setattr(books, "packed", lambda codes, real=books.packed: [packed.append(len(codes)), real(codes)][1])
+    monkeypatch.setattr(
+        books,
+        "packed",
+        lambda codes, real=books.packed: [packed.append(len(codes)), real(codes)][1],
+    )
     ledger = one_after_another(3 * CHUNK, lambda draw: 1)
     ledger.draw(range(3 * CHUNK, 5 * CHUNK))
     early = ledger.snapshot()
@@ -129,7 +148,10 @@ def test_what_is_not_settled_is_never_packed(end):
         ledger.finish(CHUNK - 1)
     elif end == "requeued":
         ledger.requeue(CHUNK - 1)
-    assert (ledger.snapshot()["settled"], Ledger.of(ledger.snapshot()).state(CHUNK - 1)) == ([], end)
+    assert (ledger.snapshot()["settled"], Ledger.of(ledger.snapshot()).state(CHUNK - 1)) == (
+        [],
+        end,
+    )
 
 
 def test_a_snapshot_is_of_its_moment():
@@ -144,7 +166,11 @@ def test_a_snapshot_is_of_its_moment():
     for one in (ledger, copy):
         one.finish(4)
         one.drop(4, "h")
-        assert [one.state(draw) for draw in (2, 3, 4)] == ["dropped by f", "dropped by g", "dropped by h"]
+        assert [one.state(draw) for draw in (2, 3, 4)] == [
+            "dropped by f",
+            "dropped by g",
+            "dropped by h",
+        ]
     assert json.dumps(state) == before
 
 
@@ -178,7 +204,11 @@ def test_it_knows_what_each_step_consumed():
         ledger.finish(draw)
         ledger.consume(draw, step)
     ledger.requeue(1)
-    assert (ledger.consumed(), ledger.last_step, ledger.requeued()) == ({1: [2, 4], 2: [0, 5]}, 2, [1])
+    assert (ledger.consumed(), ledger.last_step, ledger.requeued()) == (
+        {1: [2, 4], 2: [0, 5]},
+        2,
+        [1],
+    )
 
 
 def test_draws_of_a_step_are_in_order():
@@ -208,7 +238,9 @@ def test_a_corrupt_snapshot_is_refused(code):
         Ledger.of({"codes": [code], "lengths": [3], "filters": ["only one"]})
 
 
-@pytest.mark.parametrize("damage", [lambda word: word[:-8], lambda word: word[:-9], lambda word: "AAAA" + word[4:]])
+@pytest.mark.parametrize(
+    "damage", [lambda word: word[:-8], lambda word: word[:-9], lambda word: "AAAA" + word[4:]]
+)
 def test_damaged_words_of_a_snapshot_are_refused(damage):
     state = one_after_another(CHUNK, lambda draw: draw + 1).snapshot()
     with pytest.raises(ValueError, match="draws that a snapshot keeps as one word are damaged"):

@@ -1,4 +1,6 @@
-"""Random lives of draws, with crashes at any byte of the journal: whatever happens, the books balance."""
+"""Random lives of draws, with crashes at any byte of the journal: whatever happens, the books
+balance.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,18 @@ from rollout.accounting.prompt_queue import PromptQueue
 
 
 class Books(RuleBasedStateMachine):
-    """A service that is driven by a trainer, and a model of what it must know: the ledger at each cut that counts."""
+    """A service that is driven by a trainer, and a model of what it must know: the ledger at each
+    cut that counts.
+    """
 
     @initialize()
     def begin(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name) / "ledger.jsonl"
-        self.step = 0                                           # whose batch the trainer has
-        self.cuts: dict[int, dict[str, Any]] = {}               # step -> the snapshot of its hand-over
-        self.checkpoint = 0                                     # of this step is the newest
+        self.step = 0  # whose batch the trainer has
+        # step -> the snapshot of its hand-over
+        self.cuts: dict[int, dict[str, Any]] = {}
+        self.checkpoint = 0  # of this step is the newest
         self.draws = self.fresh()
         self.draws.keep_journal(self.path)
 
@@ -39,20 +44,24 @@ class Books(RuleBasedStateMachine):
         return PromptQueue(PromptStream(5, seed=1, fingerprint="five"))
 
     def in_state(self, state: str) -> list[int]:
-        return [draw for draw in self.draws.ledger.unsettled() if self.draws.ledger.state(draw) == state]
+        return [
+            draw for draw in self.draws.ledger.unsettled() if self.draws.ledger.state(draw) == state
+        ]
 
-    # --- the life of draws ----------------------------------------------------------------------------------------
+    # --- the life of draws ------------------------------------------------------------------------
 
     @rule(count=st.integers(1, 6))
     def take(self, count: int) -> None:
         requeued = self.draws.ledger.requeued()
         taken = self.draws.take(count)
-        assert taken[: len(requeued)] == requeued[:count]       # what came back goes first
+        assert taken[: len(requeued)] == requeued[:count]  # what came back goes first
 
     @precondition(lambda self: self.in_state("in flight"))
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        for draw in data.draw(st.lists(st.sampled_from(self.in_state("in flight")), min_size=1, unique=True)):
+        for draw in data.draw(
+            st.lists(st.sampled_from(self.in_state("in flight")), min_size=1, unique=True)
+        ):
             self.draws.ledger.finish(draw)
 
     @precondition(lambda self: self.in_state("finished"))
@@ -68,7 +77,9 @@ class Books(RuleBasedStateMachine):
     @precondition(lambda self: self.in_state("finished"))
     @rule(data=st.data())
     def hand_over(self, data: st.DataObject) -> None:
-        chosen = data.draw(st.lists(st.sampled_from(self.in_state("finished")), min_size=1, unique=True))
+        chosen = data.draw(
+            st.lists(st.sampled_from(self.in_state("finished")), min_size=1, unique=True)
+        )
         self.step += 1
         self.draws.hand_over(sorted(chosen), self.step)
         self.cuts[self.step] = json.loads(json.dumps(self.draws.snapshot()))
@@ -77,14 +88,15 @@ class Books(RuleBasedStateMachine):
     def save(self) -> None:
         self.checkpoint = self.step
 
-    # --- what ends it ---------------------------------------------------------------------------------------------
+    # --- what ends it -----------------------------------------------------------------------------
 
     def go_on(self, draws: PromptQueue, state: dict[str, Any] | None, step: int) -> None:
         if state is not None:
             draws.restore(state)
         draws.give_back_unsettled()
         draws.keep_journal(self.path)
-        self.draws, self.step = draws, step
+        self.draws = draws
+        self.step = step
         self.cuts = {at: cut for at, cut in self.cuts.items() if at <= step}
         if state is not None:
             assert self.draws.ledger.consumed() == read_journal(self.path).at(step).consumed()
@@ -92,7 +104,8 @@ class Books(RuleBasedStateMachine):
     @rule(share=st.floats(0, 1))
     def everything_dies(self, share: float) -> None:
         """At any byte that a machine may have kept of the file; the checkpoint is whole."""
-        self.draws.journal._release()                           # as a kill does: what is held is lost
+        # as a kill does: what is held is lost
+        self.draws.journal._release()
         content = self.path.read_bytes()
         self.path.write_bytes(content[: round(share * len(content))])
         self.go_on(self.fresh(), self.cuts.get(self.checkpoint), self.checkpoint)
@@ -102,7 +115,8 @@ class Books(RuleBasedStateMachine):
     @rule()
     def the_trainer_dies(self) -> None:
         """The service goes back with it."""
-        draws, state = self.draws, self.cuts.get(self.checkpoint)
+        draws = self.draws
+        state = self.cuts.get(self.checkpoint)
         self.go_on(draws, draws.beginning() if state is None else state, self.checkpoint)
 
     @rule()
@@ -111,12 +125,14 @@ class Books(RuleBasedStateMachine):
         self.draws.journal._release()
         self.go_on(self.fresh(), self.cuts.get(self.step), self.step)
 
-    # --- what always holds ----------------------------------------------------------------------------------------
+    # --- what always holds ------------------------------------------------------------------------
 
     @invariant()
     def balanced(self) -> None:
         self.draws.journal.flush()
-        history, ledger, stream = read_journal(self.path), self.draws.ledger, self.draws.stream
+        history = read_journal(self.path)
+        ledger = self.draws.ledger
+        stream = self.draws.stream
         assert history.at().snapshot() == ledger.snapshot()
         assert list(check_steps(history)) == []
         assert sum(ledger.balance().values()) == len(ledger) == stream.cursor

@@ -9,10 +9,12 @@ import pytest
 from rlcore.runs.versions import Version
 from rollout.accounting.lineage import Lineage, check_versions
 
-# A trainer that did four steps; started again from step 2, did three; started again from step 4 of those.
+# A trainer that did four steps; started again from step 2, did three; started again from step 4 of
+# those.
 RUN = [Version(*one) for one in (
     (1, 0, 0), (2, 1, 0), (3, 2, 0), (4, 3, 0), (5, 4, 0),
-    (6, 2, 1), (8, 3, 1), (9, 4, 1), (10, 5, 1),        # 7 failed half-way and was not even written down
+    # 7 failed half-way and was not even written down
+    (6, 2, 1), (8, 3, 1), (9, 4, 1), (10, 5, 1),
     (11, 4, 2), (12, 5, 2),
 )]  # fmt: skip
 
@@ -30,7 +32,8 @@ def said(step: int, trained: int | None, *made: int, max_staleness: int | None =
     [
         (1, 1, [1]),
         (2, 2, [1, 2]),
-        (3, 6, [6, 2, 3]),          # weights of steps 1 and 2 of the first life are those that the second began with
+        # weights of steps 1 and 2 of the first life are those that the second began with
+        (3, 6, [6, 2, 3]),
         (4, 8, [8, 6]),
         (5, 11, [11, 9, 8]),
         (6, 12, [11, 12]),
@@ -47,7 +50,7 @@ def test_tokens_of_ancestors_are_right(step: int, trained: int, made: list[int])
         (4, 8, [4], "version 4, of step 3 of a trainer that was rolled back behind it"),
         (4, 8, [5], "version 5, of step 4 of a trainer that was rolled back behind it"),
         (5, 11, [10], "version 10, of step 5 of a trainer that was rolled back behind it"),
-        (2, 2, [3], "version 3, of policy step 2: rollout.max_staleness was 1"),     # of the future
+        (2, 2, [3], "version 3, of policy step 2: rollout.max_staleness was 1"),  # of the future
         (2, 2, [7], "version 7, which was never published"),
         (3, 3, [3], "step 3 is recorded of a trainer that was started again from before it"),
         (5, 5, [5], "step 5 is recorded of a trainer that was started again from before it"),
@@ -56,7 +59,9 @@ def test_tokens_of_ancestors_are_right(step: int, trained: int, made: list[int])
         (4, None, [8], "step 4 has trained version None, which was never published"),
     ],
 )
-def test_other_tokens_are_named(step: int, trained: int | None, made: list[int], message: str) -> None:
+def test_other_tokens_are_named(
+    step: int, trained: int | None, made: list[int], message: str
+) -> None:
     assert any(message in one for one in said(step, trained, *made)), said(step, trained, *made)
 
 
@@ -70,7 +75,8 @@ def test_the_bound_is_the_one_that_is_given() -> None:
 def test_without_a_bound_age_is_nobodys_business() -> None:
     assert said(4, 8, 1, max_staleness=None) == []
     assert said(2, 2, 3, max_staleness=None) == [
-        "step 2 was trained on tokens of version 3, of policy step 2: rollout.max_staleness was None"
+        "step 2 was trained on tokens of version 3, of policy step 2: rollout.max_staleness was"
+        " None"
     ]
 
 
@@ -82,8 +88,16 @@ def test_every_span_of_a_sample_is_looked_at() -> None:
 
 def test_versions_only_grow() -> None:
     assert list(check_versions(RUN)) == []
-    assert list(check_versions([*RUN, Version(13, 5, 2)])) == [], "the same weights, to engines that have lost them"
-    wrong = [Version(1, 0, 0), Version(1, 1, 0), Version(2, 0, 0), Version(3, 1, 1), Version(4, 1, 0)]
+    assert list(check_versions([*RUN, Version(13, 5, 2)])) == [], (
+        "the same weights, to engines that have lost them"
+    )
+    wrong = [
+        Version(1, 0, 0),
+        Version(1, 1, 0),
+        Version(2, 0, 0),
+        Version(3, 1, 1),
+        Version(4, 1, 0),
+    ]
     assert list(check_versions(wrong)) == [
         "version 1 was taken after version 1",
         "version 2 has the weights of step 0, the one before those of 1",

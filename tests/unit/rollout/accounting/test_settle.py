@@ -1,4 +1,6 @@
-"""Finished groups across a restart: which come back, which are given up, and in what state their draws are."""
+"""Finished groups across a restart: which come back, which are given up, and in what state their
+draws are.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def sample(draw: int, index: int, *versions: int) -> Sample:
 
 def kept(draw: int, oldest: int, newest: int) -> BufferedGroup:
     """Versions are policy steps here."""
-    return BufferedGroup(Group(draw, [sample(draw, 0, oldest, newest), sample(draw, 1, oldest)]), oldest, newest)
+    return BufferedGroup(
+        Group(draw, [sample(draw, 0, oldest, newest), sample(draw, 1, oldest)]), oldest, newest
+    )
 
 
 def new() -> PromptQueue:
@@ -40,14 +44,18 @@ def new() -> PromptQueue:
 
 
 def at_step(draws: PromptQueue, step: int, buffer: GroupBuffer) -> dict[str, object]:
-    """Step `step` has two groups, two more are finished, two in flight. The state of its checkpoint."""
+    """Step `step` has two groups, two more are finished, two in flight. The state of its
+    checkpoint.
+    """
     taken = draws.take(6)
     for draw in taken[:4]:
         draws.ledger.finish(draw)
     for draw in taken[2:4]:
         buffer.put(kept(draw, step - 1, step - 1))
     draws.hand_over(taken[:2], step)
-    return json.loads(json.dumps({**draws.snapshot(), "ahead": {"steps_done": step, "groups": encode(buffer)}}))
+    return json.loads(
+        json.dumps({**draws.snapshot(), "ahead": {"steps_done": step, "groups": encode(buffer)}})
+    )
 
 
 def states(draws: PromptQueue) -> dict[int, str]:
@@ -89,31 +97,41 @@ def test_a_group_is_in_the_buffer_once():
 
 def test_everything_starts_again(tmp_path: Path):
     """In flight: drawn again. Finished: there."""
-    draws, buffer = new(), GroupBuffer()
+    draws = new()
+    buffer = GroupBuffer()
     state = at_step(draws, 1, buffer)
-    again, back = new(), GroupBuffer()
+    again = new()
+    back = GroupBuffer()
     again.restore(state)
     assert settle(again, back, decode(state["ahead"]["groups"]), step=1) == []
     assert [one.group.draw for one in back] == [2, 3]
-    assert [states(again)[draw] for draw in range(6)] == ["consumed by step 1"] * 2 + ["finished"] * 2 + ["requeued"] * 2
+    assert [states(again)[draw] for draw in range(6)] == ["consumed by step 1"] * 2 + [
+        "finished"
+    ] * 2 + ["requeued"] * 2
     assert again.take(3) == [4, 5, 6]
 
 
 def test_the_trainer_goes_back_and_the_service_stays(tmp_path: Path):
-    """What was made by weights up to the checkpoint's counts, whenever it was finished; the rest is drawn again."""
-    draws, buffer = new(), GroupBuffer()
+    """What was made by weights up to the checkpoint's counts, whenever it was finished; the rest is
+    drawn again.
+    """
+    draws = new()
+    buffer = GroupBuffer()
     draws.keep_journal(tmp_path / "ledger.jsonl")
-    state = at_step(draws, 1, buffer)                                   # 0, 1 trained on; 2, 3 kept; 4, 5 in flight
+    # 0, 1 trained on; 2, 3 kept; 4, 5 in flight
+    state = at_step(draws, 1, buffer)
     for draw in (4, 5):
         draws.ledger.finish(draw)
     buffer.take(2)
-    draws.hand_over([2, 4], 2)                                          # forgotten with the trainer's step 2
-    buffer.put(kept(5, 1, 1))                                           # by weights that survive
+    # forgotten with the trainer's step 2
+    draws.hand_over([2, 4], 2)
+    buffer.put(kept(5, 1, 1))  # by weights that survive
     taken = draws.take(5)
     assert taken == [6, 7, 8, 9, 10]
     for draw in (7, 8, 9):
         draws.ledger.finish(draw)
-    buffer.put(kept(7, 1, 2))                                           # a token of it by weights that are gone
+    # a token of it by weights that are gone
+    buffer.put(kept(7, 1, 2))
     buffer.put(kept(9, 0, 1))
     draws.ledger.drop(8, "zero_variance")
 
@@ -138,24 +156,32 @@ def test_a_group_is_adopted_whatever_the_book_says_of_its_draw():
     draws.take(2)
     draws.give_back(0)
     draws.give_back(1)
-    draws.adopt(1)          # requeued
-    draws.adopt(2)          # the very next, not drawn yet
-    draws.adopt(4)          # behind one that was drawn with it
-    draws.adopt(4)          # finished already
+    draws.adopt(1)  # requeued
+    draws.adopt(2)  # the very next, not drawn yet
+    draws.adopt(4)  # behind one that was drawn with it
+    draws.adopt(4)  # finished already
     draws.follow()
-    assert states(draws) == {0: "requeued", 1: "finished", 2: "finished", 3: "in flight", 4: "finished"}
+    assert states(draws) == {
+        0: "requeued",
+        1: "finished",
+        2: "finished",
+        3: "in flight",
+        4: "finished",
+    }
     assert draws.take(2) == [0, 5]
 
 
 def test_the_beginning_is_as_if_nothing_had_been_drawn():
-    draws, buffer = new(), GroupBuffer()
+    draws = new()
+    buffer = GroupBuffer()
     at_step(draws, 1, buffer)
     draws.give_back(3)
     assert draws.beginning() == new().snapshot()
 
 
 def test_a_group_of_a_consumed_draw_is_a_contradiction():
-    draws, buffer = new(), GroupBuffer()
+    draws = new()
+    buffer = GroupBuffer()
     state = at_step(draws, 1, buffer)
     draws.restore(state)
     with pytest.raises(ValueError, match="draw 0 is consumed by step 1, expected in flight"):
@@ -163,9 +189,14 @@ def test_a_group_of_a_consumed_draw_is_a_contradiction():
 
 
 @pytest.mark.parametrize("count", [1, 12])
-def test_the_book_is_read_as_often_for_many_groups_as_for_one(monkeypatch: pytest.MonkeyPatch, count: int):
-    """Reading it takes milliseconds where a run has made millions of draws, and a checkpoint keeps thousands of groups."""
-    draws, times = new(), []
+def test_the_book_is_read_as_often_for_many_groups_as_for_one(
+    monkeypatch: pytest.MonkeyPatch, count: int
+):
+    """Reading it takes milliseconds where a run has made millions of draws, and a checkpoint keeps
+    thousands of groups.
+    """
+    draws = new()
+    times = []
     read = draws.ledger._array
     monkeypatch.setattr(draws.ledger, "_array", lambda *start: times.append(start) or read(*start))
     settle(draws, GroupBuffer(), [kept(draw, 0, 0) for draw in range(count)], step=0)

@@ -1,4 +1,6 @@
-"""The collector alone, without a service around it: what the loop calls in one turn, and what is given up while it ends."""
+"""The collector alone, without a service around it: what the loop calls in one turn, and what is
+given up while it ends.
+"""
 
 from __future__ import annotations
 
@@ -74,12 +76,17 @@ def make(make_config) -> Callable[..., tuple[Collector, PromptQueue, Runner]]:
     """Version v is policy step v - 1."""
 
     def made(runner: Runner, **rollout: Any) -> tuple[Collector, PromptQueue, Runner]:
-        config = make_config(rollout={"max_staleness": 1, "prompts_per_step": 1, "samples_per_prompt": 1, **rollout})
-        draws, versions = PromptQueue(PromptStream(PROMPTS, seed=1)), PublishedVersions()
+        config = make_config(
+            rollout={"max_staleness": 1, "prompts_per_step": 1, "samples_per_prompt": 1, **rollout}
+        )
+        draws = PromptQueue(PromptStream(PROMPTS, seed=1))
+        versions = PublishedVersions()
         for step in range(5):
             versions.add(Publication(step + 1, step, 0))
         filters = FilterChain(config.rollout.filters, samples_per_prompt=2)
-        collector = Collector(config, draws, runner, filters, versions, steps=100, busy_s=lambda: 0.0)
+        collector = Collector(
+            config, draws, runner, filters, versions, steps=100, busy_s=lambda: 0.0
+        )
         return collector, draws, runner
 
     return made
@@ -92,12 +99,12 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-# --- what is given up -------------------------------------------------------------------------------------------------
+# --- what is given up -----------------------------------------------------------------------------
 
 
 def test_what_is_given_up_before_it_has_begun_goes_back_too(make):
-    """In one turn of the loop a group is started, the one before it ends, and the step that takes that one is the last that
-    could have taken either.
+    """In one turn of the loop a group is started, the one before it ends, and the step that takes
+    that one is the last that could have taken either.
     """
 
     async def main() -> None:
@@ -114,13 +121,18 @@ def test_what_is_given_up_before_it_has_begun_goes_back_too(make):
         runner.free = 0
         await collector.collect(1)
         runner.free = 1
-        collector.room_changed()                        # begins draw 2 in the next turn,
-        ends.set()                                      # in which draw 1 ends,
-        collected = await asyncio.create_task(collector.collect(2))     # and is taken
+        collector.room_changed()  # begins draw 2 in the next turn,
+        ends.set()  # in which draw 1 ends,
+        collected = await asyncio.create_task(collector.collect(2))  # and is taken
         assert [group.draw for group in collected.groups] == [1]
         assert runner.started == [0, 1]
         await until(lambda: draws.ledger.state(2) == "requeued")
-        assert draws.ledger.balance() == {"in flight": 0, "finished": 0, "requeued": 1, "consumed": 2}
+        assert draws.ledger.balance() == {
+            "in flight": 0,
+            "finished": 0,
+            "requeued": 1,
+            "consumed": 2,
+        }
         collector.published(1)
         runner.reply = made_by(2)
         collected = await collector.collect(3)
@@ -135,7 +147,9 @@ async def fails_to_close(draw: int) -> Group:
     try:
         await asyncio.sleep(600)
     except asyncio.CancelledError:
-        raise RunFailed(f"workflow sandboxed failed on draw {draw}: OSError: no such sandbox") from None
+        raise RunFailed(
+            f"workflow sandboxed failed on draw {draw}: OSError: no such sandbox"
+        ) from None
     raise AssertionError
 
 
@@ -146,7 +160,8 @@ def test_how_a_stale_group_ends_is_nobody_s_concern(make, caplog):
         collector.published(0)
         await until(lambda: len(draws.ledger) == 4)
         await collector.collect(1)
-        await collector.collect(2)                      # the last step that may take any of the four
+        # the last step that may take any of the four
+        await collector.collect(2)
         await until(lambda: draws.ledger.state(3) == "requeued")
         collector.published(2)
         runner.reply = made_by(3)
@@ -154,7 +169,10 @@ def test_how_a_stale_group_ends_is_nobody_s_concern(make, caplog):
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
-    assert "draws [3] were given up, and what made them then failed: workflow sandboxed failed" in caplog.text
+    assert (
+        "draws [3] were given up, and what made them then failed: workflow sandboxed failed"
+        in caplog.text
+    )
 
 
 def test_what_outlives_a_halt_does_not_end_the_next_life(make, monkeypatch):
@@ -178,7 +196,12 @@ def test_what_outlives_a_halt_does_not_end_the_next_life(make, monkeypatch):
         runner.reply = at_once
         may_end.set()
         await asyncio.sleep(0.01)
-        assert draws.ledger.balance() == {"in flight": 0, "finished": 0, "requeued": 0, "consumed": 0}
+        assert draws.ledger.balance() == {
+            "in flight": 0,
+            "finished": 0,
+            "requeued": 0,
+            "consumed": 0,
+        }
         collector.published(0)
         assert [group.draw for group in (await collector.collect(1)).groups] == [0]
 
@@ -223,10 +246,12 @@ def test_a_group_that_outlives_a_halt_is_none_of_the_next_life(make, monkeypatch
     asyncio.run(main())
 
 
-# --- what goes wrong where nobody listens -----------------------------------------------------------------------------
+# --- what goes wrong where nobody listens ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [ValueError("7 was started"), RunFailed("another writes"), OSError("full")])
+@pytest.mark.parametrize(
+    "error", [ValueError("7 was started"), RunFailed("another writes"), OSError("full")]
+)
 def test_who_cannot_begin_tells_the_trainer_at_once(make, monkeypatch, error):
     def take(count: int) -> list[int]:
         raise error
@@ -270,18 +295,20 @@ def test_who_cannot_give_a_draw_back_tells_the_trainer(make, monkeypatch):
         raise AssertionError
 
     async def main() -> None:
-        collector, draws, _ = make(Runner(lambda draw: at_once(draw) if draw < 2 else stuck(draw)), oversample=2.0)
+        collector, draws, _ = make(
+            Runner(lambda draw: at_once(draw) if draw < 2 else stuck(draw)), oversample=2.0
+        )
         collector.published(0)
         await collector.collect(1)
         monkeypatch.setattr(draws, "give_back", give_back)
-        await collector.collect(2)                      # two groups are given up
+        await collector.collect(2)  # two groups are given up
         await asyncio.wait_for(collector.collect(3), 1)
 
     with pytest.raises(RunFailed, match="another service writes the ledger"):
         asyncio.run(main())
 
 
-# --- filters ----------------------------------------------------------------------------------------------------------
+# --- filters --------------------------------------------------------------------------------------
 
 
 def test_a_filter_that_keeps_little_fills_the_places_of_many_steps(make):
@@ -291,7 +318,8 @@ def test_a_filter_that_keeps_little_fills_the_places_of_many_steps(make):
         given = {"max_staleness": 4, "prompts_per_step": 4, "filters": ["user_parts:one_in_six"]}
         collector, draws, _ = make(Runner(), **given)
         collector.published(0)
-        await until(lambda: draws.ledger.balance()["finished"] == 20)      # the trainer has taken its time
+        # the trainer has taken its time
+        await until(lambda: draws.ledger.balance()["finished"] == 20)
         assert draws.ledger.balance()["dropped by one_in_six"] > 16 * 4
         assert [group.draw for group in (await collector.collect(1)).groups] == [0, 6, 12, 18]
 
@@ -309,8 +337,10 @@ def test_what_only_engines_have_aborted_is_not_said_to_be_stale(make):
 
     with pytest.raises(EmptyBatch) as caught:
         asyncio.run(main())
-    assert str(caught.value) == (
-        "step 1 has 0 of 1 groups after 16 draws: 16 were aborted by an engine; look for why in the logs of the engines"
+    assert (
+        str(caught.value)
+        == "step 1 has 0 of 1 groups after 16 draws: 16 were aborted by an engine; look for why in"
+        " the logs of the engines"
     )
 
 
@@ -318,7 +348,10 @@ def test_what_is_advised_follows_from_what_dropped_the_groups():
     tally = DropCounts(draws=9)
     tally.dropped.update(stale=5)
     said = str(tally.too_little(3, 1, 4))
-    assert said.startswith("step 3 has 1 of 4 groups after 9 draws: stale dropped 5; lower rollout.oversample or raise ro")
+    assert said.startswith(
+        "step 3 has 1 of 4 groups after 9 draws: stale dropped 5; lower rollout.oversample or"
+        " raise ro"
+    )
     assert "temperature" not in said
     tally.dropped.update(short=1)
     said = str(tally.too_little(3, 1, 4))
@@ -326,7 +359,7 @@ def test_what_is_advised_follows_from_what_dropped_the_groups():
     assert "rollout.max_staleness" in said
 
 
-# --- state ------------------------------------------------------------------------------------------------------------
+# --- state ----------------------------------------------------------------------------------------
 
 
 def test_a_group_is_encoded_once_however_long_it_waits(make, monkeypatch):
@@ -350,7 +383,7 @@ def test_a_group_is_encoded_once_however_long_it_waits(make, monkeypatch):
     asyncio.run(main())
 
 
-# --- what is counted --------------------------------------------------------------------------------------------------
+# --- what is counted ------------------------------------------------------------------------------
 
 
 def test_an_epoch_is_of_prompts_that_are_settled(make):
@@ -365,9 +398,16 @@ def test_an_epoch_is_of_prompts_that_are_settled(make):
         given = {"max_staleness": 2, "prompts_per_step": 4, "filters": ["user_parts:even_draws"]}
         collector, draws, _ = make(Runner(stuck_from_10), **given)
         collector.published(0)
-        await until(lambda: draws.ledger.balance()["in flight"] == 7)     # of the places of three steps
+        # of the places of three steps
+        await until(lambda: draws.ledger.balance()["in flight"] == 7)
         found = await collector.collect(1)
-        expected = {"in flight": 7, "finished": 1, "requeued": 0, "consumed": 4, "dropped by even_draws": 5}
+        expected = {
+            "in flight": 7,
+            "finished": 1,
+            "requeued": 0,
+            "consumed": 4,
+            "dropped by even_draws": 5,
+        }
         assert draws.ledger.balance() == expected
         await collector.halt()
         return [found.epoch]
@@ -377,7 +417,9 @@ def test_an_epoch_is_of_prompts_that_are_settled(make):
 
 def test_a_greedy_response_of_forgotten_weights_is_given_up_with_its_group(make):
     versions: dict[int, list[int]] = defaultdict(lambda: [1, 1])
-    versions[1], versions[2] = [1, 2], [2, 1]       # of the sample, and of its greedy baseline
+    # of the sample, and of its greedy baseline
+    versions[1] = [1, 2]
+    versions[2] = [2, 1]
 
     async def reply(draw: int) -> Group:
         made, greedy = versions[draw]
@@ -389,7 +431,12 @@ def test_a_greedy_response_of_forgotten_weights_is_given_up_with_its_group(make)
         await until(lambda: draws.ledger.balance()["finished"] == 4)
         await collector.halt()
         collector.restore(draws.beginning(), ())
-        assert draws.ledger.balance() == {"in flight": 0, "finished": 2, "requeued": 2, "consumed": 0}
+        assert draws.ledger.balance() == {
+            "in flight": 0,
+            "finished": 2,
+            "requeued": 2,
+            "consumed": 0,
+        }
         assert [draws.ledger.state(draw) for draw in (1, 2)] == ["requeued", "requeued"]
 
     asyncio.run(main())

@@ -14,7 +14,9 @@ SAMPLING = SamplingParams(max_new_tokens=1)
 
 
 def request(draw: int, turn: int = 0, first_sample: int = 0) -> GenerateRequest:
-    return GenerateRequest(np.zeros(1, np.int32), SAMPLING, draw, turn=turn, first_sample=first_sample)
+    return GenerateRequest(
+        np.zeros(1, np.int32), SAMPLING, draw, turn=turn, first_sample=first_sample
+    )
 
 
 class Recorder:
@@ -31,7 +33,9 @@ class Recorder:
 
 
 async def conversation(gate, generate, draw, turns, delay=0.0):
-    """`turns` calls one after the other, with a pause before each; checks that each answer is its own."""
+    """`turns` calls one after the other, with a pause before each; checks that each answer is its
+    own.
+    """
     try:
         for turn in range(turns):
             await asyncio.sleep(delay)
@@ -43,7 +47,9 @@ async def conversation(gate, generate, draw, turns, delay=0.0):
 async def run(flush, jobs):
     gate = LockstepBatcher(flush)
     generators = {draw: gate.enter(draw) for draw, *_ in jobs}
-    await asyncio.wait_for(asyncio.gather(*(conversation(gate, generators[d], d, *rest) for d, *rest in jobs)), 10)
+    await asyncio.wait_for(
+        asyncio.gather(*(conversation(gate, generators[d], d, *rest) for d, *rest in jobs)), 10
+    )
 
 
 @pytest.mark.parametrize("delays", [(0.0, 0.0, 0.0), (0.03, 0.0, 0.01), (0.0, 0.02, 0.04)])
@@ -57,9 +63,13 @@ def test_parallel_calls_of_one_workflow_are_one_batch():
     async def scenario():
         flush = Recorder()
         gate = LockstepBatcher(flush)
-        one, two = gate.enter(1), gate.enter(2)
+        one = gate.enter(1)
+        two = gate.enter(2)
         answers = await asyncio.wait_for(
-            asyncio.gather(two(request(2)), one(request(1, first_sample=1)), one(request(1, first_sample=0))), 10
+            asyncio.gather(
+                two(request(2)), one(request(1, first_sample=1)), one(request(1, first_sample=0))
+            ),
+            10,
         )
         return flush.batches, answers
 
@@ -72,7 +82,8 @@ def test_one_who_leaves_without_asking_holds_nobody_up():
     async def scenario():
         flush = Recorder()
         gate = LockstepBatcher(flush)
-        one, _ = gate.enter(1), gate.enter(2)
+        one = gate.enter(1)
+        _ = gate.enter(2)
         call = asyncio.ensure_future(one(request(1)))
         await asyncio.sleep(0.01)
         assert gate.busy() == [2]

@@ -16,7 +16,7 @@ from rollout.collection.partial import MOST_IN_VAIN, PartialRollouts, shorten
 
 PROMPT = [1, 2, 3]
 LONGEST = 12
-WORDS = "the cat sat"       # each character is a token
+WORDS = "the cat sat"  # each character is a token
 
 
 class Letters:
@@ -31,13 +31,18 @@ def spelled(text: str) -> list[int]:
 
 
 class Cutting:
-    """Makes what `reply` says, and in call i no more than `cuts[i]` tokens of each response: what has as many is aborted.
+    """Makes what `reply` says, and in call i no more than `cuts[i]` tokens of each response: what
+    has as many is aborted.
 
-    Tokens are made by version i. As SGLang does, it looks for an abort before it looks for the end of a response.
+    Tokens are made by version i. As SGLang does, it looks for an abort before it looks for the end
+    of a response.
     """
 
-    def __init__(self, reply: Callable[[int], list[int]], cuts: Sequence[int | dict[int, int]]) -> None:
-        self.reply, self.cuts = reply, cuts
+    def __init__(
+        self, reply: Callable[[int], list[int]], cuts: Sequence[int | dict[int, int]]
+    ) -> None:
+        self.reply = reply
+        self.cuts = cuts
         self.asked: list[GenerateRequest] = []
 
     async def __call__(self, request: GenerateRequest) -> list[Completion]:
@@ -47,18 +52,30 @@ class Cutting:
         assert not request.prefixes or len(request.prefixes) == request.n
         limits: Any = self.cuts[call] if call < len(self.cuts) else LONGEST
         return [
-            self._complete(request, place, sample, call, limits.get(sample, LONGEST) if isinstance(limits, dict) else limits)
+            self._complete(
+                request,
+                place,
+                sample,
+                call,
+                limits.get(sample, LONGEST) if isinstance(limits, dict) else limits,
+            )
             for place, sample in enumerate(request.samples)
         ]
 
-    def _complete(self, request: GenerateRequest, place: int, sample: int, version: int, limit: int) -> Completion:
+    def _complete(
+        self, request: GenerateRequest, place: int, sample: int, version: int, limit: int
+    ) -> Completion:
         before = request.made(place).tolist()
         whole = self.reply(sample)
         assert whole[: len(before)] == before, "it was given what there was"
-        tokens, reason = self._ended(request.sampling, whole[len(before) :], request.sampling.max_new_tokens - len(before))
+        tokens, reason = self._ended(
+            request.sampling, whole[len(before) :], request.sampling.max_new_tokens - len(before)
+        )
         if len(tokens) >= limit:
-            tokens, reason = tokens[:limit], "abort"
-        made, first = len(tokens), len(before)
+            tokens = tokens[:limit]
+            reason = "abort"
+        made = len(tokens)
+        first = len(before)
         places = np.arange(first, first + made)
         fed = np.full((len(PROMPT) + first + made - 1, 1, 1), version, dtype=np.int16)
         return Completion(
@@ -73,14 +90,18 @@ class Cutting:
         """As an engine ends it, which sees stop strings in its own tokens alone."""
         for made in range(1, min(len(tokens), room) + 1):
             text = "".join(map(chr, tokens[:made]))
-            if tokens[made - 1] in sampling.stop_token_ids or any(string in text for string in sampling.stop):
+            if tokens[made - 1] in sampling.stop_token_ids or any(
+                string in text for string in sampling.stop
+            ):
                 return tokens[:made], "stop"
         return tokens[:room], "length"
 
 
 def whole(engine: Cutting, n: int = 1, **sampling: Any) -> tuple[list[Completion], PartialRollouts]:
     partial: PartialRollouts = PartialRollouts(Letters())  # type: ignore[arg-type]
-    request = GenerateRequest(np.array(PROMPT, np.int32), SamplingParams(**{"max_new_tokens": LONGEST, **sampling}), 5, n)
+    request = GenerateRequest(
+        np.array(PROMPT, np.int32), SamplingParams(**{"max_new_tokens": LONGEST, **sampling}), 5, n
+    )
     return asyncio.run(partial.whole(engine, request)), partial
 
 
@@ -103,7 +124,9 @@ ENDS = [
 
 @pytest.mark.parametrize("sampling", ENDS)
 def test_cut_at_any_two_places_a_response_is_the_same(sampling):
-    [uncut], untouched = whole(Cutting(lambda _: spelled(WORDS), []), **{"max_new_tokens": len(WORDS), **sampling})
+    [uncut], untouched = whole(
+        Cutting(lambda _: spelled(WORDS), []), **{"max_new_tokens": len(WORDS), **sampling}
+    )
     assert untouched.resumed_responses == untouched.resumed_tokens == 0
     made = len(uncut.tokens)
     for first in range(made + 1):
@@ -111,13 +134,21 @@ def test_cut_at_any_two_places_a_response_is_the_same(sampling):
             engine = Cutting(lambda _: spelled(WORDS), [first, second])
             [found], partial = whole(engine, **{"max_new_tokens": len(WORDS), **sampling})
             assert_equal(found, uncut)
-            spans = [(version, start) for version, start, end in ((0, 0, first), (1, first, first + second)) if end > start]
+            spans = [
+                (version, start)
+                for version, start, end in ((0, 0, first), (1, first, first + second))
+                if end > start
+            ]
             if first + second < made:
                 spans.append((2, first + second))
-                assert partial.resumed_responses == 1 + (second > 0), "without a token it has not gone on"
+                assert partial.resumed_responses == 1 + (second > 0), (
+                    "without a token it has not gone on"
+                )
                 assert partial.resumed_tokens == first * (second > 0) + first + second
             ends = [start for _, start in spans[1:]] + [made]
-            assert found.versions == tuple(VersionSpan(v, start, end) for (v, start), end in zip(spans, ends))
+            assert found.versions == tuple(
+                VersionSpan(v, start, end) for (v, start), end in zip(spans, ends)
+            )
 
 
 def test_a_token_keeps_the_experts_of_its_first_pass():
@@ -129,7 +160,8 @@ def test_a_token_keeps_the_experts_of_its_first_pass():
 
 
 def test_a_stop_string_over_three_passes_ends_the_response_where_it_ends():
-    engine = Cutting(lambda _: spelled("xabcdef") + spelled("y" * 20), [3, 1])      # x a b | c | d ...
+    # x a b | c | d ...
+    engine = Cutting(lambda _: spelled("xabcdef") + spelled("y" * 20), [3, 1])
     [found], _ = whole(engine, stop=("abcde",))
     assert (found.tokens.tolist(), found.finish_reason) == (spelled("xabcde"), "stop")
     assert found.versions == (VersionSpan(0, 0, 3), VersionSpan(1, 3, 4), VersionSpan(2, 4, 6))
@@ -151,7 +183,7 @@ def test_the_token_before_the_cut_may_have_been_the_last():
 
 
 def replies(sample: int) -> list[int]:
-    return spelled("abcdefghijklmnopqrstuvwxyz"[sample:][: LONGEST])
+    return spelled("abcdefghijklmnopqrstuvwxyz"[sample:][:LONGEST])
 
 
 def test_only_the_samples_that_were_cut_are_asked_for_again():
@@ -162,7 +194,11 @@ def test_only_the_samples_that_were_cut_are_asked_for_again():
         assert_equal(one, other)
     asked = [(request.n, request.first_sample, list(request.samples)) for request in engine.asked]
     assert asked == [(5, 0, [0, 1, 2, 3, 4]), (3, 1, [1, 3, 4]), (1, 3, [3])]
-    assert [prefix.tokens.tolist() for prefix in engine.asked[1].prefixes] == [replies(1)[:3], [], replies(4)[:7]]
+    assert [prefix.tokens.tolist() for prefix in engine.asked[1].prefixes] == [
+        replies(1)[:3],
+        [],
+        replies(4)[:7],
+    ]
     assert len({request.rid for request in engine.asked}) == 3
     assert (partial.resumed_responses, partial.resumed_tokens) == (4, 3 + 0 + 7 + 2)
     assert [span.version for span in found[3].versions] == [1, 2]
@@ -171,7 +207,9 @@ def test_only_the_samples_that_were_cut_are_asked_for_again():
 
 def test_samples_keep_their_numbers_where_the_first_is_not_0():
     engine = Cutting(replies, [{4: 3}])
-    request = GenerateRequest(np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=LONGEST), 5, 2, first_sample=3)
+    request = GenerateRequest(
+        np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=LONGEST), 5, 2, first_sample=3
+    )
     found = asyncio.run(PartialRollouts(Letters()).whole(engine, request))
     assert [one.tokens.tolist() for one in found] == [replies(3), replies(4)]
     assert list(engine.asked[1].samples) == [4]
@@ -184,10 +222,16 @@ def test_an_engine_s_own_end_is_the_end():
     async def generate(request: GenerateRequest) -> list[Completion]:
         text, reason = answers[1 if request.prefixes else 0]
         tokens = np.array(spelled(text), np.int32)
-        return [Completion(tokens, np.zeros(len(text), np.float32), reason, (VersionSpan(1, 0, len(text)),))]
+        return [
+            Completion(
+                tokens, np.zeros(len(text), np.float32), reason, (VersionSpan(1, 0, len(text)),)
+            )
+        ]
 
     for room in (3, 9):
-        request = GenerateRequest(np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=room), 5)
+        request = GenerateRequest(
+            np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=room), 5
+        )
         (found,) = asyncio.run(PartialRollouts(Letters()).whole(generate, request))
         assert (found.tokens.tolist(), found.finish_reason) == (spelled("abc"), "stop")
     answers[0] = ("abc", "stop")
@@ -198,7 +242,10 @@ def test_an_engine_s_own_end_is_the_end():
 
 def test_what_is_cut_off_at_the_border_of_two_versions_leaves_one():
     whole = Completion(
-        np.arange(4, dtype=np.int32), np.zeros(4, np.float32), "length", (VersionSpan(1, 0, 2), VersionSpan(2, 2, 4))
+        np.arange(4, dtype=np.int32),
+        np.zeros(4, np.float32),
+        "length",
+        (VersionSpan(1, 0, 2), VersionSpan(2, 2, 4)),
     )
     assert shorten(whole, 2, prompt=3).versions == (VersionSpan(1, 0, 2),)
     assert shorten(whole, 3, prompt=3).versions == (VersionSpan(1, 0, 2), VersionSpan(2, 2, 3))
@@ -224,7 +271,10 @@ def test_what_is_cut_again_and_again_without_a_token_is_given_up_as_aborted():
 def test_one_sample_that_gets_on_is_enough_for_the_others_to_wait():
     engine = Cutting(replies, [{0: 0, 1: 1}] * (MOST_IN_VAIN + 2))
     found, _ = whole(engine, n=2)
-    assert [(one.tokens.tolist(), one.finish_reason) for one in found] == [(replies(0), "length"), (replies(1), "length")]
+    assert [(one.tokens.tolist(), one.finish_reason) for one in found] == [
+        (replies(0), "length"),
+        (replies(1), "length"),
+    ]
 
 
 def test_a_token_now_and_then_is_enough_to_go_on():
@@ -248,7 +298,8 @@ def test_without_records_there_are_none_afterwards():
 
 def test_who_is_cancelled_while_it_waits_asks_no_more():
     async def main() -> int:
-        engine, waits = Cutting(lambda _: spelled(WORDS), [3]), asyncio.Event()
+        engine = Cutting(lambda _: spelled(WORDS), [3])
+        waits = asyncio.Event()
 
         async def generate(request: GenerateRequest) -> list[Completion]:
             if request.prefixes:

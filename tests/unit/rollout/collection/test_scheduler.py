@@ -1,4 +1,6 @@
-"""Every order in which small runs can go, and many of larger ones: the bound holds, nothing is lost, nothing waits for ever."""
+"""Every order in which small runs can go, and many of larger ones: the bound holds, nothing is
+lost, nothing waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ from rollout.collection.scheduler import Rules, Scheduler
 class World:
     """Engines and trainer around one scheduler. What is asserted here holds after every move.
 
-    A trainer hands a batch over, then publishes the weights that it made, then hands the next one over.
+    A trainer hands a batch over, then publishes the weights that it made, then hands the next one
+    over.
     """
 
     def __init__(self, rules: Rules, drops: int = 0) -> None:
-        self.rules, self.scheduler = rules, Scheduler(rules)
-        self.next_draw, self.drops_left = 0, drops
-        self.in_flight: dict[int, int] = {}             # draw -> policy step of its first token
+        self.rules = rules
+        self.scheduler = Scheduler(rules)
+        self.next_draw = 0
+        self.drops_left = drops
+        self.in_flight: dict[int, int] = {}  # draw -> policy step of its first token
         self.done: dict[int, int] = {}
         self.trained: list[int] = []
         self.given_up: list[int] = []
@@ -68,7 +73,8 @@ class World:
         self.check()
 
     def train(self) -> None:
-        scheduler, batch = self.scheduler, self.scheduler.batch()
+        scheduler = self.scheduler
+        batch = self.scheduler.batch()
         assert batch is not None
         ages = [self.done[draw] for draw in batch]
         assert batch == [draw for _, draw in sorted(zip(ages, batch))]
@@ -89,7 +95,10 @@ class World:
 
     def check(self) -> None:
         scheduler = self.scheduler
-        assert (scheduler.num_in_flight, scheduler.num_finished) == (len(self.in_flight), len(self.done))
+        assert (scheduler.num_in_flight, scheduler.num_finished) == (
+            len(self.in_flight),
+            len(self.done),
+        )
         everywhere = [*self.in_flight, *self.done, *self.trained, *self.given_up]
         assert sorted(everywhere) == list(range(self.next_draw))
         if not self.training and scheduler.batch() is None:
@@ -101,12 +110,19 @@ class World:
 
     def key(self) -> tuple[object, ...]:
         """What its future depends on: ages relative to now, draws by their order."""
-        now, order = self.scheduler.steps_done, {d: i for i, d in enumerate(sorted([*self.in_flight, *self.done]))}
+        now = self.scheduler.steps_done
+        order = {d: i for i, d in enumerate(sorted([*self.in_flight, *self.done]))}
 
         def relative(draws: dict[int, int]) -> tuple[tuple[int, int], ...]:
             return tuple(sorted((order[draw], now - t) for draw, t in draws.items()))
 
-        return relative(self.in_flight), relative(self.done), self.training, now - self.scheduler.policy_step, self.drops_left
+        return (
+            relative(self.in_flight),
+            relative(self.done),
+            self.training,
+            now - self.scheduler.policy_step,
+            self.drops_left,
+        )
 
 
 SMALL = [
@@ -122,11 +138,12 @@ SMALL = [
 @pytest.mark.parametrize(("rules", "drops"), SMALL, ids=str)
 def test_every_order_of_a_small_run(rules: Rules, drops: int) -> None:
     first = World(rules, drops)
-    seen, waiting = {first.key()}, deque([first])
+    seen = {first.key()}
+    waiting = deque([first])
     while waiting:
         world = waiting.popleft()
         moves = list(world.moves())
-        assert moves                                    # something can always be done
+        assert moves  # something can always be done
         for move in moves:
             after = copy.deepcopy(world)
             after.make(*move)
@@ -140,9 +157,13 @@ def test_every_order_of_a_small_run(rules: Rules, drops: int) -> None:
 @given(
     st.integers(1, 12), st.integers(0, 4), st.sampled_from([1.0, 1.25, 2.0]), st.integers(0, 40), st.integers(0, 2**32 - 1),
 )  # fmt: skip
-def test_any_order_of_a_larger_run(groups: int, staleness: int, oversample: float, drops: int, seed: int) -> None:
-    world, chance = World(Rules(groups, staleness, oversample), drops), random.Random(seed)
-    slow = {draw for draw in range(400) if chance.random() < 0.1}      # finish only when nothing else can be done
+def test_any_order_of_a_larger_run(
+    groups: int, staleness: int, oversample: float, drops: int, seed: int
+) -> None:
+    world = World(Rules(groups, staleness, oversample), drops)
+    chance = random.Random(seed)
+    # finish only when nothing else can be done
+    slow = {draw for draw in range(400) if chance.random() < 0.1}
     for _ in range(150):
         moves = list(world.moves())
         quick = [move for move in moves if move[1] not in slow or move[0] not in ("finish", "drop")]
@@ -153,8 +174,13 @@ def test_any_order_of_a_larger_run(groups: int, staleness: int, oversample: floa
 def test_a_run_goes_on_with_what_is_finished_and_its_age() -> None:
     finished = [[0, [4]]]
     again = Scheduler.restore(Rules(2, 2), 1, finished)
-    assert (again.num_in_flight, again.num_finished, again.steps_done, again.policy_step) == (0, 1, 1, 1)
-    assert again.room() == 5                # of the places of three steps
+    assert (again.num_in_flight, again.num_finished, again.steps_done, again.policy_step) == (
+        0,
+        1,
+        1,
+        1,
+    )
+    assert again.room() == 5  # of the places of three steps
     again.started([1, 2])
     again.finished(1, 1)
     assert again.batch() == [4, 1]
@@ -189,7 +215,7 @@ def test_of_too_many_groups_the_places_go_by_draw_and_not_by_who_is_quick() -> N
     for draw, waited in ((3, [0, 1]), (0, [1]), (2, [1])):
         scheduler.finished(draw, 0)
         assert (scheduler.batch(), scheduler.must_wait_for()) == (None, waited)
-    scheduler.dropped(1)                            # by a filter: the next in order has its place
+    scheduler.dropped(1)  # by a filter: the next in order has its place
     assert (scheduler.batch(), scheduler.must_wait_for()) == ([0, 2], [])
     scheduler.hand_over([0, 2])
     assert scheduler.expired() == [3]
@@ -207,7 +233,8 @@ def test_what_older_groups_leave_is_what_places_there_are() -> None:
     scheduler.started(range(8, 13))
     for draw in (11, 12):
         scheduler.finished(draw, 1)
-    # Two steps may take draw 2 and the five after it: four places, of which 2, 8, 9 and 10 have one.
+    # Two steps may take draw 2 and the five after it: four places, of which 2, 8, 9 and 10 have
+    # one.
     assert (scheduler.batch(), scheduler.must_wait_for()) == (None, [8, 9, 10])
     scheduler.finished(9, 1)
     assert scheduler.batch() == [2, 9]

@@ -1,4 +1,6 @@
-"""The simulation of benchmarks/ on a small scale: what it counts adds up, and generating ahead pays."""
+"""The simulation of benchmarks/ on a small scale: what it counts adds up, and generating ahead
+pays.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,20 @@ WASTEFUL = dataclasses.replace(SMALL, dropped=0.3, oversample=1.4)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
-@pytest.mark.parametrize("setting", [SMALL, WASTEFUL], ids=["nothing is dropped", "a filter and too many"])
-def test_every_group_is_accounted_for_and_none_is_too_old(setting: Setting, max_staleness: int) -> None:
+@pytest.mark.parametrize(
+    "setting", [SMALL, WASTEFUL], ids=["nothing is dropped", "a filter and too many"]
+)
+def test_every_group_is_accounted_for_and_none_is_too_old(
+    setting: Setting, max_staleness: int
+) -> None:
     world = Simulation(setting, max_staleness)
     found = world.run()
     scheduler = world.scheduler
     assert len(found.staleness) == setting.groups * setting.steps
     assert max(found.staleness) == max_staleness
-    assert world.next_draw == setting.groups * scheduler.steps_done + world.num_dropped + len(world.groups)
+    assert world.next_draw == setting.groups * scheduler.steps_done + world.num_dropped + len(
+        world.groups
+    )
     assert len(world.groups) == scheduler.num_in_flight + scheduler.num_finished
     assert world.num_running == sum(len(responses) for responses in world.running)
     assert (found.expired == 0) or setting.oversample > 1

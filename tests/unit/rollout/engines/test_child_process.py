@@ -1,4 +1,6 @@
-"""A process of ours and all it started: whoever ends first, none is left. Small Python scripts instead of servers."""
+"""A process of ours and all it started: whoever ends first, none is left. Small Python scripts
+instead of servers.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,27 @@ import pytest
 from rlcore.errors import DeadlineExceeded, RunFailed, UserError
 from rollout.engines.child_process import END_BYTES, LINE_LENGTH, Child, members
 
-READY = "import json, os, subprocess, sys, time\nfd = int(sys.stdin.read())\nready = lambda line: os.write(fd, line.encode())\n"
+READY = (
+    "import json, os, subprocess, sys, time\nfd = int(sys.stdin.read())\nready = lambda line:"
+    " os.write(fd, line.encode())\n"
+)
 # Ignores SIGTERM, and has a child which does too.
-STUBBORN = READY + """
+STUBBORN = (
+    READY
+    + """
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"])
 ready('{"port": 7}\\n')
 time.sleep(60)
 """
+)
 
 
 async def start(child: Child, script: str, timeout_s: float = 20.0) -> int:
-    return await child.start([sys.executable, "-c", script], lambda fd: str(fd).encode(), timeout_s=timeout_s)
+    return await child.start(
+        [sys.executable, "-c", script], lambda fd: str(fd).encode(), timeout_s=timeout_s
+    )
 
 
 @pytest.fixture
@@ -70,7 +80,11 @@ def test_it_is_asked_to_end_by_its_own_signal(tmp_path: Path) -> None:
     child = Child("engine e", tmp_path / "log", stop_signal=signal.SIGINT)
     # A shell starts what runs in its background deaf to SIGINT, and so everything below it.
     ready = READY + "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    script = ready + "try:\n    ready('{\"port\": 1}\\n')\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    sys.exit(3)"
+    script = (
+        ready
+        + "try:\n    ready('{\"port\": 1}\\n')\n    time.sleep(60)\nexcept KeyboardInterrupt:\n   "
+        " sys.exit(3)"
+    )
 
     async def scenario() -> None:
         await start(child, script)
@@ -94,7 +108,7 @@ def test_it_can_be_started_again(child: Child) -> None:
 
 
 def test_what_it_reports_as_wrong_is_the_users_error(child: Child) -> None:
-    script = READY + "ready('{\"error\": \"no argument x; did you mean y?\"}\\n')\ntime.sleep(60)"
+    script = READY + 'ready(\'{"error": "no argument x; did you mean y?"}\\n\')\ntime.sleep(60)'
     with pytest.raises(UserError, match=r"engine e: no argument x; did you mean y\?"):
         asyncio.run(start(child, script))
     assert members(child.process.pid) == []
@@ -102,7 +116,9 @@ def test_what_it_reports_as_wrong_is_the_users_error(child: Child) -> None:
 
 def test_an_early_end_shows_the_log_in_lines_of_readable_length(child: Child) -> None:
     script = f"print('x' * {LINE_LENGTH * 3}); raise SystemExit('no memory')"
-    with pytest.raises(RunFailed, match="ended before it was ready: exit code 1; the end of its log") as error:
+    with pytest.raises(
+        RunFailed, match="ended before it was ready: exit code 1; the end of its log"
+    ) as error:
         asyncio.run(start(child, script))
     assert "no memory" in str(error.value)
     assert "x" * LINE_LENGTH + " ..." in str(error.value)
@@ -110,13 +126,15 @@ def test_an_early_end_shows_the_log_in_lines_of_readable_length(child: Child) ->
 
 
 def test_one_that_is_late_is_ended(child: Child) -> None:
-    with pytest.raises(DeadlineExceeded, match=r"not ready within 0\.5 s \(rollout\.engine\.start_timeout_s\)"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"not ready within 0\.5 s \(rollout\.engine\.start_timeout_s\)"
+    ):
         asyncio.run(start(child, STUBBORN.replace("ready('", "# ready('"), timeout_s=0.5))
     assert members(child.process.pid) == []
 
 
 def test_what_cannot_be_run_is_said_with_its_name(child: Child, tmp_path: Path) -> None:
-    (tmp_path / "python").touch()       # not executable
+    (tmp_path / "python").touch()  # not executable
     with pytest.raises(RunFailed, match=r"engine e cannot be started: .*Permission denied.*python"):
         asyncio.run(child.start([str(tmp_path / "python")], lambda fd: b"", timeout_s=5.0))
     assert not child.alive

@@ -16,7 +16,10 @@ from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
 
 LIMITS = {
-    "request_timeout_s": 5.0, "health_every_s": 0.05, "health_timeout_s": 0.2, "start_timeout_s": 5.0,
+    "request_timeout_s": 5.0,
+    "health_every_s": 0.05,
+    "health_timeout_s": 0.2,
+    "start_timeout_s": 5.0,
     "restart": {"backoff_s": 0.02, "max_backoff_s": 0.05},
 }
 
@@ -55,7 +58,9 @@ class Site:
 
 
 def ask(draw: int, n: int = 1, turn: int = 0) -> GenerateRequest:
-    return GenerateRequest(np.array([1, 2], dtype=np.int32), SamplingParams(max_new_tokens=4), draw, n, turn=turn)
+    return GenerateRequest(
+        np.array([1, 2], dtype=np.int32), SamplingParams(max_new_tokens=4), draw, n, turn=turn
+    )
 
 
 Use = Callable[[Site], Awaitable[None]]
@@ -63,9 +68,13 @@ Use = Callable[[Site], Awaitable[None]]
 
 @pytest.fixture
 def on_site() -> Callable[..., None]:
-    """`on_site("ab", use, retries=2)`: start a fleet of two, publish version 1, `await use(site)`, close it."""
+    """`on_site("ab", use, retries=2)`: start a fleet of two, publish version 1, `await use(site)`,
+    close it.
+    """
 
-    def run(names: str, use: Use, *, publish: bool = True, again: bool = False, **config: Any) -> None:
+    def run(
+        names: str, use: Use, *, publish: bool = True, again: bool = False, **config: Any
+    ) -> None:
         async def main() -> None:
             site = Site(names, **config)
             await site.fleet.start(again=again)

@@ -26,16 +26,20 @@ def test_the_least_loaded_engine_is_asked(on_site, request_of):
     on_site("abc", use)
 
 
-def test_a_conversation_stays_where_its_prefix_is_unless_that_engine_is_much_busier(on_site, request_of):
+def test_a_conversation_stays_where_its_prefix_is_unless_that_engine_is_much_busier(
+    on_site, request_of
+):
     async def use(site):
         a, b = site.engines
         a.delay_s = b.delay_s = 0.1
         await asyncio.gather(site.dispatcher.one(request_of(0)), site.dispatcher.one(request_of(1)))
         assert [call[0].draw for call in b.calls] == [1]
-        await site.dispatcher.one(request_of(1, turn=1))        # both are idle, and a comes first
+        await site.dispatcher.one(request_of(1, turn=1))  # both are idle, and a comes first
         assert [call[0].turn for call in b.calls] == [0, 1]
         a.delay_s = 0.0
-        busy = [asyncio.ensure_future(site.dispatcher.one(request_of(1, turn=2 + i))) for i in range(20)]
+        busy = [
+            asyncio.ensure_future(site.dispatcher.one(request_of(1, turn=2 + i))) for i in range(20)
+        ]
         await asyncio.gather(*busy)
         assert len(b.calls) < 12, "the others moved"
 
@@ -84,17 +88,23 @@ def test_requests_of_an_engine_that_fails_are_answered_once_by_another(on_site, 
             a.illness = EngineFailed("engine a is ill")
         answers = await asyncio.gather(*calls)
         assert [len(answer) for answer in answers] == [2] * 20
-        assert tokens(answers) == tokens([await site.dispatcher.one(request_of(i, n=2)) for i in range(20)])
+        assert tokens(answers) == tokens(
+            [await site.dispatcher.one(request_of(i, n=2)) for i in range(20)]
+        )
         served = Counter(call[0].draw for call in b.calls[:20])
         assert set(served.values()) == {1}, "b answered none twice"
         assert site.fleet.restarts <= 1
         assert site.dispatcher.retried == 10
 
-    on_site("ab", use, request_timeout_s=0.3 if fault == "hangs" else 10.0, restart={"backoff_s": 30.0})
+    on_site(
+        "ab", use, request_timeout_s=0.3 if fault == "hangs" else 10.0, restart={"backoff_s": 30.0}
+    )
 
 
 def test_an_answer_that_comes_too_late_is_nobodys(on_site, request_of):
-    """The engine is declared dead while its answer is under way: the request counts once, elsewhere."""
+    """The engine is declared dead while its answer is under way: the request counts once,
+    elsewhere.
+    """
 
     async def use(site):
         a, b = site.engines
@@ -170,7 +180,10 @@ def test_retries_end(on_site, request_of):
 def test_a_deadline_names_engine_request_and_key(on_site, request_of):
     async def use(site):
         site.engines[0].delay_s = 60
-        with pytest.raises(EngineHangs, match=r"engine a did not answer 1 requests \(the first: 0-5-0-0\) within 0.1 s \(roll"):
+        with pytest.raises(
+            EngineHangs,
+            match=r"engine a did not answer 1 requests \(the first: 0-5-0-0\) within 0.1 s \(roll",
+        ):
             await site.dispatcher.one(request_of(5))
 
     on_site("a", use, retries=0, request_timeout_s=0.1)
@@ -242,7 +255,8 @@ def test_who_gives_up_while_the_last_engine_ends_has_given_up(on_site, request_o
         await asyncio.sleep(0.01)
         assert "an engine with room" in site.dispatcher.waiting_for()
         await_end = asyncio.ensure_future(site.fleet.failed(site.engines[0], "burnt"))
-        await asyncio.sleep(0)                  # the one in line has NoEngineLeft, and has not run since
+        # the one in line has NoEngineLeft, and has not run since
+        await asyncio.sleep(0)
         calls[1].cancel()
         await asyncio.wait({*calls, await_end})
         assert calls[1].cancelled()
@@ -262,7 +276,9 @@ def test_only_engines_that_serve_are_asked(on_site, request_of, state):
         await asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(10)))
         assert [len(engine.calls) for engine in (a, b)] == [0, 10]
 
-    on_site("ab", use, restart={"backoff_s": 0.02 if state == "stale" else 30.0, "max_backoff_s": 30.0})
+    on_site(
+        "ab", use, restart={"backoff_s": 0.02 if state == "stale" else 30.0, "max_backoff_s": 30.0}
+    )
 
 
 @pytest.mark.parametrize("then", ["the engine fails", "the caller gives up"])
@@ -271,7 +287,9 @@ def test_a_lease_that_is_granted_in_the_moment_when(on_site, request_of, then):
 
     async def use(site):
         site.engines[0].delay_s = 0.05
-        first, second = (asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(2))
+        first, second = (
+            asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(2)
+        )
         while not first.done():
             await asyncio.sleep(0)
         [lease] = site.fleet.members[0].leases
@@ -322,8 +340,10 @@ def test_who_is_waited_for(on_site, request_of):
             engine.delay_s = 0.1
         calls = [asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(5)]
         await asyncio.sleep(0.01)
-        assert site.dispatcher.waiting_for() == (
-            "engine a (2 requests), engine b (2 requests), an engine with room (a is serving, b is serving)"
+        assert (
+            site.dispatcher.waiting_for()
+            == "engine a (2 requests), engine b (2 requests), an engine with room (a is serving, b"
+            " is serving)"
         )
         await asyncio.gather(*calls)
         assert site.dispatcher.waiting_for() == ""

@@ -1,4 +1,6 @@
-"""Engines that share their device with the trainer: what is asked of them, in which order, and what becomes of failed ones."""
+"""Engines that share their device with the trainer: what is asked of them, in which order, and what
+becomes of failed ones.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from rollout.fleet.engine_memory import FleetMemory
 from rollout.fleet.fleet import Fleet
 
 CACHES: tuple[MemoryTag, ...] = ("kv_cache", "cuda_graph")
-CONFIG = EngineConfig(colocated=True, update_timeout_s=2, restart=RestartConfig(limit=2, backoff_s=0.01))
+CONFIG = EngineConfig(
+    colocated=True, update_timeout_s=2, restart=RestartConfig(limit=2, backoff_s=0.01)
+)
 
 
 class Recording(FakeEngine):
@@ -34,7 +38,7 @@ class Recording(FakeEngine):
 
     async def start(self) -> None:
         self._note("start")
-        self.released.clear()       # a new process
+        self.released.clear()  # a new process
         await super().start()
 
     async def pause(self, mode: PauseMode) -> None:
@@ -93,7 +97,9 @@ def shared() -> Iterator[Shared]:
     made.thread.close()
 
 
-def test_engines_are_idle_before_they_release_and_generate_when_all_is_restored(shared: Shared) -> None:
+def test_engines_are_idle_before_they_release_and_generate_when_all_is_restored(
+    shared: Shared,
+) -> None:
     shared.memory.release((*CACHES, "weights"))
     for engine in shared.engines:
         assert engine.asked == ["pause abort", "release"]
@@ -107,13 +113,15 @@ def test_engines_are_idle_before_they_release_and_generate_when_all_is_restored(
     assert not shared.engines[1].released
 
 
-def test_an_engine_that_cannot_release_is_ended_and_starts_when_the_device_is_free(shared: Shared) -> None:
+def test_an_engine_that_cannot_release_is_ended_and_starts_when_the_device_is_free(
+    shared: Shared,
+) -> None:
     a, b = shared.engines
     a.fails_at = "release"
     shared.memory.release((*CACHES, "weights"))
     assert a.closed
     assert shared.states == ["dead", "serving"]
-    time.sleep(0.1)                                     # far longer than its pause
+    time.sleep(0.1)  # far longer than its pause
     assert "start" not in a.asked
     assert shared.memory.anyone()
     shared.memory.restore(("weights",))
@@ -128,7 +136,7 @@ def test_an_engine_that_cannot_take_its_memory_again_is_out(shared: Shared) -> N
     shared.engines[1].fails_at = "restore"
     shared.memory.release(CACHES)
     shared.memory.restore(CACHES)
-    until(lambda: shared.states == ["serving", "stale"])        # a new life of it
+    until(lambda: shared.states == ["serving", "stale"])  # a new life of it
     assert shared.engines[1].asked == ["pause abort", "release", "restore", "start"]
 
 

@@ -1,4 +1,6 @@
-"""Engines that fail and come back: who notices, how often it is said, and what has to happen before they serve again."""
+"""Engines that fail and come back: who notices, how often it is said, and what has to happen before
+they serve again.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def test_a_probe_without_an_answer_means_a_restart(on_site, monkeypatch):
     async def use(site):
         monkeypatch.setattr(site.engines[1], "health", never.__get__(site.engines[1]))
         await site.until("serving dead")
-        assert "engine b did not answer a probe within 0.2 s (rollout.engine.health_timeout_s)" in site.fleet._ends()
+        assert (
+            "engine b did not answer a probe within 0.2 s (rollout.engine.health_timeout_s)"
+            in site.fleet._ends()
+        )
 
     on_site("ab", use)
 
@@ -123,7 +128,9 @@ def test_a_publication_that_ends_after_the_engine_failed_does_not_revive_it(on_s
 
 
 def test_a_step_that_failed_in_an_earlier_life_does_not_harm_the_next(on_site):
-    """The others of a publication may take their time: until all have answered, one that died can be back."""
+    """The others of a publication may take their time: until all have answered, one that died can
+    be back.
+    """
 
     async def use(site):
         a, b = site.engines
@@ -196,7 +203,10 @@ def test_a_restart_that_hangs_meets_its_deadline(on_site, monkeypatch):
         monkeypatch.setattr(FakeEngine, "start", lambda self: asyncio.sleep(60))
         await site.fleet.failed(site.engines[0], "first")
         await asyncio.sleep(0.6)
-        assert "engine a was not ready after 0.2 s (rollout.engine.start_timeout_s)" in site.fleet._ends()
+        assert (
+            "engine a was not ready after 0.2 s (rollout.engine.start_timeout_s)"
+            in site.fleet._ends()
+        )
 
     on_site("a", use, start_timeout_s=0.2, restart={"backoff_s": 0.01, "limit": 1})
 
@@ -255,8 +265,12 @@ def test_a_publication_waits_for_an_engine_that_comes_back(on_site):
 
 def test_a_publication_does_not_wait_for_engines_that_are_gone_for_good(on_site):
     async def use(site):
-        await asyncio.gather(*(site.fleet.failed(engine, f"{engine.name} burnt") for engine in site.engines))
-        with pytest.raises(NoEngineLeft, match=r"rollout.engine.restart.*engine a: a burnt; engine b: b burnt"):
+        await asyncio.gather(
+            *(site.fleet.failed(engine, f"{engine.name} burnt") for engine in site.engines)
+        )
+        with pytest.raises(
+            NoEngineLeft, match=r"rollout.engine.restart.*engine a: a burnt; engine b: b burnt"
+        ):
             await site.fleet.candidates()
 
     on_site("ab", use, restart={"limit": 0})
@@ -266,9 +280,15 @@ def test_a_publication_waits_no_longer_than_a_start_takes(on_site, monkeypatch):
     async def use(site):
         monkeypatch.setattr(FakeEngine, "start", lambda self: asyncio.sleep(60))
         await site.fleet.failed(site.engines[0], "gone")
-        with pytest.raises(NoEngineLeft, match=(
-            r"no engine came back within 0.3 s \(rollout.engine.start_timeout_s\): engine a: it is starting; before, gone$"
-        )):
+        with pytest.raises(
+            NoEngineLeft,
+            match=(
+                r"no engine came back within 0.3 s \(rollout.engine.start_timeout_s\): engine a: it"
+                r" is starting; before, gone$"
+            ),
+        ):
             await site.fleet.candidates()
 
-    on_site("a", use, start_timeout_s=0.1, restart={"backoff_s": 0.2, "max_backoff_s": 0.2, "limit": 1})
+    on_site(
+        "a", use, start_timeout_s=0.1, restart={"backoff_s": 0.2, "max_backoff_s": 0.2, "limit": 1}
+    )

@@ -1,4 +1,6 @@
-"""The first start of a fleet, and that of one in the place of another: which engines it needs, and for how long it waits."""
+"""The first start of a fleet, and that of one in the place of another: which engines it needs, and
+for how long it waits.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def test_the_first_start_is_strict(on_site, monkeypatch):
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_start_in_the_place_of_a_lost_fleet_needs_one_engine(on_site, monkeypatch, hangs):
     """The run may have gone on without the other, which comes when it can."""
-    has_place, start = asyncio.Event(), FakeEngine.start
+    has_place = asyncio.Event()
+    start = FakeEngine.start
 
     async def homeless(self):
         if self.name == "a" and not has_place.is_set():
@@ -48,7 +51,9 @@ def test_a_start_in_the_place_of_a_lost_fleet_fails_where_no_engine_comes(on_sit
         raise RunFailed(f"{self.name} burnt")
 
     monkeypatch.setattr(FakeEngine, "start", broken)
-    with pytest.raises(NoEngineLeft, match="engine a: it did not start: a burnt; engine b: it did not"):
+    with pytest.raises(
+        NoEngineLeft, match="engine a: it did not start: a burnt; engine b: it did not"
+    ):
         on_site("ab", None, again=True, restart={"limit": 0})
 
 
@@ -66,4 +71,10 @@ def test_an_engine_that_needs_a_place_first_has_its_own_time_all_the_same(on_sit
         assert await site.fleet.candidates() == site.engines, "a publication waits for it as long"
         assert site.fleet.restarts == 1
 
-    on_site("a", use, start_timeout_s=0.2, place_s=5.0, restart={"backoff_s": 0.01, "max_backoff_s": 0.01, "limit": 1})
+    on_site(
+        "a",
+        use,
+        start_timeout_s=0.2,
+        place_s=5.0,
+        restart={"backoff_s": 0.01, "max_backoff_s": 0.01, "limit": 1},
+    )

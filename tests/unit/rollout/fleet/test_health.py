@@ -24,13 +24,17 @@ def in_state(state: State) -> Health:
     return Health(RestartConfig(), state=state)
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)), ids=lambda value: value.name)
+@pytest.mark.parametrize(
+    ("state", "event"), list(itertools.product(State, Event)), ids=lambda value: value.name
+)
 def test_every_state_with_every_event(state: State, event: Event) -> None:
     health = in_state(state)
     after = LEGAL.get((str(state), event.name))
     assert health.accepts(event) == (after is not None)
     if after is None:
-        with pytest.raises(ValueError, match=rf"an engine that is {state} cannot meet {event.name}; it can meet "):
+        with pytest.raises(
+            ValueError, match=rf"an engine that is {state} cannot meet {event.name}; it can meet "
+        ):
             health.on(event)
         assert health.state is state, "a refused event changes nothing"
     else:
@@ -40,9 +44,12 @@ def test_every_state_with_every_event(state: State, event: Event) -> None:
 
 def test_a_served_engine_had_a_whole_publication() -> None:
     """Whatever happens, the event before serving is PUBLISHED, and only a publication takes that."""
-    assert [(state, event) for state, row in TRANSITIONS.items() for event, to in row.items() if to is State.SERVING] == [
-        (State.DRAINING, Event.PUBLISHED)
-    ]
+    assert [
+        (state, event)
+        for state, row in TRANSITIONS.items()
+        for event, to in row.items()
+        if to is State.SERVING
+    ] == [(State.DRAINING, Event.PUBLISHED)]
 
 
 def live(health: Health, *, serves: bool) -> None:

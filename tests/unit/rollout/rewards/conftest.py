@@ -19,7 +19,14 @@ def users_module_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def sample() -> Callable[..., Sample]:
     """A sample with the given response text."""
 
-    def make(response: str, label: object = "2", *, index: int = 0, finish_reason: FinishReason = "stop", **metadata) -> Sample:
+    def make(
+        response: str,
+        label: object = "2",
+        *,
+        index: int = 0,
+        finish_reason: FinishReason = "stop",
+        **metadata,
+    ) -> Sample:
         return Sample(
             draw=4,
             index=index,

@@ -25,7 +25,9 @@ def fickle(sample: Sample) -> object:
         os._exit(3)
     if sample.response_text == "raise":
         raise RuntimeError("no such book")
-    return {"nan": float("nan"), "text": "high", "none": None, "bool": True}.get(sample.response_text, 1.0)
+    return {"nan": float("nan"), "text": "high", "none": None, "bool": True}.get(
+        sample.response_text, 1.0
+    )
 
 
 def process_id(sample: Sample) -> float:

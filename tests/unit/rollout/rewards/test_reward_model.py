@@ -1,4 +1,6 @@
-"""A reward model folder: scores at the last token whatever the padding, and folders that cannot serve."""
+"""A reward model folder: scores at the last token whatever the padding, and folders that cannot
+serve.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,15 @@ VOCAB = 13
 
 def qwen3(num_labels: int = 1) -> Qwen3Config:
     return Qwen3Config(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=32, head_dim=8, num_labels=num_labels, pad_token_id=0,
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        head_dim=8,
+        num_labels=num_labels,
+        pad_token_id=0,
     )
 
 
@@ -35,14 +44,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scorer(folder: Path, vocab_size: int = VOCAB):
-    config = {"parts": {"judge": {"model": {"path": str(folder), "batch_size": 4, "device": "cpu"}}}}
+    config = {
+        "parts": {"judge": {"model": {"path": str(folder), "batch_size": 4, "device": "cpu"}}}
+    }
     return build_scorer(RewardConfig.model_validate(config), vocab_size=vocab_size)
 
 
 def test_scores_equal_one_by_one_without_padding(folder, sample):
     rng = np.random.default_rng(0)
     batch = [sample("x", index=i) for i in range(9)]
-    for i, s in enumerate(batch):       # id 0, the folder's pad token, occurs inside and at the end
+    for i, s in enumerate(batch):  # id 0, the folder's pad token, occurs inside and at the end
         s.tokens = np.append(rng.integers(0, VOCAB, 1 + i % 4 * 3), 0).astype(np.int32)
         s.loss_mask = np.zeros(len(s.tokens), np.uint8)
 
@@ -50,7 +61,9 @@ def test_scores_equal_one_by_one_without_padding(folder, sample):
         judge = scorer(folder)
         try:
             groups = (batch[:2], batch[2:5], batch[5:])
-            return await asyncio.wait_for(asyncio.gather(*(judge.score(group) for group in groups)), 30)
+            return await asyncio.wait_for(
+                asyncio.gather(*(judge.score(group) for group in groups)), 30
+            )
         finally:
             await judge.close()
 
@@ -65,7 +78,10 @@ def test_scores_equal_one_by_one_without_padding(folder, sample):
 
 
 def test_a_vocabulary_of_another_size_names_both(folder):
-    with pytest.raises(ModelError, match=rf"reward.parts.judge.model.path.*vocabulary of {VOCAB}, the policy one of 31"):
+    with pytest.raises(
+        ModelError,
+        match=rf"reward.parts.judge.model.path.*vocabulary of {VOCAB}, the policy one of 31",
+    ):
         scorer(folder, vocab_size=31)
 
 
@@ -79,5 +95,8 @@ def test_folders_that_are_no_reward_model(tmp_path, caplog):
     with pytest.raises(ModelError, match="three has 3 outputs, a reward model has 1"):
         scorer(tmp_path / "three")
     Qwen3ForCausalLM(qwen3()).save_pretrained(tmp_path / "language")
-    with caplog.at_level(logging.ERROR), pytest.raises(ModelError, match=r"lacks the weights of score\.weight"):
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(ModelError, match=r"lacks the weights of score\.weight"),
+    ):
         scorer(tmp_path / "language")

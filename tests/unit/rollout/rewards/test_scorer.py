@@ -19,7 +19,9 @@ from rollout.rewards.build import build_scorer
 
 
 def score(config: dict, *batches, off_thread: bool = False):
-    """Score each batch in turn with one scorer; its failure counts for each. Nothing may be left running."""
+    """Score each batch in turn with one scorer; its failure counts for each. Nothing may be left
+    running.
+    """
 
     async def scenario():
         scorer = build_scorer(RewardConfig.model_validate(config), vocab_size=31)
@@ -85,7 +87,11 @@ def test_non_stop_penalty_replaces_the_score(sample):
 def test_a_failing_reward_has_a_defined_score_and_is_named(sample, caplog, response, reason):
     batch = [sample("fine", index=0), sample(response, index=1), sample("fine", index=2)]
     with caplog.at_level(logging.WARNING):
-        first, second = score({**parts(f="reward_functions:fickle"), "on_error": -1.0, "workers": 1}, batch, [sample("fine")])
+        first, second = score(
+            {**parts(f="reward_functions:fickle"), "on_error": -1.0, "workers": 1},
+            batch,
+            [sample("fine")],
+        )
     assert [s.reward for s in batch] == [1.0, -1.0, 1.0]
     assert reason in batch[1].metadata["reward_error"]
     assert (first.errors, first.timeouts, second.errors) == (1, 0, 0)
@@ -96,7 +102,10 @@ def test_a_failing_reward_has_a_defined_score_and_is_named(sample, caplog, respo
 def test_a_hanging_reward_is_killed_at_its_deadline_and_replaced(sample):
     batch = [sample("hang"), sample("fine"), sample("fine"), sample("bool")]
     start = time.monotonic()
-    (counts,) = score({**parts(f="reward_functions:fickle"), "on_error": -1.0, "timeout_s": 0.5, "workers": 1}, batch)
+    (counts,) = score(
+        {**parts(f="reward_functions:fickle"), "on_error": -1.0, "timeout_s": 0.5, "workers": 1},
+        batch,
+    )
     assert time.monotonic() - start < 15
     assert [s.reward for s in batch] == [-1.0, 1.0, 1.0, 1.0]
     assert (counts.errors, counts.timeouts) == (0, 1)

@@ -37,7 +37,10 @@ def nudge(weights: Weights, names: Sequence[str], seed: int = 1) -> Weights:
 
 
 def layout(weights: Weights, bucket_bytes: int = 800) -> tuple[Bucket, ...]:
-    specs = [TensorSpec(name, tuple(w.shape), str(w.dtype).removeprefix("torch.")) for name, w in weights.items()]
+    specs = [
+        TensorSpec(name, tuple(w.shape), str(w.dtype).removeprefix("torch."))
+        for name, w in weights.items()
+    ]
     return cut_buckets(specs, bucket_bytes)
 
 
@@ -46,18 +49,28 @@ def flatten(bucket: Bucket, weights: Weights) -> torch.Tensor:
 
 
 def read(folder: Path) -> Weights:
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def same(a: Weights, b: Weights) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+    return a.keys() == b.keys() and all(
+        torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a
+    )
 
 
 class Reader:
     """An engine that keeps what it read last."""
 
-    def __init__(self, name: str = "engine-0", *, managed: bool = True, url: str = "http://127.0.0.1:1") -> None:
-        self.name, self.managed, self.url = name, managed, url
+    def __init__(
+        self, name: str = "engine-0", *, managed: bool = True, url: str = "http://127.0.0.1:1"
+    ) -> None:
+        self.name = name
+        self.managed = managed
+        self.url = url
         self.weights: Weights = {}
         self.folder: Path | None = None
         self.broken = False

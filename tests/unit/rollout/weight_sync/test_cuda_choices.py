@@ -1,4 +1,6 @@
-"""What is chosen where there are GPUs. None of it runs here: asserted is the choice, and what the code beneath is handed."""
+"""What is chosen where there are GPUs. None of it runs here: asserted is the choice, and what the
+code beneath is handed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from rollout.weight_sync import process_group as distributed
 from rollout.weight_sync import process_group as weight_group
 from rollout.weight_sync import serialized as tensor
 from rollout.weight_sync.choose import choose_name
-from rollout.weight_sync.process_group import DistributedTransport, GroupAddress, choose_backend, make_group
+from rollout.weight_sync.process_group import (
+    DistributedTransport,
+    GroupAddress,
+    choose_backend,
+    make_group,
+)
 from rollout.weight_sync.serialized import DEVICE, TensorTransport
 
 SGLANG = ("distributed", "tensor", "disk", "delta")
@@ -32,7 +39,10 @@ class Engine:
     """Takes whatever it is sent, and says where it is."""
 
     def __init__(self, gpu: str | None, *, ranks: int = 2) -> None:
-        self.name, self.url, self.gpu, self.group_ranks = "engine-0", "http://127.0.0.1:30000", gpu, ranks
+        self.name = "engine-0"
+        self.url = "http://127.0.0.1:30000"
+        self.gpu = gpu
+        self.group_ranks = ranks
         self.in_group: str | None = None
         self.joined: list[tuple[GroupAddress, int]] = []
         self.taken: list[list[str]] = []
@@ -47,19 +57,26 @@ class Engine:
         self.taken.append(payloads)
 
 
-# --- over a process group ---------------------------------------------------------------------------------------------
+# --- over a process group -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("trainer", "engine", "backend"),
-    [("GPU-a", "GPU-b", "nccl"), ("GPU-a", "GPU-a", "gloo"), (None, None, "gloo"), ("GPU-a", None, "gloo")],
+    [
+        ("GPU-a", "GPU-b", "nccl"),
+        ("GPU-a", "GPU-a", "gloo"),
+        (None, None, "gloo"),
+        ("GPU-a", None, "gloo"),
+    ],
 )
 def test_nccl_joins_different_gpus(trainer: str | None, engine: str | None, backend: str) -> None:
     assert choose_backend(trainer, engine) == backend
 
 
 def test_both_sides_of_a_group_are_told_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 is the trainer; an engine of two tensor-parallel ranks has ranks 1 and 2 of a group of three."""
+    """Rank 0 is the trainer; an engine of two tensor-parallel ranks has ranks 1 and 2 of a group of
+    three.
+    """
     made: list[GroupAddress] = []
 
     def group(address: GroupAddress, rank: int, **given: Any) -> SimpleNamespace:
@@ -77,7 +94,9 @@ def test_both_sides_of_a_group_are_told_nccl(monkeypatch: pytest.MonkeyPatch) ->
     assert (address.backend, address.world_size, rank) == ("nccl", 3, 1)
 
 
-def test_an_nccl_group_is_nccl_with_a_watchdog_beyond_our_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nccl_group_is_nccl_with_a_watchdog_beyond_our_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class NCCL:
         class Options:
             _timeout: Any = None
@@ -91,7 +110,7 @@ def test_an_nccl_group_is_nccl_with_a_watchdog_beyond_our_deadline(monkeypatch: 
     assert group.given == (0, 2, 5.0 * weight_group.WATCHDOG_FACTOR)
 
 
-# --- by handle --------------------------------------------------------------------------------------------------------
+# --- by handle ------------------------------------------------------------------------------------
 
 
 def test_colocated_engines_take_weights_from_memory_to_memory() -> None:
@@ -100,7 +119,8 @@ def test_colocated_engines_take_weights_from_memory_to_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "engine", "by"), [("cuda", "GPU-a", "handle"), ("cuda", None, "value"), ("cpu", None, "value")]
+    ("trainer", "engine", "by"),
+    [("cuda", "GPU-a", "handle"), ("cuda", None, "value"), ("cpu", None, "value")],
 )
 def test_handles_are_sent_where_both_are_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, trainer: str, engine: str | None, by: str
@@ -116,10 +136,13 @@ def test_handles_are_sent_where_both_are_on_a_gpu(
     monkeypatch.setattr(tensor, "by_handle", lambda bucket, flat: payload("handle"))
     monkeypatch.setattr(tensor, "by_value", lambda bucket, flat: payload("value"))
     monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: waited.append(device))
+        torch.cuda,
+        "current_stream",
+        lambda device: SimpleNamespace(synchronize=lambda: waited.append(device)),
     )
     flat: Any = SimpleNamespace(is_cuda=trainer == "cuda", device=CUDA)
-    taker, transport = Engine(engine), TensorTransport(timeout_s=5.0, probe_s=5.0)
+    taker = Engine(engine)
+    transport = TensorTransport(timeout_s=5.0, probe_s=5.0)
 
     async def publish() -> None:
         assert await transport.open([taker], [BUCKET]) == {}
@@ -136,11 +159,17 @@ def test_a_handle_names_the_gpu_by_its_identity(monkeypatch: pytest.MonkeyPatch)
     assert names[DEVICE] == "storage_device"
     arguments = [f"<{name}>" for name in names]
     monkeypatch.setattr(reductions, "reduce_tensor", lambda value: (rebuilt, tuple(arguments)))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a"))
-    content = pickle.loads(base64.b64decode(tensor.by_handle(BUCKET, torch.zeros(16, dtype=torch.uint8))))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a")
+    )
+    content = pickle.loads(
+        base64.b64decode(tensor.by_handle(BUCKET, torch.zeros(16, dtype=torch.uint8)))
+    )
     expected = ["GPU-a" if name == "storage_device" else f"<{name}>" for name in names]
     assert content["flattened_tensor"] == expected
-    assert [(one.name, one.start_idx, one.end_idx) for one in content["metadata"]] == [("weight", 0, 16)]
+    assert [(one.name, one.start_idx, one.end_idx) for one in content["metadata"]] == [
+        ("weight", 0, 16)
+    ]
 
 
 def rebuilt(*arguments: str) -> list[str]:

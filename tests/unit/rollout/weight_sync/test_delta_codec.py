@@ -17,7 +17,9 @@ from rollout.weight_sync.delta_codec import DeltaError, apply, encode
 
 @st.composite
 def versions(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
-    """Two tensors of up to 60 elements, which differ in none, some or all of them; and their item size."""
+    """Two tensors of up to 60 elements, which differ in none, some or all of them; and their item
+    size.
+    """
     itemsize = draw(st.sampled_from([1, 2, 4, 8]))
     old = draw(arrays.arrays(np.uint8, st.integers(0, 60).map(lambda n: n * itemsize)))
     new = old.copy()
@@ -37,13 +39,15 @@ def test_applied_to_the_old_it_makes_the_new(pair, block) -> None:
         target = old.copy()
         apply(delta, target, itemsize)
         assert (target == new).all()
-        apply(delta, target, itemsize)         # undoes itself
+        apply(delta, target, itemsize)  # undoes itself
         assert (target == old).all()
 
 
 @settings(max_examples=200, deadline=None)
 @given(versions(), st.data())
-def test_damaged_bytes_are_refused_or_make_another_tensor_but_nothing_else_happens(pair, data) -> None:
+def test_damaged_bytes_are_refused_or_make_another_tensor_but_nothing_else_happens(
+    pair, data
+) -> None:
     old, new, itemsize = pair
     delta = bytearray(encode(old, new, itemsize))
     if not delta:
@@ -56,7 +60,9 @@ def test_damaged_bytes_are_refused_or_make_another_tensor_but_nothing_else_happe
     assert target.shape == old.shape
 
 
-@pytest.mark.parametrize(("at", "change"), [(3, 0xFF), (12, 0xD1)], ids=["count", "a header with a size of eight bytes"])
+@pytest.mark.parametrize(
+    ("at", "change"), [(3, 0xFF), (12, 0xD1)], ids=["count", "a header with a size of eight bytes"]
+)
 def test_no_memory_is_taken_for_what_damaged_bytes_claim(at: int, change: int) -> None:
     delta = bytearray(encode(np.zeros(1, np.uint8), np.ones(1, np.uint8), 1))
     delta[at] ^= change

@@ -1,4 +1,6 @@
-"""Changes through the shared folder: every follower ends with the trainer's bytes, or with an error that names the reason."""
+"""Changes through the shared folder: every follower ends with the trainer's bytes, or with an error
+that names the reason.
+"""
 
 from __future__ import annotations
 
@@ -59,15 +61,20 @@ def test_engines_hold_every_version_though_only_changes_are_written(folders: Wei
         assert not engine.folder.exists()
 
     asyncio.run(run())
-    assert shared(folders) == [("update_000001", True)] + [(f"update_{n:06d}", False) for n in range(2, 6)]
+    assert shared(folders) == [("update_000001", True)] + [
+        (f"update_{n:06d}", False) for n in range(2, 6)
+    ]
 
 
-def test_a_whole_one_follows_when_changes_are_larger_or_the_layout_is_another(folders: WeightFolders) -> None:
+def test_a_whole_one_follows_when_changes_are_larger_or_the_layout_is_another(
+    folders: WeightFolders,
+) -> None:
     engine = Reader()
 
     async def run() -> None:
         transport = DeltaTransport(folders, timeout_s=5)
-        for seed in range(4):               # nearly every element changes: two such take more than the whole
+        # nearly every element changes: two such take more than the whole
+        for seed in range(4):
             await publish(transport, [engine], make_weights(seed))
             assert same(engine.weights, make_weights(seed))
             if seed == 2:
@@ -83,7 +90,9 @@ def test_a_whole_one_follows_when_changes_are_larger_or_the_layout_is_another(fo
 
 
 def test_after_a_publication_that_was_given_up_the_next_is_whole(folders: WeightFolders) -> None:
-    engine, first, second = Reader(), make_weights(0), nudge(make_weights(0), ["embed"])
+    engine = Reader()
+    first = make_weights(0)
+    second = nudge(make_weights(0), ["embed"])
 
     async def run() -> None:
         transport = DeltaTransport(folders, timeout_s=5)
@@ -105,7 +114,8 @@ def test_an_engine_that_missed_some_gets_them_all(folders: WeightFolders, tmp_pa
     for seed in range(3):
         versions.append(nudge(versions[-1], ["embed", "down"], seed))
     publish_all(folders, *versions)
-    early, late = Follower(folders.root, tmp_path / "early"), Follower(folders.root, tmp_path / "late")
+    early = Follower(folders.root, tmp_path / "early")
+    late = Follower(folders.root, tmp_path / "late")
     assert same(read(early.follow(2)), versions[1])
     assert same(read(early.follow(4)), versions[3])
     assert same(read(late.follow(4)), versions[3])
@@ -113,17 +123,20 @@ def test_an_engine_that_missed_some_gets_them_all(folders: WeightFolders, tmp_pa
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "local", "wrong base"])
-def test_damage_that_a_whole_publication_mends(folders: WeightFolders, tmp_path: Path, damage: str) -> None:
-    first, second = make_weights(), nudge(make_weights(), ["embed"])
+def test_damage_that_a_whole_publication_mends(
+    folders: WeightFolders, tmp_path: Path, damage: str
+) -> None:
+    first = make_weights()
+    second = nudge(make_weights(), ["embed"])
     publish_all(folders, first, second)
     follower = Follower(folders.root, tmp_path / "local")
     folder = follower.follow(1)
-    if damage == "local":           # in a tensor that the change touches
+    if damage == "local":  # in a tensor that the change touches
         shard = next(path for path in folder.glob("*.safetensors") if b"embed" in path.read_bytes())
         shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
         assert same(read(follower.follow(2)), second)
         return
-    if damage == "wrong base":      # it believes to hold publication 1
+    if damage == "wrong base":  # it believes to hold publication 1
         wrong = Follower(folders.root, tmp_path / "other")
         wrong.follow(2)
         wrong.number = 1
@@ -131,8 +144,12 @@ def test_damage_that_a_whole_publication_mends(folders: WeightFolders, tmp_path:
         return
     changes = folders.root / "update_000002" / CHANGES
     content = changes.read_bytes()
-    changes.write_bytes(content[:-1] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(RunFailed, match=r"publication 2 in .*/weights cannot be rebuilt in .*/local: "):
+    changes.write_bytes(
+        content[:-1] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1])
+    )
+    with pytest.raises(
+        RunFailed, match=r"publication 2 in .*/weights cannot be rebuilt in .*/local: "
+    ):
         follower.follow(2)
     assert follower.number in (None, 1)
     changes.write_bytes(content)
@@ -148,7 +165,9 @@ def test_damage_that_a_whole_publication_mends(folders: WeightFolders, tmp_path:
         ("shard", r"name different tensors: down, embed"),
     ],
 )
-def test_a_damaged_whole_publication_is_refused(folders: WeightFolders, tmp_path: Path, damage: str, says: str) -> None:
+def test_a_damaged_whole_publication_is_refused(
+    folders: WeightFolders, tmp_path: Path, damage: str, says: str
+) -> None:
     publish_all(folders, make_weights())
     folder = folders.root / "update_000001"
     shard = sorted(folder.glob("*.safetensors"))[0]
@@ -167,7 +186,9 @@ def test_a_damaged_whole_publication_is_refused(folders: WeightFolders, tmp_path
     assert follower.number is None
 
 
-def test_a_change_of_unknown_or_untold_tensors_is_refused(folders: WeightFolders, tmp_path: Path) -> None:
+def test_a_change_of_unknown_or_untold_tensors_is_refused(
+    folders: WeightFolders, tmp_path: Path
+) -> None:
     publish_all(folders, make_weights(), nudge(make_weights(), ["embed", "norm"]))
     path = folders.root / "update_000002" / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -177,16 +198,21 @@ def test_a_change_of_unknown_or_untold_tensors_is_refused(folders: WeightFolders
         Follower(folders.root, tmp_path / "local").follow(2)
     manifest["changes"]["bias"] = manifest["changes"]["embed"]
     path.write_text(json.dumps(manifest))
-    with pytest.raises(RunFailed, match="changes bias, which the last whole publication does not have"):
+    with pytest.raises(
+        RunFailed, match="changes bias, which the last whole publication does not have"
+    ):
         Follower(folders.root, tmp_path / "local").follow(2)
 
 
 def test_a_disk_that_refuses_is_told(folders: WeightFolders) -> None:
-    with pytest.raises(RunFailed, match=r"could not be written to .*/weights .*File too large"), no_large_files(200):
+    with (
+        pytest.raises(RunFailed, match=r"could not be written to .*/weights .*File too large"),
+        no_large_files(200),
+    ):
         publish_all(folders, make_weights())
 
 
-# --- engines that somebody else runs ------------------------------------------------------------------------------------
+# --- engines that somebody else runs --------------------------------------------------------------
 
 
 def test_engines_elsewhere_read_the_folder_of_their_own_follower(folders: WeightFolders) -> None:
@@ -213,15 +239,20 @@ def test_an_engine_without_a_follower_is_told_what_to_start(folders: WeightFolde
     engine = Reader(managed=False, url="http://10.0.0.2:30000")
 
     async def run() -> str:
-        [why] = (await publish(DeltaTransport(folders, timeout_s=0.3), [engine], make_weights())).values()
+        [why] = (
+            await publish(DeltaTransport(folders, timeout_s=0.3), [engine], make_weights())
+        ).values()
         return why
 
-    assert "named http://10.0.0.2:30000 within 0.3 s (rollout.engine.update_timeout_s): start it with `rlcore engine`" in (
-        asyncio.run(run())
+    assert (
+        "named http://10.0.0.2:30000 within 0.3 s (rollout.engine.update_timeout_s): start it with"
+        " `rlcore engine`" in (asyncio.run(run()))
     )
 
 
-def test_what_stopped_a_follower_reaches_the_trainer(folders: WeightFolders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stopped_a_follower_reaches_the_trainer(
+    folders: WeightFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Reader(managed=False, url="http://10.0.0.2:30000")
     refuse = RunFailed("the local disk is full")
 
@@ -232,18 +263,24 @@ def test_what_stopped_a_follower_reaches_the_trainer(folders: WeightFolders, mon
 
     async def run() -> str:
         following = asyncio.create_task(keep_following(folders.root, [engine.url]))
-        [why] = (await publish(DeltaTransport(folders, timeout_s=2), [engine], make_weights())).values()
+        [why] = (
+            await publish(DeltaTransport(folders, timeout_s=2), [engine], make_weights())
+        ).values()
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         return why
 
-    assert "is at None, expected 1 within 2 s (rollout.engine.update_timeout_s): the local disk is full" in asyncio.run(run())
+    assert (
+        "is at None, expected 1 within 2 s (rollout.engine.update_timeout_s): the local disk is"
+        " full" in asyncio.run(run())
+    )
 
 
 def test_what_dead_processes_left_in_memory_is_removed(tmp_path: Path) -> None:
     mine = local_folder(tmp_path)
     assert mine.name.endswith(f"-{os.getpid()}")
-    dead, alive = mine.with_name(mine.name.replace(str(os.getpid()), "999999999")), mine
+    dead = mine.with_name(mine.name.replace(str(os.getpid()), "999999999"))
+    alive = mine
     for folder in (dead, alive):
         folder.mkdir()
     try:

@@ -1,4 +1,6 @@
-"""Weights in a shared folder: whole or absent, removed when nobody needs them, and a disk that refuses."""
+"""Weights in a shared folder: whole or absent, removed when nobody needs them, and a disk that
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import pytest
 from shared_folders import Reader, flatten, layout, make_weights, model_folder, publish, read, same
 
 from rlcore.errors import RunFailed
-from rollout.weight_sync.folders import DiskTransport, FullWriter, WeightFolders, check_sizes, published
+from rollout.weight_sync.folders import (
+    DiskTransport,
+    FullWriter,
+    WeightFolders,
+    check_sizes,
+    published,
+)
 from tests.limits import no_large_files
 
 Usage = namedtuple("Usage", "total used free")
@@ -36,7 +44,7 @@ def test_every_engine_loads_what_was_published(folders: WeightFolders) -> None:
             assert await publish(transport, engines, weights) == {}
             for engine in engines:
                 assert same(engine.weights, weights)
-            assert names(folders) == [f"update_{seed + 1:06d}"]        # the older one is gone
+            assert names(folders) == [f"update_{seed + 1:06d}"]  # the older one is gone
         await transport.close()
 
     asyncio.run(run())
@@ -45,12 +53,14 @@ def test_every_engine_loads_what_was_published(folders: WeightFolders) -> None:
 
 
 def test_what_an_engine_still_has_is_kept(folders: WeightFolders) -> None:
-    first, second = Reader("a"), Reader("b")
+    first = Reader("a")
+    second = Reader("b")
 
     async def run() -> None:
         transport = DiskTransport(folders, timeout_s=5)
         await publish(transport, [first, second], make_weights(0))
-        await publish(transport, [second], make_weights(0))            # it alone had missed something
+        # it alone had missed something
+        await publish(transport, [second], make_weights(0))
         assert names(folders) == ["update_000001", "update_000002"]
         second.broken = True
         failed = await publish(transport, [first, second], make_weights(1))
@@ -76,10 +86,12 @@ def test_nothing_is_seen_of_a_publication_that_is_given_up(folders: WeightFolder
     asyncio.run(run())
 
 
-def test_an_earlier_runs_folders_are_counted_on_and_its_rest_removed(folders: WeightFolders) -> None:
+def test_an_earlier_runs_folders_are_counted_on_and_its_rest_removed(
+    folders: WeightFolders,
+) -> None:
     asyncio.run(publish(DiskTransport(folders, timeout_s=5), [Reader()], make_weights(0)))
-    (folders.root / ".update_000002.partial").mkdir()                  # killed while it wrote
-    (folders.root / "notes.txt").touch()                               # of somebody else
+    (folders.root / ".update_000002.partial").mkdir()  # killed while it wrote
+    (folders.root / "notes.txt").touch()  # of somebody else
     again = WeightFolders(folders.root, model=folders.root.parent / "model")
     engine = Reader()
     asyncio.run(publish(DiskTransport(again, timeout_s=5), [engine], make_weights(1)))
@@ -94,10 +106,14 @@ def test_a_disk_that_refuses_is_told_at_the_end(folders: WeightFolders) -> None:
     assert names(folders) == []
 
 
-def test_too_little_room_is_told_before_anything_is_written(folders: WeightFolders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_room_is_told_before_anything_is_written(
+    folders: WeightFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000, 100, 900))
     size = sum(weight.nbytes for weight in make_weights().values())
-    with pytest.raises(RunFailed, match=rf"/weights .* has 900 bytes left, the weights need {size:,}"):
+    with pytest.raises(
+        RunFailed, match=rf"/weights .* has 900 bytes left, the weights need {size:,}"
+    ):
         asyncio.run(publish(DiskTransport(folders, timeout_s=5), [Reader()], make_weights()))
 
 
@@ -113,5 +129,7 @@ def test_a_shard_of_the_wrong_size_is_named(folders: WeightFolders, damage: str)
     assert same(read(folder), weights)
     shard = sorted(folder.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-1]) if damage == "cut" else shard.unlink()
-    with pytest.raises(RunFailed, match=rf"{shard.name} is (missing|[\d,]+ bytes long), expected [\d,]+ bytes"):
+    with pytest.raises(
+        RunFailed, match=rf"{shard.name} is (missing|[\d,]+ bytes long), expected [\d,]+ bytes"
+    ):
         check_sizes(folder, buckets)

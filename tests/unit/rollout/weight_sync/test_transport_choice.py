@@ -33,7 +33,10 @@ def test_the_way_of_the_weights(offered, asked, expected):
 
 
 def test_a_way_that_an_engine_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match=r"transport: delta does not reach this run's engines; they take distributed"):
+    with pytest.raises(
+        ConfigError,
+        match=r"transport: delta does not reach this run's engines; they take distributed",
+    ):
         choose_name(EngineConfig(transport="delta"), [("distributed",)])
     with pytest.raises(ConfigError, match="no transport reaches all engines of this run"):
         choose_name(EngineConfig(), [("copy",), SGLANG])
@@ -48,7 +51,9 @@ def test_nccl_between_different_gpus_alone(trainer, engine, backend):
 
 
 def bucket_of(tensors):
-    return Bucket(0, tuple(TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()))
+    return Bucket(
+        0, tuple(TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items())
+    )
 
 
 def test_a_body_of_bytes_holds_the_tensors_and_no_more_than_them():
@@ -60,7 +65,11 @@ def test_a_body_of_bytes_holds_the_tensors_and_no_more_than_them():
     assert len(payload) < 4096
     body = pickle.loads(payload)
     for meta in body["metadata"]:
-        got = body["flattened_tensor"][meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
+        got = (
+            body["flattened_tensor"][meta.start_idx : meta.end_idx]
+            .view(meta.dtype)
+            .reshape(meta.shape)
+        )
         assert meta.numel == meta.end_idx - meta.start_idx
         assert torch.equal(got, tensors[meta.name])
 
@@ -70,8 +79,12 @@ def test_a_handle_says_which_gpu_by_its_identity(monkeypatch):
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     assert names[tensor.DEVICE] == "storage_device"
     told = tuple(range(len(names)))
-    monkeypatch.setattr(reductions, "reduce_tensor", lambda _: (reductions.rebuild_cuda_tensor, told))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"uuid": "GPU-7"}))
+    monkeypatch.setattr(
+        reductions, "reduce_tensor", lambda _: (reductions.rebuild_cuda_tensor, told)
+    )
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"uuid": "GPU-7"})
+    )
     rebuild, arguments = tensor.HandlePickler.reducer_override(None, torch.zeros(2))
     assert rebuild is reductions.rebuild_cuda_tensor
     assert arguments == (*told[:6], "GPU-7", *told[7:])

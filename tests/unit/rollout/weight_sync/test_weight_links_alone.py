@@ -1,4 +1,6 @@
-"""Meeting an engine for weights, without one: where it is told that we are, and what becomes of errors in threads."""
+"""Meeting an engine for weights, without one: where it is told that we are, and what becomes of
+errors in threads.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,30 @@ import torch
 
 from rlcore.errors import EngineFailed
 from rlcore.weights import Bucket
-from rollout.weight_sync.process_group import GroupAddress, Link, WeightGroup, in_thread, open_store, own_address
+from rollout.weight_sync.process_group import (
+    GroupAddress,
+    Link,
+    WeightGroup,
+    in_thread,
+    open_store,
+    own_address,
+)
 
 
 def other_addresses() -> list[str]:
     """Of this machine, beside loopback."""
-    found = [one.address for addresses in psutil.net_if_addrs().values() for one in addresses if one.family.name == "AF_INET"]
+    found = [
+        one.address
+        for addresses in psutil.net_if_addrs().values()
+        for one in addresses
+        if one.family.name == "AF_INET"
+    ]
     return [address for address in found if not address.startswith("127.")]
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:30000", "http://localhost:30000", "http://127.0.0.1"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:30000", "http://localhost:30000", "http://127.0.0.1"]
+)
 def test_engines_on_loopback_meet_us_there(url: str) -> None:
     assert own_address(url) == "127.0.0.1"
 
@@ -52,7 +68,9 @@ def test_engines_elsewhere_meet_us_at_the_address_that_faces_them() -> None:
 
 
 class Gone:
-    name, group_ranks, in_group = "engine-0", 1, None
+    name = "engine-0"
+    group_ranks = 1
+    in_group = None
 
     @property
     def url(self) -> str:
@@ -60,10 +78,12 @@ class Gone:
 
 
 class Nowhere(Gone):
-    url = "http://no-such-host.invalid:1"       # type: ignore[assignment]
+    url = "http://no-such-host.invalid:1"  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(("engine", "why"), [(Gone(), "does not run"), (Nowhere(), "engine-0 cannot be met: ")])
+@pytest.mark.parametrize(
+    ("engine", "why"), [(Gone(), "does not run"), (Nowhere(), "engine-0 cannot be met: ")]
+)
 def test_an_engine_that_cannot_be_met_is_out_and_not_the_run(engine: Gone, why: str) -> None:
     told = asyncio.run(Link(engine, "gloo", torch.device("cpu"), 5.0).join())
     assert told is not None
@@ -72,7 +92,7 @@ def test_an_engine_that_cannot_be_met_is_out_and_not_the_run(engine: Gone, why: 
 
 def test_a_bucket_that_was_given_up_half_way_breaks_its_connection() -> None:
     class Silent(Gone):
-        url = "http://127.0.0.1:1"      # type: ignore[assignment]
+        url = "http://127.0.0.1:1"  # type: ignore[assignment]
 
         async def receive_bucket(self, index: int, flat: None) -> None:
             await asyncio.Event().wait()
@@ -88,7 +108,7 @@ def test_a_bucket_that_was_given_up_half_way_breaks_its_connection() -> None:
 
     async def give_up() -> None:
         link = Link(Silent(), "gloo", torch.device("cpu"), 5.0)
-        link.group = Group()            # type: ignore[assignment]
+        link.group = Group()  # type: ignore[assignment]
         sending = asyncio.ensure_future(link.send(Bucket(0, ()), torch.empty(0, dtype=torch.uint8)))
         await asyncio.sleep(0.05)
         sending.cancel()

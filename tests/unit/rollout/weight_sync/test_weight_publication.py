@@ -1,4 +1,6 @@
-"""The trainer's side of a publication, over engines in this process. Other processes: tests/integration/engine."""
+"""The trainer's side of a publication, over engines in this process. Other processes:
+tests/integration/engine.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,15 @@ from rollout.weight_sync.publication import StaticParticipants, WeightPublicatio
 
 def make_config(folder, **engine):
     limits = {"device": "cpu", "request_timeout_s": 20.0, "update_timeout_s": 10.0}
-    return Config.model_validate({
-        "run": {"name": "test"}, "model": {"path": str(folder), "dtype": "fp32"}, "data": {"paths": "none.jsonl"},
-        "training": {"steps": 1}, "rollout": {"engine": limits | engine},
-    })
+    return Config.model_validate(
+        {
+            "run": {"name": "test"},
+            "model": {"path": str(folder), "dtype": "fp32"},
+            "data": {"paths": "none.jsonl"},
+            "training": {"steps": 1},
+            "rollout": {"engine": limits | engine},
+        }
+    )
 
 
 @pytest.fixture
@@ -43,7 +50,10 @@ def run(loop, coroutine):
 @pytest.fixture
 def engines(folder, loop):
     config = make_config(folder).rollout.engine
-    engines = [EmbeddedEngine(str(folder), config=config, dtype="fp32", name=f"engine-{i}") for i in range(3)]
+    engines = [
+        EmbeddedEngine(str(folder), config=config, dtype="fp32", name=f"engine-{i}")
+        for i in range(3)
+    ]
     for engine in engines:
         run(loop, engine.start())
     yield engines
@@ -72,8 +82,12 @@ def test_every_engine_gets_the_weights_and_the_version(model, folder, loop, engi
     sink.close()
 
 
-@pytest.mark.parametrize("step", ["pause", "begin_update", "end_update", "checksum", "set_version", "resume"])
-def test_an_engine_that_fails_a_step_is_dropped_and_the_others_go_on(model, folder, loop, engines, step, monkeypatch):
+@pytest.mark.parametrize(
+    "step", ["pause", "begin_update", "end_update", "checksum", "set_version", "resume"]
+)
+def test_an_engine_that_fails_a_step_is_dropped_and_the_others_go_on(
+    model, folder, loop, engines, step, monkeypatch
+):
     async def fail(*_):
         raise RuntimeError("no such luck")
 
@@ -84,11 +98,14 @@ def test_an_engine_that_fails_a_step_is_dropped_and_the_others_go_on(model, fold
     assert [engine.name for engine in roster.engines] == ["engine-0", "engine-2"]
     assert roster.dropped == {"engine-1": "RuntimeError: no such luck"}
     assert engines[0].version == engines[2].version == 1
-    with pytest.raises(RunFailed, match="engine-1: the engine is closed"):      # it takes no traffic
+    # it takes no traffic
+    with pytest.raises(RunFailed, match="engine-1: the engine is closed"):
         run(loop, engines[1].generate([request([1])]))
 
 
-def test_an_engine_that_misses_a_bucket_means_a_second_run_with_the_others(model, folder, loop, engines, monkeypatch):
+def test_an_engine_that_misses_a_bucket_means_a_second_run_with_the_others(
+    model, folder, loop, engines, monkeypatch
+):
     whole = engines[2].receive_bucket
 
     async def fail(index, flat):
@@ -102,12 +119,14 @@ def test_an_engine_that_misses_a_bucket_means_a_second_run_with_the_others(model
     with pytest.raises(PublicationFailed, match=r"bucket 1 .* out of memory"):
         publish_once(sink, model, 1)
     sink.cancel()
-    assert engines[0].version is None       # paused, and stale until the whole update
+    assert engines[0].version is None  # paused, and stale until the whole update
     publish_once(sink, model, 2)
     assert [engine.version for engine in roster.engines] == [2, 2]
 
 
-def test_an_engine_that_fails_costs_the_others_no_connection(model, folder, loop, engines, monkeypatch):
+def test_an_engine_that_fails_costs_the_others_no_connection(
+    model, folder, loop, engines, monkeypatch
+):
     class Late(StaticParticipants):
         """The last engine waits for weights."""
 
@@ -131,7 +150,9 @@ def test_an_engine_that_fails_costs_the_others_no_connection(model, folder, loop
     assert [engine.version for engine in engines[:2]] == [2, 2]
 
 
-def test_members_are_told_before_a_pause_and_after_a_whole_version(model, folder, loop, engines, monkeypatch):
+def test_members_are_told_before_a_pause_and_after_a_whole_version(
+    model, folder, loop, engines, monkeypatch
+):
     said = []
 
     class Noted(StaticParticipants):
@@ -148,7 +169,9 @@ def test_members_are_told_before_a_pause_and_after_a_whole_version(model, folder
             said.append(("missed", engine.name))
 
     pause = engines[2].pause
-    monkeypatch.setattr(engines[2], "pause", lambda mode: said.append(("pause", "engine-2")) or pause(mode))
+    monkeypatch.setattr(
+        engines[2], "pause", lambda mode: said.append(("pause", "engine-2")) or pause(mode)
+    )
     sink = WeightPublication(make_config(folder), Noted(engines), loop)
     publish_once(sink, model, 3)
     names = [engine.name for engine in engines]
@@ -162,9 +185,14 @@ def test_members_are_told_before_a_pause_and_after_a_whole_version(model, folder
 
 
 def test_checksums_are_compared_as_often_as_asked(model, folder, loop, engines, monkeypatch):
-    compared, checksum = [], engines[0].checksum
-    monkeypatch.setattr(engines[0], "checksum", lambda: compared.append(engines[0].version) or checksum())
-    sink = WeightPublication(make_config(folder, verify_every=2), StaticParticipants(engines[:1]), loop)
+    compared = []
+    checksum = engines[0].checksum
+    monkeypatch.setattr(
+        engines[0], "checksum", lambda: compared.append(engines[0].version) or checksum()
+    )
+    sink = WeightPublication(
+        make_config(folder, verify_every=2), StaticParticipants(engines[:1]), loop
+    )
     for version in range(1, 5):
         publish_once(sink, model, version)
     assert len(compared) == 2, "the first and the third"
@@ -188,7 +216,9 @@ def test_weights_that_arrive_damaged_are_noticed(model, folder, loop, engines, m
 
 def test_no_engine_left_ends_the_run_with_every_reason(model, folder, loop, engines):
     sink = WeightPublication(make_config(folder), StaticParticipants(engines[:2]), loop)
-    with pytest.raises(RunFailed, match=r"no engine is left.*engine-0: .*missing model.*engine-1: ") as caught:
+    with pytest.raises(
+        RunFailed, match=r"no engine is left.*engine-0: .*missing model.*engine-1: "
+    ) as caught:
         sink.prepare(layout(model)[1:])
     assert "model.embed_tokens.weight" in str(caught.value)
 
@@ -202,10 +232,14 @@ def test_an_engine_that_hangs_is_dropped_at_its_deadline(model, folder, loop, en
     roster = StaticParticipants(engines)
     sink = WeightPublication(make_config(folder, update_timeout_s=0.5), roster, loop)
     publish_once(sink, model, 1)
-    assert roster.dropped == {"engine-0": "engine engine-0 did not answer begin_update within 0.5 s"}
+    assert roster.dropped == {
+        "engine-0": "engine engine-0 did not answer begin_update within 0.5 s"
+    }
 
 
-def test_closing_does_not_wait_for_a_loop_that_is_stuck(model, folder, loop, engines, monkeypatch, caplog):
+def test_closing_does_not_wait_for_a_loop_that_is_stuck(
+    model, folder, loop, engines, monkeypatch, caplog
+):
     monkeypatch.setattr("rollout.weight_sync.publication.CLOSE_S", 0.2)
     sink = WeightPublication(make_config(folder), StaticParticipants(engines), loop)
     publish_once(sink, model, 1)

@@ -1,7 +1,7 @@
 """Stand-in for `sgl_kernel`, of which no registry has a build for the CPU.
 
-It registers no operators, from which SGLang concludes that there is no AMX, and takes the torch forward of every layer.
-Any name can be imported; what is called says that it is not there.
+It registers no operators, from which SGLang concludes that there is no AMX, and takes the torch
+forward of every layer. Any name can be imported; what is called says that it is not there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    if name.startswith("__"):       # Python's own questions about a module
+    if name.startswith("__"):  # Python's own questions about a module
         raise AttributeError(name)
 
     def missing(*_: object, **__: object) -> None:

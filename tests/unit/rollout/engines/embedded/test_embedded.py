@@ -36,12 +36,17 @@ def check_logprobs(model, requests, results, tolerance=1e-5):
     for asked, completions in zip(requests, results):
         assert len(completions) == asked.n
         for completion in completions:
-            expected = full_logprobs(model, asked.prompt, completion.tokens, asked.sampling.temperature or 1.0)
+            expected = full_logprobs(
+                model, asked.prompt, completion.tokens, asked.sampling.temperature or 1.0
+            )
             np.testing.assert_allclose(completion.logprobs, expected, atol=tolerance)
 
 
 def test_logprobs_equal_a_full_forward_pass(model, folder):
-    requests = [request(p, draw=i, n=3, temperature=t) for i, (p, t) in enumerate(zip(PROMPTS, [1, 0.7, 1.3, 1, 0.5]))]
+    requests = [
+        request(p, draw=i, n=3, temperature=t)
+        for i, (p, t) in enumerate(zip(PROMPTS, [1, 0.7, 1.3, 1, 0.5]))
+    ]
     results = with_engine(folder, model, lambda engine: engine.generate(requests))
     check_logprobs(model, requests, results)
     assert all(len(c.tokens) == 8 and c.finish_reason == "length" for row in results for c in row)
@@ -52,12 +57,19 @@ def test_logprobs_equal_a_full_forward_pass(model, folder):
 def test_other_families(make, tmp_path):
     torch.manual_seed(0)
     sizes = {
-        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 48, "vocab_size": VOCAB, "max_position_embeddings": 64, "initializer_range": 0.3,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
     }
     if make == "llama_untied":
         other = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)).eval()
-    elif make == "deepseek_v3":     # keys of 12, values of 10; a choice that the bias of the router changes
+    # keys of 12, values of 10; a choice that the bias of the router changes
+    elif make == "deepseek_v3":
         config = DeepseekV3Config(
             **{**sizes, "num_key_value_heads": 4}, kv_lora_rank=12, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
             v_head_dim=10, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=16,
@@ -69,7 +81,9 @@ def test_other_families(make, tmp_path):
         other = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True)).eval()
     other.config.save_pretrained(tmp_path)
     requests = [request(p, draw=i, n=2) for i, p in enumerate(PROMPTS)]
-    check_logprobs(other, requests, with_engine(tmp_path, other, lambda engine: engine.generate(requests)))
+    check_logprobs(
+        other, requests, with_engine(tmp_path, other, lambda engine: engine.generate(requests))
+    )
 
 
 def test_the_bias_of_a_router_stays_fp32(tmp_path):
@@ -85,16 +99,28 @@ def test_the_bias_of_a_router_stays_fp32(tmp_path):
 
 
 def test_greedy_equals_transformers_generate(model, folder):
-    requests = [request(p, draw=i, temperature=0, max_new_tokens=12, stop_token_ids=(2,)) for i, p in enumerate(PROMPTS)]
+    requests = [
+        request(p, draw=i, temperature=0, max_new_tokens=12, stop_token_ids=(2,))
+        for i, p in enumerate(PROMPTS)
+    ]
     results = with_engine(folder, model, lambda engine: engine.generate(requests))
     for prompt, [completion] in zip(PROMPTS, results):
-        expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=2, pad_token_id=0)
+        expected = model.generate(
+            torch.tensor([prompt]),
+            do_sample=False,
+            max_new_tokens=12,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
         assert completion.tokens.tolist() == expected[0, len(prompt) :].tolist()
     check_logprobs(model, requests, results)
 
 
 def test_the_same_tokens_in_any_chunks_order_and_company(model, folder):
-    requests = [request(p, draw=i, n=4, max_new_tokens=10, stop_token_ids=(5, 6, 7)) for i, p in enumerate(PROMPTS)]
+    requests = [
+        request(p, draw=i, n=4, max_new_tokens=10, stop_token_ids=(5, 6, 7))
+        for i, p in enumerate(PROMPTS)
+    ]
 
     async def all_at_once(engine):
         return await engine.generate(requests)
@@ -103,13 +129,30 @@ def test_the_same_tokens_in_any_chunks_order_and_company(model, folder):
         return (await engine.generate(requests[::-1]))[::-1]
 
     async def one_sample_each(engine):
-        singles = [[request(r.prompt, draw=r.draw, first_sample=k, max_new_tokens=10, stop_token_ids=(5, 6, 7))
-                    for k in range(4)] for r in requests]
+        singles = [
+            [
+                request(
+                    r.prompt,
+                    draw=r.draw,
+                    first_sample=k,
+                    max_new_tokens=10,
+                    stop_token_ids=(5, 6, 7),
+                )
+                for k in range(4)
+            ]
+            for r in requests
+        ]
         return [[(await engine.generate([single]))[0][0] for single in row] for row in singles]
 
     whole = with_engine(folder, model, all_at_once)
-    assert len({len(c.tokens) for row in whole for c in row}) > 3       # rows do leave at different times
-    ways = [(all_at_once, {"max_batch": 3}), (all_at_once, {"max_batch": 1}), (backwards, {}), (one_sample_each, {})]
+    # rows do leave at different times
+    assert len({len(c.tokens) for row in whole for c in row}) > 3
+    ways = [
+        (all_at_once, {"max_batch": 3}),
+        (all_at_once, {"max_batch": 1}),
+        (backwards, {}),
+        (one_sample_each, {}),
+    ]
     for use, config in ways:
         for row, other_row in zip(whole, with_engine(folder, model, use, **config)):
             for completion, other in zip(row, other_row):
@@ -117,32 +160,47 @@ def test_the_same_tokens_in_any_chunks_order_and_company(model, folder):
                 assert completion.finish_reason == other.finish_reason
                 np.testing.assert_allclose(completion.logprobs, other.logprobs, atol=1e-5)
     again = with_engine(folder, model, backwards)
-    assert all((a.logprobs == b.logprobs).all() for x, y in zip(whole, again) for a, b in zip(x, y))     # to the bit
+    # to the bit
+    assert all((a.logprobs == b.logprobs).all() for x, y in zip(whole, again) for a, b in zip(x, y))
 
 
 def test_chunks_are_cut_by_address_and_not_by_the_order_of_the_requests():
-    asked = [request([1], draw=draw, n=2, first_sample=first) for draw, first in [(3, 0), (1, 2), (2, 0), (1, 0)]]
-    order = [(asked[slot.request].draw, asked[slot.request].samples[slot.place]) for slot in plan_slots(asked)]
+    asked = [
+        request([1], draw=draw, n=2, first_sample=first)
+        for draw, first in [(3, 0), (1, 2), (2, 0), (1, 0)]
+    ]
+    order = [
+        (asked[slot.request].draw, asked[slot.request].samples[slot.place])
+        for slot in plan_slots(asked)
+    ]
     assert order == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (3, 0), (3, 1)]
 
 
 def test_another_seed_draw_sample_or_turn_is_another_response(model, folder):
     base = request([3, 4], max_new_tokens=16)
-    changed = [base] + [type(base)(**{**{f: getattr(base, f) for f in base.__dataclass_fields__}, field: 7})
-                        for field in ("seed", "draw", "first_sample", "turn")]
+    changed = [base] + [
+        type(base)(**{**{f: getattr(base, f) for f in base.__dataclass_fields__}, field: 7})
+        for field in ("seed", "draw", "first_sample", "turn")
+    ]
     results = with_engine(folder, model, lambda engine: engine.generate(changed))
     assert len({tuple(row[0].tokens.tolist()) for row in results}) == 5
 
 
 def test_long_responses_grow_their_buffers(model, folder):
-    requests = [request([1, 2], draw=0, max_new_tokens=300), request([3], draw=1, max_new_tokens=140, top_k=3)]
+    requests = [
+        request([1, 2], draw=0, max_new_tokens=300),
+        request([3], draw=1, max_new_tokens=140, top_k=3),
+    ]
     results = with_engine(folder, model, lambda engine: engine.generate(requests))
     assert [len(row[0].tokens) for row in results] == [300, 140]
     check_logprobs(model, requests, results, tolerance=1e-4)
 
 
 def test_stop_ids_end_a_response_and_are_kept(model, folder):
-    requests = [request(p, draw=i, n=8, max_new_tokens=20, stop_token_ids=(4, 8)) for i, p in enumerate(PROMPTS)]
+    requests = [
+        request(p, draw=i, n=8, max_new_tokens=20, stop_token_ids=(4, 8))
+        for i, p in enumerate(PROMPTS)
+    ]
     results = with_engine(folder, model, lambda engine: engine.generate(requests))
     stopped = 0
     for completion in (c for row in results for c in row):
@@ -165,7 +223,8 @@ class LetterTokenizer:
 
 @pytest.mark.parametrize("stop", [("c",), ("ca", "b"), ("ya",), ("xyx",)])
 def test_stop_strings_cut_at_the_token_that_completes_them(model, folder, stop):
-    prompt, tokenizer = [3, 4, 5], LetterTokenizer()
+    prompt = [3, 4, 5]
+    tokenizer = LetterTokenizer()
 
     async def both(engine):
         engine._tokenizer = tokenizer
@@ -175,7 +234,11 @@ def test_stop_strings_cut_at_the_token_that_completes_them(model, folder, stop):
 
     [free], [cut] = with_engine(folder, model, both)
     for whole, short in zip(free, cut):
-        ends = [m for m in range(1, 41) if any(s in tokenizer.decode(whole.tokens[:m].tolist()) for s in stop)]
+        ends = [
+            m
+            for m in range(1, 41)
+            if any(s in tokenizer.decode(whole.tokens[:m].tolist()) for s in stop)
+        ]
         expected = ends[0] if ends else 40
         assert short.tokens.tolist() == whole.tokens[:expected].tolist()
         assert short.finish_reason == ("stop" if ends else "length")
@@ -190,7 +253,7 @@ def test_mixed_sampling_in_one_call(model, folder):
     results = with_engine(folder, model, lambda engine: engine.generate(requests))
     check_logprobs(model, requests, results)
     assert [len(c.tokens) for row in results for c in row] == [3, 3, 9, 9, 5, 5]
-    assert results[2][0].tokens.tolist() == results[2][1].tokens.tolist()      # top-k 1 is greedy
+    assert results[2][0].tokens.tolist() == results[2][1].tokens.tolist()  # top-k 1 is greedy
 
 
 def test_bad_requests_are_named(model, folder):
@@ -220,14 +283,17 @@ def test_broken_weights_are_an_error(model, folder):
 def test_a_model_it_cannot_run_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json"):
         with_engine(tmp_path, None, lambda engine: engine.checksum())
-    tiny_qwen3(use_sliding_window=True, sliding_window=8, max_window_layers=1).config.save_pretrained(tmp_path)
+    tiny_qwen3(
+        use_sliding_window=True, sliding_window=8, max_window_layers=1
+    ).config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="sliding-window"):
         with_engine(tmp_path, None, lambda engine: engine.checksum())
 
 
 def test_starting_leaves_global_torch_state_alone(folder):
     torch.manual_seed(5)
-    before, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    before = torch.get_rng_state()
+    dtype = torch.get_default_dtype()
     with_engine(folder, None, lambda engine: engine.checksum())
     assert torch.equal(before, torch.get_rng_state())
     assert torch.get_default_dtype() == dtype

@@ -11,7 +11,14 @@ from engine_kit import flatten, layout, tiny_qwen3, with_engine
 from safetensors.torch import load_file
 
 from rlcore.errors import ModelError, RunFailed
-from rlcore.weights import Bucket, TensorSpec, combine_fingerprints, cut_buckets, digest, fingerprint
+from rlcore.weights import (
+    Bucket,
+    TensorSpec,
+    combine_fingerprints,
+    cut_buckets,
+    digest,
+    fingerprint,
+)
 from rollout.engines.embedded.model_weights import ModelWeights
 
 
@@ -26,7 +33,8 @@ def filled(weights, model, order=None):
 def test_a_whole_update_makes_the_models_equal(model):
     weights = ModelWeights("engine-3", tiny_qwen3(seed=9))
     assert len(layout(model)) > 3
-    filled(weights, model, order=[*range(len(layout(model)))][::-1])        # buckets may come in any order
+    # buckets may come in any order
+    filled(weights, model, order=[*range(len(layout(model)))][::-1])
     assert weights.checksum() == digest(model.named_parameters())
     weights.set_version(4)
     assert weights.require_ready() == 4
@@ -40,7 +48,8 @@ def receive_in_place(weights, model):
         landing = weights.landing(bucket.index).copy_(flatten(bucket, model))
         written = [tensor._version for tensor in weights.tensors.values()]
         weights.copy(bucket.index, landing)
-        assert [tensor._version for tensor in weights.tensors.values()] == written      # not a second time
+        # not a second time
+        assert [tensor._version for tensor in weights.tensors.values()] == written
     weights.end()
 
 
@@ -50,12 +59,14 @@ def test_what_is_received_in_place_is_not_copied(model):
     logits = module(input_ids=torch.tensor([[1, 2, 3]])).logits
     receive_in_place(weights, model)
     places = {name: tensor.data_ptr() for name, tensor in weights.tensors.items()}
-    assert weights.checksum() == digest(model.named_parameters()) == digest(module.named_parameters())
+    assert (
+        weights.checksum() == digest(model.named_parameters()) == digest(module.named_parameters())
+    )
     after = module(input_ids=torch.tensor([[1, 2, 3]])).logits
     assert torch.equal(after, model(input_ids=torch.tensor([[1, 2, 3]])).logits)
     assert not torch.equal(after, logits)
     other = tiny_qwen3(seed=5)
-    receive_in_place(weights, other)        # and again, into the same memory
+    receive_in_place(weights, other)  # and again, into the same memory
     assert weights.checksum() == digest(other.named_parameters())
     assert {name: tensor.data_ptr() for name, tensor in weights.tensors.items()} == places
 
@@ -74,20 +85,26 @@ def test_a_bucket_is_received_aside_where_the_model_has_its_weights_otherwise(mo
     buckets = layout(model)
     weights = ModelWeights("engine-3", tiny_qwen3(seed=9).bfloat16())
     weights.begin(buckets)
-    assert [weights.landing(bucket.index) for bucket in buckets] == [None] * len(buckets)       # of another dtype
+    # of another dtype
+    assert [weights.landing(bucket.index) for bucket in buckets] == [None] * len(buckets)
     weights = ModelWeights("engine-3", tiny_qwen3(seed=9))
     weights.begin(buckets)
     assert weights.landing(0) is not None
     whole = cut_buckets([spec for bucket in buckets for spec in bucket.tensors], 1 << 30)
     weights.begin(whole)
-    assert weights.landing(0) is None           # another layout
+    assert weights.landing(0) is None  # another layout
     weights.copy(0, flatten(whole[0], model))
     weights.end()
     assert weights.checksum() == digest(model.named_parameters())
-    odd = ModelWeights("engine-3", torch.nn.ModuleDict({"a": torch.nn.Linear(3, 1), "b": torch.nn.Linear(3, 1)}))
-    specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in odd.tensors.items()]
+    odd = ModelWeights(
+        "engine-3", torch.nn.ModuleDict({"a": torch.nn.Linear(3, 1), "b": torch.nn.Linear(3, 1)})
+    )
+    specs = [
+        TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in odd.tensors.items()
+    ]
     odd.begin(cut_buckets(specs, 1 << 20))
-    assert odd.landing(0) is None               # kernels of weights that are not aligned may round otherwise
+    # kernels of weights that are not aligned may round otherwise
+    assert odd.landing(0) is None
 
 
 def test_tied_weights_appear_once(model):
@@ -96,7 +113,9 @@ def test_tied_weights_appear_once(model):
     assert weights.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
     embedding = dict(model.named_parameters())["model.embed_tokens.weight"]
     extra = Bucket(99, (TensorSpec("lm_head.weight", tuple(embedding.shape), "float32"),))
-    with pytest.raises(ModelError, match=r"lm_head\.weight is tied to model\.embed_tokens\.weight: leave it out"):
+    with pytest.raises(
+        ModelError, match=r"lm_head\.weight is tied to model\.embed_tokens\.weight: leave it out"
+    ):
         weights.begin([*layout(model), extra])
 
 
@@ -114,11 +133,19 @@ def test_layouts_that_do_not_fit_are_refused_by_name(model):
     buckets = layout(model)
     spec = buckets[0].tensors[0]
     for changed, words in [
-        (replace(spec, name="model.nonsense"), "missing model.embed_tokens.weight; unexpected model.nonsense"),
-        (replace(spec, shape=(32, 64)), r"embed_tokens.weight has shape \(32, 64\), the engine's \(31, 64\)"),
+        (
+            replace(spec, name="model.nonsense"),
+            "missing model.embed_tokens.weight; unexpected model.nonsense",
+        ),
+        (
+            replace(spec, shape=(32, 64)),
+            r"embed_tokens.weight has shape \(32, 64\), the engine's \(31, 64\)",
+        ),
     ]:
         with pytest.raises(ModelError, match=words):
-            weights.begin([replace(buckets[0], tensors=(changed, *buckets[0].tensors[1:])), *buckets[1:]])
+            weights.begin(
+                [replace(buckets[0], tensors=(changed, *buckets[0].tensors[1:])), *buckets[1:]]
+            )
         with pytest.raises(RunFailed, match="stale"):
             weights.require_ready()
         with pytest.raises(RunFailed, match="outside an update"):
@@ -157,7 +184,9 @@ def test_steps_out_of_order_are_errors(model):
 
 def test_weights_are_cast_to_the_engines_dtype(model, folder):
     sent = [(name, p.to(torch.bfloat16)) for name, p in model.named_parameters()]
-    assert with_engine(folder, model, lambda engine: engine.checksum(), dtype="bf16") == digest(sent)
+    assert with_engine(folder, model, lambda engine: engine.checksum(), dtype="bf16") == digest(
+        sent
+    )
 
 
 def test_updates_need_a_pause(model, folder):
@@ -166,18 +195,29 @@ def test_updates_need_a_pause(model, folder):
 
 
 def test_the_digest_sees_names_types_shapes_and_every_byte():
-    a, b = torch.arange(6.0), torch.ones(2, 3)
+    a = torch.arange(6.0)
+    b = torch.ones(2, 3)
     base = digest([("a", a), ("b", b)])
-    assert base == digest([("b", b), ("a", a)]) == combine_fingerprints({"b": fingerprint(b), "a": fingerprint(a)})
-    assert base == digest([("a", a), ("b", torch.ones(3, 2).t())])      # layout in memory does not count
+    assert (
+        base
+        == digest([("b", b), ("a", a)])
+        == combine_fingerprints({"b": fingerprint(b), "a": fingerprint(a)})
+    )
+    # layout in memory does not count
+    assert base == digest([("a", a), ("b", torch.ones(3, 2).t())])
     changed = a.clone()
     changed[3] = torch.nextafter(changed[3], torch.tensor(9.0))
     others = [
-        [("a", changed), ("b", b)], [("a", b), ("b", a)], [("a", a), ("b", b.view(3, 2))], [("a", a)],
+        [("a", changed), ("b", b)],
+        [("a", b), ("b", a)],
+        [("a", a), ("b", b.view(3, 2))],
+        [("a", a)],
         [("a", a.view(torch.int32)), ("b", b)],
     ]
     assert len({base, *map(digest, others)}) == 6
-    assert fingerprint(torch.tensor(1.0, dtype=torch.bfloat16)) != fingerprint(torch.tensor([1.0], dtype=torch.bfloat16))
+    assert fingerprint(torch.tensor(1.0, dtype=torch.bfloat16)) != fingerprint(
+        torch.tensor([1.0], dtype=torch.bfloat16)
+    )
 
 
 @pytest.mark.parametrize("config", ["Qwen3MoeConfig", "MixtralConfig", "DeepseekV3Config"])
@@ -185,22 +225,42 @@ def test_experts_are_known_one_by_one_as_a_folder_names_them(config, tmp_path):
     """transformers stacks them when it reads a folder; an update must reach the stack."""
     sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 2}  # fmt: skip
-    if config == "DeepseekV3Config":        # whose routers have a buffer, too
-        sizes |= {"first_k_dense_replace": 0, "kv_lora_rank": 8, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+    if config == "DeepseekV3Config":  # whose routers have a buffer, too
+        sizes |= {
+            "first_k_dense_replace": 0,
+            "kv_lora_rank": 8,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+        }
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**sizes))
     model.save_pretrained(tmp_path)
-    weights, folder = ModelWeights("engine-3", model), load_file(tmp_path / "model.safetensors")
+    weights = ModelWeights("engine-3", model)
+    folder = load_file(tmp_path / "model.safetensors")
     assert weights.tensors.keys() == folder.keys()
     assert all(torch.equal(weights.tensors[name], tensor) for name, tensor in folder.items())
     name = next(name for name in folder if ".experts.2." in name)
-    buckets = cut_buckets([TensorSpec(n, tuple(t.shape), "float32") for n, t in folder.items()], 1 << 20)
+    buckets = cut_buckets(
+        [TensorSpec(n, tuple(t.shape), "float32") for n, t in folder.items()], 1 << 20
+    )
     weights.begin(buckets)
     assert weights.landing(0) is None
     for bucket in buckets:
-        weights.copy(bucket.index, torch.cat([folder[spec.name].mul(2).view(-1).view(torch.uint8) for spec in bucket.tensors]))
+        weights.copy(
+            bucket.index,
+            torch.cat(
+                [folder[spec.name].mul(2).view(-1).view(torch.uint8) for spec in bucket.tensors]
+            ),
+        )
     weights.end()
     stacked = dict(model.named_parameters())["model.layers.0.mlp.experts.gate_up_proj"]
     ends = ("w1.weight", "w3.weight", "gate_proj.weight", "up_proj.weight")
-    parts = [tensor for n, tensor in folder.items() if ".layers.0." in n and ".experts." in n and n.endswith(ends)]
-    assert float(stacked.abs().sum()) == pytest.approx(2 * sum(float(part.abs().sum()) for part in parts), rel=1e-5)
+    parts = [
+        tensor
+        for n, tensor in folder.items()
+        if ".layers.0." in n and ".experts." in n and n.endswith(ends)
+    ]
+    assert float(stacked.abs().sum()) == pytest.approx(
+        2 * sum(float(part.abs().sum()) for part in parts), rel=1e-5
+    )
     assert torch.equal(weights.tensors[name], folder[name] * 2)

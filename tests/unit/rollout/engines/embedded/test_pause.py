@@ -15,7 +15,7 @@ from rlcore.errors import DeadlineExceeded, RunFailed
 from rollout.engines.embedded.decoding import Decoding
 from rollout.engines.embedded.pause_gate import PauseGate
 
-LONG = 400      # tokens: enough to be caught in the middle
+LONG = 400  # tokens: enough to be caught in the middle
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10]]
 
 
@@ -62,13 +62,19 @@ def interrupted(folder, model, in_the_middle, mode, other, **config):
 def test_retract_computes_everything_again_under_the_new_weights(model, folder, in_the_middle):
     other = tiny_qwen3(seed=1)
     prompts = [p for p in PROMPTS for _ in range(2)]
-    for prompt, completion in zip(prompts, interrupted(folder, model, in_the_middle, "retract", other)):
+    for prompt, completion in zip(
+        prompts, interrupted(folder, model, in_the_middle, "retract", other)
+    ):
         first, second = completion.versions
         assert (first.version, first.start, second.version, second.end) == (1, 0, 2, LONG)
         assert 20 <= first.end == second.start < LONG
         cut = first.end
-        np.testing.assert_allclose(completion.logprobs[:cut], logprobs_under(model, prompt, completion)[:cut], atol=1e-4)
-        np.testing.assert_allclose(completion.logprobs[cut:], logprobs_under(other, prompt, completion)[cut:], atol=1e-4)
+        np.testing.assert_allclose(
+            completion.logprobs[:cut], logprobs_under(model, prompt, completion)[:cut], atol=1e-4
+        )
+        np.testing.assert_allclose(
+            completion.logprobs[cut:], logprobs_under(other, prompt, completion)[cut:], atol=1e-4
+        )
 
 
 def test_in_place_goes_on_with_the_old_keys(model, folder, in_the_middle):
@@ -77,7 +83,9 @@ def test_in_place_goes_on_with_the_old_keys(model, folder, in_the_middle):
     first, second = completion.versions
     assert (first.version, second.version, second.end) == (1, 2, LONG)
     cut = first.end
-    np.testing.assert_allclose(completion.logprobs[:cut], logprobs_under(model, PROMPTS[0], completion)[:cut], atol=1e-4)
+    np.testing.assert_allclose(
+        completion.logprobs[:cut], logprobs_under(model, PROMPTS[0], completion)[:cut], atol=1e-4
+    )
     fresh = logprobs_under(other, PROMPTS[0], completion)[cut:]
     assert np.abs(completion.logprobs[cut:] - fresh).max() > 1e-2
 
@@ -85,7 +93,9 @@ def test_in_place_goes_on_with_the_old_keys(model, folder, in_the_middle):
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_an_update_with_the_same_weights_changes_no_token(model, folder, in_the_middle, mode):
     disturbed = interrupted(folder, model, in_the_middle, mode, model)
-    calm = [c for row in with_engine(folder, model, lambda e: e.generate(requests_of())) for c in row]
+    calm = [
+        c for row in with_engine(folder, model, lambda e: e.generate(requests_of())) for c in row
+    ]
     for a, b in zip(calm, disturbed):
         assert a.tokens.tolist() == b.tokens.tolist()
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
@@ -125,7 +135,9 @@ def test_pause_with_abort_ends_what_runs_and_what_waits(model, folder, in_the_mi
         assert completion.finish_reason == "abort"
         assert 20 <= len(completion.tokens) == len(completion.logprobs) < LONG
         assert completion.versions == (VersionSpan(1, 0, len(completion.tokens)),)
-    assert {(c.finish_reason, len(c.tokens), c.versions) for row in waited for c in row} == {("abort", 0, ())}
+    assert {(c.finish_reason, len(c.tokens), c.versions) for row in waited for c in row} == {
+        ("abort", 0, ())
+    }
     assert {c.versions for row in after for c in row} == {(VersionSpan(2, 0, 3),)}
 
 
@@ -143,7 +155,9 @@ def test_abort_keeps_finished_responses_and_needs_no_resume(model, folder, in_th
     assert {c.finish_reason for row in after for c in row} == {"length"}
 
 
-def test_an_update_broken_off_leaves_the_engine_stale_until_a_whole_one(model, folder, in_the_middle):
+def test_an_update_broken_off_leaves_the_engine_stale_until_a_whole_one(
+    model, folder, in_the_middle
+):
     async def use(engine):
         running = asyncio.create_task(engine.generate(requests_of()))
         await in_the_middle()
@@ -197,7 +211,9 @@ def test_a_pause_that_nobody_ends_is_an_error_within_its_deadline(model, folder,
         running = asyncio.create_task(engine.generate(requests_of()))
         await in_the_middle()
         await engine.pause("in_place")
-        with pytest.raises(DeadlineExceeded, match=r"not resumed for 1 s \(rollout.engine.request_timeout_s\)"):
+        with pytest.raises(
+            DeadlineExceeded, match=r"not resumed for 1 s \(rollout.engine.request_timeout_s\)"
+        ):
             await running
 
     with_engine(folder, model, use, request_timeout_s=1.0)
@@ -218,6 +234,6 @@ def test_the_event_loop_stays_responsive_while_it_generates(model, folder, in_th
 
 def test_a_pause_that_cannot_take_effect_names_the_engine():
     gate = PauseGate("engine-7", park_timeout_s=1)
-    gate.enter()        # a call that never reaches the gate
+    gate.enter()  # a call that never reaches the gate
     with pytest.raises(DeadlineExceeded, match=r"engine-7: pause \(drain\) did not take effect"):
         gate.pause("drain", timeout_s=0.05)

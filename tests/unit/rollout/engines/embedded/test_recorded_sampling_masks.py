@@ -1,4 +1,6 @@
-"""The keep-sets that the embedded engine records: what each token was drawn from, and nothing that was not."""
+"""The keep-sets that the embedded engine records: what each token was drawn from, and nothing that
+was not.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import torch
 from engine_kit import VOCAB, request, with_engine
 
 from rlcore.data.sampling_masks import SamplingMasks
-from rollout.engines.embedded.codec import decode_completion, decode_request, encode_completion, encode_request
+from rollout.engines.embedded.codec import (
+    decode_completion,
+    decode_request,
+    encode_completion,
+    encode_request,
+)
 from rollout.engines.embedded.sampling import keep_mask
 from rollout.engines.embedded.sampling_masks import SamplingMaskRecorder
 
@@ -39,7 +46,10 @@ def listed(sets: SamplingMasks) -> list[list[int]]:
 def test_every_token_comes_with_what_it_was_drawn_from(folder, model):
     """Rows end at different times and leave the batch; prompts are of different lengths."""
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-    asked = [request(p, draw=i, n=4, max_new_tokens=12, stop_token_ids=(0, 1, 2, 3), **KEPT) for i, p in enumerate(prompts)]
+    asked = [
+        request(p, draw=i, n=4, max_new_tokens=12, stop_token_ids=(0, 1, 2, 3), **KEPT)
+        for i, p in enumerate(prompts)
+    ]
     results = generate(folder, model, asked)
     lengths = set()
     for prompt, completions in zip(prompts, results):
@@ -73,14 +83,21 @@ def test_they_cross_the_border_of_a_process(folder, model):
     back = decode_completion(encode_completion(made))
     assert back.sampling_mask.tokens.dtype == back.sampling_mask.counts.dtype == np.int32
     assert listed(back.sampling_mask) == listed(made.sampling_mask)
-    assert decode_completion(encode_completion(generate(folder, model, [request([1])])[0][0])).sampling_mask is None
+    assert (
+        decode_completion(
+            encode_completion(generate(folder, model, [request([1])])[0][0])
+        ).sampling_mask
+        is None
+    )
 
 
 def test_a_log_of_rows_that_come_and_go():
     log = SamplingMaskRecorder()
-    everything, alive = torch.ones(1, 4, dtype=torch.bool), torch.tensor([True, True, False])
+    everything = torch.ones(1, 4, dtype=torch.bool)
+    alive = torch.tensor([True, True, False])
     mask = torch.tensor([[True, False, True, False]]).repeat(3, 1)
-    log.add(torch.cat([mask[:1], everything, mask[:1]]), alive, None)       # the third has ended, the second kept all
+    # the third has ended, the second kept all
+    log.add(torch.cat([mask[:1], everything, mask[:1]]), alive, None)
     log.add(None, alive[:2], torch.tensor([0, 1]))
     log.add(mask[:1], alive[:1], torch.tensor([1]))
     first, second, third = log.sets([2, 3, 0])

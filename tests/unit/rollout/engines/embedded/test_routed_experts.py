@@ -15,7 +15,8 @@ from rlcore.data.routed_experts import join_experts
 from rlcore.errors import UserError
 from rollout.engines.embedded.codec import decode_completion, encode_completion
 
-LAYERS, TOPK = 2, 2
+LAYERS = 2
+TOPK = 2
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +89,14 @@ def test_only_those_who_ask_get_them_and_they_cross_borders(moe_folder, routed):
 
 def test_a_dense_model_has_none_to_tell(folder, model):
     with pytest.raises(UserError, match=r"the model has none: set policy\.routing_replay to none"):
-        with_engine(folder, model, lambda engine: engine.generate([request([1], routed_experts=True)]))
+        with_engine(
+            folder, model, lambda engine: engine.generate([request([1], routed_experts=True)])
+        )
 
 
 def test_a_token_keeps_its_first_record():
-    first, second = np.zeros((2, 1, 1), dtype=np.int16), np.ones((4, 1, 1), dtype=np.int16)
+    first = np.zeros((2, 1, 1), dtype=np.int16)
+    second = np.ones((4, 1, 1), dtype=np.int16)
     assert join_experts([first, second])[:, 0, 0].tolist() == [0, 0, 1, 1]
     aborted = np.zeros((0, 0, 0), dtype=np.int16)
     assert join_experts([first, aborted, second])[:, 0, 0].tolist() == [0, 0, 1, 1]

@@ -8,12 +8,18 @@ import torch
 from scipy import stats
 
 from rlcore.data.generation import SamplingParams
-from rollout.engines.embedded.sampling import SamplingTable, keep_mask, philox4x32, sample_tokens, uniforms
+from rollout.engines.embedded.sampling import (
+    SamplingTable,
+    keep_mask,
+    philox4x32,
+    sample_tokens,
+    uniforms,
+)
 
 
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
-    [   # the known answers of Random123's kat_vectors
+    [  # the known answers of Random123's kat_vectors
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
         (
@@ -45,14 +51,17 @@ def test_uniforms_depend_on_the_address_alone():
         for sample in range(4):
             assert grid[draw, sample] == uniforms(3, draw, sample, 2, 9)
     assert len(np.unique(grid)) == grid.size
-    assert uniforms(1 << 33, 0, 0, 0, 0) != uniforms(0, 0, 0, 0, 0)     # the high half of the seed counts
+    # the high half of the seed counts
+    assert uniforms(1 << 33, 0, 0, 0, 0) != uniforms(0, 0, 0, 0, 0)
 
 
 def reference_keep(probs: np.ndarray, top_p: float, top_k: int) -> set[int]:
     """The slow, obvious way."""
     order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
     order = order[:top_k] if top_k > 0 else order
-    total, mass, kept = sum(probs[i] for i in order), 0.0, set()
+    total = sum(probs[i] for i in order)
+    mass = 0.0
+    kept = set()
     for token in order:
         if top_p < 1 and mass >= top_p * total and kept:
             break
@@ -70,14 +79,22 @@ def test_top_p_and_top_k_against_the_slow_reference():
         top_k = torch.randint(1, vocab + 1, (40,), generator=generator)
         mask = keep_mask(probs, top_p, top_k)
         for row in range(40):
-            expected = reference_keep(probs[row].double().numpy(), float(top_p[row]), int(top_k[row]))
+            expected = reference_keep(
+                probs[row].double().numpy(), float(top_p[row]), int(top_k[row])
+            )
             assert set(mask[row].nonzero()[:, 0].tolist()) == expected
 
 
 def test_ties_are_kept_in_the_order_of_ids():
     probs = torch.full((1, 8), 0.125)
-    assert keep_mask(probs, torch.tensor([1.0]).double(), torch.tensor([3]))[0].tolist() == [True] * 3 + [False] * 5
-    assert keep_mask(probs, torch.tensor([0.5]).double(), torch.tensor([8]))[0].tolist() == [True] * 4 + [False] * 4
+    assert (
+        keep_mask(probs, torch.tensor([1.0]).double(), torch.tensor([3]))[0].tolist()
+        == [True] * 3 + [False] * 5
+    )
+    assert (
+        keep_mask(probs, torch.tensor([0.5]).double(), torch.tensor([8]))[0].tolist()
+        == [True] * 4 + [False] * 4
+    )
 
 
 def draw_many(logits: torch.Tensor, params: SamplingParams, count: int) -> torch.Tensor:
@@ -111,8 +128,13 @@ def test_draws_follow_the_distribution(params):
 
 def test_logprobs_are_of_the_tempered_unfiltered_distribution():
     logits = torch.randn(6, 31, generator=torch.Generator().manual_seed(2))
-    params = [SamplingParams(1, temperature=t, top_p=p) for t, p in [(1, 1), (0.5, 1), (2, 0.3), (0, 1), (1, 0.1), (0, 0.5)]]
-    tokens, logprobs, kept = sample_tokens(logits, SamplingTable.build(params, 31), torch.rand(6, dtype=torch.float64))
+    params = [
+        SamplingParams(1, temperature=t, top_p=p)
+        for t, p in [(1, 1), (0.5, 1), (2, 0.3), (0, 1), (1, 0.1), (0, 0.5)]
+    ]
+    tokens, logprobs, kept = sample_tokens(
+        logits, SamplingTable.build(params, 31), torch.rand(6, dtype=torch.float64)
+    )
     assert kept is None
     for row, p in enumerate(params):
         full = (logits[row] / (p.temperature or 1.0)).log_softmax(-1)
@@ -124,23 +146,39 @@ def test_logprobs_are_of_the_tempered_unfiltered_distribution():
 def test_with_keep_sets_logprobs_are_of_what_was_drawn_from():
     logits = torch.randn(6, 31, generator=torch.Generator().manual_seed(2))
     settings = [(1, 1, -1), (0.5, 0.6, -1), (2, 1, 5), (0.8, 0.5, 9), (0, 0.5, 3), (1, 1e-6, -1)]
-    params = [SamplingParams(1, temperature=t, top_p=p, top_k=k, sampling_mask=True) for t, p, k in settings]
+    params = [
+        SamplingParams(1, temperature=t, top_p=p, top_k=k, sampling_mask=True)
+        for t, p, k in settings
+    ]
     plain = [SamplingParams(1, temperature=t, top_p=p, top_k=k) for t, p, k in settings]
     uniform = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     tokens, logprobs, kept = sample_tokens(logits, SamplingTable.build(params, 31), uniform)
-    assert torch.equal(tokens, sample_tokens(logits, SamplingTable.build(plain, 31), uniform).tokens)
+    assert torch.equal(
+        tokens, sample_tokens(logits, SamplingTable.build(plain, 31), uniform).tokens
+    )
     for row, p in enumerate(params):
         full = (logits[row].double() / (p.temperature or 1.0)).log_softmax(-1)
-        allowed = reference_keep(full.exp().numpy(), p.top_p, p.top_k) if p.temperature else set(range(31))
+        allowed = (
+            reference_keep(full.exp().numpy(), p.top_p, p.top_k)
+            if p.temperature
+            else set(range(31))
+        )
         assert set(kept[row].nonzero()[:, 0].tolist()) == allowed
         among = full[sorted(allowed)].log_softmax(-1)
-        assert logprobs[row].item() == pytest.approx(among[sorted(allowed).index(int(tokens[row]))].item(), abs=1e-6)
+        assert logprobs[row].item() == pytest.approx(
+            among[sorted(allowed).index(int(tokens[row]))].item(), abs=1e-6
+        )
 
 
 def test_a_row_is_drawn_alike_in_any_company():
     logits = torch.randn(5, 31, generator=torch.Generator().manual_seed(3))
-    params = [SamplingParams(1), SamplingParams(1, top_p=0.5), SamplingParams(1, temperature=0), SamplingParams(1, 0.7),
-              SamplingParams(1, top_k=2, sampling_mask=True)]
+    params = [
+        SamplingParams(1),
+        SamplingParams(1, top_p=0.5),
+        SamplingParams(1, temperature=0),
+        SamplingParams(1, 0.7),
+        SamplingParams(1, top_k=2, sampling_mask=True),
+    ]
     uniform = torch.from_numpy(uniforms(1, np.arange(5), 0, 0, 0))
     table = SamplingTable.build(params, 31)
     together = sample_tokens(logits, table, uniform)[0]
@@ -148,7 +186,9 @@ def test_a_row_is_drawn_alike_in_any_company():
         own = SamplingTable.build(params[row : row + 1], 31)
         assert sample_tokens(logits[row : row + 1], own, uniform[row : row + 1])[0] == together[row]
         picked = torch.tensor([row])
-        assert sample_tokens(logits[picked], table.select(picked), uniform[picked])[0] == together[row]
+        assert (
+            sample_tokens(logits[picked], table.select(picked), uniform[picked])[0] == together[row]
+        )
 
 
 def test_the_edges_of_the_uniform_never_reach_an_impossible_token():

@@ -1,4 +1,6 @@
-"""A bucket goes into the model while the next one comes; nothing is lost of it, and nothing of its failure."""
+"""A bucket goes into the model while the next one comes; nothing is lost of it, and nothing of its
+failure.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +72,8 @@ class Engine:
 
 def serve() -> tuple[EngineServer, Engine]:
     engine = Engine()
-    server = EngineServer(engine, "key")        # type: ignore[arg-type]
-    server._group = Group()                     # type: ignore[assignment]
+    server = EngineServer(engine, "key")  # type: ignore[arg-type]
+    server._group = Group()  # type: ignore[assignment]
     return server, engine
 
 
@@ -87,7 +89,8 @@ def test_the_answer_comes_before_the_bucket_is_applied_and_the_end_waits_for_all
         assert engine.applied == []
         second = asyncio.ensure_future(server.verbs["receive_bucket"]({"index": 1}))
         await asyncio.sleep(0.05)
-        assert not second.done()        # its bytes are here, but the third would overwrite the first
+        # its bytes are here, but the third would overwrite the first
+        assert not second.done()
         engine.may_apply.set()
         await second
         await server.verbs["receive_bucket"]({"index": 2})
@@ -122,7 +125,7 @@ def test_a_failure_of_an_update_that_was_given_up_does_not_reach_the_next() -> N
         await server.verbs["receive_bucket"]({"index": 0})
         await begin(server)
         engine.fails = False
-        server._group = Group()         # type: ignore[assignment]
+        server._group = Group()  # type: ignore[assignment]
         for index in range(3):
             await server.verbs["receive_bucket"]({"index": index})
         await server.verbs["end_update"]({})
@@ -132,7 +135,8 @@ def test_a_failure_of_an_update_that_was_given_up_does_not_reach_the_next() -> N
 
 
 def test_a_bucket_is_received_where_its_weights_are() -> None:
-    place, taken = torch.zeros(16, dtype=torch.uint8), []
+    place = torch.zeros(16, dtype=torch.uint8)
+    taken = []
 
     class InPlace(Engine):
         def landing(self, index: int) -> Any:
@@ -146,8 +150,8 @@ def test_a_bucket_is_received_where_its_weights_are() -> None:
             return super().receive(num_bytes, None) if into is None else into.fill_(7)
 
     async def run() -> None:
-        server = EngineServer(InPlace(), "key")     # type: ignore[arg-type]
-        server._group = Anywhere()                  # type: ignore[assignment]
+        server = EngineServer(InPlace(), "key")  # type: ignore[arg-type]
+        server._group = Anywhere()  # type: ignore[assignment]
         await begin(server)
         for index in range(2):
             await server.verbs["receive_bucket"]({"index": index})
@@ -178,9 +182,9 @@ def test_memory_is_released_when_nothing_writes_there_any_more() -> None:
     async def run() -> None:
         server, engine = serve()
         await begin(server)
-        server._group = Silent()        # type: ignore[assignment]
+        server._group = Silent()  # type: ignore[assignment]
         receiving = asyncio.ensure_future(server.verbs["receive_bucket"]({"index": 0}))
-        await asyncio.sleep(0.05)       # the trainer gave this update up
+        await asyncio.sleep(0.05)  # the trainer gave this update up
         await asyncio.wait_for(server.verbs["release_memory"]({"tags": ["weights"]}), 20)
         order.append("released")
         assert engine.released == ["weights"]

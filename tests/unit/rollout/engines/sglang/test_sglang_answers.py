@@ -32,7 +32,9 @@ def one(tokens=(5, 6, 7), reason=None, versions=((4, 0, 3),), **meta):
 
 
 def read(answer, asked=None):
-    return decode(orjson.loads(orjson.dumps(answer)), asked or request([1, 2]), LIMITS, engine="engine-3")
+    return decode(
+        orjson.loads(orjson.dumps(answer)), asked or request([1, 2]), LIMITS, engine="engine-3"
+    )
 
 
 def test_a_completion():
@@ -47,7 +49,10 @@ def test_a_completion():
 
 
 def test_samples_come_in_order():
-    completions = read([one([7], versions=((4, 0, 1),)), one([8, 9], versions=((4, 0, 1), (5, 1, 2)))], request([1], n=2))
+    completions = read(
+        [one([7], versions=((4, 0, 1),)), one([8, 9], versions=((4, 0, 1), (5, 1, 2)))],
+        request([1], n=2),
+    )
     assert [c.tokens.tolist() for c in completions] == [[7], [8, 9]]
     assert completions[1].versions == (VersionSpan(4, 0, 1), VersionSpan(5, 1, 2))
 
@@ -63,7 +68,11 @@ def test_finish_reasons(reason, expected):
 def test_aborted_before_the_first_token():
     asked = request([1, 2], sampling_mask=True, routed_experts=True, top_k=5)
     [completion] = read([one((), {"type": "abort"}, versions=((4, 0, 0),))], asked)
-    assert (completion.finish_reason, completion.versions, len(completion.tokens)) == ("abort", (), 0)
+    assert (completion.finish_reason, completion.versions, len(completion.tokens)) == (
+        "abort",
+        (),
+        0,
+    )
     assert completion.sampling_mask is not None
     assert completion.routed_experts is not None
     assert len(completion.sampling_mask.counts) == len(completion.routed_experts) == 0
@@ -79,28 +88,38 @@ def encoded(array):
 
 
 def test_routed_experts_of_the_layers_that_have_any():
-    chosen = np.arange(4 * 3 * 2).reshape(4, 3, 2) % 8      # 2 tokens of the prompt, 2 of 3 of the response
+    # 2 tokens of the prompt, 2 of 3 of the response
+    chosen = np.arange(4 * 3 * 2).reshape(4, 3, 2) % 8
     [completion] = read([one(routed_experts=encoded(chosen))], request([1, 2], routed_experts=True))
     assert completion.routed_experts.dtype == np.int16
     assert np.array_equal(completion.routed_experts, chosen[:, [0, 2]])
 
 
 def test_what_goes_on_has_the_experts_of_its_prefix_too_and_room_for_the_rest_alone():
-    rest = request([1, 2], routed_experts=True, max_new_tokens=5).going_on([Prefix(0, np.array([9, 9], np.int32))])
-    chosen = np.arange(6 * 3 * 2).reshape(6, 3, 2) % 8      # prompt, prefix, and 2 of 3 that are new
+    rest = request([1, 2], routed_experts=True, max_new_tokens=5).going_on(
+        [Prefix(0, np.array([9, 9], np.int32))]
+    )
+    # prompt, prefix, and 2 of 3 that are new
+    chosen = np.arange(6 * 3 * 2).reshape(6, 3, 2) % 8
     [completion] = read([one(routed_experts=encoded(chosen))], rest)
     assert completion.tokens.tolist() == [5, 6, 7]
     assert np.array_equal(completion.routed_experts, chosen[:, [0, 2]])
     with pytest.raises(EngineFailed, match="3 tokens, expected 1 to 2"):
-        read([one()], request([1], max_new_tokens=4).going_on([Prefix(0, np.array([9, 9], np.int32))]))
+        read(
+            [one()],
+            request([1], max_new_tokens=4).going_on([Prefix(0, np.array([9, 9], np.int32))]),
+        )
 
 
-SETS = {"output_token_sampling_mask": [[9, 5], [6], list(range(VOCAB))], "output_token_sampling_logprobs": [-0.2, 0.0, -3.0]}
+SETS = {
+    "output_token_sampling_mask": [[9, 5], [6], list(range(VOCAB))],
+    "output_token_sampling_logprobs": [-0.2, 0.0, -3.0],
+}
 
 
 def test_keep_sets_with_the_logprobs_of_what_was_drawn_from():
     [completion] = read([one(**SETS)], request([1, 2], sampling_mask=True, top_k=16, top_p=0.5))
-    assert completion.sampling_mask.counts.tolist() == [2, 1, 0]        # 0: the whole vocabulary
+    assert completion.sampling_mask.counts.tolist() == [2, 1, 0]  # 0: the whole vocabulary
     assert completion.sampling_mask.tokens.tolist() == [5, 9, 6]
     assert completion.logprobs.tolist() == pytest.approx([-0.2, 0.0, -3.0])
 

@@ -18,14 +18,23 @@ HEAD = b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n"
 
 
 def answer(content: bytes, *, head: bytes = b"", status: bytes = b"200 OK") -> bytes:
-    return b"HTTP/1.1 %b\r\nContent-Type: text/plain\r\n%bContent-Length: %d\r\n\r\n%b" % (status, head, len(content), content)
+    return b"HTTP/1.1 %b\r\nContent-Type: text/plain\r\n%bContent-Length: %d\r\n\r\n%b" % (
+        status,
+        head,
+        len(content),
+        content,
+    )
 
 
 class RawServer:
-    """Answers each request with `script(number of the connection, body)`: bytes, or a coroutine given the writer."""
+    """Answers each request with `script(number of the connection, body)`: bytes, or a coroutine
+    given the writer.
+    """
 
     def __init__(self, script) -> None:
-        self.script, self.bodies, self.writers = script, [], []
+        self.script = script
+        self.bodies = []
+        self.writers = []
 
     async def __call__(self, reader, writer):
         number = len(self.writers)
@@ -95,9 +104,12 @@ def closing(_number, _body):
     return close
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
-CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: Application/JSON; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: Application/JSON; charset=utf-8\r\nTransfer-Encoding:"
+    b" chunked\r\n\r\n"
+)
 
 
 @pytest.mark.parametrize(("script", "expected"), [
@@ -141,7 +153,7 @@ def test_bodies_of_all_sizes_arrive_whole(size):
     against(lambda *_: answer(b"ok"), use)
 
 
-# --- what is used again -----------------------------------------------------------------------------------------------
+# --- what is used again ---------------------------------------------------------------------------
 
 
 def test_every_caller_gets_its_own_answer():
@@ -159,7 +171,7 @@ def test_every_caller_gets_its_own_answer():
             for turn in range(20):
                 body = f"{name}-{turn}".encode()
                 call = asyncio.ensure_future(ask(pool, body))
-                if (name + turn) % 5 == 0:      # given up at all kinds of moments
+                if (name + turn) % 5 == 0:  # given up at all kinds of moments
                     await asyncio.sleep(name % 8 / 1000)
                     call.cancel()
                     await asyncio.wait({call})
@@ -230,7 +242,7 @@ def test_those_that_are_not_needed_come_of_age_first():
         await asyncio.gather(ask(pool), ask(pool))
         for connection in pool._open:
             connection.idle_since -= 2
-        await ask(pool)                     # one of the two is enough for this
+        await ask(pool)  # one of the two is enough for this
         for connection in pool._open:
             connection.idle_since -= 2
         pool._drop_old()
@@ -244,7 +256,8 @@ def test_those_that_are_not_needed_come_of_age_first():
 def test_age_counts_where_the_loop_stood_still():
     async def use(pool, server):
         await ask(pool)
-        pool._idle[0].idle_since -= connections.KEEP_ALIVE_S        # as if nothing had run since, the timer included
+        # as if nothing had run since, the timer included
+        pool._idle[0].idle_since -= connections.KEEP_ALIVE_S
         await ask(pool)
         assert len(server.writers) == 2
 
@@ -260,7 +273,7 @@ def test_nothing_is_sent_twice():
     against(closing, use)
 
 
-# --- limits and ends --------------------------------------------------------------------------------------------------
+# --- limits and ends ------------------------------------------------------------------------------
 
 
 def test_the_deadline_holds_for_the_whole_answer():
@@ -320,7 +333,8 @@ def test_a_cancelled_call_closes_its_connection(after_s):
         assert call.cancelled()
         assert not pool._open
         await asyncio.sleep(0.2)
-        assert all(writer.transport.is_closing() for writer in server.writers)      # it reads on, and finds the end
+        # it reads on, and finds the end
+        assert all(writer.transport.is_closing() for writer in server.writers)
 
     against(lambda *_: b"", use)
 
@@ -334,7 +348,7 @@ def test_hosts_that_cannot_be(host):
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-# --- addresses --------------------------------------------------------------------------------------------------------
+# --- addresses ------------------------------------------------------------------------------------
 
 
 def test_ipv6():
@@ -348,7 +362,12 @@ def test_ipv6():
 def test_a_prefix_and_a_default_port():
     async def main():
         pool = Connections("https://name:word@example.org/engines/3/")
-        assert (pool.path, pool.authority, pool._host, pool._port) == ("/engines/3", "example.org", "example.org", 443)
+        assert (pool.path, pool.authority, pool._host, pool._port) == (
+            "/engines/3",
+            "example.org",
+            "example.org",
+            443,
+        )
 
     asyncio.run(main())
 

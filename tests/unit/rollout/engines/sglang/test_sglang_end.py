@@ -1,4 +1,6 @@
-"""Why a server of ours does not answer: where its process has ended, the end of its log says more than a broken connection."""
+"""Why a server of ours does not answer: where its process has ended, the end of its log says more
+than a broken connection.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from rollout.engines.sglang.keys import Keys
 
 
 class Server:
-    name, managed = "engine-3", True
+    name = "engine-3"
+    managed = True
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -27,7 +30,9 @@ def illness(after_s: float | None) -> str:
 
     async def main() -> str:
         server = Server()
-        engine = SGLangEngine(server, config=EngineConfig(kind="sglang"), keys=Keys("a", "b"), model_path="none")
+        engine = SGLangEngine(
+            server, config=EngineConfig(kind="sglang"), keys=Keys("a", "b"), model_path="none"
+        )
         if after_s is not None:
             asyncio.get_running_loop().call_later(after_s, server.ended.set_result, -9)
         with pytest.raises(EngineFailed) as caught:
@@ -39,9 +44,14 @@ def illness(after_s: float | None) -> str:
 
 @pytest.mark.parametrize("after_s", [0.0, 0.1])
 def test_the_end_of_the_log_is_the_reason(after_s: float) -> None:
-    assert illness(after_s) == "engine engine-3 died: killed by SIGKILL; the end of its log: out of memory"
+    assert (
+        illness(after_s)
+        == "engine engine-3 died: killed by SIGKILL; the end of its log: out of memory"
+    )
 
 
-def test_a_server_that_still_runs_is_ill_for_its_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_still_runs_is_ill_for_its_own_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("rollout.engines.sglang.engine.DEATH_S", 0.05)
     assert "died" not in illness(None)

@@ -1,4 +1,6 @@
-"""What is looked at in a server that somebody else runs. The server here is scripted; tests/sglang has a real one."""
+"""What is looked at in a server that somebody else runs. The server here is scripted; tests/sglang
+has a real one.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def connect(folder: Path, *, ready: bool = True, **answers: Any) -> list[tuple[s
 
     async def use(client: Any) -> None:
         keys = Keys("the-api-key", "the-admin-key")
-        server = ExternalServer("engine-3", client.url, str(folder), config=EngineConfig(), keys=keys)
+        server = ExternalServer(
+            "engine-3", client.url, str(folder), config=EngineConfig(), keys=keys
+        )
         assert await server.start() == client.url
 
     with_client(handler, use)
@@ -52,7 +56,9 @@ def test_a_server_is_told_to_go_on_only_where_it_takes_no_requests(
         asked = connect(folder, ready=ready)
     told = [] if ready else [("continue_generation", True)]
     assert asked[-len(told) - 2 :] == [("ready", False), *told, ("generate", False)]
-    assert ("engine engine-3 at http" in caplog.text and "is told to go on" in caplog.text) is not ready
+    assert (
+        "engine engine-3 at http" in caplog.text and "is told to go on" in caplog.text
+    ) is not ready
 
 
 @pytest.mark.parametrize(("answers", "message"), [
@@ -65,6 +71,10 @@ def test_a_server_is_told_to_go_on_only_where_it_takes_no_requests(
     ({"generate": {"error": "valid range is [0, 99)"}}, f"has a vocabulary of 99, expected {VOCAB}"),
     ({"generate": "no such thing"}, "does not tell its vocabulary"),
 ])  # fmt: skip
-def test_another_server_than_the_configuration_speaks_of(folder: Path, answers: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"engine engine-3 at http.* \(rollout\.engine\.urls\) {message}"):
+def test_another_server_than_the_configuration_speaks_of(
+    folder: Path, answers: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"engine engine-3 at http.* \(rollout\.engine\.urls\) {message}"
+    ):
         connect(folder, **answers)

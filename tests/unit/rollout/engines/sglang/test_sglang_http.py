@@ -34,7 +34,9 @@ def test_bodies_go_as_json_under_the_key_that_the_route_needs():
     seen = []
 
     async def handler(asked):
-        seen.append((asked.method, asked.headers["Authorization"], asked.content_type, await asked.text()))
+        seen.append(
+            (asked.method, asked.headers["Authorization"], asked.content_type, await asked.text())
+        )
         return web.json_response({"ok": [1]})
 
     async def use(client):
@@ -43,7 +45,10 @@ def test_bodies_go_as_json_under_the_key_that_the_route_needs():
         assert await client.get("/generate", timeout_s=5.0, key=KEY) == {"ok": [1]}
 
     with_client(handler, use)
-    assert seen[:2] == [("POST", f"Bearer {key}", "application/json", '{"a":1}') for key in ("the-api-key", "the-admin-key")]
+    assert seen[:2] == [
+        ("POST", f"Bearer {key}", "application/json", '{"a":1}')
+        for key in ("the-api-key", "the-admin-key")
+    ]
     assert seen[2][:2] == ("GET", "Bearer the-api-key")
 
 
@@ -85,7 +90,9 @@ def test_a_server_that_hangs_fails_at_the_deadline():
         await asyncio.sleep(60)
 
     began = time.monotonic()
-    with pytest.raises(EngineHangs, match=rf"engine engine-3 did not answer /generate within 0\.2 s \({KEY}\)"):
+    with pytest.raises(
+        EngineHangs, match=rf"engine engine-3 did not answer /generate within 0\.2 s \({KEY}\)"
+    ):
         with_client(handler, lambda client: post(client, timeout_s=0.2))
     assert time.monotonic() - began < 5
 
@@ -112,7 +119,9 @@ def test_a_server_that_breaks_off():
 
 def test_a_server_that_dies_in_the_middle_of_its_answer():
     async def handler(asked):
-        response = web.StreamResponse(headers={"Content-Length": "100", "Content-Type": "application/json"})
+        response = web.StreamResponse(
+            headers={"Content-Length": "100", "Content-Type": "application/json"}
+        )
         await response.prepare(asked)
         await response.write(b'{"a":')
         asked.transport.abort()
@@ -127,12 +136,15 @@ def test_nobody_listens():
         client.url = "http://127.0.0.1:9"
         await post(client)
 
-    with pytest.raises(EngineFailed, match=r"engine-3 at http://127\.0\.0\.1:9 broke off /generate: .*Connect"):
+    with pytest.raises(
+        EngineFailed, match=r"engine-3 at http://127\.0\.0\.1:9 broke off /generate: .*Connect"
+    ):
         with_client(answering(), use)
 
 
 def test_cancelling_a_call_ends_it_at_the_server():
-    began, ended = asyncio.Event(), asyncio.Event()
+    began = asyncio.Event()
+    ended = asyncio.Event()
 
     async def handler(_):
         began.set()
@@ -156,7 +168,9 @@ def test_a_key_that_would_end_its_line():
         client._keys = Keys("a-key\n", "the-admin-key")
         await post(client)
 
-    with pytest.raises(UserError, match="RLCORE_ENGINE_API_KEY has characters in it that HTTP cannot carry"):
+    with pytest.raises(
+        UserError, match="RLCORE_ENGINE_API_KEY has characters in it that HTTP cannot carry"
+    ):
         with_client(answering(), use)
 
 
@@ -203,7 +217,7 @@ def test_calls_in_flight_fail_when_the_client_closes():
     with_client(handler, use)
 
 
-# --- generation over it -----------------------------------------------------------------------------------------------
+# --- generation over it ---------------------------------------------------------------------------
 
 LIMITS = Limits(vocab_size=31, prompt_tokens=500, total_tokens=600, keep_set_tokens=16)
 
@@ -211,7 +225,11 @@ LIMITS = Limits(vocab_size=31, prompt_tokens=500, total_tokens=600, keep_set_tok
 def completion_of(tokens, reason="length"):
     spans = [{"version": "4", "start": 0, "end": len(tokens)}]
     rows = [[-1.0, token, None] for token in tokens]
-    meta = {"finish_reason": {"type": reason}, "weight_versions": spans, "output_token_logprobs": rows}
+    meta = {
+        "finish_reason": {"type": reason},
+        "weight_versions": spans,
+        "output_token_logprobs": rows,
+    }
     return {"output_ids": tokens, "meta_info": meta}
 
 
@@ -231,7 +249,8 @@ class Recorder:
 
 
 def test_a_long_prompt_is_computed_once_for_its_samples():
-    server, prompt = Recorder(), list(range(30)) * 3
+    server = Recorder()
+    prompt = list(range(30)) * 3
 
     async def use(client):
         return await Generation(client, LIMITS).one(request(prompt, n=3), cache_key="5")
@@ -265,31 +284,45 @@ def test_a_prompt_that_was_aborted_has_no_samples():
 @pytest.mark.parametrize(("made", "sent"), [(50, True), (51, False)])
 def test_what_is_too_long_a_prompt_to_go_on_is_cut_again(made, sent):
     """SGLang takes prompts a little shorter than prompt and response together."""
-    server, asked = Recorder(), request([1] * (LIMITS.prompt_tokens - 50), n=2, max_new_tokens=60)
+    server = Recorder()
+    asked = request([1] * (LIMITS.prompt_tokens - 50), n=2, max_new_tokens=60)
     rest = asked.going_on([Prefix(1, np.ones(made, np.int32))])
     completions = with_client(server, lambda client: Generation(client, LIMITS).one(rest))
-    assert [(c.finish_reason, len(c.tokens)) for c in completions] == [("length", 1) if sent else ("abort", 0)]
+    assert [(c.finish_reason, len(c.tokens)) for c in completions] == [
+        ("length", 1) if sent else ("abort", 0)
+    ]
     assert len(server.bodies) == sent
 
 
 @pytest.mark.parametrize("through_router", [False, True])
 def test_one_that_is_too_long_to_go_on_does_not_hold_the_others_up(through_router):
-    sent: list[int] = []        # tokens of what is to go on
+    sent: list[int] = []  # tokens of what is to go on
 
     async def handler(http: web.Request) -> web.Response:
         body = await http.json()
         alone = isinstance(body["rid"], str)
         if alone and not through_router:
-            return web.json_response(completion_of([]))         # the prompt, for all
+            return web.json_response(completion_of([]))  # the prompt, for all
         texts = [body["input_ids"]] if alone else body["input_ids"]
         sent.extend(len(text) for text in texts)
         answers = [completion_of([text[-1]]) for text in texts]
         return web.json_response(answers[0] if alone else answers)
 
     asked = request([1] * (LIMITS.prompt_tokens - 50), n=4, max_new_tokens=60)
-    rest = asked.going_on([Prefix(sample, np.full(made, sample, np.int32)) for sample, made in ((0, 3), (1, 51), (3, 50))])
-    completions = with_client(handler, lambda client: Generation(client, LIMITS, through_router=through_router).one(rest))
-    assert [(c.finish_reason, c.tokens.tolist()) for c in completions] == [("length", [0]), ("abort", []), ("length", [3])]
+    rest = asked.going_on(
+        [
+            Prefix(sample, np.full(made, sample, np.int32))
+            for sample, made in ((0, 3), (1, 51), (3, 50))
+        ]
+    )
+    completions = with_client(
+        handler, lambda client: Generation(client, LIMITS, through_router=through_router).one(rest)
+    )
+    assert [(c.finish_reason, c.tokens.tolist()) for c in completions] == [
+        ("length", [0]),
+        ("abort", []),
+        ("length", [3]),
+    ]
     assert sorted(sent) == [LIMITS.prompt_tokens - 47, LIMITS.prompt_tokens]
 
 
@@ -300,8 +333,12 @@ def test_a_router_is_asked_for_the_rest_of_each_response():
         bodies.append(await asked.json())
         return web.json_response(completion_of([len(bodies)]))
 
-    rest = request([7], n=3).going_on([Prefix(0, np.array([4], np.int32)), Prefix(2, np.array([5, 6], np.int32))])
-    completions = with_client(handler, lambda client: Generation(client, LIMITS, through_router=True).one(rest))
+    rest = request([7], n=3).going_on(
+        [Prefix(0, np.array([4], np.int32)), Prefix(2, np.array([5, 6], np.int32))]
+    )
+    completions = with_client(
+        handler, lambda client: Generation(client, LIMITS, through_router=True).one(rest)
+    )
     assert sorted(body["input_ids"] for body in bodies) == [[7, 4], [7, 5, 6]]
     assert sorted(body["sampling_params"]["max_new_tokens"] for body in bodies) == [6, 7]
     assert len(completions) == 2
@@ -329,5 +366,10 @@ def test_nothing_is_sent_that_cannot_be_served():
 
 
 def test_a_prefill_that_is_none():
-    with pytest.raises(EngineFailed, match="engine engine-3 answered request 0-0-0-0 with what is no prefill"):
-        with_client(answering(body="[]"), lambda client: Generation(client, LIMITS).one(request([1] * 90, n=2)))
+    with pytest.raises(
+        EngineFailed, match="engine engine-3 answered request 0-0-0-0 with what is no prefill"
+    ):
+        with_client(
+            answering(body="[]"),
+            lambda client: Generation(client, LIMITS).one(request([1] * 90, n=2)),
+        )

@@ -39,11 +39,15 @@ def test_both_sides_wait_no_longer_than_the_limit() -> None:
     async def use() -> None:
         turnstile = PauseGate("engine-0", timeout_s=0.1)
         async with turnstile:
-            with pytest.raises(EngineHangs, match=r"engine-0 still had 1 requests in flight after 0\.1 s"):
+            with pytest.raises(
+                EngineHangs, match=r"engine-0 still had 1 requests in flight after 0\.1 s"
+            ):
                 await turnstile.emptied()
             turnstile.close()
             began = time.monotonic()
-            with pytest.raises(EngineHangs, match=r"engine-0 was paused and not resumed after 0\.1 s"):
+            with pytest.raises(
+                EngineHangs, match=r"engine-0 was paused and not resumed after 0\.1 s"
+            ):
                 async with turnstile:
                     pass
             assert time.monotonic() - began < 2

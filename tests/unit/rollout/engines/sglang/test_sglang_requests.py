@@ -21,7 +21,9 @@ LIMITS = Limits(vocab_size=VOCAB, prompt_tokens=20, total_tokens=30, keep_set_to
 
 def body_of(asked: GenerateRequest, attempt: str = "0", cache_key: str | None = None) -> dict:
     """As the server reads it."""
-    return orjson.loads(orjson.dumps(encode(asked, attempt, cache_key), option=orjson.OPT_SERIALIZE_NUMPY))
+    return orjson.loads(
+        orjson.dumps(encode(asked, attempt, cache_key), option=orjson.OPT_SERIALIZE_NUMPY)
+    )
 
 
 def test_samples_of_a_prompt_have_ids_and_seeds_of_their_own():
@@ -40,8 +42,12 @@ def test_a_seed_is_a_function_of_the_address_alone():
     asked = request([1], draw=7)
     assert seed(asked, 2) == seed(request([5, 6], draw=7, max_new_tokens=3), 2)
     others = [
-        seed(asked, 3), seed(request([1], draw=8), 2),
-        *(seed(GenerateRequest(asked.prompt, asked.sampling, 7, **other), 2) for other in ({"turn": 1}, {"seed": 1})),
+        seed(asked, 3),
+        seed(request([1], draw=8), 2),
+        *(
+            seed(GenerateRequest(asked.prompt, asked.sampling, 7, **other), 2)
+            for other in ({"turn": 1}, {"seed": 1})
+        ),
     ]
     assert len({seed(asked, 2), *others}) == 5
 
@@ -49,8 +55,11 @@ def test_a_seed_is_a_function_of_the_address_alone():
 def test_what_goes_on_is_asked_for_behind_its_prefix():
     """As the sample that it is: its own seed, and no more tokens than it has left."""
     asked = request([3, 4], draw=7, n=4, max_new_tokens=9)
-    rest = asked.going_on([Prefix(1, np.array([5, 6, 7], np.int32)), Prefix(3, np.zeros(0, np.int32))])
-    whole, body = body_of(asked), body_of(rest, "ab")
+    rest = asked.going_on(
+        [Prefix(1, np.array([5, 6, 7], np.int32)), Prefix(3, np.zeros(0, np.int32))]
+    )
+    whole = body_of(asked)
+    body = body_of(rest, "ab")
     assert body["input_ids"] == [[3, 4, 5, 6, 7], [3, 4]]
     assert body["rid"] == ["0-7-1-0.ab.1.", "0-7-1-0.ab.3."]
     assert [params["max_new_tokens"] for params in body["sampling_params"]] == [6, 9]
@@ -85,13 +94,19 @@ def test_records_are_asked_for_where_there_are_any():
     assert body_of(request([1], routed_experts=True))["return_routed_experts"] is True
     assert body_of(request([1], sampling_mask=True, top_k=5))["return_sampling_mask"] is True
     assert "return_sampling_mask" not in body_of(request([1], sampling_mask=True))
-    assert "return_sampling_mask" not in body_of(request([1], sampling_mask=True, top_k=5, temperature=0.0))
+    assert "return_sampling_mask" not in body_of(
+        request([1], sampling_mask=True, top_k=5, temperature=0.0)
+    )
     assert body_of(request([1]), cache_key="7")["extra_key"] == "7"
 
 
-@pytest.mark.parametrize("prompt", [np.array([1, 2], dtype=np.int64), np.array([1, 9, 2, 9], dtype=np.int32)[::2]])
+@pytest.mark.parametrize(
+    "prompt", [np.array([1, 2], dtype=np.int64), np.array([1, 9, 2, 9], dtype=np.int32)[::2]]
+)
 def test_prompts_of_any_array(prompt):
-    assert body_of(GenerateRequest(prompt, SamplingParams(max_new_tokens=1), draw=0))["input_ids"] == [[1, 2]]
+    assert body_of(GenerateRequest(prompt, SamplingParams(max_new_tokens=1), draw=0))[
+        "input_ids"
+    ] == [[1, 2]]
 
 
 @pytest.mark.parametrize("text", ["a", "Question:", "a.b*(c)|d\\", " \n\n", "。", "ü€"])
@@ -101,7 +116,8 @@ def test_a_stop_pattern_matches_the_string_alone_and_looks_far_enough_back(text)
     assert re.search(pattern, f"x{text[:-1]}") is None
     assert re.search(pattern, "a" * 99 if text != "a" else "b" * 99) is None
     window = int(re.search(r"\{(\d+)\}$", pattern)[1])
-    assert window == len(text.encode()) + EXTRA_TOKENS      # tokens: one stands for at least one byte
+    # tokens: one stands for at least one byte
+    assert window == len(text.encode()) + EXTRA_TOKENS
 
 
 @pytest.mark.parametrize(("asked", "why"), [
@@ -141,7 +157,11 @@ def test_what_can_be_served_is_not(asked):
     check_request(asked, LIMITS)
 
 
-INFO = {"max_req_input_len": 1018, "sampling_mask_max_tokens": 4096, "enable_return_routed_experts": False}
+INFO = {
+    "max_req_input_len": 1018,
+    "sampling_mask_max_tokens": 4096,
+    "enable_return_routed_experts": False,
+}
 
 
 def test_limits_are_the_servers(folder):
@@ -150,9 +170,14 @@ def test_limits_are_the_servers(folder):
     assert dense.experts is None
 
 
-@pytest.mark.parametrize("info", [None, "nginx", {}, INFO | {"max_req_input_len": None}, INFO | {"max_req_input_len": "much"}])
+@pytest.mark.parametrize(
+    "info",
+    [None, "nginx", {}, INFO | {"max_req_input_len": None}, INFO | {"max_req_input_len": "much"}],
+)
 def test_what_is_no_sglang_is_told(folder, info):
-    with pytest.raises(EngineFailed, match=r"engine e: its /server_info is not that of sglang 0\.5\.23"):
+    with pytest.raises(
+        EngineFailed, match=r"engine e: its /server_info is not that of sglang 0\.5\.23"
+    ):
         Limits.of(info, str(folder), "e")
 
 

@@ -18,28 +18,57 @@ from rollout.engines.child_process import members
 from rollout.engines.sglang.arguments import command_line, option
 from rollout.engines.sglang.entry import without_idle
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
-from rollout.engines.sglang.server_process import ENTRY, ManagedServer, cores_of_ranks, engine_python, held_ports
+from rollout.engines.sglang.server_process import (
+    ENTRY,
+    ManagedServer,
+    cores_of_ranks,
+    engine_python,
+    held_ports,
+)
 
 
-def words(config: EngineConfig, *, device: str = "cpu", arguments: dict[str, object] | None = None) -> list[str]:
+def words(
+    config: EngineConfig, *, device: str = "cpu", arguments: dict[str, object] | None = None
+) -> list[str]:
     return command_line(
-        config, model_path="/m", tokenizer=None, dtype="bf16", device=device, port=1, nccl_port=2, arguments=arguments or {}
+        config,
+        model_path="/m",
+        tokenizer=None,
+        dtype="bf16",
+        device=device,
+        port=1,
+        nccl_port=2,
+        arguments=arguments or {},
     )
 
 
 def test_the_configuration_becomes_arguments() -> None:
     given = words(EngineConfig(kind="sglang", tensor_parallel=2, host="10.0.0.1"))
-    assert {"--model-path=/m", "--dtype=bfloat16", "--tp-size=2", "--host=10.0.0.1", "--port=1", "--nccl-port=2"} <= set(given)
+    assert {
+        "--model-path=/m",
+        "--dtype=bfloat16",
+        "--tp-size=2",
+        "--host=10.0.0.1",
+        "--port=1",
+        "--nccl-port=2",
+    } <= set(given)
     assert not any(word.startswith("--tokenizer-path") for word in given)
     assert "--dtype=float32" in words(EngineConfig(kind="sglang", dtype="fp32"))
 
 
 def test_what_the_cpu_needs_is_left_out_on_a_gpu_and_can_be_overridden() -> None:
     assert "--attention-backend=torch_native" in words(EngineConfig(kind="sglang"))
-    assert not any(word.startswith("--attention-backend") for word in words(EngineConfig(kind="sglang"), device="cuda"))
-    mine = EngineConfig(kind="sglang", server={"attention-backend": "intel_amx", "sleep_on_idle": False})
+    assert not any(
+        word.startswith("--attention-backend")
+        for word in words(EngineConfig(kind="sglang"), device="cuda")
+    )
+    mine = EngineConfig(
+        kind="sglang", server={"attention-backend": "intel_amx", "sleep_on_idle": False}
+    )
     assert "--attention-backend=intel_amx" in words(mine)
-    assert not any(word.startswith(("--attention-backend=torch", "--sleep-on-idle")) for word in words(mine))
+    assert not any(
+        word.startswith(("--attention-backend=torch", "--sleep-on-idle")) for word in words(mine)
+    )
 
 
 def test_what_the_run_needs_is_stronger_than_what_the_user_says() -> None:
@@ -47,10 +76,18 @@ def test_what_the_run_needs_is_stronger_than_what_the_user_says() -> None:
     assert "--enable-memory-saver" in words(config, arguments={"enable_memory_saver": True})
 
 
-@pytest.mark.parametrize(("value", "expected"), [
-    (True, ["--some-name"]), (False, ["--no-some-name"]), (None, []), (-1, ["--some-name=-1"]),
-    ([1, 2], ["--some-name", "1", "2"]), ({"a": [1]}, ['--some-name={"a": [1]}']), ("two words", ["--some-name=two words"]),
-])
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, ["--some-name"]),
+        (False, ["--no-some-name"]),
+        (None, []),
+        (-1, ["--some-name=-1"]),
+        ([1, 2], ["--some-name", "1", "2"]),
+        ({"a": [1]}, ['--some-name={"a": [1]}']),
+        ("two words", ["--some-name=two words"]),
+    ],
+)
 def test_values_as_words(value: object, expected: list[str]) -> None:
     assert option("some_name", value) == expected
 
@@ -73,10 +110,13 @@ def test_the_names_of_the_keys_are_those_that_are_read() -> None:
     assert ADMIN_KEY in OURS["admin_api_key"].split()
 
 
-def test_keys_come_from_the_environment_or_are_made_and_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_come_from_the_environment_or_are_made_and_are_not_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(API_KEY, "mine")
     monkeypatch.delenv(ADMIN_KEY, raising=False)
-    first, second = Keys.from_environment(), Keys.from_environment()
+    first = Keys.from_environment()
+    second = Keys.from_environment()
     assert first.api == second.api == "mine"
     assert first.admin != second.admin
     assert len(first.admin) >= 32
@@ -91,7 +131,8 @@ def test_held_ports_are_nobody_elses_but_can_be_listened_on() -> None:
         assert not set(ports) & {other.getsockname()[1] for other in others}
         for other in others:
             other.close()
-        with socket.create_server(("127.0.0.1", ports[0])) as server:      # as a server does: with SO_REUSEADDR
+        # as a server does: with SO_REUSEADDR
+        with socket.create_server(("127.0.0.1", ports[0])) as server:
             socket.create_connection(server.getsockname()).close()
         rude = socket.socket()
         with pytest.raises(OSError, match="in use"):
@@ -102,36 +143,68 @@ def test_held_ports_are_nobody_elses_but_can_be_listened_on() -> None:
 def test_a_port_that_somebody_listens_on_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"no port {port} of '127.0.0.1' can be had"), held_ports("127.0.0.1", port, 0):
+        with (
+            pytest.raises(ConfigError, match=f"no port {port} of '127.0.0.1' can be had"),
+            held_ports("127.0.0.1", port, 0),
+        ):
             pass
-    with held_ports("127.0.0.1", port, 0) as (again, other):        # of a server that has just ended
+    # of a server that has just ended
+    with held_ports("127.0.0.1", port, 0) as (again, other):
         assert again == port != other
 
 
 def test_a_host_that_is_no_address_of_this_machine_is_refused() -> None:
-    wanted = r"rollout\.engine\.host: no port of '192\.0\.2\.1' can be had .*address of this machine"
+    wanted = (
+        r"rollout\.engine\.host: no port of '192\.0\.2\.1' can be had .*address of this machine"
+    )
     with pytest.raises(ConfigError, match=wanted), held_ports("192.0.2.1", 0):
         pass
 
 
-def server(tmp_path: Path, model: Path, *, gpus: Sequence[str] = (), **settings: object) -> ManagedServer:
+def server(
+    tmp_path: Path, model: Path, *, gpus: Sequence[str] = (), **settings: object
+) -> ManagedServer:
     (tmp_path / "python").touch()
-    config = EngineConfig(**{"kind": "sglang", "device": "cpu", "python": str(tmp_path / "python")} | settings)
+    config = EngineConfig(
+        **{"kind": "sglang", "device": "cpu", "python": str(tmp_path / "python")} | settings
+    )
     return ManagedServer(
-        "e", str(model), config=config, dtype="fp32", tokenizer=None, log=tmp_path / "log", keys=Keys("a", "b"), gpus=gpus
+        "e",
+        str(model),
+        config=config,
+        dtype="fp32",
+        tokenizer=None,
+        log=tmp_path / "log",
+        keys=Keys("a", "b"),
+        gpus=gpus,
     )
 
 
 def test_a_missing_environment_names_the_script_that_makes_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.engine\.python: there is no .*nowhere; run scripts/install_sglang\.sh"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout\.engine\.python: there is no .*nowhere; run scripts/install_sglang\.sh",
+    ):
         engine_python(EngineConfig(kind="sglang", python=str(tmp_path / "nowhere")))
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"host": "0.0.0.0"}, r"rollout\.engine\.host: '0\.0\.0\.0' is every address"),
-    ({"server": {"--api-key": "x"}}, r"rollout\.engine\.server\.--api-key: not to be given here"),
-    ({"device": "cuda:1"}, r"rollout\.engine\.device: got 'cuda:1', expected 'cuda' or 'cpu'; rollout\.engine\.gpus"),
-])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host": "0.0.0.0"}, r"rollout\.engine\.host: '0\.0\.0\.0' is every address"),
+        (
+            {"server": {"--api-key": "x"}},
+            r"rollout\.engine\.server\.--api-key: not to be given here",
+        ),
+        (
+            {"device": "cuda:1"},
+            (
+                r"rollout\.engine\.device: got 'cuda:1', expected 'cuda' or 'cpu';"
+                r" rollout\.engine\.gpus"
+            ),
+        ),
+    ],
+)
 def test_what_no_server_can_be_started_with(
     tmp_path: Path, folder: Path, settings: dict[str, object], message: str
 ) -> None:
@@ -144,18 +217,31 @@ def test_a_model_that_is_not_there_is_seen_before_anything_starts(tmp_path: Path
         server(tmp_path, tmp_path / "none")
 
 
-def test_the_engines_environment_is_its_own(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_environment_is_its_own(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("PYTHONPATH", "RANK", "MASTER_PORT", API_KEY, ADMIN_KEY):
         monkeypatch.setenv(name, "1")
     variables = server(tmp_path, folder, threads=3)._environment()
     assert not {"PYTHONPATH", "RANK", "MASTER_PORT", API_KEY, ADMIN_KEY} & set(variables)
     assert (variables["OMP_NUM_THREADS"], variables["SGLANG_USE_CPU_ENGINE"]) == ("3", "1")
-    assert server(tmp_path, folder, device="cuda", gpus=["2", "3"])._environment()["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert (
+        server(tmp_path, folder, device="cuda", gpus=["2", "3"])._environment()[
+            "CUDA_VISIBLE_DEVICES"
+        ]
+        == "2,3"
+    )
 
 
-@pytest.mark.parametrize(("cores", "ranks", "expected"), [
-    ({0, 1, 2, 3, 8}, 2, "0,1|2,3,8"), ({4, 5}, 2, "4|5"), ({3}, 2, "3|3"), ({0, 1}, 4, "0|0|1|1"),
-])
+@pytest.mark.parametrize(
+    ("cores", "ranks", "expected"),
+    [
+        ({0, 1, 2, 3, 8}, 2, "0,1|2,3,8"),
+        ({4, 5}, 2, "4|5"),
+        ({3}, 2, "3|3"),
+        ({0, 1}, 4, "0|0|1|1"),
+    ],
+)
 def test_ranks_on_the_cpu_share_out_the_cores(
     cores: set[int], ranks: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,12 +249,20 @@ def test_ranks_on_the_cpu_share_out_the_cores(
     assert cores_of_ranks(ranks) == expected
 
 
-@pytest.mark.parametrize(("given", "code", "message"), [
-    ("", 2, "expected JSON on the standard input"), ('{"parent_pid": 1}', 1, "the process that started this one is gone"),
-])
-def test_a_server_whose_parent_is_gone_already_does_not_start(given: str, code: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "code", "message"),
+    [
+        ("", 2, "expected JSON on the standard input"),
+        ('{"parent_pid": 1}', 1, "the process that started this one is gone"),
+    ],
+)
+def test_a_server_whose_parent_is_gone_already_does_not_start(
+    given: str, code: int, message: str
+) -> None:
     """By the way: what stands beside the script (http.py) does not pass for the standard library's."""
-    ended = subprocess.run([sys.executable, str(ENTRY)], input=given, capture_output=True, text=True, timeout=30)
+    ended = subprocess.run(
+        [sys.executable, str(ENTRY)], input=given, capture_output=True, text=True, timeout=30
+    )
     assert ended.returncode == code
     assert message in ended.stderr
 

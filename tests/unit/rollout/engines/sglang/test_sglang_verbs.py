@@ -1,4 +1,6 @@
-"""What an SGLang engine asks of its server, in which order, and what becomes of a refusal. The server here is scripted."""
+"""What an SGLang engine asks of its server, in which order, and what becomes of a refusal. The
+server here is scripted.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ BUCKETS = layout(tiny_qwen3())[:2]
 
 
 class Scripted:
-    """A server that remembers what it was asked; `answers[route]` are (status, value) to give, the last one for ever."""
+    """A server that remembers what it was asked; `answers[route]` are (status, value) to give, the
+    last one for ever.
+    """
 
     def __init__(self, info):
-        self.asked, self.answers, self.held = [], {"/server_info": [(200, info)]}, asyncio.Event()
+        self.asked = []
+        self.answers = {"/server_info": [(200, info)]}
+        self.held = asyncio.Event()
         self.held.set()
         self.admin = {}
-        self.silent = None          # the route that is never answered
+        self.silent = None  # the route that is never answered
 
     async def serve(self, asked):
         body = await asked.text()
@@ -56,10 +62,13 @@ class Scripted:
 class Known:
     """A server that runs at a URL."""
 
-    name, managed, ended = "engine-3", True, None
+    name = "engine-3"
+    managed = True
+    ended = None
 
     def __init__(self, url):
-        self.url, self.killed = url, 0
+        self.url = url
+        self.killed = 0
 
     async def start(self):
         return self.url
@@ -78,7 +87,12 @@ def with_scripted(folder, use, *, info=INFO, **config):
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         known = Known(f"http://127.0.0.1:{runner.addresses[0][1]}")
         settings = EngineConfig(**{"request_timeout_s": 5.0, "update_timeout_s": 5.0} | config)
-        engine = SGLangEngine(known, config=settings, keys=Keys("the-api-key", "the-admin-key"), model_path=str(folder))
+        engine = SGLangEngine(
+            known,
+            config=settings,
+            keys=Keys("the-api-key", "the-admin-key"),
+            model_path=str(folder),
+        )
         try:
             await engine.start()
             return await use(engine, scripted)
@@ -110,18 +124,36 @@ def completion(*tokens, version="1"):
 @pytest.mark.parametrize(("mode", "pause"), [("drain", "retract"), ("retract", "retract"), ("abort", "retract"),
                                              ("in_place", "in_place")])  # fmt: skip
 def test_the_order_of_a_publication(folder, mode, pause):
-    """The cache is flushed once, at the end, with the old version still in force; not where requests go on with it."""
+    """The cache is flushed once, at the end, with the old version still in force; not where
+    requests go on with it.
+    """
 
     async def use(engine, scripted):
         await publish(engine, mode)
-        update = ["/begin_weight_update", *["/update_weights_from_tensor"] * 2, "/end_weight_update"]
+        update = [
+            "/begin_weight_update",
+            *["/update_weights_from_tensor"] * 2,
+            "/end_weight_update",
+        ]
         flush = [] if mode == "in_place" else ["/flush_cache"]
-        assert scripted.routes == ["/pause_generation", *update, *flush, "/update_weight_version", "/continue_generation"]
+        assert scripted.routes == [
+            "/pause_generation",
+            *update,
+            *flush,
+            "/update_weight_version",
+            "/continue_generation",
+        ]
         assert scripted.bodies("/pause_generation") == [{"mode": pause}]
         for body in scripted.bodies("/update_weights_from_tensor"):
-            assert (body["flush_cache"], body["abort_all_requests"], body["load_format"]) == (False, False, "flattened_bucket")
+            assert (body["flush_cache"], body["abort_all_requests"], body["load_format"]) == (
+                False,
+                False,
+                "flattened_bucket",
+            )
             assert "weight_version" not in body
-        assert scripted.bodies("/update_weight_version") == [{"new_version": "1", "abort_all_requests": False}]
+        assert scripted.bodies("/update_weight_version") == [
+            {"new_version": "1", "abort_all_requests": False}
+        ]
         assert all(scripted.admin[route] for route in scripted.routes)
 
     with_scripted(folder, use)
@@ -160,7 +192,7 @@ def test_drain_waits_for_what_is_in_flight_and_abort_ends_it(folder):
         running = asyncio.ensure_future(engine.generate([request([1])]))
         await asyncio.sleep(0.05)
         aborting = asyncio.ensure_future(engine.pause("abort"))
-        await asyncio.sleep(0.5)                # asked again: a request may have been on its way
+        await asyncio.sleep(0.5)  # asked again: a request may have been on its way
         assert len(scripted.bodies("/abort_request")) > 1
         assert scripted.bodies("/abort_request")[0]["abort_all"] is True
         scripted.held.set()
@@ -175,7 +207,10 @@ def test_requests_that_do_not_end_have_a_limit(folder):
         scripted.held.clear()
         running = asyncio.ensure_future(engine.generate([request([1])]))
         await asyncio.sleep(0.05)
-        with pytest.raises(EngineHangs, match=r"engine-3 did not end its requests within 0.3 s \(.*update_timeout_s\)"):
+        with pytest.raises(
+            EngineHangs,
+            match=r"engine-3 did not end its requests within 0.3 s \(.*update_timeout_s\)",
+        ):
             await engine.pause("abort")
         running.cancel()
 
@@ -188,7 +223,11 @@ def test_a_session_left_open_is_closed_first(folder):
             (400, {"success": False, "message": "a weight-update session is already open"}), (200, {"success": True}),
         ]  # fmt: skip
         await publish(engine)
-        assert scripted.routes[1:4] == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
+        assert scripted.routes[1:4] == [
+            "/begin_weight_update",
+            "/end_weight_update",
+            "/begin_weight_update",
+        ]
 
     with_scripted(folder, use)
 
@@ -207,12 +246,18 @@ def test_a_server_that_hangs_is_not_asked_to_begin_again(folder):
 @pytest.mark.parametrize("status", [200, 400])
 def test_a_refusal_is_the_engines_failure_in_the_servers_words(folder, status):
     async def use(engine, scripted):
-        scripted.answers["/update_weights_from_tensor"] = [(status, {"success": False, "message": "no such luck"})]
-        with pytest.raises(EngineFailed, match=r"engine-3.*update_weights_from_tensor.*no such luck"):
+        scripted.answers["/update_weights_from_tensor"] = [
+            (status, {"success": False, "message": "no such luck"})
+        ]
+        with pytest.raises(
+            EngineFailed, match=r"engine-3.*update_weights_from_tensor.*no such luck"
+        ):
             await publish(engine)
         with pytest.raises(EngineFailed, match="ended without buckets 0, 1 of 2"):
             await engine.end_update()
-        with pytest.raises(EngineFailed, match=r"its weights are stale \(updating\): publish a whole update"):
+        with pytest.raises(
+            EngineFailed, match=r"its weights are stale \(updating\): publish a whole update"
+        ):
             await engine.resume()
         assert "/end_weight_update" not in scripted.routes
         assert "/continue_generation" not in scripted.routes
@@ -236,7 +281,11 @@ def test_a_bucket_over_the_group_is_described_and_a_group_left_before_the_next(f
         assert body["names"] == [spec.name for spec in BUCKETS[1].tensors]
         assert set(body["dtypes"]) == {"float32"}
         assert body["shapes"] == [list(spec.shape) for spec in BUCKETS[1].tensors]
-        assert (body["group_name"], body["load_format"], body["flush_cache"]) == ("second", "flattened_bucket", False)
+        assert (body["group_name"], body["load_format"], body["flush_cache"]) == (
+            "second",
+            "flattened_bucket",
+            False,
+        )
         with pytest.raises(EngineFailed, match="takes buckets over the process group"):
             await engine.receive_bucket(0, flatten(BUCKETS[0], tiny_qwen3()))
 
@@ -278,13 +327,21 @@ def test_memory_is_released_while_paused_and_takes_the_weights_with_it(folder):
         await engine.resume_memory(["kv_cache"])
         assert (await engine.health())["version"] == 1
         await engine.release_memory(["weights"])
-        assert scripted.bodies("/release_memory_occupation") == [{"tags": ["kv_cache"]}, {"tags": ["weights"]}]
-        with pytest.raises(EngineFailed, match="memory of its weights is released, it cannot generate"):
+        assert scripted.bodies("/release_memory_occupation") == [
+            {"tags": ["kv_cache"]},
+            {"tags": ["weights"]},
+        ]
+        with pytest.raises(
+            EngineFailed, match="memory of its weights is released, it cannot generate"
+        ):
             await engine.resume()
         with pytest.raises(EngineFailed, match="restore it before an update"):
             await engine.begin_update(BUCKETS)
         await engine.resume_memory(["weights"])
-        assert scripted.bodies("/resume_memory_occupation") == [{"tags": ["kv_cache"]}, {"tags": ["weights"]}]
+        assert scripted.bodies("/resume_memory_occupation") == [
+            {"tags": ["kv_cache"]},
+            {"tags": ["weights"]},
+        ]
         with pytest.raises(EngineFailed, match="no weights were published"):
             await engine.resume()
         await publish(engine, version=2)
@@ -300,7 +357,8 @@ def test_a_new_life_knows_nothing_of_the_last(folder):
         await engine.kill()
         await engine.start()
         assert engine.in_group is None
-        with pytest.raises(EngineFailed, match="no weights were published"):    # at once: nothing waits for a resume
+        # at once: nothing waits for a resume
+        with pytest.raises(EngineFailed, match="no weights were published"):
             await engine.generate([request([1])])
         with pytest.raises(EngineFailed, match="call pause first"):
             await engine.begin_update(BUCKETS)
@@ -311,18 +369,28 @@ def test_a_new_life_knows_nothing_of_the_last(folder):
 
 @pytest.mark.parametrize("info", ["nginx", {}, {k: v for k, v in INFO.items() if k != "device"}])
 def test_what_is_no_sglang_does_not_start(folder, info):
-    with pytest.raises(EngineFailed, match=r"engine engine-3: its /server_info is not that of sglang 0\.5\.23"):
+    with pytest.raises(
+        EngineFailed, match=r"engine engine-3: its /server_info is not that of sglang 0\.5\.23"
+    ):
         with_scripted(folder, None, info=info)
 
 
 def test_requests_go_through_the_users_router_and_everything_else_to_the_server(folder):
-    heard, seeds = [], set()
+    heard = []
+    seeds = set()
 
     async def route(asked):
         body = await asked.json()
         seeds.add(body["sampling_params"]["sampling_seed"])
-        heard.append((asked.path, asked.headers["Authorization"], body["input_ids"], body["sampling_params"]["max_new_tokens"]))
-        return web.json_response(completion(3, 4))      # it takes one, and no list
+        heard.append(
+            (
+                asked.path,
+                asked.headers["Authorization"],
+                body["input_ids"],
+                body["sampling_params"]["max_new_tokens"],
+            )
+        )
+        return web.json_response(completion(3, 4))  # it takes one, and no list
 
     async def router():
         app = web.Application()
