@@ -49,7 +49,7 @@ def recorded_fields(config: Config) -> dict[str, str]:
     key that asks for it.
     """
     asked = {
-        "keep_sets": ("policy.logprobs.keep_sets", config.policy.logprobs.keep_sets),
+        "sampling_mask": ("policy.logprobs.keep_sets", config.policy.logprobs.keep_sets),
         "routed_experts": ("policy.routing_replay", config.policy.routing_replay == "engine"),
     }
     return {name: key for name, (key, on) in asked.items() if on}

@@ -14,6 +14,10 @@ from rlcore.data.sampling_masks import SamplingMasks
 ARRAYS = ("tokens", "loss_mask", "rollout_logprobs", "token_rewards")  # of a sample
 FinishReason = Literal["stop", "length", "abort"]
 
+SAMPLING_MASK_KEY = (
+    "keep_sets"  # of a sampling mask in records: the name that files have had from the start
+)
+
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
@@ -173,7 +177,8 @@ class Sample:
         for name in () if arrays else ARRAYS:
             record[name] = None if record[name] is None else record[name].tolist()
         record["versions"] = [[s.version, s.start, s.end] for s in self.versions]
-        record["keep_sets"] = None if self.sampling_mask is None else self.sampling_mask.to_record()
+        mask = record.pop("sampling_mask")
+        record[SAMPLING_MASK_KEY] = None if mask is None else mask.to_record()
         record["routed_experts"] = (
             None if self.routed_experts is None else encode_experts(self.routed_experts)
         )
@@ -189,8 +194,8 @@ class Sample:
         if known.get("token_rewards") is not None:
             known["token_rewards"] = np.asarray(record["token_rewards"], dtype=np.float32)
         known["versions"] = tuple(VersionSpan(*span) for span in record["versions"])
-        if known.get("keep_sets") is not None:
-            known["keep_sets"] = SamplingMasks.from_record(record["keep_sets"])
+        if record.get(SAMPLING_MASK_KEY) is not None:
+            known["sampling_mask"] = SamplingMasks.from_record(record[SAMPLING_MASK_KEY])
         if known.get("routed_experts") is not None:
             known["routed_experts"] = decode_experts(record["routed_experts"])
         return cls(**known)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rlcore.data.sample import Sample
+from rlcore.data.sample import SAMPLING_MASK_KEY, Sample
 from rlcore.data.step import StepRollouts
 from rlcore.errors import DataError
 from rlcore.runs.rollouts import read_rollouts
@@ -45,16 +45,15 @@ class ReplaySource:
             )
         for name, key in recorded.items():
             if any(getattr(sample, name) is None for sample in self.samples):
+                file_name = SAMPLING_MASK_KEY if name == "sampling_mask" else name
                 raise DataError(
-                    f"training.replay: {path} was recorded without {name}, which {key} needs: turn"
+                    f"training.replay: {path} was recorded without {file_name}, which {key} needs: turn"
                     " it off"
                 )
-        if "keep_sets" not in recorded and any(
+        if "sampling_mask" not in recorded and any(
             sample.sampling_mask is not None for sample in self.samples
         ):
-            message = (
-                f"{path} was recorded with sampling_mask: set policy.logprobs.keep_sets to true"
-            )
+            message = f"{path} was recorded with keep_sets: set policy.logprobs.keep_sets to true"
             raise DataError(f"training.replay: {message}")
         self.recorded_step: int | None = records[0].get("step")
         newest = max(

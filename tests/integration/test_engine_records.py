@@ -61,7 +61,7 @@ def test_a_replay_scores_the_recorded_sets(lab: Lab, kept: Run) -> None:
         assert replay.rows[1][name] == kept.rows[2][name], name
     refused = lab.train("keep_sets_refused", *TOP_P, *given)
     assert refused.code == 2
-    assert "recorded with sampling_mask: set policy.logprobs.keep_sets to true" in refused.err
+    assert "recorded with keep_sets: set policy.logprobs.keep_sets to true" in refused.err
 
 
 @pytest.mark.full

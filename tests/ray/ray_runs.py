@@ -51,7 +51,7 @@ class Going:
 
     def _is_known(self) -> bool:
         try:
-            return ray.is_initialized() and self.actor("board") is not None
+            return ray.is_initialized() and self.actor("status") is not None
         except ValueError:
             return False
 
@@ -59,7 +59,7 @@ class Going:
         return ray.get_actor(actor_name(self.name, part), namespace=NAMESPACE)
 
     def ranks(self) -> list[dict[str, Any]]:
-        facts: dict[str, Any] = ray.get(self.actor("board").read.remote(), timeout=30)
+        facts: dict[str, Any] = ray.get(self.actor("status").read.remote(), timeout=30)
         return list(facts["ranks"])
 
     def rank_pids(self) -> list[int]:

@@ -61,8 +61,8 @@ def test_an_actor_that_cannot_begin_says_why_at_once() -> None:
 
     @ray.remote
     class Part:
-        def __init__(self, workplace: ActorEnv) -> None:
-            workplace.enter()
+        def __init__(self, actor_env: ActorEnv) -> None:
+            actor_env.enter()
 
         def where(self) -> str:
             return os.getcwd()

@@ -2,7 +2,7 @@
 again what is lost.
 
     this process    the ranks' store, the terminal, signals
-    board           a small actor: `rlcore status`, `rlcore stop`
+    run_status           a small actor: `rlcore status`, `rlcore stop`
     engine hosts    an actor an engine; Ray starts it elsewhere when its node is lost
     service         an actor; Ray starts it again, and rank 0 tells it where it was
     ranks           an actor each; when one is lost all are started again, from the last checkpoint
@@ -99,12 +99,12 @@ class Driver:
         self.config = loaded.config
         self._folder = Path(self.config.run.dir) / self.config.run.name
         self._lines = LogRelay(cluster.address)
-        self._workplace = ActorEnv(os.getcwd(), cluster.address, self._lines.port)
+        self._actor_env = ActorEnv(os.getcwd(), cluster.address, self._lines.port)
         self._keys = Keys.from_environment()
         self._requests = requests
         self._ranks: Ranks | None = None
         self._asked = False  # the ranks were asked to end
-        self._board: Any = None
+        self._run_status: Any = None
         self._service: Any = None
         self._heartbeat: Heartbeat | None = None  # the service's
         self._hosts: list[Any] = []
@@ -116,7 +116,7 @@ class Driver:
     def run(self, *, resume: bool, overwrite: bool) -> int:
         with self._requests.ending_at_once(), self._leaving_a_result():
             self._stack.callback(self._lines.show, patience_s=0.0)  # nobody speaks any more
-            self._open_board()
+            self._open_run_status()
             placement = self._cluster.placement
             # The trainer's first, and for all its starts: it needs whole nodes, and engines go
             # anywhere.
@@ -152,7 +152,7 @@ class Driver:
                 self._folder, limit_s=limit, key="cluster.start_timeout_s", tick=self._tick
             )
         group = self._wait_for(trainer)
-        ranks = Ranks(self._cluster, group, self._loaded, self._workplace, self._tick)
+        ranks = Ranks(self._cluster, group, self._loaded, self._actor_env, self._tick)
         try:
             failure = ranks.place() or self._run(ranks, group, resume=resume, overwrite=overwrite)
             if failure is None:
@@ -174,7 +174,7 @@ class Driver:
             self._opened |= ranks.was_opened
             ranks.end()
             self._ranks = None
-            self._write_board([])
+            self._write_run_status([])
         self._restarts += 1
         self._began = time.time()
         again = (
@@ -191,7 +191,7 @@ class Driver:
             self._end_service()
             self._host_engines(group, ranks.gpus)
             self._start_service()
-        self._write_board(
+        self._write_run_status(
             [
                 {"rank": rank, "node": node, "pid": pid, "gpus": gpus}
                 for rank, (node, pid, gpus) in enumerate(
@@ -207,33 +207,33 @@ class Driver:
 
     # --- the parts --------------------------------------------------------------------------------
 
-    def _open_board(self) -> None:
+    def _open_run_status(self) -> None:
         """Raises UserError where a run of this name goes on already."""
         name = self.config.run.name
-        board = ray.remote(RunStatus).options(
-            name=actor_name(name, "board"), namespace=NAMESPACE, num_cpus=0, max_concurrency=CONCURRENT,
+        run_status = ray.remote(RunStatus).options(
+            name=actor_name(name, "status"), namespace=NAMESPACE, num_cpus=0, max_concurrency=CONCURRENT,
             scheduling_strategy=here(),
         )  # fmt: skip
         try:
-            self._board = board.remote()
+            self._run_status = run_status.remote()
         except ValueError as error:
             raise UserError(
                 f"run {name!r} goes on on this cluster already: end it with `rlcore stop {name}`,"
                 " or choose another run.name"
             ) from error
-        self._requests.heed(self._board)
-        self._stack.callback(lambda: end_named([actor_name(name, "board")]))
+        self._requests.heed(self._run_status)
+        self._stack.callback(lambda: end_named([actor_name(name, "status")]))
         facts = {
             "run": name,
             "folder": str(self._folder.absolute()),
             "driver": os.getpid(),
             "began": self._began,
         }
-        self._board.write.remote(facts)
-        self._write_board([])
+        self._run_status.write.remote(facts)
+        self._write_run_status([])
 
-    def _write_board(self, ranks: list[dict[str, Any]]) -> None:
-        self._board.write.remote({"ranks": ranks, "restarts": self._restarts})
+    def _write_run_status(self, ranks: list[dict[str, Any]]) -> None:
+        self._run_status.write.remote({"ranks": ranks, "restarts": self._restarts})
 
     def _host_engines(self, group: PlacementGroup | None, gpus: list[list[str]]) -> None:
         """An actor an engine, in its bundle. `gpus`: of each rank, for engines that share them."""
@@ -251,7 +251,7 @@ class Driver:
                     placement_group=group, placement_group_bundle_index=bundle
                 ),
             )  # fmt: skip
-            self._hosts.append(host.remote(self._workplace, self.config, index, self._keys, shared))
+            self._hosts.append(host.remote(self._actor_env, self.config, index, self._keys, shared))
 
     def _start_service(self) -> None:
         if not generates(self.config):
@@ -262,7 +262,7 @@ class Driver:
             num_cpus=resources.get("CPU", 0.0), max_concurrency=CONCURRENT, scheduling_strategy=here(spills=True),
         )  # fmt: skip
         names = [host_name(self.config.run.name, index) for index in range(len(self._hosts))]
-        self._service = service.remote(self._workplace, self.config, names, self._keys)
+        self._service = service.remote(self._actor_env, self.config, names, self._keys)
         self._heartbeat = Heartbeat(self._service, limit_s=self.config.cluster.heartbeat_timeout_s)
 
     def _end_service(self) -> None:

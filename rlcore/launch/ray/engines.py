@@ -60,9 +60,9 @@ class EngineHost:
     """
 
     def __init__(
-        self, workplace: ActorEnv, config: Config, index: int, keys: Keys, gpus: Sequence[str] = ()
+        self, actor_env: ActorEnv, config: Config, index: int, keys: Keys, gpus: Sequence[str] = ()
     ) -> None:
-        workplace.enter()
+        actor_env.enter()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._server = _server(config, index, keys, gpus)

@@ -43,9 +43,9 @@ class RankEnv:
 class RankActor:
     """Runs one rank, in the main thread of a process of its own, once."""
 
-    def __init__(self, workplace: ActorEnv) -> None:
-        workplace.enter()
-        self._workplace = workplace
+    def __init__(self, actor_env: ActorEnv) -> None:
+        actor_env.enter()
+        self._actor_env = actor_env
 
     def where(self) -> tuple[str, int, list[str]]:
         """The node's id, the process id, the GPUs that Ray gave it."""
@@ -53,7 +53,7 @@ class RankActor:
         return ray.get_runtime_context().get_node_id(), os.getpid(), gpus
 
     def run(
-        self, seat: RankEnv, loaded: Loaded, *, resume: bool, overwrite: bool, service: Any
+        self, rank_env: RankEnv, loaded: Loaded, *, resume: bool, overwrite: bool, service: Any
     ) -> int:
         """The rank's exit code.
 
@@ -67,12 +67,12 @@ class RankActor:
         # under torchrun.
         has_own = loaded.config.cluster.ray.rank_gpus > 0 and bool(self.where()[2])
         local = {"LOCAL_RANK": "0"} if has_own else {}
-        os.environ.update(seat.environment() | local | {SUPERVISED: str(os.getppid())})
+        os.environ.update(rank_env.environment() | local | {SUPERVISED: str(os.getppid())})
         from rlcore.launch.rank import train_rank
 
-        if seat.rank == 0:
-            self._workplace.speak()
-        opener = None if service is None or seat.rank != 0 else _opener(service)
+        if rank_env.rank == 0:
+            self._actor_env.speak()
+        opener = None if service is None or rank_env.rank != 0 else _opener(service)
         return train_rank(loaded, resume=resume, overwrite=overwrite, service=opener)
 
 

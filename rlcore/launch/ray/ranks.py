@@ -60,13 +60,13 @@ class Ranks:
         cluster: Cluster,
         group: PlacementGroup,
         loaded: Loaded,
-        workplace: ActorEnv,
+        actor_env: ActorEnv,
         tick: Callable[[], None],
     ) -> None:
         self._cluster = cluster
         self._group = group
         self._loaded = loaded
-        self._workplace = workplace
+        self._actor_env = actor_env
         self._tick = tick
         self.config = loaded.config
         self._began = time.time()
@@ -109,7 +109,7 @@ class Ranks:
                     placement_group=self._group, placement_group_bundle_index=place.node
                 ),
             )  # fmt: skip
-            self.actors.append(actor.remote(self._workplace))
+            self.actors.append(actor.remote(self._actor_env))
         asked = [actor.where.remote() for actor in self.actors]
         deadline = time.monotonic() + limit
         while (
@@ -140,11 +140,11 @@ class Ranks:
         address = self._cluster.address
         for place, actor in zip(places, self.actors, strict=True):
             ranks_there = sum(other.node == place.node for other in places)
-            seat = RankEnv(
+            rank_env = RankEnv(
                 place.rank, len(places), place.local_rank, ranks_there, address, self._host.port
             )
             ref = actor.run.remote(
-                seat, self._loaded, resume=resume, overwrite=overwrite, service=service
+                rank_env, self._loaded, resume=resume, overwrite=overwrite, service=service
             )
             self._runs[ref] = place.rank
         while True:

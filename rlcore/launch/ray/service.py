@@ -80,11 +80,11 @@ class ServiceActor:
     """
 
     def __init__(
-        self, workplace: ActorEnv, config: Config, hosts: Sequence[str], keys: Keys
+        self, actor_env: ActorEnv, config: Config, hosts: Sequence[str], keys: Keys
     ) -> None:
-        workplace.enter()
+        actor_env.enter()
         os.environ |= {API_KEY: keys.api, ADMIN_KEY: keys.admin}
-        self._workplace = workplace
+        self._actor_env = actor_env
         self._config = config
         self._hosts = hosts
         self._keys = keys
@@ -148,7 +148,7 @@ class ServiceActor:
         """
         self._check(life)
         if self._starting is None:
-            self._workplace.speak()
+            self._actor_env.speak()
             log_to(folder_of(self._config.run) / "service.log")
             again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
             self._starting = asyncio.ensure_future(

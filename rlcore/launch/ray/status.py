@@ -32,11 +32,11 @@ def status(address: str | None) -> Iterator[str]:
     Raises UserError where there is no cluster.
     """
     with _connected(address):
-        runs = sorted(name for name in _named() if name.endswith("/board"))
+        runs = sorted(name for name in _named() if name.endswith("/status"))
         if not runs:
             yield "no run goes on"
         for name in runs:
-            yield from _describe(name.removesuffix("/board"))
+            yield from _describe(name.removesuffix("/status"))
 
 
 def stop(run: str, address: str | None, *, timeout_s: float) -> str:
@@ -49,15 +49,17 @@ def stop(run: str, address: str | None, *, timeout_s: float) -> str:
     """
     with _connected(address):
         try:
-            board = ray.get_actor(actor_name(run, "board"), namespace=NAMESPACE)
+            run_status = ray.get_actor(actor_name(run, "status"), namespace=NAMESPACE)
         except ValueError as error:
             there = ", ".join(
-                sorted(name.removesuffix("/board") for name in _named() if name.endswith("/board"))
+                sorted(
+                    name.removesuffix("/status") for name in _named() if name.endswith("/status")
+                )
             )
             raise UserError(f"no run {run!r} goes on here; there is {there or 'none'}") from error
-        get(board.stop.remote(), limit_s=ANSWER_S, what=f"run {run}", key=KEY)
+        get(run_status.stop.remote(), limit_s=ANSWER_S, what=f"run {run}", key=KEY)
         deadline = time.monotonic() + timeout_s
-        while actor_name(run, "board") in _named():
+        while actor_name(run, "status") in _named():
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"run {run} was asked to stop and goes on after {timeout_s:g} s (--timeout):"
@@ -101,9 +103,9 @@ def _named() -> set[str]:
 
 def _describe(run: str) -> Iterator[str]:
     try:
-        board = ray.get_actor(actor_name(run, "board"), namespace=NAMESPACE)
+        run_status = ray.get_actor(actor_name(run, "status"), namespace=NAMESPACE)
         facts: dict[str, Any] = get(
-            board.read.remote(), limit_s=ANSWER_S, what=f"run {run}", key=KEY
+            run_status.read.remote(), limit_s=ANSWER_S, what=f"run {run}", key=KEY
         )
     except (RlcoreError, ValueError):  # it has ended meanwhile
         return

@@ -22,9 +22,9 @@ class EndRequests:
     def __init__(self) -> None:
         self.count = 0
         self._ends_at_once = False
-        self._board: Any = None
-        self._stops = 0  # of `count`, those that were said on the board
-        # the call that returns when the board has another one
+        self._run_status: Any = None
+        self._stops = 0  # of `count`, those that were said on the run_status
+        # the call that returns when the run_status has another one
         self._next_stop: list[Any] = []
 
     @contextmanager
@@ -48,18 +48,18 @@ class EndRequests:
         finally:
             self._ends_at_once = False
 
-    def heed(self, board: Any) -> None:
+    def heed(self, run_status: Any) -> None:
         """What is said on it from now on."""
-        self._board = board
+        self._run_status = run_status
         self._await_stop()
 
     def look(self) -> None:
-        """Count what the board has; never waits."""
+        """Count what the run_status has; never waits."""
         if not self._next_stop or not ray.wait(self._next_stop, timeout=0)[0]:
             return
         try:
             ray.get(self._next_stop)
-        except RayError:  # the board is lost: nobody can say it any more
+        except RayError:  # the run_status is lost: nobody can say it any more
             self._next_stop = []
             return
         self.count += 1
@@ -67,4 +67,4 @@ class EndRequests:
         self._await_stop()
 
     def _await_stop(self) -> None:
-        self._next_stop = [self._board.until_stop.remote(self._stops + 1)]
+        self._next_stop = [self._run_status.until_stop.remote(self._stops + 1)]

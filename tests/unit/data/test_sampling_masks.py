@@ -65,16 +65,16 @@ def test_a_replay_has_them_where_they_are_configured_and_only_there(
 ) -> None:
     path = tmp_path / "step.jsonl.zst"
     write_rollouts(path, 1, [make_sample(sampling_mask=SamplingMasks.whole(3))])
-    asked = {"keep_sets": "policy.logprobs.keep_sets"}
+    asked = {"sampling_mask": "policy.logprobs.keep_sets"}
     assert ReplaySource(path, recorded=asked).samples[0].sampling_mask is not None
     with pytest.raises(
-        DataError, match=r"recorded with sampling_mask: set policy.logprobs.keep_sets to true"
+        DataError, match=r"recorded with keep_sets: set policy.logprobs.keep_sets to true"
     ):
         ReplaySource(path)
     write_rollouts(path, 1, [make_sample(sampling_mask=SamplingMasks.whole(3)), make_sample(1)])
     with pytest.raises(
         DataError,
-        match=r"recorded without sampling_mask, which policy.logprobs.keep_sets needs: turn it off",
+        match=r"recorded without keep_sets, which policy.logprobs.keep_sets needs: turn it off",
     ):
         ReplaySource(path, recorded=asked)
 

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from engine_kit import tiny_qwen3
+from transformers import Qwen3ForCausalLM
 
 from rlcore.config import Config
 from rlcore.data.generation import GenerateRequest
@@ -103,3 +106,24 @@ def make_service(
     yield make
     for service in made:
         service.close()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model() -> Qwen3ForCausalLM:
+    return tiny_qwen3()
+
+
+@pytest.fixture(scope="session")
+def folder(model: Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Only the config: the engine must not find weights to read."""
+    path = tmp_path_factory.mktemp("qwen3")
+    model.config.save_pretrained(path)
+    return path

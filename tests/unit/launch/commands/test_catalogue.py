@@ -35,7 +35,7 @@ from rlcore.launch.commands.catalogue import (
     list_algorithms,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 
 def sections(lines: list[str]) -> dict[str, dict[str, list[str]]]:

@@ -12,7 +12,7 @@ import pytest
 
 from rlcore import cli
 
-EXAMPLES = Path(__file__).parents[3] / "examples/models"
+EXAMPLES = Path(__file__).parents[4] / "examples/models"
 CONFIG = str(EXAMPLES / "grpo.yaml")
 
 

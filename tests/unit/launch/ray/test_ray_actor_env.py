@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from rlcore.launch.ray import actor_env as workplace
+from rlcore.launch.ray import actor_env
 from rlcore.launch.ray.actor_env import LogRelay, RemoteStdout, line_key
 
 HOST = "127.0.0.1"
@@ -46,14 +46,14 @@ def test_a_line_that_stays_half_said_is_passed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(workplace.time, "monotonic", lambda: now)
+    monkeypatch.setattr(actor_env.time, "monotonic", lambda: now)
     half_said(store)
     print("later", file=RemoteStdout(store, "out"))
     lines.show()
-    now += 0.9 * workplace.HALF_SAID_S
+    now += 0.9 * actor_env.HALF_SAID_S
     lines.show()
     assert capsys.readouterr().out == "", "its text may be on its way"
-    now += 0.2 * workplace.HALF_SAID_S
+    now += 0.2 * actor_env.HALF_SAID_S
     lines.show()
     assert capsys.readouterr().out == "later\n"
 

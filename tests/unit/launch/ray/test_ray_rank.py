@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import RayActorError
 from torch.distributed import HashStore
 
-import rlcore.launch
+import rlcore.launch.rank
 from rlcore.launch.attempts import mark_ended
 from rlcore.launch.ray import rank as rank_module
 from rlcore.launch.ray import ranks as ranks_module
@@ -20,7 +20,9 @@ from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.rank import RankActor, RankEnv
 from rlcore.launch.ray.ranks import Ranks
 
-SEAT = RankEnv(rank=7, world_size=8, local_rank=3, local_world_size=4, host="10.0.0.1", port=2345)
+RANK_ENV = RankEnv(
+    rank=7, world_size=8, local_rank=3, local_world_size=4, host="10.0.0.1", port=2345
+)
 
 
 class Here(ActorEnv):
@@ -45,7 +47,7 @@ def found_by_the_rank(
     monkeypatch.setattr(
         os, "environ", before | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     )
-    monkeypatch.setattr(rlcore.launch, "train_rank", train_rank)
+    monkeypatch.setattr(rlcore.launch.rank, "train_rank", train_rank)
     monkeypatch.setattr(
         rank_module.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node")
     )
@@ -54,7 +56,7 @@ def found_by_the_rank(
     )
     assert (
         RankActor(Here()).run(
-            SEAT, loaded, resume=True, overwrite=False, service="service of rank 0"
+            RANK_ENV, loaded, resume=True, overwrite=False, service="service of rank 0"
         )
         == 5
     )

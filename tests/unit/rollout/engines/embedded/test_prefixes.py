@@ -24,7 +24,7 @@ SETTINGS = {
     "temperature": 0.8,
     "top_k": 9,
     "stop_token_ids": (5, 6),
-    "keep_sets": True,
+    "sampling_mask": True,
 }
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10]]
 
@@ -224,7 +224,7 @@ def test_an_abort_under_the_same_weights_changes_no_token(model, folder, reaches
         "max_new_tokens": 200,
         "temperature": 0.9,
         "stop_token_ids": (5,),
-        "keep_sets": True,
+        "sampling_mask": True,
         "top_k": 12,
     }
     prompts = PROMPTS

@@ -21,7 +21,7 @@ from rollout.engines.embedded.codec import (
 from rollout.engines.embedded.sampling import keep_mask
 from rollout.engines.embedded.sampling_masks import SamplingMaskRecorder
 
-KEPT: dict[str, Any] = {"temperature": 0.7, "top_p": 0.7, "top_k": 9, "keep_sets": True}
+KEPT: dict[str, Any] = {"temperature": 0.7, "top_p": 0.7, "top_k": 9, "sampling_mask": True}
 
 
 def generate(folder, model, requests, **config):
@@ -62,8 +62,8 @@ def test_every_token_comes_with_what_it_was_drawn_from(folder, model):
 
 
 def test_only_those_who_ask_get_them_and_the_whole_vocabulary_takes_no_room(folder, model):
-    truncated = {**KEPT, "keep_sets": False}
-    whole = {"temperature": 0.7, "keep_sets": True}
+    truncated = {**KEPT, "sampling_mask": False}
+    whole = {"temperature": 0.7, "sampling_mask": True}
     asked = [request([1, 2], draw=0, **KEPT), request([1, 2], draw=1, **truncated), request([1, 2], draw=2, **whole),
              request([1, 2], draw=3, temperature=0.0, top_p=0.5, sampling_mask=True)]  # fmt: skip
     (kept,), (plain,), (full,), (greedy,) = generate(folder, model, asked)
