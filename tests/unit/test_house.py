@@ -1,0 +1,101 @@
+"""The floor plan holds: no import circles, no crowded folders, documented names."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("rlcore", "rollout", "backends")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+MOST_FILES = 14
+CROWDED = {"rlcore/algorithms"}  # a formula a file
+LONGEST_FUNCTION = 70
+LONGEST_FILE = 480
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): tree for path, tree in TREES.items()}
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Every imported name, those inside functions too, those for type checkers alone not."""
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                inside = f"{node.module}.{alias.name}"
+                yield inside if inside in MODULES else node.module
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {
+        name: {other for other in imported(tree) if other in MODULES and other != name}
+        for name, tree in MODULES.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("a circle of imports: " + " -> ".join(error.args[1]))
+
+
+def test_no_folder_is_crowded() -> None:
+    files = Counter(path.parent for path in FILES if path.name != "__init__.py")
+    sizes = {str(folder.relative_to(ROOT)): count for folder, count in files.items()}
+    crowded = {name: count for name, count in sizes.items() if count > MOST_FILES}
+    assert set(crowded) <= CROWDED, crowded
+
+
+def test_functions_and_files_can_be_seen_whole() -> None:
+    for path, tree in TREES.items():
+        assert len(path.read_text().splitlines()) <= LONGEST_FILE, path
+        for node in ast.walk(tree):
+            if isinstance(node, Function):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= LONGEST_FUNCTION, f"{path}:{node.lineno} {node.name}"
+
+
+def test_an_assignment_sets_one_thing() -> None:
+    """`a, b = x, y` hides a statement; a swap, whose values name the targets, may stay."""
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
+                continue
+            if isinstance(node.targets[0], ast.Tuple):
+                targets = {ast.unparse(target) for target in node.targets[0].elts}
+                read = {ast.unparse(part) for part in ast.walk(node.value)}
+                assert targets & read, f"{path}:{node.lineno} packs values into one assignment"
+
+
+def public(body: list[ast.stmt]) -> Iterator[Function | ast.ClassDef]:
+    for node in body:
+        if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
+            yield node
+            if isinstance(node, ast.ClassDef):
+                yield from public(node.body)
+
+
+def test_nine_of_ten_public_names_say_what_they_are() -> None:
+    names = [node for tree in TREES.values() for node in public(tree.body)]
+    documented = [node for node in names if ast.get_docstring(node)]
+    assert len(documented) >= 0.9 * len(names), f"{len(documented)} of {len(names)}"
