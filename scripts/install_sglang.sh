@@ -5,6 +5,8 @@
 # anew, except that packages for GPUs make way for those for the CPU only when you remove them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# shellcheck source=scripts/pip.sh
+. scripts/pip.sh
 venv=.venv-sglang list=scripts/requirements-sglang-cpu.txt version=0.5.23 kind=cpu
 if [ "${1:-}" = --gpu ]; then kind=gpu; shift; fi
 if [ $# -gt 0 ]; then echo "usage: install_sglang.sh [--gpu]; got: $*" >&2; exit 2; fi
@@ -30,11 +32,11 @@ rm -rf "$venv"
 echo "== $venv: sglang $version ($kind)"
 "$python" -m venv "$venv"
 if [ $kind = gpu ]; then
-    "$venv/bin/pip" install --quiet "sglang[all]==$version"
+    pip_into "$venv" "sglang[all]==$version"
 else
-    "$venv/bin/pip" install --quiet torch==2.13.0
-    # Without dependencies: those of sglang would pull the CUDA packages in.
-    "$venv/bin/pip" install --quiet --no-deps -r "$list"
+    pip_into "$venv" torch==2.13.0
+    # Without dependencies, so without a resolver: those of sglang would pull the CUDA packages in.
+    pip_into "$venv" --no-deps -r "$list"
     export SGLANG_USE_CPU_ENGINE=1
 fi
 found=$("$venv/bin/python" -W ignore rollout/engines/sglang/entry.py --version < /dev/null) ||

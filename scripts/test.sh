@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Every check: lint, types, import contracts, then all tests in one pytest run, quick ones first, real SGLang last.
-#   ./scripts/test.sh [--full] [pytest arguments]      --full adds the tests marked "full"; without arguments it runs two folders at a time
+# Every check: lint, format, types, import contracts, then tests, quick ones first.
+#   ./scripts/test.sh [pytest arguments]            every capability once, with its real parts: about 8 minutes of tests on two cores
+#   ./scripts/test.sh --rest [pytest arguments]     the other tests that CI runs
+#   ./scripts/test.sh --full [pytest arguments]     everything, and new examples for the properties
+# WORKERS=N runs tests in N processes (default: 2, the cores that they were timed on).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-options=(-m "not full") beside=()
-if [ "${1:-}" = --full ]; then      # and new examples for the properties
-    shift
-    options=(-m "" --hypothesis-profile=default)
-    if [ $# -eq 0 ]; then       # most of their time they wait, for processes to start, to end, to be missed
-        beside=(tests/parity tests/ray tests/sglang)
-        set -- tests/unit tests/checkpoint tests/integration
-    fi
-fi
+
+options=(-m "not rest and not full") checks=yes
+case "${1:-}" in
+    --rest) shift; options=(-m "rest and not full") checks= ;;     # the first half has made the others
+    --full) shift; options=(-m "" --hypothesis-profile=default) ;;
+esac
 
 # Ranks are processes: one thread each keeps them from fighting over the cores. Nothing may be fetched while testing.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline
@@ -27,24 +27,11 @@ step() {    # step NAME COMMAND...
 step install ./scripts/install.sh dev ray tensorboard wandb plot
 step engine ./scripts/install_sglang.sh
 PATH="$PWD/.venv/bin:$PATH"
-step lint ruff check .
-step types mypy
-step contracts lint-imports
-if [ ${#beside[@]} -eq 0 ]; then
-    echo "== tests"
-    exec python -m pytest "${options[@]}" "$@"
+if [ -n "$checks" ]; then
+    step lint ruff check .
+    step format ruff format --check .
+    step types mypy
+    step contracts lint-imports
 fi
-
-log=$(mktemp)
-set -m      # a job of its own hears Ctrl-C as any other; else it, and all that it starts, would ignore it
-python -m pytest "${options[@]}" "${beside[@]}" > "$log" 2>&1 < /dev/null &
-other=$! failed=0
-set +m
-trap '{ kill -INT -- "-$other" && wait "$other"; } 2> /dev/null || :; rm -f "$log"' EXIT
-echo "== tests: $*"
-python -m pytest "${options[@]}" "$@" || failed=$?
-[ "$failed" -ne 2 ] || exit 2       # interrupted
-wait "$other" || failed=$?
-echo "== tests: ${beside[*]}, meanwhile"
-cat "$log"
-exit "$failed"
+echo "== tests"
+exec python -m pytest -n "${WORKERS:-2}" --dist loadgroup "${options[@]}" "$@"

@@ -13,15 +13,23 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
-# Of a tier, on two cores.
-BUDGET_S = {
-    "unit": 300,
-    "parity": 360,
-    "checkpoint": 240,
-    "integration": 600,
-    "ray": 240,
-    "sglang": 360,
-}
+FOLDERS = ("unit", "parity", "checkpoint", "integration", "ray", "sglang")
+# Their tests share a cluster or a server, which only one worker of pytest-xdist starts.
+SHARING = ("ray", "sglang")
+
+
+def folder_of(nodeid: str) -> str:
+    return Path(nodeid.partition("::")[0]).parts[1]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is in no everyday run: all outside tests/unit that is not marked "everyday"."""
+    for item in items:
+        folder = folder_of(item.nodeid)
+        group = folder if folder in SHARING else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+        if folder != "unit" and not any(item.iter_markers("everyday")):
+            item.add_marker(pytest.mark.rest)
 
 
 @pytest.fixture(scope="session")
@@ -37,18 +45,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Seconds of each tier beside its budget. Over it is a remark and no failure: the machine may
-    be busy.
-    """
+    """Seconds of the tests of each folder, of all workers together."""
     seconds: dict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                seconds[Path(report.nodeid.partition("::")[0]).parts[1]] += report.duration
-    if not seconds:
-        return
-    terminalreporter.section("time by tier")
-    for tier, budget in BUDGET_S.items():
-        if tier in seconds:
-            over = "  OVER BUDGET" if seconds[tier] > budget else ""
-            terminalreporter.write_line(f"{tier:<12} {seconds[tier]:6.1f} s of {budget} s{over}")
+                seconds[folder_of(report.nodeid)] += report.duration
+    if seconds:
+        terminalreporter.section("time by folder")
+    for folder in FOLDERS:
+        if folder in seconds:
+            terminalreporter.write_line(f"{folder:<12} {seconds[folder]:6.1f} s")

@@ -1,0 +1,26 @@
+# shellcheck shell=bash
+# Sourced by the scripts that install.
+
+# pip_into VENV ARGUMENTS...: install into VENV, with uv where there is one, else with pip; says every 20 s what it does.
+pip_into() {
+    local venv=$1 installer pid from=$SECONDS seconds
+    shift
+    local log=$venv/pip.log
+    installer=("$venv/bin/python" -m pip install --progress-bar off)
+    if command -v uv > /dev/null; then installer=(uv pip install --python "$venv/bin/python"); fi
+    "${installer[@]}" "$@" > "$log" 2>&1 < /dev/null &
+    pid=$!
+    trap 'kill "$pid" 2> /dev/null; exit 130' INT TERM
+    while kill -0 "$pid" 2> /dev/null; do
+        sleep 1
+        seconds=$((SECONDS - from))
+        if ((seconds % 20 == 0 && seconds > 0)); then
+            echo "   $venv: $seconds s, $(tail -n 1 "$log" | cut -c1-80)"
+        fi
+    done
+    trap - INT TERM
+    if ! wait "$pid"; then
+        tail -n 30 "$log" >&2
+        return 1
+    fi
+}
