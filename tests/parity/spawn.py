@@ -72,7 +72,7 @@ class Results:
     folder: Path
     cases: Mapping[int, Sequence[dict[str, Any]]]  # world size -> its cases
     every_run: Collection[str]  # names
-    deadline_s: float = 240.0
+    deadline_s: float = 500.0
     _launched: dict[str, Path] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> dict[str, Any]:
