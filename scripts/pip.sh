@@ -6,7 +6,8 @@ pip_into() {
     local venv=$1 installer pid from=$SECONDS seconds
     shift
     local log=$venv/pip.log
-    installer=("$venv/bin/python" -m pip install --progress-bar off)
+    # What is imported is compiled then; compiling all packages here takes longer than unpacking them.
+    installer=("$venv/bin/python" -m pip install --progress-bar off --no-compile)
     if command -v uv > /dev/null; then installer=(uv pip install --python "$venv/bin/python"); fi
     "${installer[@]}" "$@" > "$log" 2>&1 < /dev/null &
     pid=$!
@@ -15,7 +16,7 @@ pip_into() {
         sleep 1
         seconds=$((SECONDS - from))
         if ((seconds % 20 == 0 && seconds > 0)); then
-            echo "   $venv: $seconds s, $(tail -n 1 "$log" | cut -c1-80)"
+            echo "   $venv: $seconds s, $(grep -v WARNING "$log" | tail -n 1 | cut -c1-80)"
         fi
     done
     trap - INT TERM
