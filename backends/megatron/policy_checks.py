@@ -1,6 +1,4 @@
-"""What the policy's section asks of a model that it or this machine cannot give, said before any
-rank is started.
-"""
+"""Checks of the policy's section against the model and the machine, made before any rank starts."""
 
 from __future__ import annotations
 

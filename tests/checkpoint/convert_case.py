@@ -35,8 +35,8 @@ def convert(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelStat
     chunks = in_dtype(
         build_chunks(arch, config, padded_vocab=padded, value_head=head == "value"), config
     )
-    kept = load_hf(chunks, arch, source, parallel)
-    assert kept == (
+    unchanged = load_hf(chunks, arch, source, parallel)
+    assert unchanged == (
         [] if arch.head == head or not parallel.is_last_stage else ["value_head.weight"]
     )
     export._ALONE_BYTES = case["alone_bytes"]

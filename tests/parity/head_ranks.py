@@ -46,7 +46,7 @@ def run(case: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Tensor]:
     weight = given["weight"].chunk(group.size())[group.rank()].clone().requires_grad_()
     logprobs, entropy = fused_logprobs(
         hidden, weight, given["tokens"], vocab_size=VOCAB, tp=group, temperature=TEMPERATURE, tile_elements=case["tile"],
-        keep=given["keep"] if case["keep"] else None,
+        sampling_mask=given["keep"] if case["keep"] else None,
     )  # fmt: skip
     assert entropy is not None
     (given["upstream"] * torch.stack([logprobs, entropy])).sum().backward()

@@ -94,15 +94,15 @@ def expected(folder: Path, samples: list[Sample]) -> dict[str, Any]:
     model = oracle._load(folder / "models" / "qwen3_moe_other")
     at_hand: list[Sample] = []
     routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
-    for place, router in enumerate(routers):
+    for index, router in enumerate(routers):
 
         def forced(
-            router: Any, inputs: Any, output: Any, place: int = place
+            router: Any, inputs: Any, output: Any, index: int = index
         ) -> tuple[Tensor, Tensor, Tensor]:
             record = at_hand[-1].routed_experts
             chosen = output[2].clone()
             if record is not None:
-                given = torch.from_numpy(record[:, place]).long()
+                given = torch.from_numpy(record[:, index]).long()
                 chosen[: len(given)] = torch.where(given < 0, chosen[: len(given)], given)
             probabilities = output[0].softmax(-1).gather(1, chosen)
             return output[0], probabilities / probabilities.sum(-1, keepdim=True), chosen

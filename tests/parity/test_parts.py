@@ -27,7 +27,7 @@ from backends.megatron.batch.local_batch import ShardMap
 from backends.megatron.batch.pack import make_micro_batch, pack_size, pad_lengths
 from backends.megatron.batch.transfer import _flatten, _num_bytes, _views
 from backends.megatron.checks.layout import check_layout
-from backends.megatron.parallel.cp_rank import CPRank
+from backends.megatron.parallel.state import CPRank
 from backends.megatron.parallel.stages import layers_of_stages
 from rlcore.config.sections.policy import OptimizerConfig, ParallelConfig
 from rlcore.data.packing import MinibatchPlan, padded_length
@@ -201,7 +201,7 @@ def test_no_planned_pack_is_longer_than_the_budget(limit: int) -> None:
     config.policy.max_tokens_per_microbatch = limit
     backend: Any = SimpleNamespace(
         config=config,
-        parallel=SimpleNamespace(place=CPRank(2, 0)),
+        parallel=SimpleNamespace(cp=CPRank(2, 0)),
         policy=SimpleNamespace(arch=ARCH),
         data_parallel_size=1,
     )
@@ -241,8 +241,6 @@ def test_no_planned_pack_is_longer_than_the_budget(limit: int) -> None:
         ({"pipeline": 3, "first_stage_layers": 1}, 3, "5 are left for 2 stages"),
         ({"pipeline": 2, "last_stage_layers": 6}, 2, "0 are left for 1 stages"),
         ({"last_stage_layers": 6}, 1, "last_stage_layers: needs pipeline > 1"),
-        ({"virtual_pipeline": 2}, 1, "needs pipeline > 1"),
-        ({"sequence": True}, 1, "needs tensor > 1"),
         ({"context": 2}, 3, "context 2 = 2 does not divide the world size 3"),
     ],
 )

@@ -248,20 +248,20 @@ def test_what_would_fail_be_wrong_or_do_nothing_is_refused(
     arch: Architecture, parallel: dict[str, Any], given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_recompute(given, arch, ParallelConfig(**parallel), engine=False)
+        check_recompute(given, arch, ParallelConfig(**parallel), te_layers=False)
     assert str(caught.value) == f"policy.megatron.{message}"
 
 
 def test_transformer_engine_has_more() -> None:
-    for engine in (True, None):
+    for te_layers in (True, None):
         check_recompute(
-            selective("layernorm", "moe_act"), MOE_ARCH, ParallelConfig(), engine=engine
+            selective("layernorm", "moe_act"), MOE_ARCH, ParallelConfig(), te_layers=te_layers
         )
     with pytest.raises(
         ConfigError,
         match="layernorm: Transformer Engine's layers have their norms inside the matmuls",
     ):
-        check_recompute(selective("layernorm"), DENSE_ARCH, ParallelConfig(), engine=True)
+        check_recompute(selective("layernorm"), DENSE_ARCH, ParallelConfig(), te_layers=True)
 
 
 def test_a_block_of_all_layers_is_right_with_losses_too() -> None:

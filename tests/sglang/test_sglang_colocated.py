@@ -124,7 +124,7 @@ def test_turns_with_a_real_server(shared: Shared) -> None:
         sharing.switch_to(GpuPhase.HANDOVER)
         assert shared.publisher.publish(step) == ""
         sharing.switch_to(GpuPhase.GENERATING)
-        assert shared.backend.parked_bytes > 0
+        assert shared.backend.offloaded_bytes > 0
         completion = shared.generate(step)
         assert [span.version for span in completion.versions] == [step + 1]
         np.testing.assert_allclose(
@@ -132,7 +132,7 @@ def test_turns_with_a_real_server(shared: Shared) -> None:
         )
         seen.append(completion.logprobs[0])
         sharing.switch_to(GpuPhase.TRAINING)
-        assert shared.backend.parked_bytes == 0
+        assert shared.backend.offloaded_bytes == 0
     assert seen[0] != seen[1]
     assert [str(member.health.state) for member in shared.fleet.members] == ["serving"]
     sharing.switch_to(GpuPhase.HANDOVER)

@@ -1,5 +1,6 @@
-"""Reading a Hugging Face folder as an architecture. Imports neither torch nor Megatron, unless a
-bridge is asked.
+"""Reading a Hugging Face folder as an architecture.
+
+Imports neither torch nor Megatron, unless a bridge is used.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ def read_architecture(
     """Read `config.json` of a folder and, unless `weights` is false, check that the folder has
     weights.
 
-    `bridge`: the package that gives the table and knows families that we lack; it imports torch and
-        Megatron.
+    Args:
+        bridge: the package that gives the table and knows families that we lack; it imports torch
+            and Megatron.
 
     Raises ModelError: no such folder, no config.json or weights, an architecture or an option that
-        we do not convert.
+    we do not convert.
     """
     folder = Path(folder)
     config = _read_config(folder)
@@ -112,9 +114,9 @@ def _is_classifier(config: dict[str, Any]) -> bool:
 
 
 def _family(folder: Path, config: dict[str, Any], bridge: BridgeKind) -> Family:
-    """The family by `model_type`; `architectures`, where given, must name one of its classes.
+    """Find the family by `model_type`; `architectures`, where given, must name one of its classes.
 
-    One that we lack has no entries until the bridge has given them.
+    A family that we lack has no entries until the bridge has given them.
     """
     known = ", ".join(name for family in FAMILIES.values() for name in family.classes)
     family = FAMILIES.get(str(config.get("model_type")))
@@ -138,9 +140,7 @@ def _family(folder: Path, config: dict[str, Any], bridge: BridgeKind) -> Family:
 
 
 def _check_supported(folder: Path, config: dict[str, Any], *, bridged: bool) -> None:
-    """Refuse options that would change the model and that we do not carry over; some of them a
-    bridge may.
-    """
+    """Refuse options that change the model and are not converted; a bridge may convert some."""
     rotary = config.get("rope_parameters") or {}
     partial = rotary.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     refused = {
@@ -148,7 +148,7 @@ def _check_supported(folder: Path, config: dict[str, Any], *, bridged: bool) -> 
         "attention_bias": bool(config.get("attention_bias", False)) and not bridged,
         "mlp_bias": bool(config.get("mlp_bias", False)),
         "use_sliding_window": bool(config.get("use_sliding_window", False)),
-        # Qwen gives a window and says that it is not used; for Mixtral a window is one.
+        # Qwen gives a window and says that it is not used; Mixtral uses the window that it gives.
         "sliding_window": bool(config.get("sliding_window")) and "use_sliding_window" not in config,
         "quantization_config": config.get("quantization_config") is not None,
         "partial_rotary_factor": float(partial) != 1.0 and not bridged,
@@ -183,7 +183,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _rope(folder: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling as GPTModel's keyword arguments), from either spelling.
+    """Read (theta, scaling as GPTModel's keyword arguments) from either spelling.
 
     transformers 5 writes one `rope_parameters`; before, there were `rope_theta` and `rope_scaling`.
     """

@@ -1,5 +1,6 @@
-"""Making the next thing while the last one is in use: in a thread on the CPU, on a stream of its
-own on a GPU.
+"""Prefetching: the next result is computed while the last one is in use.
+
+This happens in a thread on the CPU, and on a stream of its own on a GPU.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ R = TypeVar("R")
 
 
 def prefetched(make: Callable[[T], R], items: Sequence[T], device: torch.device) -> Iterator[R]:
-    """`make(item)` of each item in order; the next is being made while the consumer has the last.
+    """Yield `make(item)` of each item in order, and make the next while the last is in use.
 
-    `make` is called for one item after the other, without gradients. It must not overwrite the last
-        thing that it made: that
-    is the consumer's until the next is asked for. When the consumer stops early, the one begun is
-    still made.
+    `make` is called for one item after the other, without gradients. It must not overwrite its last
+    result, which the consumer uses until it asks for the next. When the consumer stops early, the
+    call that has begun is finished.
     """
     with _Stream(device) if device.type == "cuda" else _Thread() as maker:
         pending = maker.begin(make, items[0]) if items else None
@@ -35,13 +35,13 @@ def prefetched(make: Callable[[T], R], items: Sequence[T], device: torch.device)
 
 class _Maker(Protocol):
     def begin(self, make: Callable[[T], R], item: T) -> Callable[[], R]:
-        """Start it; the function returned gives what was made."""
+        """Start `make(item)`; return a function that waits for the result."""
         ...
 
 
 class _Thread:
     def __enter__(self) -> _Maker:
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="ahead")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -57,8 +57,9 @@ class _Thread:
 
 
 class _Stream:
-    """Calls return when their kernels are queued. Both streams wait for each other on the device
-    alone.
+    """A second CUDA stream. Calls return when their kernels are queued.
+
+    The two streams wait for each other on the device alone.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,8 +73,8 @@ class _Stream:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def begin(self, make: Callable[[T], R], item: T) -> Callable[[], R]:
-        # The consumer's stream: the weights are what its last step made, and the memory to write to
-        # is no longer read there.
+        # Wait for the consumer's stream: its last step has made the weights, and it no longer reads
+        # the memory that is written to.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
             made = make(item)

@@ -55,7 +55,7 @@ def main(rank: int, store: str, plugins: str) -> None:
     alike = ParallelState.from_mpu(stub_mpu(rank=0), timeout_s=DEADLINE_S)
     plugin = "algorithm.estimator.name=stub_plugins:"
     seen = {
-        "place": [
+        "coordinates": [
             parallel.rank,
             parallel.world_size,
             parallel.dp_rank,

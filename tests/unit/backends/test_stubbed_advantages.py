@@ -272,7 +272,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 def test_two_ranks_get_what_rank_0_computed_once(two_ranks: list[Any]) -> None:
     zero, one = two_ranks
-    assert (zero["place"], one["place"]) == ([0, 2, 0, [0, 1]], [1, 2, 1, [0, 1]])
+    assert (zero["coordinates"], one["coordinates"]) == ([0, 2, 0, [0, 1]], [1, 2, 1, [0, 1]])
     for case in ("ppo", "random", "alike", "wide"):
         assert zero[case] == one[case]
         assert len(zero[case]["advantages"]) == sum(LENGTHS)

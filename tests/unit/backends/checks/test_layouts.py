@@ -170,9 +170,9 @@ def arguments(model: Path, *texts: str) -> list[str]:
     """The command line of overrides, a later one of a key over an earlier one."""
     words = [word for text in texts for word in re.split(r" (?=[-\w.]+)(?![^{]*})", text) if word]
     dropped = {override(word.removeprefix("-")) for word in words if word.startswith("-")}
-    kept = [override(word) for word in words if not word.startswith("-")]
+    remaining = [override(word) for word in words if not word.startswith("-")]
     given = ("run.name=refused", f"model.path={model}", "data.paths=data.jsonl", "training.steps=1")
-    return [*given, *(word for word in kept if word.partition("=")[0] not in dropped)]
+    return [*given, *(word for word in remaining if word.partition("=")[0] not in dropped)]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_the_plain_optimizer(counts_in_groups: bool) -> None:
     the group.
     """
     whole = completed(
-        plain(), {"state": {0: {"exp_avg": MOMENT}}}, taken=7, counts_in_groups=counts_in_groups
+        plain(), {"state": {0: {"exp_avg": MOMENT}}}, steps_taken=7, counts_in_groups=counts_in_groups
     )
     assert whole["state"].pop(0) == {"exp_avg": MOMENT}
     group = {"params": [0], "eps": 1e-8}
@@ -43,5 +43,5 @@ def test_the_plain_optimizer(counts_in_groups: bool) -> None:
 @pytest.mark.parametrize("counts_in_groups", [False, True])
 def test_the_distributed_optimizer_takes_it_from_the_groups(counts_in_groups: bool) -> None:
     wanted = {"optimizer": {"param_groups": [{"eps": 1e-8}]}, "param_state": {}}
-    whole = completed(wanted, None, taken=7, counts_in_groups=counts_in_groups)
+    whole = completed(wanted, None, steps_taken=7, counts_in_groups=counts_in_groups)
     assert whole == {"optimizer": {"param_groups": [{"eps": 1e-8, "step": 7}]}, "param_state": {}}
