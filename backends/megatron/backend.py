@@ -32,7 +32,7 @@ with importing_megatron():
     from backends.megatron.checkpoint.shards import HostCopies
     from backends.megatron.checks.layout import check_layout
     from backends.megatron.convert.read import read_architecture
-    from backends.megatron.frozen import Frozen, OwnModel, build_reference, build_teacher
+    from backends.megatron.frozen import Frozen, build_reference, build_teacher
     from backends.megatron.model.attention import uses_varlen
     from backends.megatron.model.layers import layers_of
     from backends.megatron.model.moe import mean_losses
@@ -338,15 +338,10 @@ class MegatronBackend:
             torch.cuda.empty_cache()
 
     @property
-    def offloaded_bytes(self) -> int:
-        """Bytes of this rank's models that are off the device now."""
-        return sum(tensors.num_bytes for tensors in self._offloadable)
-
-    @property
     def _offloadable(self) -> list[OffloadedTensors]:
-        frozen = [model.model for model in self.frozen.values() if isinstance(model, OwnModel)]
-        models = [*self._trained.values(), *frozen]
-        return [tensors for model in models for tensors in model.offloadable]
+        models = [*self._trained.values(), *self.frozen.values()]
+        own = [model for model in models if isinstance(model, Model)]
+        return [tensors for model in own for tensors in model.offloadable]
 
     # --- the rest ---------------------------------------------------------------------------------
 

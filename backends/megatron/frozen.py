@@ -20,22 +20,11 @@ from rlcore.errors import ConfigError
 
 
 class Frozen(Protocol):
-    """A model for passes without gradients."""
+    """A model for passes without gradients: a `Model` of its own, or `SwappedIn`."""
 
     def on_device(self) -> AbstractContextManager[Model]:
         """Inside, a model that holds the weights on the device."""
         ...
-
-
-@dataclass(frozen=True)
-class OwnModel:
-    """A model with modules of its own."""
-
-    model: Model
-
-    def on_device(self) -> AbstractContextManager[Model]:
-        """Inside, the model with its weights on the device."""
-        return self.model.on_device()
 
 
 @dataclass(frozen=True)
@@ -96,7 +85,7 @@ def _build(
     for module in model.modules:
         module.eval()
     model.make_offloadable(context.device, offload=offload)
-    return OwnModel(model)
+    return model
 
 
 def _host_weights(

@@ -13,14 +13,13 @@ from rlcore.config import Config
 
 
 def check_policy(config: Config, arch: Architecture, device: str | None) -> None:
-    """Refuse routing replay without experts, FP8 without its layers, and fields of
-    `policy.megatron`.
+    """Refuse routing replay without experts, FP8 without its layers, and wrong Megatron fields.
 
-    Megatron is imported only where the last are given: it takes seconds.
+    Megatron is imported only where `policy.megatron` has fields: the import takes seconds.
 
     Args:
-        device: "cpu" or "cuda"; None: the run will be on another machine, so what depends on that
-            is left out.
+        device: "cpu" or "cuda"; None: the run will be on another machine, so checks that depend on
+            the machine are left out.
 
     Raises ConfigError naming the key, the reason and what to do.
     """

@@ -1,6 +1,4 @@
-"""All gloo worlds of this folder: started once, one a size, each going through every case of its
-layouts.
-"""
+"""The gloo worlds of this folder, one a size: each runs every case of its layouts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What each rank of test_planning.py does: build with the real backend, take a step, count bytes of
-unique storages.
-"""
+"""A rank of test_planning.py: build the backend, take a step, and count bytes of storages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The optimizer step of `oracle.policy_step` on recorded samples, over the tokens that each was
-drawn from.
-"""
+"""The optimizer step of `oracle.policy_step` on recorded samples with their sampling masks."""
 
 from __future__ import annotations
 

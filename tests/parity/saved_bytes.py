@@ -10,11 +10,10 @@ from torch import Tensor
 
 
 class SavedBytes:
-    """While open, the most bytes that autograd held at once for backward passes, in storages that
-    are not in `apart`.
+    """Counts the most bytes that autograd saves at once, in storages that are not in `apart`.
 
-    Storages count as large as they are by then: a recomputed layer norm gives its output's memory
-        back and keeps the tensor.
+    A storage counts with its size at that time: a recomputed layer norm frees its output's memory
+    and keeps the tensor.
     """
 
     def __init__(self, apart: Iterable[Tensor]) -> None:

@@ -97,7 +97,7 @@ def test_all_ranks_attend_to_the_same_number_of_keys(size):
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(("first", "last"), [(0, 9), (1, 5), (2, 3), (4, 4), (3, 8)])
 def test_the_ranks_share_a_whole_micro_batch(size, first, last):
-    """Targets are shifted before the split, so the ranks have each prediction once; no pad counts."""
+    """Targets are shifted before the split, so each prediction is on one rank; no pad counts."""
     batch = make_batch()
     chunks = CPRank(size).chunks
     slots = pack_size(sum(padded_length(n, chunks) for n in LENGTHS[first:last]), chunks)

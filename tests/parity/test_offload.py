@@ -1,4 +1,4 @@
-"""With critic and optimizer state in host memory, training and checkpoints are the same to the bit."""
+"""Training and checkpoints are the same to the bit with critic and optimizer in host memory."""
 
 from __future__ import annotations
 

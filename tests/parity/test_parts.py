@@ -27,17 +27,19 @@ from backends.megatron.batch.local_batch import ShardMap
 from backends.megatron.batch.pack import make_micro_batch, pack_size, pad_lengths
 from backends.megatron.batch.transfer import _flatten, _num_bytes, _views
 from backends.megatron.checks.layout import check_layout
-from backends.megatron.parallel.state import CPRank
 from backends.megatron.parallel.stages import layers_of_stages
+from backends.megatron.parallel.state import CPRank
 from rlcore.config.sections.policy import OptimizerConfig, ParallelConfig
 from rlcore.data.packing import MinibatchPlan, padded_length
 from rlcore.errors import ConfigError
 
 CPU = torch.device("cpu")
 ARCH = Architecture(
-    family="qwen3", hf_config={}, vocab_size=31, tie_word_embeddings=True, max_position_embeddings=64, rope_theta=1e4,
+    family="qwen3", hf_config={}, vocab_size=31, tie_word_embeddings=True,
+    max_position_embeddings=64, rope_theta=1e4,
     rope_scaling=None,
-    transformer={"num_layers": 6, "hidden_size": 32, "num_attention_heads": 12, "num_query_groups": 4, "kv_channels": 16,
+    transformer={"num_layers": 6, "hidden_size": 32, "num_attention_heads": 12,
+        "num_query_groups": 4, "kv_channels": 16,
                  "ffn_hidden_size": 48},
 )  # fmt: skip
 
@@ -192,9 +194,7 @@ def test_a_sequence_that_no_plan_places_is_an_error() -> None:
 
 @pytest.mark.parametrize("limit", [40, 41, 44, 47, 63])
 def test_no_planned_pack_is_longer_than_the_budget(limit: int) -> None:
-    """Sequences have pads of their own, and under sequence parallelism the pack too: to a multiple
-    of 8 here.
-    """
+    """Sequences have pads of their own, and the pack too under SP: here to a multiple of 8."""
     config = make_config(
         {"model": "any", "parallel": {"context": 2, "tensor": 2, "sequence": True}}, Path("models")
     )

@@ -103,10 +103,6 @@ class HostCopies:
             torch.cuda.current_stream(self._copying).synchronize()
             self._copying = None
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
 
 class PlannedShards:
     """One model's part of a checkpoint, whose tensors are in host memory.

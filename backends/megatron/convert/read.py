@@ -28,10 +28,10 @@ _LLAMA3_ROPE = {
 def read_architecture(
     folder: Path | str, *, weights: bool = True, bridge: BridgeKind = "none"
 ) -> Architecture:
-    """Read `config.json` of a folder and, unless `weights` is false, check that the folder has
-    weights.
+    """Read `config.json` of a folder.
 
     Args:
+        weights: also check that the folder has weights.
         bridge: the package that gives the table and knows families that we lack; it imports torch
             and Megatron.
 
@@ -44,30 +44,12 @@ def read_architecture(
     _check_supported(folder, config, bridged=family.model_type not in FAMILIES)
     if weights:
         _check_weights(folder)
-    heads = integer(folder, config, "num_attention_heads")
-    hidden = integer(folder, config, "hidden_size")
-    theta, scaling = (0.0, None) if family.latent_attention else _rope(folder, config)
-    transformer: dict[str, Any] = {
-        "num_layers": integer(folder, config, "num_hidden_layers"),
-        "hidden_size": hidden,
-        "ffn_hidden_size": integer(folder, config, "intermediate_size"),
-        "num_attention_heads": heads,
-        "num_query_groups": int(config.get("num_key_value_heads") or heads),
-        "kv_channels": int(config.get("head_dim") or family.head_dim or hidden // heads),
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
-        "qk_layernorm": family.qk_norm,
-        "add_qkv_bias": family.qkv_bias,
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
+    transformer = _transformer_fields(folder, config, family)
     if family.latent_attention:
-        transformer |= latent_fields(folder, config)
-        theta = transformer["rotary_base"]
-    if family.experts is not None:
-        transformer |= expert_fields(folder, config, family.experts, transformer["num_layers"])
+        theta = float(transformer["rotary_base"])
+        scaling = None
+    else:
+        theta, scaling = _rope(folder, config)
     arch = Architecture(
         family=family.model_type,
         hf_config=config,
@@ -86,6 +68,32 @@ def read_architecture(
     from backends.megatron.convert.bridges.read import through_bridge
 
     return through_bridge(arch, bridge, weights=weights)
+
+
+def _transformer_fields(folder: Path, config: dict[str, Any], family: Family) -> dict[str, Any]:
+    heads = integer(folder, config, "num_attention_heads")
+    hidden = integer(folder, config, "hidden_size")
+    fields: dict[str, Any] = {
+        "num_layers": integer(folder, config, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": integer(folder, config, "intermediate_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": int(config.get("num_key_value_heads") or heads),
+        "kv_channels": int(config.get("head_dim") or family.head_dim or hidden // heads),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "qk_layernorm": family.qk_norm,
+        "add_qkv_bias": family.qkv_bias,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    if family.latent_attention:
+        fields |= latent_fields(folder, config)
+    if family.experts is not None:
+        fields |= expert_fields(folder, config, family.experts, fields["num_layers"])
+    return fields
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -135,64 +135,69 @@ class ParallelState:
         """
         # All questions come before any communication: a stub that lacks a function must not leave
         # other ranks waiting.
-        tp_size, tp_rank = ask_axis(mpu, "tensor_model_parallel")
-        pp_size, pp_rank = ask_axis(mpu, "pipeline_model_parallel")
-        dp_size, dp_rank = ask_axis(mpu, "data_parallel")
-        cp_size, cp_rank = ask_axis(mpu, "context_parallel")
-        ep_size, ep_rank = ask_axis(mpu, "expert_model_parallel", otherwise=(1, 0))
-        etp_size, etp_rank = ask_axis(mpu, "expert_tensor_parallel", otherwise=(tp_size, tp_rank))
-        edp_rank = ask(
-            mpu, "get_expert_data_parallel_rank", otherwise=(dp_rank * cp_size + cp_rank) // ep_size
-        )
-        vpp_size = ask(mpu, "get_virtual_pipeline_model_parallel_world_size", otherwise=1)
-
+        layout = _ask_layout(mpu)
+        pp_size = layout["pp_size"]
+        dp_size = layout["dp_size"]
+        cp_size = layout["cp_size"]
+        pp_rank = layout["pp_rank"]
+        dp_rank = layout["dp_rank"]
         groups: dict[str, ProcessGroup] = {}
         if dist.is_initialized():
             rank = dist.get_rank()
-            timeout = timedelta(seconds=timeout_s)
-            groups["control_group"] = dist.new_group(
-                backend="gloo", timeout=timeout, group_desc="CONTROL"
-            )
+            groups["control_group"] = _gloo_group(None, timeout_s, "CONTROL")
             coordinates = _gather_coordinates(dp_rank, pp_rank, groups["control_group"])
-            replicas = _replicas(coordinates, dp_size, pp_size)
-            made = [
-                dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=f"REPLICA_{d}")
-                for d, ranks in enumerate(replicas)
-            ]
-            groups |= {"replica_group": made[dp_rank], **ask_groups(mpu)}
         else:
-            shards = tp_size * cp_size
-            rank = ((pp_rank * dp_size + dp_rank) * cp_size + cp_rank) * tp_size + tp_rank
-            coordinates = [
-                (d, stage)
-                for stage in range(pp_size)
-                for d in range(dp_size)
-                for _ in range(shards)
-            ]
-            replicas = _replicas(coordinates, dp_size, pp_size)
+            shard = layout["cp_rank"] * layout["tp_size"] + layout["tp_rank"]
+            shards = range(cp_size * layout["tp_size"])
+            rank = (pp_rank * dp_size + dp_rank) * len(shards) + shard
+            coordinates = [(d, pp) for pp in range(pp_size) for d in range(dp_size) for _ in shards]
+        replicas = _replicas(coordinates, dp_size, pp_size)
+        if groups:
+            made = [_gloo_group(r, timeout_s, f"REPLICA_{d}") for d, r in enumerate(replicas)]
+            groups |= {"replica_group": made[dp_rank], **ask_groups(mpu)}
         return cls(
             rank=rank,
             world_size=len(coordinates),
-            tp_size=tp_size,
-            tp_rank=tp_rank,
-            pp_size=pp_size,
-            pp_rank=pp_rank,
-            dp_size=dp_size,
-            dp_rank=dp_rank,
-            cp_size=cp_size,
-            cp_rank=cp_rank,
-            ep_size=ep_size,
-            ep_rank=ep_rank,
-            etp_size=etp_size,
-            etp_rank=etp_rank,
-            edp_rank=edp_rank,
-            vpp_size=vpp_size,
+            **layout,
             replica_leaders=tuple(ranks[0] for ranks in replicas),
             score_sources=tuple(
                 next(r for r in ranks if coordinates[r][1] == pp_size - 1) for ranks in replicas
             ),
             groups=groups,
         )
+
+
+def _ask_layout(mpu: Any) -> dict[str, int]:
+    """The fields of `ParallelState` that Megatron knows."""
+    tp_size, tp_rank = ask_axis(mpu, "tensor_model_parallel")
+    pp_size, pp_rank = ask_axis(mpu, "pipeline_model_parallel")
+    dp_size, dp_rank = ask_axis(mpu, "data_parallel")
+    cp_size, cp_rank = ask_axis(mpu, "context_parallel")
+    ep_size, ep_rank = ask_axis(mpu, "expert_model_parallel", otherwise=(1, 0))
+    etp_size, etp_rank = ask_axis(mpu, "expert_tensor_parallel", otherwise=(tp_size, tp_rank))
+    edp_rank = (dp_rank * cp_size + cp_rank) // ep_size
+    return {
+        "tp_size": tp_size,
+        "tp_rank": tp_rank,
+        "pp_size": pp_size,
+        "pp_rank": pp_rank,
+        "dp_size": dp_size,
+        "dp_rank": dp_rank,
+        "cp_size": cp_size,
+        "cp_rank": cp_rank,
+        "ep_size": ep_size,
+        "ep_rank": ep_rank,
+        "etp_size": etp_size,
+        "etp_rank": etp_rank,
+        "edp_rank": ask(mpu, "get_expert_data_parallel_rank", otherwise=edp_rank),
+        "vpp_size": ask(mpu, "get_virtual_pipeline_model_parallel_world_size", otherwise=1),
+    }
+
+
+def _gloo_group(ranks: list[int] | None, timeout_s: float, name: str) -> ProcessGroup:
+    """Create a gloo group of these ranks, or of all. Collective."""
+    timeout = timedelta(seconds=timeout_s)
+    return dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=name)
 
 
 def _gather_coordinates(dp_rank: int, pp_rank: int, control: ProcessGroup) -> list[tuple[int, int]]:

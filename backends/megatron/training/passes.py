@@ -1,6 +1,4 @@
-"""Passes of a model over micro-batches through Megatron's pipeline schedules, with and without
-gradients.
-"""
+"""Passes of a model over micro-batches, through Megatron's pipeline schedules."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""One of two gloo ranks, run by test_stubbed_advantages.py: RANK STORE PLUGINS. Prints what it saw
-as one line of JSON.
+"""One of two gloo ranks of test_stubbed_advantages.py: RANK STORE PLUGINS.
+
+Prints its results as one line of JSON.
 """
 
 from __future__ import annotations

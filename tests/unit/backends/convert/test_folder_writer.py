@@ -1,6 +1,4 @@
-"""Hugging Face folders are written as their tensors come: how much memory that takes, and a disk
-that refuses.
-"""
+"""Hugging Face folders are written tensor by tensor: the memory that takes, and a full disk."""
 
 from __future__ import annotations
 

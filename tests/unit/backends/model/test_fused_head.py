@@ -1,6 +1,4 @@
-"""The fused LM head against the same formulas written out in float64, on one process; over ranks it
-is in tests/parity.
-"""
+"""The fused LM head on one process, against the same formulas in float64."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mask_around(tokens: Tensor) -> BatchSamplingMasks:
-    """Sets of 1 to 7 tokens; the second holds nothing but its own, the third is empty: the whole
-    vocabulary.
-    """
+    """Masks of 1 to 7 tokens; the second has one token, the third is the whole vocabulary."""
     generator = torch.Generator().manual_seed(1)
     others = [
         torch.randint(VOCAB, (0 if i == 1 else i % 7,), generator=generator)

@@ -1,6 +1,4 @@
-"""Which layers are chosen, what Megatron is told, and that Transformer Engine's parameter names
-find their table entries.
-"""
+"""The choice of layers, Megatron's fields for it, and Transformer Engine's parameter names."""
 
 from __future__ import annotations
 
@@ -91,7 +89,7 @@ def test_every_field_is_one_of_megatron() -> None:
 
 
 def te_spelling(name: str, *, experts: bool) -> str:
-    """What Transformer Engine's spec calls a parameter of a layer: the inverse of `local_spelling`."""
+    """The name of a layer's parameter in Transformer Engine's spec: `local_spelling` inverted."""
     fused = {local: te for te, local in FUSED_NORMS.items()}
     if experts:
         # the router reads the normed input too: the norm stays a module

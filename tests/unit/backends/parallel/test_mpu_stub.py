@@ -1,6 +1,4 @@
-"""`megatron.core.mpu` as a stub in a unit test on a CPU: what it must answer, and how it takes the
-real one's place.
-"""
+"""A stub of `megatron.core.mpu` in a unit test: its functions, and how it replaces the real one."""
 
 from __future__ import annotations
 

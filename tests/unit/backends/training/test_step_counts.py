@@ -28,11 +28,12 @@ def plain() -> dict[str, Any]:
 
 @pytest.mark.parametrize("counts_in_groups", [False, True])
 def test_the_plain_optimizer(counts_in_groups: bool) -> None:
-    """torch's AdamW counts in a tensor of each parameter; that of Transformer Engine and Apex in
-    the group.
-    """
+    """torch's AdamW counts by parameter, that of Transformer Engine and Apex by group."""
     whole = completed(
-        plain(), {"state": {0: {"exp_avg": MOMENT}}}, steps_taken=7, counts_in_groups=counts_in_groups
+        plain(),
+        {"state": {0: {"exp_avg": MOMENT}}},
+        steps_taken=7,
+        counts_in_groups=counts_in_groups,
     )
     assert whole["state"].pop(0) == {"exp_avg": MOMENT}
     group = {"params": [0], "eps": 1e-8}
