@@ -1,7 +1,7 @@
 """Named defects in the Megatron backend, each of which must turn a case of two ranks red.
 
-    python tests/backend_mutants.py                 all of them, as a table; exit code 1 unless each is caught
-    python tests/backend_mutants.py NAME ...        these
+    python tests/backend_mutants.py             all, as a table; exit code 1 unless each is caught
+    python tests/backend_mutants.py NAME ...    these
 
 Runner and rows are those of tests/mutants.py; the cases are tests/parity/mutant_probe.py.
 """
@@ -26,7 +26,7 @@ def on(*cases: str) -> str:
 
 
 def without_step(name: str) -> str:
-    """In the place of FINALIZE: Megatron's finalizing less one of its steps."""
+    """Replace FINALIZE by Megatron's finalizing without one of its steps."""
     module = "__import__('sys').modules[finalize_model_grads.__module__]"
     return f"setattr({module}, {name!r}, lambda *args, **kwargs: None)\n        {FINALIZE}"
 

@@ -110,7 +110,7 @@ class MegatronBackend:
                 self.policy.make_offloadable(self.device, offload=False)
                 self.critic = build_critic(context, self.policy) if with_critic else None
         except BaseException:
-            # a folder that does not fit must not keep Megatron's groups: they are process-wide
+            # Megatron's groups are process-wide: they must not outlive a model that does not fit
             self.close()
             raise
         self.rank = self.parallel.rank
@@ -136,7 +136,7 @@ class MegatronBackend:
                 sequences,
                 lengths,
                 ranks=self.data_parallel_size,
-                # the pads of the whole pack fit too
+                # a multiple, so that a pack with its pads fits too
                 max_tokens=limit - limit % pack_multiple(self.config),
                 cost=cost,
                 multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
@@ -249,7 +249,7 @@ class MegatronBackend:
         """Write the policy as a Hugging Face folder."""
         exporter = self._weights
         model = self.config.model
-        # the engine's weights may be coarser
+        # the engine may have a narrower dtype than the model
         if exporter.specs[0].torch_dtype != DTYPES[model.dtype]:
             exporter = self._new_exporter(model.dtype)
         with self.policy.on_device():
@@ -333,7 +333,7 @@ class MegatronBackend:
         # Megatron's, for gathers under sequence parallelism
         get_global_memory_buffer().buffer.clear()
         if self.device.type == "cuda":
-            # copies into host memory are whole, nothing uses what is freed
+            # before memory is freed, copies into host memory are complete and kernels have ended
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 

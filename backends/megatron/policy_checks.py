@@ -21,7 +21,7 @@ def check_policy(config: Config, arch: Architecture, device: str | None) -> None
         device: "cpu" or "cuda"; None: the run will be on another machine, so checks that depend on
             the machine are left out.
 
-    Raises ConfigError naming the key, the reason and what to do.
+    Raises ConfigError naming the key, the reason and a remedy.
     """
     policy = config.policy
     if policy.routing_replay != "none":

@@ -64,7 +64,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
     root = backend.rank == 0
     batch = read_batch(case, folder.parent) if root else None
     backend.load_batch(batch, [make_plan(name) for name in case["plans"]] if root else None)
-    # must not be what is recorded, though it borrows the policy's place
+    # must not be what is recorded, though it is swapped into the policy
     backend.score("reference")
     scores = [backend.score("policy")]
     if "then" in case:

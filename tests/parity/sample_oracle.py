@@ -37,7 +37,7 @@ def step_on_samples(
     """Log-probs and entropy [M] of all samples, and the gradients of a step on `sequences`.
 
     Args:
-        before: called with each sample ahead of its forward pass.
+        before: called with each sample before its forward pass.
     """
     v = {
         name: value.double()

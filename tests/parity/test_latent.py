@@ -149,7 +149,7 @@ def test_every_layout_equals_one_process(name: str, results: Results) -> None:
     "name", ["other_reference", pytest.param("parked_reference", marks=pytest.mark.full)]
 )
 def test_a_reference_routes_by_its_own_bias(name: str, results: Results, models: Path) -> None:
-    """Also where its weights wait in host memory, and enter the policy's place for a pass."""
+    """Also where its weights wait in host memory and are swapped into the policy for a pass."""
     expected = oracle.policy_step(models / "deepseek_v3_other")["logprobs"]
     torch.testing.assert_close(
         results[name]["reference"]["logprobs"].double(), expected, atol=1e-5, rtol=0

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) -> None:
     """Refuse a layout that the model or the number of processes does not admit.
 
-    Raises ConfigError naming the key, what it divides and what to do. Asks neither
-    torch.distributed nor Megatron.
+    Raises ConfigError naming the key, the reason and a remedy. Asks neither torch.distributed nor
+    Megatron.
     """
     tp = parallel.tensor
     pp = parallel.pipeline

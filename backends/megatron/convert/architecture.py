@@ -46,11 +46,6 @@ class Architecture:
         return int(self.transformer["num_layers"])
 
     @property
-    def hidden_size(self) -> int:
-        """The width of the hidden states."""
-        return int(self.transformer["hidden_size"])
-
-    @property
     def table(self) -> Family:
         """The conversion table of its family."""
         return self.bridged or FAMILIES[self.family]

@@ -6,7 +6,6 @@ import json
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,12 +37,7 @@ class SafetensorsFolder:
     def __enter__(self) -> SafetensorsFolder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     def __contains__(self, name: str) -> bool:

@@ -72,9 +72,9 @@ def transformer_config(
         "params_dtype": torch_dtype,
         "pipeline_dtype": torch_dtype,
         "bf16": torch_dtype == torch.bfloat16,
-        # Not `perform_initialization: False`: that leaves weights without their tensor-parallel
-        # mark, and so out of the gradient norm on all ranks but the first. Zeros also fill the rows
-        # that pad the vocabulary.
+        # `perform_initialization` stays on: without it weights have no tensor-parallel mark, and
+        # all ranks but the first leave them out of the gradient norm. Zeros also fill the rows that
+        # pad the vocabulary.
         **dict.fromkeys(INIT_METHODS, nn.init.zeros_),
         "use_cpu_initialization": False,
         "calculate_per_token_loss": True,
@@ -244,7 +244,7 @@ def build_chunks(
                 share_embeddings_and_output_weights=arch.tie_word_embeddings,
                 true_vocab_size=arch.vocab_size,
             )
-        # a router makes its weight on the CPU
+        # `to`: a router makes its weight on the CPU
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks
 

@@ -26,7 +26,7 @@ class Targets:
     tokens: Tensor  # int64 [M]: the successor of each slot
     entropy: bool = True  # whether to compute the entropy
     temperature: float = 1.0  # log-probs are those of logits / temperature
-    # logits that exist at one time; by default what suits the device
+    # logits that exist at one time; by default `default_chunk_elements` of the device
     chunk_elements: int | None = None
     # the tokens of the softmax; by default all
     sampling_mask: BatchSamplingMasks | None = None

@@ -31,7 +31,7 @@ class OffloadedTensors:
     Args:
         tensors: called at each offload, since an optimizer has no state before its first step and
             gets other tensors from a checkpoint. Storages may be shared; scalars stay, and so does
-            what lives on another device.
+            tensors on another device.
         device: where the contents are used.
         keep_on_device: they are on the device outside `on_device()` too, until `offload` and again
             from `onload` on.
@@ -111,7 +111,7 @@ class OffloadedTensors:
             )
         elif self._retention is Retention.FROZEN:
             return host
-        # In the order of the stream: the host is read by the copy back alone, never by the CPU.
+        # The order of the stream is enough: only the copy back reads the host, never the CPU.
         return host.copy_(_as_bytes(storage, self._device), non_blocking=True)
 
     def _storages(self) -> Iterator[UntypedStorage]:

@@ -1,6 +1,6 @@
 """AdamW through Megatron's optimizers, and the learning-rate schedule.
 
-It also holds what loading the state of AdamW needs without Apex and Transformer Engine.
+It also has help for loading the state of AdamW without Apex and Transformer Engine.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class ScheduledOptimizer:
                         state["exp_avg_sq"] = torch.zeros_like(parameter)
 
     def load_megatron_state(self, state_dict: Any) -> None:
-        """Load what `megatron.sharded_state_dict` saved.
+        """Load the state that `megatron.sharded_state_dict` saved.
 
         The distributed optimizer's loader expects no `step` tensor, and gives every parameter the
         same one, which would then advance once per parameter: it gets a clone each.

@@ -1,7 +1,7 @@
 """An architecture whose conversion table comes from another package.
 
 Where we lack the family, its TransformerConfig fields come from there too. They must be fields that
-our layers carry; what else the package sets is ours to decide, or refused by name.
+our layers carry; other fields are ours to decide, or refused by name.
 """
 
 from __future__ import annotations
