@@ -76,7 +76,7 @@ def _models(outputs: Outputs, variant: str) -> dict[str, Any]:
 
 
 def _asked_for(session: pytest.Session) -> list[tuple[str, str, str]]:
-    """Those of LOADS that a test of this session looks at."""
+    """The rows of LOADS that a test of this session uses."""
     params = [
         item.callspec.params
         for item in session.items

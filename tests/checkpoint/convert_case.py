@@ -1,4 +1,4 @@
-"""What each rank of test_convert.py does in one case: import, then export."""
+"""A case of test_convert.py on a rank: import, then export."""
 
 from __future__ import annotations
 

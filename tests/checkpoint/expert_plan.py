@@ -1,4 +1,4 @@
-"""Which layouts a model with experts is saved under, and loaded under with its optimizer."""
+"""The layouts under which a model with experts is saved, and loaded with its optimizer."""
 
 from __future__ import annotations
 

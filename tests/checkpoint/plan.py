@@ -1,4 +1,4 @@
-"""Which layouts, models and damages the worlds of this folder go through."""
+"""The layouts, models and damages of the worlds of this folder."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ CORRECTED: dict[str, Any] = {
 
 
 def gradient(before: Tensor, after: Tensor) -> Tensor:
-    """What the first AdamW step under LINEAR was given."""
+    """The gradient of the first AdamW step under LINEAR."""
     delta = before.double() - after.double()
     return LINEAR["eps"] * delta / (LINEAR["lr"] - delta.abs())
 
@@ -98,7 +98,7 @@ def make_batch() -> RolloutBatch:
 
 
 def make_vectors(count: int) -> dict[str, Tensor]:
-    """What rank 0 assigns: [M]."""
+    """The vectors [M] that rank 0 assigns."""
     generator = torch.Generator().manual_seed(6)
 
     def normal(scale: float, mean: float = 0.0) -> Tensor:

@@ -64,7 +64,7 @@ class Case:
 
     @property
     def features(self) -> frozenset[str]:
-        """What must be built for it."""
+        """The parts that a case builds."""
         return frozenset({"moe"} if self.family == "moe" else ()) | frozenset(
             {"cp"} if self.cp > 1 else ()
         )
@@ -86,7 +86,7 @@ class Case:
 
     @property
     def legal(self) -> bool:
-        """Whether Megatron computes this layout, and rightly."""
+        """Whether Megatron computes this layout, and does so right."""
         if self.ranks > MAX_RANKS or (self.sp and self.tp == 1) or (self.vpp > 1 and self.pp == 1):
             return False
         if self.distributed and self.dp * self.cp == 1:

@@ -87,7 +87,7 @@ def reference_of(case: Case) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """What came out of a case: distances from one process."""
+    """The result of a case: distances from one process."""
 
     case: Case
     gradient: float  # the worst weight's |g - g1| / |g1|; the critic's too

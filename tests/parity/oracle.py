@@ -118,7 +118,7 @@ def relative(got: Tensor, expected: Tensor) -> float:
 def far(
     got: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: float = 1e-5
 ) -> dict[str, float]:
-    """Of the expected tensors those that are further off, or are no numbers."""
+    """The tensors that are further off than allowed, or are no numbers."""
     return {
         name: d for name, want in expected.items() if not (d := relative(got[name], want)) <= bound
     }
@@ -139,7 +139,7 @@ def rate(step: int) -> float:
 
 
 def trained(folder: Path, *, steps: int) -> dict[str, Tensor]:
-    """What `steps` of torch's AdamW under TRAINED change in every weight."""
+    """The change of every weight by `steps` of torch's AdamW under TRAINED."""
     model = _load(folder)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     matrices = [p for p in model.parameters() if p.dim() > 1]

@@ -18,7 +18,7 @@ TIMEOUT = timedelta(seconds=60)  # of a collective
 
 
 def payload(folder: Path) -> Any:
-    """What `spawn.run_ranks` was given."""
+    """The payload of `spawn.run_ranks`."""
     return json.loads((folder / "payload.json").read_text())
 
 

@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def result(folder: Path, name: str) -> tuple[dict[str, Any], Path]:
-    """What came out of a case, and the folder that transformers reads for it."""
+    """The result of a case, and the folder that transformers reads for it."""
     size, one = next(
         (size, one) for size, cases in CASES.items() for one in cases if one["name"] == name
     )

@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def samples(folder: Path) -> list[Sample]:
-    """As recorded by a run; the middle of one and the end of another have no record."""
+    """Samples of a run; the middle of one and the end of another have no record."""
     torch.set_num_threads(1)
     drawn = draw_samples(folder / "models" / "qwen3_moe",
         oracle._load(folder / "models" / "qwen3_moe").float(),

@@ -63,7 +63,7 @@ def cases(
     megatron: dict[str, Any] | None = None,
     **keys: Any,
 ) -> list[dict[str, Any]]:
-    """One without recomputation, named by the layout, and one for each choice."""
+    """Cases without recomputation, named by the layout, and for each choice."""
     common = {"model": model, "plan": plan, **keys}
     every = {layout: {}} | {f"{layout}-{choice}": fields for choice, fields in choices.items()}
     return [

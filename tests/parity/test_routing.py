@@ -106,7 +106,7 @@ def routers(model: Any) -> list[nn.Module]:
 
 @contextmanager
 def choices_of(model: Any) -> Iterator[list[list[Tensor]]]:
-    """Of each router, the experts that it chooses inside, call by call."""
+    """The experts that each router chooses inside, call by call."""
     made: list[list[Tensor]] = [[] for _ in routers(model)]
     hooks = [router.register_forward_hook(lambda _, inputs, output,
         calls=calls: calls.append(output[2]))
@@ -135,7 +135,7 @@ def force(model: Any, made: list[list[Tensor]]) -> None:
 
 
 def forced_gradients(folder: Path, one: str) -> dict[str, Tensor]:
-    """Of the other model with the experts of the `one`, in float64."""
+    """The gradients of the other model with the experts of `one`, in float64."""
     first, second = (oracle._load(folder / "models" / name) for name in (one, ORACLES[one]))
     with choices_of(first) as made:
         oracle._policy_backward(first)

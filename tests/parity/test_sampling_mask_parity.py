@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def samples(folder: Path) -> list[Sample]:
-    """As recorded by a run, and once more without their sets."""
+    """Samples of a run, and the same without their masks."""
     torch.set_num_threads(1)
     drawn = draw_samples(
         folder / "models" / "qwen3", oracle._load(folder / "models" / "qwen3").float()
@@ -85,7 +85,7 @@ def results(folder: Path, samples: list[Sample]) -> dict[str, dict[str, Any]]:
 
 
 def sequences_of(case: dict[str, Any]) -> list[int]:
-    """Those of the optimizer step whose gradients are looked at."""
+    """The samples of the optimizer step whose gradients are compared."""
     plan = case["plan"] if isinstance(case["plan"], str) else case["plan"][case["update"]]
     return [i for rank in PLANS[plan] for micro in rank for i in micro]
 

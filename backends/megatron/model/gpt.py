@@ -149,7 +149,7 @@ class ValueModel(GPTModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> Any:
-        """As MegatronModule's: GPTModel's own expects an output layer."""
+        """Call MegatronModule's function, since GPTModel's own expects an output layer."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 

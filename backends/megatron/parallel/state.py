@@ -63,7 +63,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class ParallelState:
-    """Where this rank stands in the layout, and its process groups.
+    """The coordinates of this rank in the layout, and its process groups.
 
     `tp`, `pp`, `dp`, `cp`, `ep` are tensor, pipeline, data, context and expert parallelism. A
     replica is the set of ranks that hold one copy of the model and work on the same sequences: one

@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage
 
 
 class Retention(Enum):
-    """What becomes of the contents while they are off the device."""
+    """The treatment of contents while they are off the device."""
 
     CHANGING = "changing"  # kept, and copied out after each use
     FROZEN = "frozen"  # kept, and copied out once

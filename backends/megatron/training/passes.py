@@ -90,7 +90,7 @@ class Model:
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What the output layer computes beside the log-probs of the targets, and how."""
+    """Options of the output layer."""
 
     temperature: float
     chunk_elements: int | None

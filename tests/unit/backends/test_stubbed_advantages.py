@@ -260,7 +260,7 @@ def test_a_plugin_that_writes_into_the_kl_is_refused_and_does_not_reach_it(
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each of two gloo ranks saw; see mpu_stub_ranks.py."""
+    """The results of two gloo ranks; see mpu_stub_ranks.py."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "stub_plugins.py").write_text(PLUGINS)
     return results_of(

@@ -1,4 +1,4 @@
-"""Where a resumed optimizer finds how many steps it has taken."""
+"""A resumed optimizer knows how many steps it has taken."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOMENT = torch.arange(3.0)
 
 
 def plain() -> dict[str, Any]:
-    """As Megatron's plain optimizer asks for its state."""
+    """The state as Megatron's plain optimizer asks for it."""
     asked = ShardedTensor.from_rank_offsets("optimizer.state.exp_avg.weight", torch.zeros(3))
     return {
         "state": {0: {"exp_avg": asked}},
