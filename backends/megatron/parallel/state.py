@@ -125,8 +125,8 @@ class ParallelState:
         order of ranks ("tp-cp-ep-dp-pp").
 
         A stub answers `get_{tensor_model,pipeline_model,data,context}_parallel_{world_size,rank}`.
-        What it leaves out of the rest has the value that it has in a model without experts and
-        without a virtual pipeline.
+        For other functions that it lacks, the answer is that of a model without experts and without
+        a virtual pipeline.
 
         Raises:
             AttributeError: `mpu` lacks one of these functions.
@@ -201,7 +201,7 @@ def _gloo_group(ranks: list[int] | None, timeout_s: float, name: str) -> Process
 
 
 def _gather_coordinates(dp_rank: int, pp_rank: int, control: ProcessGroup) -> list[tuple[int, int]]:
-    """(data-parallel index, stage) of every rank. Collective."""
+    """Gather (data-parallel index, stage) of every rank. Collective."""
     coordinates = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(coordinates, torch.tensor([dp_rank, pp_rank]), group=control)
     return [(int(index), int(stage)) for index, stage in coordinates]
