@@ -1,7 +1,7 @@
 """Named defects in the Megatron backend, each of which must turn a case of two ranks red.
 
-    python tests/backend_mutants.py                 all of them, as a table; exit code 1 unless each is caught
-    python tests/backend_mutants.py NAME ...        these
+    python tests/backend_mutants.py             all, as a table; exit code 1 unless each is caught
+    python tests/backend_mutants.py NAME ...    these
 
 Runner and rows are those of tests/mutants.py; the cases are tests/parity/mutant_probe.py.
 """
@@ -26,66 +26,65 @@ def on(*cases: str) -> str:
 
 
 def without_step(name: str) -> str:
-    """In the place of FINALIZE: Megatron's finalizing less one of its steps."""
+    """Replace FINALIZE by Megatron's finalizing without one of its steps."""
     module = "__import__('sys').modules[finalize_model_grads.__module__]"
     return f"setattr({module}, {name!r}, lambda *args, **kwargs: None)\n        {FINALIZE}"
 
 
 MUTANTS = [
     # targets and token counts
-    ("targets not shifted", B + "pack.py", "index = where[trainable - 1] ", "index = where[trainable] ", on("dp2")),
-    ("pads count as tokens", B + "pack.py", "num_tokens=int((where[slots] >= 0).sum())", "num_tokens=len(held)", on("pp2_tied")),
-    ("tokens of the step without the other replicas", B + "held.py", "int(lengths[everyone].sum())",
+    ("targets not shifted", B + "batch/pack.py", "index = where[trainable - 1] ", "index = where[trainable] ", on("dp2")),
+    ("pads count as tokens", B + "batch/pack.py", "num_tokens=int((where[slots] >= 0).sum())", "num_tokens=len(local)", on("pp2_tied")),
+    ("tokens of the step without the other replicas", B + "batch/local_batch.py", "int(lengths[everyone].sum())",
      "int(lengths[list(plan.sequences(d))].sum())", on("dp2")),
-    ("divided by the micro-batches", B + "train.py", "whole(micro, output)) * step_tokens",
+    ("divided by the micro-batches", B + "training/passes.py", "whole(micro, output)) * step_tokens",
      "whole(micro, output)) * step_tokens / len(micro_batches)", on("tp2")),
-    ("every micro-batch scales itself", B + "train.py", "whole(micro, output)) * step_tokens",
+    ("every micro-batch scales itself", B + "training/passes.py", "whole(micro, output)) * step_tokens",
      "whole(micro, output)) * micro.num_tokens", on("tp2")),
     # the head
-    ("padding in the softmax", B + "fused_head.py", "live = min(max(vocab_size - first, 0), weight.size(0))", "live = weight.size(0)",
+    ("padding in the softmax", B + "model/fused_head.py", "live = min(max(vocab_size - first, 0), weight.size(0))", "live = weight.size(0)",
      on("tp2")),
-    ("gradients of the hidden states not summed over TP", B + "logprobs.py",
-     "rows = copy_to_tensor_model_parallel_region(hidden[:, 0].index_select(0, targets.index), group=self.tp_group)",
-     "rows = hidden[:, 0].index_select(0, targets.index)", on("tp2")),
-    ("the head's gather under SP sums nothing", B + "logprobs.py", "tensor_parallel_output_grad=True", "tensor_parallel_output_grad=False",
+    ("gradients of the hidden states not summed over TP", B + "model/head.py",
+     "rows = copy_to_tensor_model_parallel_region(", "rows = (lambda own, group: own)(", on("tp2")),
+    ("the head's gather under SP sums nothing", B + "model/head.py", "tensor_parallel_output_grad=True", "tensor_parallel_output_grad=False",
      on("tp2_sp")),
-    ("the value head's gather under SP sums", B + "logprobs.py", "tensor_parallel_output_grad=False", "tensor_parallel_output_grad=True",
+    ("the value head's gather under SP sums", B + "model/head.py", "tensor_parallel_output_grad=False", "tensor_parallel_output_grad=True",
      on("tp2_sp")),
     # gradients that several ranks hold a part of
-    ("gradients of norms not reduced under SP", B + "attention.py",
+    ("gradients of norms not reduced under SP", B + "model/attention.py",
      "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", on("tp2_sp")),
-    ("the value head without its mark", B + "logprobs.py",
+    ("the value head without its mark", B + "model/head.py",
      "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", on("tp2_sp")),
-    ("tied embeddings not reduced over the pipeline", B + "train.py",
+    ("tied embeddings not reduced over the pipeline", B + "training/passes.py",
      FINALIZE, without_step("_allreduce_word_embedding_grads"), on("pp2_tied")),
-    ("the gradient reduction of SP dropped", B + "train.py",
+    ("the gradient reduction of SP dropped", B + "training/passes.py",
      FINALIZE, without_step("_allreduce_non_tensor_model_parallel_grads"), on("tp2_sp")),
-    ("gradients not finalized", B + "train.py", FINALIZE, "self.config.finalize_model_grads_func = None", on("dp2")),
+    ("gradients not finalized", B + "training/passes.py", FINALIZE, "self.config.finalize_model_grads_func = None", on("dp2")),
     # the pipeline
-    ("batched transfers in the interleaved schedule", B + "model.py", '"overlap_p2p_comm": interleaved,\n        "batch_p2p_comm": not interleaved,',
+    ("batched transfers in the interleaved schedule", B + "model/gpt.py", '"overlap_p2p_comm": interleaved,\n        "batch_p2p_comm": not interleaved,',
      '"overlap_p2p_comm": False,\n        "batch_p2p_comm": True,', on("vpp2")),
     ("layers numbered from their own stage", B + "convert/names.py", "{int(layer.layer_number) - 1}", "{match[1]}", on("pp2_uneven")),
     # context parallelism
-    ("targets shifted after the split", B + "pack.py", "target_tokens=ids[trainable[own]].to(device)",
-     "target_tokens=ids[held].roll(-1)[index[own]].to(device)", on("cp2")),
-    ("keys of a chunk taken from the rank's first", B + "layout.py", "+ index_of[k] * chunk for k in seen", "for k in seen", on("cp2")),
-    ("positions of the pack, not of the rank's slots", B + "layout.py", "whole[own_slots(kept, place)].to(device)",
-     "whole[: len(whole) // place.size].to(device)", on("cp2")),
-    ("the loss multiplied by CP", B + "train.py", "whole(micro, output)) * step_tokens",
+    ("targets shifted after the split", B + "batch/pack.py", "target_tokens=ids[trainable[own]].to(device)",
+     "target_tokens=ids[local].roll(-1)[index[own]].to(device)", on("cp2")),
+    ("keys of a chunk taken from the rank's first", B + "batch/cp_layout.py", "+ index_of[k] * chunk for k in seen", "for k in seen", on("cp2")),
+    ("positions of the pack, not of the rank's slots", B + "batch/cp_layout.py", "whole[own_slots(present, cp)].to(device)",
+     "whole[: len(whole) // cp.size].to(device)", on("cp2")),
+    ("the loss multiplied by CP", B + "training/passes.py", "whole(micro, output)) * step_tokens",
      "whole(micro, output)) * step_tokens * model.config.context_parallel_size", on("cp2")),
-    ("the backward of CP's gather summed", B + "context.py", "return gradients[0].index_select(1, own), None, None, None",
+    ("the backward of CP's gather summed", B + "batch/context.py", "return gradients[0].index_select(1, own), None, None, None",
      "from megatron.core import mpu\n"
      "        dist.all_reduce(whole := gradients[0].contiguous(), group=mpu.get_context_parallel_group())\n"
      "        return whole.index_select(1, own), None, None, None", on("cp2")),
-    ("gradients of keys and values stay with the queries", B + "context.py", "tensor_parallel_output_grad=True",
+    ("gradients of keys and values stay with the queries", B + "batch/context.py", "tensor_parallel_output_grad=True",
      "tensor_parallel_output_grad=False", on("cp2")),
     # routers
-    ("router losses too small by the ranks of a pack", B + "moe.py", "MoEAuxLossAutoScaler.apply(activation, coeff * part)",
+    ("router losses too small by the ranks of a pack", B + "model/moe.py", "MoEAuxLossAutoScaler.apply(activation, coeff * part)",
      "MoEAuxLossAutoScaler.apply(activation, coeff * part / self.tp_cp_group.size())", on("cp2_moe")),
-    ("choices counted on the own rank alone", B + "moe.py",
+    ("choices counted on the own rank alone", B + "model/moe.py",
      "reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), self.tp_cp_group)", "routing_map.sum(dim=0)", on("cp2_moe")),
-    ("pads in the z-loss", B + "moe.py", "squares = squares.masked_fill(padding_mask, 0.0)", "pass", on("cp2_moe")),
-    ("pads seen by the routers", B + "train.py", "padding_mask=padding_mask(micro.padding,", "padding_mask=(lambda *_: None)(micro.padding,",
+    ("pads in the z-loss", B + "model/moe.py", "squares = squares.masked_fill(padding_mask, 0.0)", "pass", on("cp2_moe")),
+    ("pads seen by the routers", B + "training/passes.py", "padding_mask=padding_mask(micro.padding,", "padding_mask=(lambda *_: None)(micro.padding,",
      on("cp2_moe")),
 ]  # fmt: skip
 

@@ -1,9 +1,8 @@
-"""The policy backend on Megatron-Core: tensor, pipeline, sequence and data parallelism, on CUDA and
-on the CPU.
+"""The policy backend on Megatron-Core, on CUDA and on the CPU.
 
-Importing this package imports neither torch nor Megatron; asking it for a name does.
-`MegatronBackend` alone needs Megatron: `ParallelState.from_mpu` and
-`compute_advantages_and_returns` work without it, with a stub of `megatron.core.mpu`.
+Importing this package imports neither torch nor Megatron; using one of its names does. Only
+`MegatronBackend` needs Megatron: `ParallelState.from_mpu` and `compute_advantages_and_returns` work
+without it, with a stub of `megatron.core.mpu`.
 """
 
 from __future__ import annotations

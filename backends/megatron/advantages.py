@@ -1,8 +1,7 @@
-"""Advantages and returns of a batch, on every rank: computed once, on rank 0, by the estimator that
-the configuration names.
+"""Advantages and returns of a batch, on every rank.
 
-Needs neither Megatron nor a GPU, nor torch.distributed: a CPU unit test calls it with a stub of
-    `megatron.core.mpu` (see
+The estimator of the configuration computes them once, on rank 0. This needs neither Megatron nor a
+GPU, nor torch.distributed: a CPU unit test calls it with a stub of `megatron.core.mpu` (see
 `backends.megatron.testing`).
 """
 
@@ -30,19 +29,16 @@ _KL_FROM = ("logprobs", "ref_logprobs")
 def compute_advantages_and_returns(
     batch: RolloutBatch | None, config: Config, parallel: ParallelState
 ) -> Advantages:
-    """What `config.algorithm.estimator` makes of the scores in `batch.vectors`, normalised as
-    configured.
+    """Compute advantages by `config.algorithm.estimator`, normalised as configured.
 
-    Collective where `parallel` has groups: rank 0 passes the batch and computes, the others pass
-        None and are sent the result.
-    Without groups there is no one to send it, and this process computes, whatever rank the layout
-    says it has.
+    Collective where `parallel` has groups: rank 0 passes the batch and computes, the other ranks
+    pass None and receive the result. Without groups this process computes, whatever its rank is.
 
     Where the batch has log-probs of policy and reference, their KL by `algorithm.kl.reward_kind` is
     stored as `batch.vectors["kl"]`, raw: no estimator can change it.
 
     Args:
-        batch: `vectors` holds `rewards` and `group_ids`, [B], and what the estimator needs:
+        batch: `vectors` holds `rewards` and `group_ids`, [B], and the estimator's further inputs:
             `logprobs`, `ref_logprobs`, `values`, ..., [M] trainable tokens.
 
     Returns:
@@ -53,7 +49,7 @@ def compute_advantages_and_returns(
         ConfigError: the configuration names no estimator, or a coefficient that this one would
             ignore.
         RunFailed: the estimator broke a rule: see `CreditAssignment.assign`. On the other ranks,
-            whatever went wrong on rank 0.
+            any error on rank 0.
     """
     if not parallel.is_distributed:
         return _compute(batch, config)
@@ -77,9 +73,7 @@ def _compute(batch: RolloutBatch | None, config: Config) -> Advantages:
 
 
 def _check_config(config: Config) -> None:
-    """What a configuration that was not loaded from a file may get wrong, and would be ignored in
-    silence.
-    """
+    """Refuse keys that would be ignored, in a configuration that was not loaded from a file."""
     if config.is_sft:
         raise ConfigError(
             "algorithm.loss.name: 'sft' learns from labels and has no advantages; choose a policy"
@@ -117,11 +111,8 @@ def _check_vectors(batch: RolloutBatch, estimator: GuardedEstimator) -> None:
 
 
 def _from_rank_0(result: Advantages | None, parallel: ParallelState) -> Advantages:
-    vectors = (
-        {}
-        if result is None
-        else {name: value for name, value in vars(result).items() if value is not None}
-    )
+    given = {} if result is None else vars(result)
+    vectors = {name: value for name, value in given.items() if value is not None}
     layout = [(name, str(v.dtype).removeprefix("torch."), v.numel()) for name, v in vectors.items()]
     received = {}
     for name, dtype, size in broadcast_json(layout, 0, parallel.control_group):

@@ -1,5 +1,6 @@
-"""The trainer's models on this rank, behind `rlcore.interfaces.PolicyBackend`: policy, critic,
-frozen reference and teacher.
+"""The trainer's models on this rank, behind `rlcore.interfaces.PolicyBackend`.
+
+These are the policy, the critic, and the frozen reference and teacher.
 """
 
 from __future__ import annotations
@@ -31,15 +32,14 @@ with importing_megatron():
     from backends.megatron.checkpoint.shards import HostCopies
     from backends.megatron.checks.layout import check_layout
     from backends.megatron.convert.read import read_architecture
-    from backends.megatron.frozen import Frozen, OwnModel, build_reference, build_teacher
+    from backends.megatron.frozen import Frozen, build_reference, build_teacher
     from backends.megatron.model.attention import uses_varlen
     from backends.megatron.model.layers import layers_of
     from backends.megatron.model.moe import mean_losses
     from backends.megatron.model.routing_replay import Routing, changed_share, check_records
     from backends.megatron.parallel.state import destroy_parallel, init_parallel, init_process_group
-    from backends.megatron.training.losses import critic_loss, policy_loss
-    from backends.megatron.training.metrics import shared_moments
-    from backends.megatron.training.offload import OffloadedState
+    from backends.megatron.training.losses import critic_loss, policy_loss, shared_moments
+    from backends.megatron.training.offload import OffloadedTensors
     from backends.megatron.training.optimizer import StepReport
     from backends.megatron.training.passes import HeadOptions, Model, score_pass, training_pass
     from backends.megatron.weights.export import WeightExporter, export_hf
@@ -57,12 +57,11 @@ class MegatronBackend:
 
     Args:
         config: the whole configuration; the models' sections and the sampling temperature are used.
-        objective: what one micro-batch's tokens cost, per token
-            (`rlcore.trainer.objective.Objective`).
+        objective: the loss of a micro-batch, per token (`rlcore.trainer.objective.Objective`).
         with_reference: build the frozen reference.
         with_teacher: build the frozen teacher, `teacher.path`.
         with_critic: build the value model and its optimizer.
-        total_steps: optimizer steps of the run, where the learning rate ends.
+        total_steps: optimizer steps of the run, after which the learning rate is at its end.
         device: "cpu" or this rank's CUDA device.
 
     Raises ConfigError or ModelError for a layout, a `policy.megatron` field or a folder that does
@@ -90,9 +89,9 @@ class MegatronBackend:
             torch.cuda.set_device(self.device)
         check_layout(arch, policy.parallel, dist.get_world_size() if dist.is_initialized() else 1)
         self._head = HeadOptions(_temperature(config), policy.logprobs.chunk_elements)
-        self._held: LocalBatch | None = None
+        self._local_batch: LocalBatch | None = None
         self._exporter: WeightExporter | None = None
-        self._host_copies = HostCopies()  # of what a save in the background writes
+        self._host_copies = HostCopies()  # for saves in the background
         self._pending: PendingCheckpoint | None = None
         self._owns_process_group = init_process_group(self.device, timeout_s=timeout_s)
         try:
@@ -108,10 +107,10 @@ class MegatronBackend:
                 if with_teacher:
                     self.frozen["teacher"] = build_teacher(context, self.policy)
                 context.start_training(self.policy, policy.optimizer)
-                self.policy.make_parkable(self.device, offload=False)
+                self.policy.make_offloadable(self.device, offload=False)
                 self.critic = build_critic(context, self.policy) if with_critic else None
         except BaseException:
-            # a folder that does not fit must not keep Megatron's groups: they are process-wide
+            # Megatron's groups are process-wide: they must not outlive a model that does not fit
             self.close()
             raise
         self.rank = self.parallel.rank
@@ -124,19 +123,20 @@ class MegatronBackend:
     def plan(
         self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
     ) -> list[MinibatchPlan]:
-        """Rank 0 only: balance each optimizer step over the replicas by FLOPs and cut it into
-        micro-batches.
+        """Divide each optimizer step into micro-batches, balanced over the replicas by FLOPs.
+
+        Not collective; rank 0 calls it.
         """
         parallel = self.config.policy.parallel
         limit = self.config.policy.max_tokens_per_microbatch
         cost = self.policy.arch.shape.cost
-        lengths = [padded_length(n, self.parallel.place.chunks) for n in batch.lengths.tolist()]
+        lengths = [padded_length(n, self.parallel.cp.chunks) for n in batch.lengths.tolist()]
         return [
             plan_minibatch(
                 sequences,
                 lengths,
                 ranks=self.data_parallel_size,
-                # the pads of the whole pack fit too
+                # a multiple, so that a pack with its pads fits too
                 max_tokens=limit - limit % pack_multiple(self.config),
                 cost=cost,
                 multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
@@ -147,32 +147,34 @@ class MegatronBackend:
     def load_batch(self, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None) -> None:
         """Give each replica its sequences.
 
-        Raises ValueError unless `plans` place every sequence exactly once, RunFailed on rank 0 for
-        records of routed experts that are not of this model.
+        Raises ValueError unless `plans` place every sequence exactly once, and RunFailed on rank 0
+        for records of routed experts that are not of this model.
         """
         if batch is not None and self.config.policy.routing_replay == "engine":
             check_records(batch, self.policy.arch)
         multiple = pack_multiple(self.config)
-        self._held = LocalBatch.receive(
+        self._local_batch = LocalBatch.receive(
             batch, plans, self.parallel, self.device, pad_multiple=multiple
         )
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
-        """Hand vectors [M] to the ranks that hold the tokens; `batch_stats/<minibatch>/<name>` goes
-        whole to all of them.
+        """Send vectors [M] to the ranks that hold the tokens.
+
+        A vector named `batch_stats/<minibatch>/<name>` is sent whole to all ranks.
         """
         self._batch.assign(vectors)
 
     def score(
         self, model: Literal["policy", "reference", "teacher", "critic"], *, entropy: bool = False
     ) -> dict[str, Tensor] | None:
-        """A no-grad pass over the loaded batch: `logprobs` (and `entropy`), or `values`; fp32 [M]
-        on rank 0.
+        """Run a model over the loaded batch without gradients.
+
+        Returns `logprobs` (and `entropy`), or `values` of the critic: fp32 [M], on rank 0 only.
         """
         names = ["values"] if model == "critic" else ["logprobs", "entropy"][: 1 + entropy]
         head = HeadOptions(self._head.temperature, self._head.chunk_elements, entropy)
         outputs: list[Any] = []
-        with self._present(model) as module, megatron_device(self.device):
+        with self._on_device(model) as module, megatron_device(self.device):
             for k in range(len(self._batch.minibatches)):
                 outputs += score_pass(
                     module, self._batch.micro_batches(k), head, routing=self._routing(model)
@@ -187,19 +189,20 @@ class MegatronBackend:
     # --- an optimizer step ------------------------------------------------------------------------
 
     def update(self, minibatch: int, *, train_policy: bool = True) -> UpdateResult:
-        """One optimizer step of the policy, and of the critic where there is one; a non-finite
-        gradient norm skips it.
+        """Take one optimizer step of the policy, and of the critic where there is one.
+
+        A gradient norm that is not finite skips it.
         """
         moments = Moments()
         reports: dict[str, StepReport] = {}
         with megatron_device(self.device), expected_warnings_off():
             if train_policy:
                 loss = policy_loss(self.objective, self._batch, minibatch, moments)
-                with self.policy.present(training=True) as policy:
+                with self.policy.on_device(training=True) as policy:
                     reports["policy"] = self._train(policy, minibatch, loss)
             if self.critic is not None:
                 loss = critic_loss(self.config.critic, self._batch, moments)
-                with self.critic.present(training=True) as critic:
+                with self.critic.on_device(training=True) as critic:
                     reports["critic"] = self._train(critic, minibatch, loss)
         moments = shared_moments(moments, self.parallel)
         metrics = moments.reduce()
@@ -209,11 +212,9 @@ class MegatronBackend:
             step_tokens = self._batch.minibatches[minibatch].step_tokens
             losses = mean_losses(self.policy.chunks, self.policy.arch, step_tokens)
             metrics |= {f"train/{name}": value for name, value in losses.items()}
-        if "policy" in reports and self.config.policy.routing_replay != "none":
-            changed = changed_share(
-                self.policy.chunks, self.policy.arch, self._batch.minibatches[minibatch].step_tokens
-            )
-            metrics["train/routing_replay_changed"] = changed
+            if self.config.policy.routing_replay != "none":
+                changed = changed_share(self.policy.chunks, self.policy.arch, step_tokens)
+                metrics["train/routing_replay_changed"] = changed
         if "critic" in reports:
             metrics["train/critic_lr"] = reports["critic"].lr
             metrics["train/critic_grad_norm"] = reports["critic"].grad_norm
@@ -237,40 +238,42 @@ class MegatronBackend:
         return self._weights.buckets
 
     def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
-        """Each bucket in order: uint8 [num_bytes] on rank 0, None elsewhere; overwritten by the
-        next one.
+        """Yield each bucket in order with its bytes: uint8 [num_bytes] on rank 0, None elsewhere.
+
+        The next bucket overwrites the bytes.
         """
-        with self.policy.present():
+        with self.policy.on_device():
             yield from self._weights.export_buckets()
 
     def export_hf(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
         exporter = self._weights
         model = self.config.model
-        # the engine's weights may be coarser
+        # the engine may have a narrower dtype than the model
         if exporter.specs[0].torch_dtype != DTYPES[model.dtype]:
             exporter = self._new_exporter(model.dtype)
-        with self.policy.present():
+        with self.policy.on_device():
             export_hf(exporter, folder, Path(model.tokenizer or model.path))
 
     def save(self, folder: Path) -> None:
-        """Policy and critic with optimizers and schedules as a distributed checkpoint in `folder`."""
-        with megatron_device(self.device), self._unparked():
+        """Write policy and critic, with optimizers and schedules, as a distributed checkpoint."""
+        with megatron_device(self.device), self._all_on_device():
             save_checkpoint(folder, self._saved, self.parallel)
 
     def start_save(self, folder: Path) -> None:
-        """As `save`, but a thread writes, from a copy in host memory; `finish_save` completes it."""
-        with megatron_device(self.device), self._unparked():
+        """As `save`, but a thread writes a copy in host memory; `finish_save` completes it."""
+        with megatron_device(self.device), self._all_on_device():
             self._pending = start_checkpoint(folder, self._saved, self.parallel, self._host_copies)
 
     def save_seconds(self) -> float | None:
-        """Seconds that this rank wrote for, None while it still does. Not collective. Raises
-        RunFailed if it could not.
+        """The seconds that this rank's writing took; None while it goes on. Not collective.
+
+        Raises RunFailed if the writing failed.
         """
         return self._started_save.written()
 
     def finish_save(self) -> None:
-        """What is left when every rank has written."""
+        """Complete the checkpoint of `start_save`, after every rank has written."""
         pending = self._started_save
         self._pending = None
         with megatron_device(self.device):
@@ -283,73 +286,67 @@ class MegatronBackend:
         return self._pending
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`, under today's layout. Frozen models stay what they were."""
-        with megatron_device(self.device), self._unparked():
+        """The inverse of `save`, under the present layout. Frozen models stay as they are."""
+        with megatron_device(self.device), self._all_on_device():
             load_checkpoint(folder, self._saved, self.parallel)
 
-    def _unparked(self) -> ExitStack:
-        """Inside, what a checkpoint holds is on the device."""
+    @property
+    def _trained(self) -> dict[str, Model]:
+        critic = {} if self.critic is None else {"critic": self.critic}
+        return {"policy": self.policy, **critic}
+
+    def _all_on_device(self) -> ExitStack:
+        """Inside, everything that a checkpoint holds is on the device."""
         stack = ExitStack()
-        for model in (self.policy, self.critic):
-            if model is not None:
-                stack.enter_context(model.unparked())
+        for model in self._trained.values():
+            stack.enter_context(model.on_device_with_optimizer())
         return stack
 
     @property
     def _saved(self) -> list[Saved]:
-        models = [("policy", self.policy)] + (
-            [("critic", self.critic)] if self.critic is not None else []
-        )
-        return [Saved(name, model.arch, model.chunks, model.optimizer) for name, model in models]
+        return [
+            Saved(name, model.arch, model.chunks, model.optimizer)
+            for name, model in self._trained.items()
+        ]
 
-    # --- the device, lent to others ---------------------------------------------------------------
+    # --- the memory of the device -----------------------------------------------------------------
 
     def offload(self) -> None:
-        """Move what the models hold into host memory and give this device's memory back; a loaded
-        batch is given up.
+        """Move the models into host memory, drop a loaded batch, and free the device's memory.
 
-        Until `onload` each pass brings what it needs and takes it away again. No communication.
+        Until `onload` each pass loads what it needs and offloads it again. No communication.
         """
-        self._held = None
-        for offloading in self._parkings:
-            offloading.leave()
+        self._local_batch = None
+        for tensors in self._offloadable:
+            tensors.offload()
         self.release_cache()
 
     def onload(self) -> None:
         """The inverse of `offload`."""
-        for offloading in self._parkings:
-            offloading.stay()
+        for tensors in self._offloadable:
+            tensors.onload()
 
     def release_cache(self) -> None:
-        """Give back what this process keeps of the device's memory for its next passes. No
-        communication.
-        """
+        """Free the device memory that this process caches for its next passes. No communication."""
         if self._exporter is not None:
             self._exporter.free_buffers()
         # Megatron's, for gathers under sequence parallelism
         get_global_memory_buffer().buffer.clear()
         if self.device.type == "cuda":
-            # copies into host memory are whole, nothing uses what is freed
+            # before memory is freed, copies into host memory are complete and kernels have ended
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
     @property
-    def parked_bytes(self) -> int:
-        """Of this rank's models, off the device now."""
-        return sum(offloading.num_bytes for offloading in self._parkings)
-
-    @property
-    def _parkings(self) -> list[OffloadedState]:
-        residents = [
-            frozen.model for frozen in self.frozen.values() if isinstance(frozen, OwnModel)
-        ]
-        models = [self.policy, *residents, *([] if self.critic is None else [self.critic])]
-        return [offloading for model in models for offloading in model.parkings]
+    def _offloadable(self) -> list[OffloadedTensors]:
+        models = [*self._trained.values(), *self.frozen.values()]
+        own = [model for model in models if isinstance(model, Model)]
+        return [tensors for model in own for tensors in model.offloadable]
 
     # --- the rest ---------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, str]:
-        """What was chosen, for the first lines of a run."""
+        """The choices of layout, layers and optimizer, for the first lines of a run."""
         p = self.parallel
         dtype = DTYPES[self.config.model.dtype]
         optimizer = self.config.policy.optimizer
@@ -357,7 +354,7 @@ class MegatronBackend:
         attention = "variable-length flash" if uses_varlen(self.device, dtype) else "bucketed SDPA"
         if p.cp_size > 1:
             attention += ", keys and values gathered over CP"
-        models = ["policy", *self.frozen, *(["critic"] if self.critic is not None else [])]
+        models = ["policy", *self.frozen, *([] if self.critic is None else ["critic"])]
         sequence = " + sequence parallel" if self.config.policy.parallel.sequence else ""
         context = f" x CP {p.cp_size}" if p.cp_size > 1 else ""
         experts = f" x EP {p.ep_size}" if p.ep_size > 1 else ""
@@ -381,12 +378,10 @@ class MegatronBackend:
         return f"{checkpoint}, saved at {saved_layout(Path(checkpoint))}"
 
     def close(self) -> None:
-        """Give up the models and Megatron's groups; the process group too where this object made
-        it.
-        """
+        """Give up the models and Megatron's groups, and the process group if it was made here."""
         if self._pending is not None:
             self._pending.cancel()
-        self._held = self._exporter = self.critic = self._pending = None
+        self._local_batch = self._exporter = self.critic = self._pending = None
         self.frozen = {}
         destroy_parallel()
         if self._owns_process_group:
@@ -394,9 +389,9 @@ class MegatronBackend:
 
     @property
     def _batch(self) -> LocalBatch:
-        if self._held is None:
+        if self._local_batch is None:
             raise RuntimeError("call load_batch first")
-        return self._held
+        return self._local_batch
 
     @property
     def _weights(self) -> WeightExporter:
@@ -408,25 +403,26 @@ class MegatronBackend:
 
     def _new_exporter(self, dtype: str) -> WeightExporter:
         return WeightExporter(
-            self.policy.chunks, self.policy.arch, self.parallel,
-            dtype=DTYPES[dtype], bucket_bytes=self.config.rollout.engine.bucket_bytes,
-        )  # fmt: skip
+            self.policy.chunks,
+            self.policy.arch,
+            self.parallel,
+            dtype=DTYPES[dtype],
+            bucket_bytes=self.config.rollout.engine.bucket_bytes,
+        )
 
     def _routing(self, model: str) -> Routing:
         if model != "policy":
             return Routing.OWN
         return Routing.GIVEN if self.config.policy.routing_replay == "engine" else Routing.RECORDED
 
-    def _present(self, name: str) -> AbstractContextManager[Model]:
+    def _on_device(self, name: str) -> AbstractContextManager[Model]:
         """Inside, the model with its weights on the device."""
-        if name in self.frozen:
-            return self.frozen[name].present()
-        model = {"policy": self.policy, "critic": self.critic}.get(name)
+        model = self.frozen.get(name) or self._trained.get(name)
         if model is None:
             raise ValueError(f"the backend was built without a {name}")
-        return model.present()
+        return model.on_device()
 
 
 def _temperature(config: Config) -> float:
-    """Log-probs are those of the sampling policy; greedy and supervised runs use 1."""
+    """The temperature of log-probs: that of sampling; greedy and supervised runs use 1."""
     return 1.0 if config.is_sft else config.rollout.sampling.temperature or 1.0

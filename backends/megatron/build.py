@@ -1,5 +1,6 @@
-"""Models from a configuration: architecture, chunks, weights, wrappers, optimizer. Those that stay
-frozen are in `frozen`.
+"""Trained models from a configuration: architecture, chunks, weights, wrappers, optimizer.
+
+The module `frozen` builds the models that stay frozen.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 
 from backends.megatron.checkpoint.save_load import load_weights
-from backends.megatron.checks.layout import check_layout
+from backends.megatron.checks.layout import check_layout, check_vocabularies
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.load import load_hf
 from backends.megatron.convert.read import read_architecture
@@ -29,13 +30,12 @@ from backends.megatron.training.passes import Model
 from backends.megatron.weights.copies import copy_trunk
 from rlcore.config import Config
 from rlcore.config.sections.policy import OptimizerConfig
-from rlcore.errors import ModelError
 from rlcore.weights import DTYPES
 
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What all models of a run share."""
+    """Everything that the models of a run share."""
 
     config: Config
     arch: Architecture  # the policy's
@@ -44,19 +44,17 @@ class BuildContext:
     total_steps: int
 
     def build(self, arch: Architecture, *, value_head: bool = False) -> Model:
-        """A model without weights, gradients or optimizer."""
+        """Build a model without weights, gradients or optimizer."""
         policy = self.config.policy
         model = self.config.model
         overrides = {
             **({"deterministic_mode": True} if self.config.run.deterministic else {}),
             **policy.megatron,
         }
-        layers = layer_fields(
-            layers_of(self.config, self.device.type, latent=arch.latent_attention), experts=bool(arch.num_experts),
-            fp8=policy.fp8,
-        )  # fmt: skip
+        layers = layers_of(self.config, self.device.type, latent=arch.latent_attention)
+        fields = layer_fields(layers, experts=bool(arch.num_experts), fp8=policy.fp8)
         config = transformer_config(
-            arch, policy.parallel, model.dtype, self.device, overrides, layers
+            arch, policy.parallel, model.dtype, self.device, overrides, fields
         )
         chunks = build_chunks(
             arch,
@@ -85,23 +83,17 @@ class BuildContext:
         )
 
     def other_architecture(self, path: str | None, key: str) -> Architecture:
-        """The architecture of a second model, checked against the policy's vocabulary and the
-        layout.
-        """
+        """Read the architecture of a second model, and check its vocabulary and layout."""
         if path is None:
             return self.arch
         arch = read_architecture(path, bridge=self.config.model.bridge)
-        if arch.vocab_size != self.arch.vocab_size:
-            raise ModelError(
-                f"{key}: {path} has a vocabulary of {arch.vocab_size} tokens, the policy"
-                f" {self.config.model.path} has {self.arch.vocab_size}; use models of one tokenizer"
-            )
+        check_vocabularies({key: arch}, self.arch)
         check_layout(arch, self.config.policy.parallel, self.parallel.world_size)
         return arch
 
 
 def build_policy(context: BuildContext) -> Model:
-    """The policy with its initial weights, not yet trainable."""
+    """Build the policy with its initial weights, not yet trainable."""
     model = context.build(context.arch)
     checkpoint = context.config.policy.checkpoint
     if checkpoint is None:
@@ -114,8 +106,9 @@ def build_policy(context: BuildContext) -> Model:
 
 
 def build_critic(context: BuildContext, policy: Model) -> Model:
-    """The value model, trainable: `critic.path`'s weights and head, or the initial policy's weights
-    and a fresh head.
+    """Build the trainable value model.
+
+    It has the weights and head of `critic.path`, or the initial policy's weights and a fresh head.
     """
     critic = context.config.critic
     arch = context.other_architecture(critic.path, "critic.path")
@@ -128,5 +121,5 @@ def build_critic(context: BuildContext, policy: Model) -> Model:
         model,
         critic.optimizer.model_copy(update={"offload": critic.optimizer.offload or critic.offload}),
     )
-    model.make_parkable(context.device, offload=critic.offload)
+    model.make_offloadable(context.device, offload=critic.offload)
     return model

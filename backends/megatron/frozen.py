@@ -1,5 +1,6 @@
-"""Models that are scored and never trained, the reference and the teacher: on the device, or in
-host memory between passes.
+"""The reference and the teacher: models that are scored and never trained.
+
+Their weights are on the device, or in host memory between passes.
 """
 
 from __future__ import annotations
@@ -19,49 +20,43 @@ from rlcore.errors import ConfigError
 
 
 class Frozen(Protocol):
-    def present(self) -> AbstractContextManager[Model]:
+    """A model for passes without gradients: a `Model` of its own, or `SwappedIn`."""
+
+    def on_device(self) -> AbstractContextManager[Model]:
         """Inside, a model that holds the weights on the device."""
         ...
 
 
 @dataclass(frozen=True)
-class OwnModel:
-    """A model of its own, whose weights stay on the device or are offloaded in host memory between
-    passes.
-    """
-
-    model: Model
-
-    def present(self) -> AbstractContextManager[Model]:
-        return self.model.present()
-
-
-@dataclass(frozen=True)
 class SwappedIn:
-    """Weights in host memory that borrow the policy's place: no more device memory than the policy
-    itself.
+    """Weights in host memory that are swapped into the policy's modules for a pass.
+
+    It takes no device memory beside the policy's.
     """
 
     policy: Model
     weights: HostWeights
 
     @contextmanager
-    def present(self) -> Iterator[Model]:
-        with self.policy.present(), self.weights.lent_to(self.policy.chunks):
+    def on_device(self) -> Iterator[Model]:
+        """Inside, the policy's modules with these weights."""
+        with self.policy.on_device(), self.weights.swapped_into(self.policy.chunks):
             yield self.policy
 
 
 def build_reference(context: BuildContext, policy: Model) -> Frozen:
-    """The model that KL is measured against: `reference.path`, or the policy's weights as they are.
-    Call before training.
+    """Build the model that KL is measured against: `reference.path`, or the policy as it is now.
+
+    Call before training starts.
     """
     given = context.config.reference
     return _build(context, policy, given.path, "reference.path", offload=given.offload)
 
 
 def build_teacher(context: BuildContext, policy: Model) -> Frozen:
-    """The model that the policy learns from, of any size but with its vocabulary and layout. Call
-    before training starts.
+    """Build the model that the policy learns from. Call before training starts.
+
+    It may have any size, but has the policy's vocabulary and layout.
 
     Raises:
         ConfigError: `teacher.path` is not given.
@@ -77,26 +72,26 @@ def _build(
     context: BuildContext, policy: Model, path: str | None, key: str, *, offload: bool
 ) -> Frozen:
     arch = context.other_architecture(path, key)
-    if offload and _differ_by_weights_alone(arch, context.arch):
+    if offload and _computes_like(arch, context.arch):
         return SwappedIn(policy, _host_weights(context, policy, arch, path))
     model = context.build(arch)
     if path is None:
         copy_weights(policy.chunks, model.chunks)
     else:
         load_hf(model.chunks, arch, Path(path), context.parallel)
-    # Passes run without gradients, but the weights keep `requires_grad`: by it torch.matmul folds
-    # [T, 1, H] to a matrix, where it might else expand the weight to [T, H, H']; and so the
+    # Passes run without gradients, but the weights keep `requires_grad`: because of it torch.matmul
+    # folds [T, 1, H] to a matrix, where it might else expand the weight to [T, H, H']. So the
     # reference computes what the policy does, bit for bit.
     for module in model.modules:
         module.eval()
-    model.make_parkable(context.device, offload=offload)
-    return OwnModel(model)
+    model.make_offloadable(context.device, offload=offload)
+    return model
 
 
 def _host_weights(
     context: BuildContext, policy: Model, arch: Architecture, path: str | None
 ) -> HostWeights:
-    """The weights of `path` in host memory, read through the policy, which gets its own back."""
+    """Read the weights of `path` through the policy's modules, which get their own back."""
     initial = HostWeights(policy.chunks)
     if path is None:
         return initial
@@ -106,10 +101,8 @@ def _host_weights(
     return weights
 
 
-def _differ_by_weights_alone(arch: Architecture, policy: Architecture) -> bool:
-    """Whether the policy would compute what the other model does if it had its weights, and so can
-    lend it its place.
-    """
+def _computes_like(arch: Architecture, policy: Architecture) -> bool:
+    """Whether the policy's modules with the other model's weights compute what that model does."""
     computed = (
         "family",
         "transformer",

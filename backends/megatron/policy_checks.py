@@ -1,6 +1,4 @@
-"""What the policy's section asks of a model that it or this machine cannot give, said before any
-rank is started.
-"""
+"""Checks of the policy's section against the model and the machine, made before any rank starts."""
 
 from __future__ import annotations
 
@@ -15,16 +13,15 @@ from rlcore.config import Config
 
 
 def check_policy(config: Config, arch: Architecture, device: str | None) -> None:
-    """Refuse routing replay without experts, FP8 without its layers, and fields of
-    `policy.megatron`.
+    """Refuse routing replay without experts, FP8 without its layers, and wrong Megatron fields.
 
-    Megatron is imported only where the last are given: it takes seconds.
+    Megatron is imported only where `policy.megatron` has fields: the import takes seconds.
 
     Args:
-        device: "cpu" or "cuda"; None: the run will be on another machine, so what depends on that
-            is left out.
+        device: "cpu" or "cuda"; None: the run will be on another machine, so checks that depend on
+            the machine are left out.
 
-    Raises ConfigError naming the key, the reason and what to do.
+    Raises ConfigError naming the key, the reason and a remedy.
     """
     policy = config.policy
     if policy.routing_replay != "none":

@@ -1,12 +1,11 @@
-"""For tests on a CPU, of plugins and of code around them: a stub of `megatron.core.mpu`, a
-configuration, a batch.
+"""Stubs for tests of plugins on a CPU: of `megatron.core.mpu`, a configuration, a batch.
 
 Nothing here needs Megatron, a process group or a GPU:
 
     mpu = stub_mpu(tensor=2, pipeline=2, data=4, rank=9)
     config = stub_config("algorithm.estimator.name=ppo", "algorithm.kl.reward_coef=0.1")
-    batch = stub_batch([3, 0, 2], rewards=[1.0, 0.0, 0.5], logprobs=..., ref_logprobs=...,
-    values=...) compute_advantages_and_returns(batch, config, ParallelState.from_mpu(mpu))
+    batch = stub_batch([3, 0, 2], rewards=[1, 0, 0.5], logprobs=..., ref_logprobs=..., values=...)
+    compute_advantages_and_returns(batch, config, ParallelState.from_mpu(mpu))
 """
 
 from __future__ import annotations
@@ -32,8 +31,10 @@ _INTEGERS = frozenset({"group_ids", "rollout_ids", "sequence_ids", "versions"})
 
 @dataclass(frozen=True)
 class StubMpu:
-    """Answers what `ParallelState.from_mpu` asks `megatron.core.mpu`, for one rank; made by
-    `stub_mpu`.
+    """The functions of `megatron.core.mpu` that `ParallelState.from_mpu` calls, for one rank.
+
+    Create it by `stub_mpu`. Ranks are in Megatron's default order "tp-cp-ep-dp-pp": tensor
+    parallelism runs fastest, the pipeline slowest.
     """
 
     rank: int
@@ -46,10 +47,8 @@ class StubMpu:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks of the layout."""
         return self.tensor * self.context * self.data * self.pipeline
-
-    # Megatron's default order of ranks is "tp-cp-ep-dp-pp": tensor parallelism runs fastest, the
-    # pipeline slowest.
 
     def get_tensor_model_parallel_world_size(self) -> int:
         return self.tensor
@@ -87,14 +86,19 @@ class StubMpu:
 
 
 def stub_mpu(
-    *, tensor: int = 1, pipeline: int = 1, data: int = 1, context: int = 1, expert: int = 1,
-    virtual_pipeline: int | None = None, rank: int | None = None,
-) -> StubMpu:  # fmt: skip
-    """A stub of `megatron.core.mpu` as rank `rank` of this layout would see it, in Megatron's
-    default order of ranks.
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    data: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    virtual_pipeline: int | None = None,
+    rank: int | None = None,
+) -> StubMpu:
+    """Make a stub of `megatron.core.mpu` for rank `rank` of this layout.
 
     Args:
-        expert: as many ranks of `data` x `context` hold different experts, which are split over
+        expert: so many ranks of `data` x `context` hold different experts, which are split over
             tensor parallelism too.
         virtual_pipeline: model chunks of a rank; None without an interleaved schedule.
         rank: by default this process's rank in torch.distributed, else 0.
@@ -129,15 +133,14 @@ def stub_mpu(
 
 @contextmanager
 def stub_megatron(mpu: Any, *, replace: bool = False) -> Iterator[Any]:
-    """Make `from megatron.core import mpu` give this stub (`parallel_state` too) while the context
-    is open. Yields it.
+    """Inside, `from megatron.core import mpu` gives this stub, and `parallel_state` too.
 
-    A pytest fixture is a function that yields inside it. Any other import from Megatron fails, as
-    with none installed.
+    Yields the stub; a pytest fixture is a function that yields inside the context. Any other import
+    from Megatron fails, as if it were not installed.
 
     Args:
-        replace: put an imported Megatron aside until the context is left. Modules that hold parts
-            of it keep them.
+        replace: put an imported Megatron aside until the context ends. Modules that hold parts of
+            it keep them.
 
     Raises RuntimeError where Megatron is imported already and `replace` is not set.
     """
@@ -170,16 +173,15 @@ def stub_megatron(mpu: Any, *, replace: bool = False) -> Iterator[Any]:
 
 
 def stub_config(*overrides: str) -> Config:
-    """A whole configuration from the keys that a test is about:
-    `stub_config("algorithm.estimator.name=ppo")`.
+    """Load a configuration from the keys of a test: `stub_config("algorithm.estimator.name=ppo")`.
 
-    Written as on the command line, and checked as there. Raises ConfigError.
+    They are written and checked as on the command line. Raises ConfigError.
     """
     return load_config([], [*_REQUIRED_KEYS, *overrides]).config
 
 
 def stub_batch(lengths: Sequence[int], **vectors: Tensor | Sequence[float]) -> RolloutBatch:
-    """A batch of sequences with these numbers of trainable tokens and no prompts.
+    """Make a batch of sequences with these numbers of trainable tokens and no prompts.
 
     Args:
         lengths: B of them; 0 is a sequence without a trainable token.

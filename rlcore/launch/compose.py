@@ -30,7 +30,7 @@ from rlcore.config.derived import (
 )
 from rlcore.config.load import Loaded
 from rlcore.data.rows import check_file
-from rlcore.errors import ConfigError, ModelError, RunFailed
+from rlcore.errors import ConfigError, RunFailed
 from rlcore.interfaces import EngineMemory, PolicyBackend, RolloutEngine, RolloutSource, WeightSink
 from rlcore.launch.engines import build_engines
 from rlcore.launch.finish import finish
@@ -200,7 +200,7 @@ def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
         here: the run will be on this machine; else what depends on its device is left out where it
             has no GPU.
     """
-    from backends.megatron.checks.layout import check_layout, check_others
+    from backends.megatron.checks.layout import check_layout, check_others, check_vocabularies
     from backends.megatron.convert.read import read_architecture
     from backends.megatron.policy_checks import check_policy
 
@@ -212,12 +212,7 @@ def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
         key: read_architecture(Path(folder), bridge=bridge)
         for key, folder in other_folders(config).items()
     }
-    for key, other in others.items():
-        if other.vocab_size != policy.vocab_size:
-            raise ModelError(
-                f"{key}: {other.folder} has a vocabulary of {other.vocab_size}, the policy"
-                f" {config.model.path} has {policy.vocab_size}; they must share one tokenizer"
-            )
+    check_vocabularies(others, policy)
     check_others(others, config.policy.parallel, world_size)
 
 

@@ -1,5 +1,4 @@
-"""What each rank of test_checkpoint.py does in one case: train and save, or load; then export, step
-and export.
+"""A case of test_checkpoint.py on a rank: train and save, or load; then export, step and export.
 
 A step's gradient is a Hugging Face folder times a number, so it is the same under every layout, and
 without clipping AdamW works element by element: all layouts must agree to the bit.
@@ -125,9 +124,7 @@ def read_gradients(
 
 @contextmanager
 def numbered_optimizers() -> Iterator[None]:
-    """Inside, names are those of a checkpoint that was written without
-    `chained_optim_avoid_prefix`.
-    """
+    """Inside, names are those of checkpoints without `chained_optim_avoid_prefix`."""
     METADATA["chained_optim_avoid_prefix"] = False
     yield
     METADATA["chained_optim_avoid_prefix"] = True

@@ -1,6 +1,4 @@
-"""All gloo worlds of this folder: started once, one a size, each going through every case of its
-layouts.
-"""
+"""The gloo worlds of this folder, one a size: each runs every case of its layouts."""
 
 from __future__ import annotations
 
@@ -78,7 +76,7 @@ def _models(outputs: Outputs, variant: str) -> dict[str, Any]:
 
 
 def _asked_for(session: pytest.Session) -> list[tuple[str, str, str]]:
-    """Those of LOADS that a test of this session looks at."""
+    """The rows of LOADS that a test of this session uses."""
     params = [
         item.callspec.params
         for item in session.items

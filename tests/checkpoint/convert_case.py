@@ -1,4 +1,4 @@
-"""What each rank of test_convert.py does in one case: import, then export."""
+"""A case of test_convert.py on a rank: import, then export."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def convert(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelStat
     chunks = in_dtype(
         build_chunks(arch, config, padded_vocab=padded, value_head=head == "value"), config
     )
-    kept = load_hf(chunks, arch, source, parallel)
-    assert kept == (
+    unchanged = load_hf(chunks, arch, source, parallel)
+    assert unchanged == (
         [] if arch.head == head or not parallel.is_last_stage else ["value_head.weight"]
     )
     export._ALONE_BYTES = case["alone_bytes"]

@@ -1,4 +1,4 @@
-"""Which layouts a model with experts is saved under, and loaded under with its optimizer."""
+"""The layouts under which a model with experts is saved, and loaded with its optimizer."""
 
 from __future__ import annotations
 
@@ -63,9 +63,11 @@ FULL_WORLDS: Worlds = [
     (1, (), ("one",)),
 ]  # fmt: skip
 _FULL_PAIRS = [
-    ("one", "ep2"), ("ep2", "one"), ("one", "ep2_pp2"), ("ep2_pp2", "one"), ("one", "ep2_pp2_uneven"),
+    ("one", "ep2"), ("ep2", "one"), ("one", "ep2_pp2"), ("ep2_pp2", "one"),
+    ("one", "ep2_pp2_uneven"),
     ("ep2_pp2_uneven", "ep2"),
-    ("ep2_etp2", "ep2_cp2"), ("ep2_pp2", "ep2_etp1"), ("ep2_etp1", "pp2_uneven"), ("pp2_uneven", "ep2_cp2"),
+    ("ep2_etp2", "ep2_cp2"), ("ep2_pp2", "ep2_etp1"), ("ep2_etp1", "pp2_uneven"),
+    ("pp2_uneven", "ep2_cp2"),
     ("ep2_cp2", "tp2_sequence"), ("tp2_sequence", "ep2"), ("one", "ep2_etp2"), ("ep2_etp1", "one"),
 ]  # fmt: skip
 # Every pair of layouts once in each dtype, half of them into an optimizer of the other kind.

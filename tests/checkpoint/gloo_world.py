@@ -1,6 +1,4 @@
-"""Real gloo ranks for tests: one process a rank, a deadline for all of them, and the failing rank's
-own words.
-"""
+"""Real gloo ranks for tests: a process a rank, one deadline, and the log of a failed rank."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ ROOT = Path(__file__).parents[2]
 def run_world(
     script: Path, size: int, folder: Path, payload: Any, *, deadline_s: float = 240
 ) -> None:
-    """Run `script` as ranks 0..size-1; each gets `payload` by `join_world`. Fails with the log of a
-    rank that failed.
+    """Run `script` as ranks 0..size-1; each gets `payload` by `join_world`.
+
+    Fails with the log of a rank that failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "payload.json").write_text(json.dumps(payload))

@@ -22,8 +22,10 @@ SIZES: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
-    "v_head_dim": 10, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2,
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
     "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 
@@ -58,15 +60,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
 # The same for families that come through `model.bridge`.
 BRIDGED: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "glm4_moe": ("Glm4MoeConfig", {
-        "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
         "moe_intermediate_size": 24, "first_k_dense_replace": 1}, torch.bfloat16),
 }  # fmt: skip
 
 
 def write_model(name: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """Random weights (biases and norms too), in several shards, with the files that a tokenizer
-    leaves beside them.
-    """
+    """Write random weights (biases and norms too) in several shards, with a tokenizer's files."""
     import transformers
 
     kind, keys, dtype = (MODELS | BRIDGED)[name]

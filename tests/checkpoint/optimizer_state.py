@@ -1,5 +1,4 @@
-"""A model's optimizer state as whole tensors under Hugging Face names, put together without any
-code of checkpoints.
+"""A model's optimizer state as whole tensors under Hugging Face names, without code of checkpoints.
 
 The state of every parameter is copied into a blank fp32 model of the same layout, which is then
 exported.
@@ -30,11 +29,13 @@ KEYS = ("param", "exp_avg", "exp_avg_sq")  # the first: the fp32 masters
 
 
 def export_state(
-    folder: Path, optimizer: ScheduledOptimizer, modules: Sequence[nn.Module], blank: Sequence[nn.Module],
+    folder: Path, optimizer: ScheduledOptimizer, modules: Sequence[nn.Module],
+    blank: Sequence[nn.Module],
     arch: Architecture, parallel: ParallelState, *, head: str,
 ) -> None:  # fmt: skip
-    """One folder a key. Collective. Also checks that every parameter's step count is the
-    optimizer's, in its own tensor.
+    """Write one folder a key. Collective.
+
+    It also checks that every parameter's step count is the optimizer's, in its own tensor.
     """
     counts = [state["step"] for part in optimizer.parts for state in part.optimizer.state.values()]
     assert {float(count) for count in counts} <= {float(optimizer.steps_taken)}
@@ -50,9 +51,7 @@ def export_state(
 
 
 def _whole_state(optimizer: ScheduledOptimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """All of this rank's parameter, which the distributed optimizer cuts over the data-parallel
-    ranks.
-    """
+    """The whole of this rank's parameter, which the distributed optimizer splits over DP ranks."""
     for part in optimizer.parts:
         if isinstance(part, DistributedOptimizer):
             if any(parameter in buffer.param_index_map for buffer in part.buffers):

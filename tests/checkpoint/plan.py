@@ -1,4 +1,4 @@
-"""Which layouts, models and damages the worlds of this folder go through."""
+"""The layouts, models and damages of the worlds of this folder."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 # (saved under, loaded under)
 PAIRS = [
-    ("one", "one"), ("one", "tp2"), ("one", "pp2"), ("one", "vpp2"), ("one", "dp2"), ("one", "tp2_pp2"),
+    ("one", "one"), ("one", "tp2"), ("one", "pp2"), ("one", "vpp2"), ("one", "dp2"),
+    ("one", "tp2_pp2"),
     ("tp2", "dp2"), ("vpp2", "tp2"), ("dp2", "vpp2"), ("tp2", "tp2_dp2"),
     ("dp2", "pp2_uneven"), ("vpp2", "pp2_uneven"), ("vpp2", "cp2"), ("cp2", "tp2"),
 ]  # fmt: skip
@@ -83,9 +84,7 @@ def is_usual(load: tuple[str, str, str]) -> bool:
 
 @dataclass(frozen=True)
 class Refused:
-    """A checkpoint of variant `saved`, damaged, loaded into the models of variant `into` (or into
-    `models`).
-    """
+    """A damaged checkpoint of variant `saved`, loaded into the models of variant `into`."""
 
     words: tuple[str, ...]  # that the error must have; none: it loads
     damage: str = "none"
@@ -98,19 +97,24 @@ class Refused:
 
 REFUSED: dict[str, Refused] = {
     "shard_missing": Refused(("policy/__0_0.distcp is missing",), "shard_missing"),
-    "shard_missing_tp2": Refused(("policy/__0_0.distcp is missing",), "shard_missing", layout="tp2"),
+    "shard_missing_tp2": Refused(("policy/__0_0.distcp is missing",), "shard_missing",
+        layout="tp2"),
     "shard_truncated": Refused(("policy/__0_0.distcp has", "were written"), "shard_truncated"),
     "shard_overwritten": Refused(("policy", "cannot be loaded"), "shard_overwritten"),
-    "shard_overwritten_tp2": Refused(("policy", "cannot be loaded"), "shard_overwritten", layout="tp2"),
+    "shard_overwritten_tp2": Refused(("policy", "cannot be loaded"), "shard_overwritten",
+        layout="tp2"),
     "metadata_overwritten": Refused(("policy", "cannot be loaded"), "metadata_overwritten"),
     "common_overwritten": Refused(("policy", "cannot be loaded"), "common_overwritten"),
     "common_missing": Refused(("policy/common.pt is missing",), "common_missing"),
-    "manifest_missing": Refused(("not a complete checkpoint", "checkpoint.json"), "manifest_missing"),
+    "manifest_missing": Refused(("not a complete checkpoint", "checkpoint.json"),
+        "manifest_missing"),
     "manifest_truncated": Refused(("checkpoint.json is damaged",), "manifest_truncated"),
     "critic_missing": Refused(("holds no critic, only policy",), "critic_missing"),
     "other_family": Refused(("family 'qwen2'", "has 'qwen3'"), into="critic_warmup"),
-    "other_dtype": Refused(("saved in float32", "bfloat16"), into="bf16", models={"policy": "qwen2"}),
-    "value_head_as_policy": Refused(("value head",), models={"policy": "reward"}, weights_of="critic"),
+    "other_dtype": Refused(("saved in float32", "bfloat16"), into="bf16",
+        models={"policy": "qwen2"}),
+    "value_head_as_policy": Refused(("value head",), models={"policy": "reward"},
+        weights_of="critic"),
     "weights_in_bf16": Refused((), into="bf16", models={"policy": "qwen2"}, weights_of="policy"),
     "weights_at_tp2": Refused((), models={"policy": "qwen2"}, weights_of="policy", layout="tp2"),
     "critic_from_policy": Refused((), models={"critic": "qwen2"}, weights_of="policy"),

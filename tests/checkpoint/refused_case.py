@@ -1,6 +1,4 @@
-"""What each rank does in one case: damage a copy of a checkpoint and try to load it, or save to a
-full disk; keep the words.
-"""
+"""A rank of one case: load a damaged checkpoint or save to a full disk, and record the error."""
 
 from __future__ import annotations
 
@@ -89,8 +87,9 @@ def try_refused(case: dict[str, Any], layout: ParallelConfig, parallel: Parallel
 
 
 def try_full_disk(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
-    """The last rank's disk is full after some tensors. Write `result` once a rank: the error's
-    class and message.
+    """The disk of the last rank is full after some tensors.
+
+    Write `result` once a rank: the error's class and message.
     """
     (source,) = case["sources"].values()
     model = Trained("policy", Path(source), case["variant"], layout, parallel)

@@ -1,6 +1,4 @@
-"""One rank of test_router_bias.py: trains and saves under the first layout, loads and exports under
-each.
-"""
+"""A rank of test_router_bias.py: save under the first layout, load and export under each."""
 
 from __future__ import annotations
 

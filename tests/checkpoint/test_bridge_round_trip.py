@@ -1,6 +1,4 @@
-"""A family that comes through `model.bridge`: Hugging Face -> Megatron -> Hugging Face, bit for
-bit, over real gloo ranks.
-"""
+"""A family of `model.bridge` from Hugging Face to Megatron and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +19,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`source`, and what each layout made of it."""
     root = tmp_path_factory.mktemp("bridge")
     write_model("glm4_moe", root / "source")
-    case = {"source": str(root / "source"), "bridge": "mbridge", "head": "lm", "dtype": "bf16", "divisible_by": 1,
+    case = {"source": str(root / "source"), "bridge": "mbridge", "head": "lm", "dtype": "bf16",
+        "divisible_by": 1,
             "bucket_bytes": 1 << 20, "alone_bytes": 300, "shard_bytes": 1 << 20}  # fmt: skip
     plan = [
         {"layout": LAYOUTS[name], "cases": [("convert", {**case, "target": str(root / name)})]}

@@ -1,6 +1,4 @@
-"""Checkpoints saved under one layout and loaded under others: weights and the next step equal to
-the bit.
-"""
+"""Checkpoints of one layout, loaded under others: weights and next step are equal to the bit."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ def test_refused_on_every_rank(outputs: Outputs, name: str) -> None:
 
 
 def test_weights_alone(outputs: Outputs) -> None:
-    """Under another TP, in another dtype, and the policy's as the critic's, whose head keeps its
-    values.
-    """
+    """Under another TP and dtype, and into the critic, whose head keeps its values."""
     saved = read_weights(outputs.trained("before", "fp32", "one") / "policy")
     for name in ("weights_at_tp2", "weights_in_bf16", "critic_from_policy"):
         folder = outputs.refused(name)

@@ -1,4 +1,4 @@
-"""Hugging Face -> Megatron -> Hugging Face, bit for bit, under every layout, over real gloo ranks."""
+"""Hugging Face -> Megatron -> Hugging Face, bit for bit, under every layout, over gloo ranks."""
 
 from __future__ import annotations
 

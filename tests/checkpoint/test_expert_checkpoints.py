@@ -1,6 +1,4 @@
-"""Models with experts: weights and every tensor of the optimizer's state go from any layout to any
-other, bit for bit.
-"""
+"""Models with experts: weights and optimizer state from any layout to any other, bit for bit."""
 
 from __future__ import annotations
 
@@ -81,12 +79,11 @@ def test_a_full_disk_of_one_rank_is_told_by_every_rank(outputs: Outputs) -> None
 
 
 def check(outputs: Outputs, case: Case) -> None:
-    """Loaded equals saved: weights, masters, both moments, before and after one more step, which
-    changes them all.
-    """
+    """Loaded equals saved: weights, masters and moments, before and after one more step."""
     variant, source, into, target = case
     saved, loaded = ({
-        when: read_weights(folder(outputs, when, variant, source, *other)) for when in ("before", "after")
+        when: read_weights(folder(outputs, when, variant, source, *other)) for when in ("before",
+            "after")
     } for other in ((), (into, target)))  # fmt: skip
     names = saved["before"].keys()
     assert {name.split("/")[1] for name in names if name.startswith("policy_optimizer/")} == set(
@@ -153,7 +150,8 @@ def _damaged(outputs: Outputs) -> list[tuple[str, dict[str, Any]]]:
     }
     damaged = [
         ("refused", {
-            **common, "load": str(outputs.checkpoint(*DAMAGED_SOURCE)), "copy": str(outputs.refused(damage) / "checkpoint"),
+            **common, "load": str(outputs.checkpoint(*DAMAGED_SOURCE)),
+            "copy": str(outputs.refused(damage) / "checkpoint"),
             "damage": damage, "result": str(outputs.refused(damage) / "result"),
         })
         for damage in DAMAGED

@@ -1,6 +1,4 @@
-"""The bias of a sigmoid router is no parameter, and still in every checkpoint and export: whole, in
-fp32, under any layout.
-"""
+"""The bias of a sigmoid router, no parameter, is whole and fp32 in checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -22,7 +20,8 @@ def test_a_checkpoint_brings_the_bias(dtype: str, tmp_path: Path) -> None:
     source = write_model("deepseek_v3", tmp_path / "source")
     other = write_model("deepseek_v3", tmp_path / "other", seed=1)
     payload = {
-        "root": str(tmp_path), "dtype": dtype, "source": str(source), "other": str(other), "saved_under": NAMES[0],
+        "root": str(tmp_path), "dtype": dtype, "source": str(source), "other": str(other),
+        "saved_under": NAMES[0],
         "layouts": {name: LAYOUTS[name] for name in NAMES},
     }  # fmt: skip
     run_world(Path(__file__).with_name("router_bias_ranks.py"), 2, tmp_path / "world", payload)

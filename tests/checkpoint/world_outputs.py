@@ -1,4 +1,4 @@
-"""Where the worlds of this folder leave their files, and how to read them."""
+"""The files of the worlds of this folder, and how to read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the worlds left behind, below `root`."""
+    """The files of the worlds, below `root`."""
 
     root: Path
 

@@ -1,4 +1,4 @@
-"""One rank of a gloo world: goes through the payload's layouts, and each layout's cases."""
+"""A rank of a gloo world: run each case of each layout of the payload."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The batch that every layout works on, its plans, and the configuration of a case. Everything is
-the same in every process.
-"""
+"""The batch, plans and configurations of the cases, the same in every process."""
 
 from __future__ import annotations
 
@@ -50,7 +48,8 @@ LINEAR: dict[str, float] = {"lr": 1e6, "eps": 1e3, "weight_decay": 0.0, "clip_gr
 
 # An ordinary one, with everything switched on.
 TRAINED: dict[str, Any] = {
-    "lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "clip_grad": 1.0, "warmup_steps": 2, "schedule": "cosine", "min_lr": 1e-4,
+    "lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "clip_grad": 1.0, "warmup_steps": 2,
+    "schedule": "cosine", "min_lr": 1e-4,
     "decay_steps": 6,
 }  # fmt: skip
 
@@ -58,7 +57,8 @@ TRAINED: dict[str, Any] = {
 # Objectives that know more than their micro-batch; far from the engine's log-probs, so that every
 # part of them acts.
 CLIP_COV: dict[str, Any] = {
-    "loss": {"name": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": 100.0}, "old_logprobs": "rollout",
+    "loss": {"name": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": 100.0},
+    "old_logprobs": "rollout",
 }  # fmt: skip
 KL_COV: dict[str, Any] = {
     "loss": {"name": "kl_cov", "kl_cov_ratio": 0.2},
@@ -73,7 +73,7 @@ CORRECTED: dict[str, Any] = {
 
 
 def gradient(before: Tensor, after: Tensor) -> Tensor:
-    """What the first AdamW step under LINEAR was given."""
+    """The gradient of the first AdamW step under LINEAR."""
     delta = before.double() - after.double()
     return LINEAR["eps"] * delta / (LINEAR["lr"] - delta.abs())
 
@@ -98,7 +98,7 @@ def make_batch() -> RolloutBatch:
 
 
 def make_vectors(count: int) -> dict[str, Tensor]:
-    """What rank 0 assigns: [M]."""
+    """The vectors [M] that rank 0 assigns."""
     generator = torch.Generator().manual_seed(6)
 
     def normal(scale: float, mean: float = 0.0) -> Tensor:

@@ -1,5 +1,4 @@
-"""Which cases the parity table has: a pairwise covering array over everything that may not change a
-gradient.
+"""The cases of the parity table: a pairwise covering array of everything that keeps gradients.
 
 Pure and deterministic. `covering_array()` holds, of the legal cases of at most four ranks, enough
 that each two values of two axes that can meet do meet in one case, and that each layout of `NAMED`
@@ -65,7 +64,7 @@ class Case:
 
     @property
     def features(self) -> frozenset[str]:
-        """What must be built for it."""
+        """The parts that a case builds."""
         return frozenset({"moe"} if self.family == "moe" else ()) | frozenset(
             {"cp"} if self.cp > 1 else ()
         )
@@ -87,7 +86,7 @@ class Case:
 
     @property
     def legal(self) -> bool:
-        """Whether Megatron computes this layout, and rightly."""
+        """Whether Megatron computes this layout, and does so right."""
         if self.ranks > MAX_RANKS or (self.sp and self.tp == 1) or (self.vpp > 1 and self.pp == 1):
             return False
         if self.distributed and self.dp * self.cp == 1:
@@ -149,7 +148,7 @@ def legal_cases() -> tuple[Case, ...]:
 
 @cache
 def covering_array() -> tuple[Case, ...]:
-    """Greedily the case that shows most pairs not yet shown; of equals the first in `legal_cases`."""
+    """Choose the case that shows most new pairs; of equals the first in `legal_cases`."""
     shown = [pairs(case) for case in legal_cases()]
     numbers = {
         pair: i

@@ -1,4 +1,4 @@
-"""The cases of the covering array as payloads of parity_ranks.py, run and held against one process."""
+"""The cases of the covering array, run by parity_ranks.py and compared to one process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ SPLITS: dict[int, list[list[list[int]]]] = {
     4: [[[0, 4], [2]], [[1], [3]], [[5, 7], []], [[8], [6]]],
 }
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "grpo": {"estimator": {"name": "grpo"}, "kl": {"loss_coef": KL_COEF, "loss_kind": "k3"}, "entropy_coef": ENTROPY_COEF,
+    "grpo": {"estimator": {"name": "grpo"}, "kl": {"loss_coef": KL_COEF, "loss_kind": "k3"},
+        "entropy_coef": ENTROPY_COEF,
              "old_logprobs": "rollout"},
-    "ppo": {"estimator": {"name": "ppo"}, "kl": {"reward_coef": 0.05}, "entropy_coef": ENTROPY_COEF, "old_logprobs": "rollout"},
+    "ppo": {"estimator": {"name": "ppo"}, "kl": {"reward_coef": 0.05}, "entropy_coef": ENTROPY_COEF,
+        "old_logprobs": "rollout"},
 }  # fmt: skip
 MODEL_OF = {"dense": "qwen3", "moe": "qwen3_moe"}
 
@@ -50,21 +52,22 @@ def plans(case: Case) -> list[list[list[list[int]]]]:
 
 
 def updated(case: Case) -> int:
-    """Which optimizer step is looked at, another one from layout to layout: a gradient can be read
-    off the first step taken.
-    """
+    """The optimizer step that is compared; it varies over the layouts."""
     return (case.ranks + case.pp + case.sp + case.ep) % case.minibatches
 
 
 def payload(case: Case, *, dtype: str = "fp32") -> dict[str, Any]:
     parallel = {
-        "tensor": case.tp, "sequence": case.sp, "pipeline": case.pp, "virtual_pipeline": case.vpp, "context": case.cp,
+        "tensor": case.tp, "sequence": case.sp, "pipeline": case.pp, "virtual_pipeline": case.vpp,
+        "context": case.cp,
     }  # fmt: skip
     if case.family == "moe":
         parallel |= {"expert": case.ep, "expert_tensor": case.etp}
     return {
-        "name": case.name, "model": MODEL_OF[case.family] + "_tied" * case.tied, "parallel": parallel, "plans": plans(case),
-        "update": updated(case), "algorithm": ALGORITHMS[case.algorithm], "critic": case.algorithm == "ppo",
+        "name": case.name, "model": MODEL_OF[case.family] + "_tied" * case.tied,
+        "parallel": parallel, "plans": plans(case),
+        "update": updated(case), "algorithm": ALGORITHMS[case.algorithm],
+        "critic": case.algorithm == "ppo",
         "reference": f"{MODEL_OF[case.family]}_other", "distributed": case.distributed,
         "dtype": dtype,
     }  # fmt: skip
@@ -84,7 +87,7 @@ def reference_of(case: Case) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """What came out of a case: distances from one process."""
+    """The result of a case: distances from one process."""
 
     case: Case
     gradient: float  # the worst weight's |g - g1| / |g1|; the critic's too
@@ -95,9 +98,7 @@ class Row:
 
 
 def run(chosen: Sequence[Case], folder: Path, *, dtype: str = "fp32") -> Iterator[Row]:
-    """Run the cases, one launch per world size, and one for all references; `folder/models` has the
-    models.
-    """
+    """Run the cases, one launch per world size, and one for all references."""
     references = {(one := reference_of(case))["name"]: one for case in chosen}
     run_ranks(RANKS, 1, folder / "references", list(references.values()), deadline_s=DEADLINE_S)
     for size in sorted({case.ranks for case in chosen}):
@@ -131,9 +132,11 @@ def compare(case: Case, got: dict[str, Any], expected: dict[str, Any]) -> Row:
         "nothing to compare: no gradient at all"
     )
     worst = max(distances, key=lambda name: distances[name])
-    outputs = [(got[kind][key], value) for kind in ("scores", "reference", "values") if kind in expected
+    outputs = [(got[kind][key], value) for kind in ("scores", "reference",
+        "values") if kind in expected
                for key, value in expected[kind].items()]  # fmt: skip
-    return Row(case, distances[worst], worst, max(float((a - b).abs().max()) for a, b in outputs), got["seconds"],
+    return Row(case, distances[worst], worst, max(float((a - b).abs().max()) for a, b in outputs),
+        got["seconds"],
                got["micro_batches"])  # fmt: skip
 
 
@@ -142,8 +145,9 @@ def _scale(gradients: dict[str, Tensor]) -> float:
 
 
 def distance(got: Tensor, expected: Tensor, whole: float) -> float:
-    """Relative to the weight's gradient; one that is 0 but for round-off (an expert without tokens)
-    to the whole gradient.
+    """The error relative to the weight's gradient.
+
+    A gradient of round-off alone (an expert without tokens) is compared to the whole gradient.
     """
     floor = max(float(expected.double().norm()), 1e-4 * whole)
     error = float((got.double() - expected.double()).norm() / floor)

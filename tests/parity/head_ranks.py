@@ -1,6 +1,4 @@
-"""Each rank runs the fused head on its shard of the vocabulary; rank 0 writes what came out, put
-together.
-"""
+"""Ranks of test_head.py: the fused head on shards of the vocabulary; rank 0 writes the results."""
 
 from __future__ import annotations
 
@@ -45,8 +43,9 @@ def run(case: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Tensor]:
     hidden = given["hidden"].requires_grad_()
     weight = given["weight"].chunk(group.size())[group.rank()].clone().requires_grad_()
     logprobs, entropy = fused_logprobs(
-        hidden, weight, given["tokens"], vocab_size=VOCAB, tp=group, temperature=TEMPERATURE, tile_elements=case["tile"],
-        keep=given["keep"] if case["keep"] else None,
+        hidden, weight, given["tokens"], vocab_size=VOCAB, tp=group, temperature=TEMPERATURE,
+        tile_elements=case["tile"],
+        sampling_mask=given["keep"] if case["keep"] else None,
     )  # fmt: skip
     assert entropy is not None
     (given["upstream"] * torch.stack([logprobs, entropy])).sum().backward()

@@ -1,6 +1,4 @@
-"""What each rank of test_planning.py does: build with the real backend, take a step, count bytes of
-unique storages.
-"""
+"""A rank of test_planning.py: build the backend, take a step, and count bytes of storages."""
 
 from __future__ import annotations
 
@@ -73,10 +71,10 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, int]:
         "gradients": num_bytes(backend.policy._gradients()),
         "activations": saved.peak,
     }
-    resident = num_bytes(t for t in optimizer._own_tensors() if t.dim())
-    with optimizer.state_present():
+    on_device = num_bytes(t for t in optimizer._own_tensors() if t.dim())
+    with optimizer.state.on_device():
         result["optimizer"] = num_bytes(t for t in optimizer._own_tensors() if t.dim())
-    assert resident == (0 if config.policy.optimizer.offload else result["optimizer"])
+    assert on_device == (0 if config.policy.optimizer.offload else result["optimizer"])
     backend.close()
     return result
 

@@ -1,9 +1,7 @@
-"""What tests/backend_mutants.py asks: does a layout of two ranks still compute what plain torch
-computes?
+"""The cases of tests/backend_mutants.py: a layout of two ranks computes what plain torch computes.
 
-Ranks and oracle are forked, since torch and Megatron are loaded here already: a case takes a second
-    or two. Not collected by
-pytest unless it is named.
+Ranks and oracle are forked, since torch and Megatron are loaded already: a case takes a second or
+two. pytest collects this file only by its name.
 """
 
 from __future__ import annotations
@@ -30,10 +28,12 @@ Z = 0.02
 
 CASES: dict[str, dict[str, Any]] = {
     "tp2": {"model": "qwen3", "plan": "uneven", "parallel": {"tensor": 2}},
-    "tp2_sp": {"model": "qwen3", "plan": "uneven", "parallel": {"tensor": 2, "sequence": True}, "critic": True},
+    "tp2_sp": {"model": "qwen3", "plan": "uneven", "parallel": {"tensor": 2, "sequence": True},
+        "critic": True},
     "pp2_tied": {"model": "qwen3_tied", "plan": "uneven", "parallel": {"pipeline": 2}},
     "vpp2": {"model": "qwen3", "plan": "pairs", "parallel": {"pipeline": 2, "virtual_pipeline": 2}},
-    "pp2_uneven": {"model": "qwen3_three", "plan": "uneven", "parallel": {"pipeline": 2, "first_stage_layers": 1}},
+    "pp2_uneven": {"model": "qwen3_three", "plan": "uneven", "parallel": {"pipeline": 2,
+        "first_stage_layers": 1}},
     "cp2": {"model": "qwen3", "plan": "uneven", "parallel": {"context": 2}, "critic": True},
     "cp2_moe": {"model": "qwen3_moe", "plan": "one", "parallel": {"context": 2},
                 "megatron": {"moe_aux_loss_coeff": AUX, "moe_z_loss_coeff": Z}},

@@ -1,6 +1,4 @@
-"""What each rank of test_offload.py does: train with and without offload, through a checkpoint, and
-compare bit for bit.
-"""
+"""A rank of test_offload.py: train with and without offload, through a checkpoint, and compare."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from rank_main import main
 from torch import Tensor
 
 from backends.megatron import MegatronBackend
-from backends.megatron.checkpoint import shards as checkpoint_io
+from backends.megatron.checkpoint import shards
 from backends.megatron.training.passes import Model
 from rlcore.trainer.objective import Objective
 
@@ -45,13 +43,13 @@ def build(case: dict[str, Any], folder: Path, *, offload: bool) -> MegatronBacke
 def state(model: Model) -> list[Tensor]:
     """Weights and optimizer state on this rank."""
     assert model.optimizer is not None
-    with model.unparked():
-        held = [p for chunk in model.chunks for p in chunk.parameters()]
+    with model.on_device_with_optimizer():
+        tensors = [p for chunk in model.chunks for p in chunk.parameters()]
         for part in model.optimizer.parts:
             for parameter in (p for group in part.param_groups for p in group["params"]):
                 state = part.optimizer.state[parameter]
-                held += [parameter, state["exp_avg"], state["exp_avg_sq"], state["step"]]
-        return [t.detach().clone() for t in held]
+                tensors += [parameter, state["exp_avg"], state["exp_avg_sq"], state["step"]]
+        return [t.detach().clone() for t in tensors]
 
 
 def states(backend: MegatronBackend) -> list[Tensor]:
@@ -59,10 +57,8 @@ def states(backend: MegatronBackend) -> list[Tensor]:
     return state(backend.policy) + state(backend.critic)
 
 
-def check_parked(backend: MegatronBackend) -> None:
-    """Between passes no byte of the critic, and none of either optimizer's own state, is on the
-    device.
-    """
+def check_offloaded(backend: MegatronBackend) -> None:
+    """Between passes the critic and the state of both optimizers are off the device."""
     critic = backend.critic
     assert critic is not None
     sizes = [p.untyped_storage().nbytes() for chunk in critic.chunks for p in chunk.parameters()]
@@ -80,21 +76,21 @@ def check_parked(backend: MegatronBackend) -> None:
 
 
 @contextmanager
-def writing_held_up() -> Iterator[None]:
-    """A checkpoint in the background that is started inside is written when this is left."""
-    gate = threading.Event()
-    real = checkpoint_io._write_buckets
+def writing_delayed() -> Iterator[None]:
+    """A checkpoint in the background that is started inside is written after the context ends."""
+    allowed = threading.Event()
+    real = shards._write_buckets
 
-    def held_up(*args: Any) -> Any:
-        assert gate.wait(WRITE_S)
+    def delayed(*args: Any) -> Any:
+        assert allowed.wait(WRITE_S)
         return real(*args)
 
-    checkpoint_io._write_buckets = held_up
+    shards._write_buckets = delayed
     try:
         yield
     finally:
-        gate.set()
-        checkpoint_io._write_buckets = real
+        allowed.set()
+        shards._write_buckets = real
 
 
 def finish_save(backend: MegatronBackend) -> None:
@@ -130,20 +126,20 @@ def run(case: dict[str, Any], folder: Path) -> None:
             backend.save(saved)
             backend.update(0)
         else:
-            with writing_held_up():
-                check_parked(backend)
+            with writing_delayed():
+                check_offloaded(backend)
                 backend.start_save(in_background)
-                check_parked(backend)
+                check_offloaded(backend)
                 backend.update(0)
-                check_parked(backend)
-            # written from copies of then, while storages were empty or further on
+                check_offloaded(backend)
+            # written from copies of that time, while storages were empty or a step further
             finish_save(backend)
             check_same_files(saved, in_background)
         results.append(states(backend))
         backend.close()
     resumed = build(case, folder, offload=True)  # a checkpoint of a run without offload
     resumed.load(saved)
-    check_parked(resumed)
+    check_offloaded(resumed)
     resumed.save(folder / f"{case['name']}_again")  # ... and one written with it, read without
     resumed.update(0)
     results.append(states(resumed))

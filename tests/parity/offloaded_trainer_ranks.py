@@ -1,6 +1,4 @@
-"""What each rank of test_offloaded_trainer.py does: train, offloaded in between, and compare with a
-trainer that stays, bit for bit.
-"""
+"""A rank of test_offloaded_trainer.py: train with and without offloads in between, and compare."""
 
 from __future__ import annotations
 
@@ -38,12 +36,12 @@ def build(case: dict[str, Any], folder: Path) -> MegatronBackend:
 
 
 def device_bytes(backend: MegatronBackend | None = None) -> int:
-    """Of every storage of this process but the host memory that `backend` parks in."""
+    """The bytes of every storage of this process but the host memory that `backend` offloads to."""
     gc.collect()
     tensors = [o for o in gc.get_objects() if type(o) in (Tensor, Parameter)]
     everything = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     if backend is not None:
-        hosts = [host for offloading in backend._parkings for host in offloading._hosts.values()]
+        hosts = [host for offloaded in backend._offloadable for host in offloaded._hosts.values()]
         hosts += backend._host_copies._tensors.values()
         for frozen in backend.frozen.values():
             if isinstance(frozen, SwappedIn):
@@ -53,8 +51,13 @@ def device_bytes(backend: MegatronBackend | None = None) -> int:
     return sum(everything.values())
 
 
+def offloaded_bytes(backend: MegatronBackend) -> int:
+    """Bytes of the backend's models that are off the device."""
+    return sum(offloaded.num_bytes for offloaded in backend._offloadable)
+
+
 def take_step(backend: MegatronBackend, plan: str) -> Scores:
-    """Everything that a training step does with a batch."""
+    """Take a training step with a batch."""
     batch = make_batch() if backend.rank == 0 else None
     backend.load_batch(batch, None if batch is None else [make_plan(plan)])
     scores: Scores = [backend.score(name) for name in ("policy", "reference", "critic")]  # type: ignore[arg-type]
@@ -82,49 +85,49 @@ def check_files(folder: Path, other: Path) -> None:
 
 
 def offload(backend: MegatronBackend, before: int) -> None:
-    """Nothing of the trainer stays on the device, and what left it is what the models hold."""
-    held = device_bytes(backend) - before
+    """Offload: nothing of the trainer plain on the device, and the models' bytes are counted."""
+    used = device_bytes(backend) - before
     backend.offload()
     left = device_bytes(backend) - before
-    assert left < SMALL, f"{left} of {held} bytes stayed on the device"
-    assert backend.parked_bytes > held // 2, (backend.parked_bytes, held)
+    assert left < SMALL, f"{left} of {used} bytes stayed on the device"
+    assert offloaded_bytes(backend) > used // 2, (offloaded_bytes(backend), used)
 
 
 def run(case: dict[str, Any], folder: Path) -> None:
-    stays = build(case, folder)
-    expected = [take_step(stays, case["plan"]), take_step(stays, case["plan"])]
-    weights = published(stays)
-    after_two = states(stays)
-    stays.save(folder / f"{case['name']}_stays")
-    third = take_step(stays, case["plan"])
-    after_three = states(stays)
-    stays.close()
-    del stays
+    plain = build(case, folder)
+    expected = [take_step(plain, case["plan"]), take_step(plain, case["plan"])]
+    weights = published(plain)
+    after_two = states(plain)
+    plain.save(folder / f"{case['name']}_plain")
+    third = take_step(plain, case["plan"])
+    after_three = states(plain)
+    plain.close()
+    del plain
 
     before = device_bytes()
-    parks = build(case, folder)
+    offloaded = build(case, folder)
     results = []
     for _ in range(2):
-        offload(parks, before)
-        parks.offload()  # twice is once
-        parks.onload()
-        parks.onload()
-        assert parks.parked_bytes == 0 or case.get("offload_trained")
-        results.append(take_step(parks, case["plan"]))
-        published(parks)
-    offload(parks, before)
-    # what is needed comes, and goes again
-    check_same("the published weights", published(parks), weights)
-    check_same("weights and optimizers", states(parks), after_two)
-    parks.save(folder / f"{case['name']}_parked")
-    check_files(folder / f"{case['name']}_parked", folder / f"{case['name']}_stays")
-    offload(parks, before)  # the buffers of those passes too
-    parks.close()
-    del parks
+        offload(offloaded, before)
+        offloaded.offload()  # twice is once
+        offloaded.onload()
+        offloaded.onload()
+        assert offloaded_bytes(offloaded) == 0 or case.get("offload_trained")
+        results.append(take_step(offloaded, case["plan"]))
+        published(offloaded)
+    offload(offloaded, before)
+    # each pass loads its tensors and offloads them again
+    check_same("the published weights", published(offloaded), weights)
+    check_same("weights and optimizers", states(offloaded), after_two)
+    offloaded.save(folder / f"{case['name']}_offloaded")
+    check_files(folder / f"{case['name']}_offloaded", folder / f"{case['name']}_plain")
+    offload(offloaded, before)  # the buffers of those passes too
+    offloaded.close()
+    del offloaded
 
     resumed = build(case, folder)
     offload(resumed, before)  # before its optimizers have any state
-    resumed.load(folder / f"{case['name']}_stays")
+    resumed.load(folder / f"{case['name']}_plain")
     resumed.onload()
     results.append(take_step(resumed, case["plan"]))
     check_same("the step after a resume", states(resumed), after_three)

@@ -1,6 +1,4 @@
-"""The same optimizer step in plain torch: transformers' models, one sequence at a time, the
-formulas written out.
-"""
+"""The same optimizer step in plain torch: transformers' models, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -23,23 +21,30 @@ from cases import (
 from torch import Tensor
 
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # Head sizes, groups and norms such that what is mistaken for something else comes out otherwise.
 LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
-    "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
-    "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
     "rms_norm_eps": 1e-3, "num_nextn_predict_layers": 0,
     "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0,
+        "original_max_position_embeddings": 16, "beta_fast": 4.0,
         "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 1.3},
 }  # fmt: skip
 LATENT_PLAIN: dict[str, Any] = {
-    **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0,
-    "rope_interleave": False, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+    "first_k_dense_replace": 0,
+    "rope_interleave": False, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
@@ -50,18 +55,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "qwen3_moe_other": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
-    "qwen3_moe_tied": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "tie_word_embeddings": True}),
-    "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
+    "qwen3_moe_tied": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True,
+        "tie_word_embeddings": True}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1]}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama": ("LlamaConfig", {"rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192}}),
     "deepseek_v3": ("DeepseekV3Config", LATENT),
     "deepseek_v3_other": ("DeepseekV3Config", LATENT),
     "deepseek_v3_plain": ("DeepseekV3Config", LATENT_PLAIN),
     "glm4_moe": ("Glm4MoeConfig", {
-        "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24, "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.7,
+        "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "n_shared_experts": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
         "first_k_dense_replace": 1}),
 }  # fmt: skip
 
@@ -88,9 +98,7 @@ def write_models(folder: Path, *, only: Collection[str] = MODELS) -> None:
 
 
 def _per_sequence(model: Any, head: Any) -> list[Tensor]:
-    """`head(hidden [n, H], tokens [n], predicted positions)` of each sequence that has trainable
-    tokens, in order.
-    """
+    """Run `head(hidden, tokens, predicted positions)` on each sequence with trainable tokens."""
     batch = make_batch()
     out = []
     for start, end in zip(batch.cu_tokens.tolist(), batch.cu_tokens.tolist()[1:]):
@@ -110,16 +118,14 @@ def relative(got: Tensor, expected: Tensor) -> float:
 def far(
     got: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: float = 1e-5
 ) -> dict[str, float]:
-    """Of the expected tensors those that are further off, or are no numbers."""
+    """The tensors that are further off than allowed, or are no numbers."""
     return {
         name: d for name, want in expected.items() if not (d := relative(got[name], want)) <= bound
     }
 
 
 def policy_step(folder: Path, *, on_policy: bool = False) -> dict[str, Any]:
-    """Log-probs [M], entropy [M] and the gradient of every weight, of the PPO-clip loss with KL and
-    entropy terms.
-    """
+    """Log-probs [M], entropy [M] and all gradients of PPO-clip with KL and entropy terms."""
     model = _load(folder)
     logprobs, entropy = _policy_backward(model, on_policy=on_policy)
     return {"logprobs": logprobs, "entropy": entropy, "gradients": _gradients(model)}
@@ -133,7 +139,7 @@ def rate(step: int) -> float:
 
 
 def trained(folder: Path, *, steps: int) -> dict[str, Tensor]:
-    """What `steps` of torch's AdamW under TRAINED change in every weight."""
+    """The change of every weight by `steps` of torch's AdamW under TRAINED."""
     model = _load(folder)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -184,12 +190,11 @@ def _policy_backward(model: Any, *, on_policy: bool = False) -> tuple[Tensor, Te
 
 
 def router_step(folder: Path, *, aux: float, z: float) -> dict[str, Any]:
-    """`policy_step` with both losses of the routers, summed over the layers: their values, and the
-    gradients of all together.
+    """`policy_step` with both losses of the routers, summed over the layers.
 
-    Over all tokens: aux is E * sum over experts of (share of the choices) * (mean probability), z
-        the mean of squared
-    logsumexp.
+    Over all tokens, aux is E * sum over experts of (share of the choices) * (mean probability), and
+    z is the mean of squared logsumexp. Returns their values and the gradients of the sum of all
+    losses.
     """
     model = _load(folder)
     _policy_backward(model)
@@ -213,7 +218,7 @@ def router_step(folder: Path, *, aux: float, z: float) -> dict[str, Any]:
 
 
 def critic_step(folder: Path, head_weight: Tensor) -> dict[str, Any]:
-    """Values [M] and gradients of the clipped value loss; `head_weight` [1, H] is the value head."""
+    """Values [M] and gradients of the clipped value loss of a value head `head_weight` [1, H]."""
     model = _load(folder)
     weight = head_weight.double().requires_grad_()
     values = torch.cat(_per_sequence(model, lambda hidden, targets: (hidden @ weight.t())[:, 0]))

@@ -1,4 +1,4 @@
-"""What each rank does: every case of the payload, one after the other; rank 0 writes what came out."""
+"""A rank of the parity tests: run every case of the payload; rank 0 writes the results."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ def padding_is_zero(chunks: list[nn.Module], backend: MegatronBackend) -> bool:
 
 
 def read_plans(case: dict[str, Any]) -> list[MinibatchPlan] | None:
-    """`plan`: one name or several; `plans`: written out; None: the backend plans by the token
-    budget.
+    """Run one case.
+
+    `plan`: one name or several; `plans`: written out; None: the backend plans by the token budget.
     """
     if "plans" in case:
         return [plan_of(plan) for plan in case["plans"]]

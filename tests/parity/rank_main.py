@@ -1,6 +1,4 @@
-"""What every script of ranks does around its cases: join the others, work through the payload,
-leave.
-"""
+"""The frame of every script of ranks: join the others, run the cases, leave."""
 
 from __future__ import annotations
 
@@ -20,14 +18,15 @@ TIMEOUT = timedelta(seconds=60)  # of a collective
 
 
 def payload(folder: Path) -> Any:
-    """What `spawn.run_ranks` was given."""
+    """The payload of `spawn.run_ranks`."""
     return json.loads((folder / "payload.json").read_text())
 
 
 @contextmanager
 def joined(folder: Path, *, alone: bool = False) -> Iterator[None]:
-    """Inside, the gloo group of the ranks that `RANK` and `WORLD_SIZE` name; one rank has none
-    unless `alone` asks for it.
+    """Inside, the gloo group of the ranks that `RANK` and `WORLD_SIZE` name exists.
+
+    One rank has none unless `alone` is set.
     """
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -47,7 +46,7 @@ def joined(folder: Path, *, alone: bool = False) -> Iterator[None]:
 
 
 def main(run: Callable[[dict[str, Any], Path], None]) -> None:
-    """`run(case, folder)` for every case, one after the other. The folder is the script's argument."""
+    """Call `run(case, folder)` for every case. The folder is the script's argument."""
     folder = Path(sys.argv[1])
     with joined(folder):
         for case in payload(folder):

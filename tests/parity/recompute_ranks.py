@@ -1,6 +1,4 @@
-"""Ranks of test_recompute.py: a step, its full gradients, and the bytes that this rank saved for
-the backward pass.
-"""
+"""Ranks of test_recompute.py: a step, its full gradients, and the bytes saved for backward."""
 
 from __future__ import annotations
 

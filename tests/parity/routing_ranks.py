@@ -1,6 +1,4 @@
-"""Ranks of test_routing.py: a pass that records experts, perhaps other weights, and a step that
-replays them.
-"""
+"""Ranks of test_routing.py: a pass that records experts, and a step that replays them."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ class Used:
                     )
 
     def are(self, micro_batches: list[Any]) -> bool:
-        """Whether each micro-batch was routed as recorded, as often in all layers, and was routed
-        at all.
-        """
+        """Whether each micro-batch was routed, as recorded, and as often in all layers."""
         recorded = {
             layer: [
                 torch.zeros(len(micro.experts[layer]), calls[0].size(1), dtype=torch.bool).scatter(
@@ -68,7 +64,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
     root = backend.rank == 0
     batch = read_batch(case, folder.parent) if root else None
     backend.load_batch(batch, [make_plan(name) for name in case["plans"]] if root else None)
-    # must not be what is recorded, though it borrows the policy's place
+    # must not be what is recorded, though it is swapped into the policy
     backend.score("reference")
     scores = [backend.score("policy")]
     if "then" in case:

@@ -1,6 +1,4 @@
-"""The optimizer step of `oracle.policy_step` on recorded samples, over the tokens that each was
-drawn from.
-"""
+"""The optimizer step of `oracle.policy_step` on recorded samples with their sampling masks."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def step_on_samples(
     """Log-probs and entropy [M] of all samples, and the gradients of a step on `sequences`.
 
     Args:
-        before: called with each sample ahead of its forward pass.
+        before: called with each sample before its forward pass.
     """
     v = {
         name: value.double()

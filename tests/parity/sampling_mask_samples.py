@@ -1,6 +1,4 @@
-"""Samples as the embedded engine draws and records them: those of test_sampling_mask_parity.py and
-test_engine_routing.py.
-"""
+"""Samples as the embedded engine samples and records them."""
 
 from __future__ import annotations
 
@@ -84,9 +82,7 @@ def with_tool(first: Sample, second: Completion) -> Sample:
 def draw_samples(
     folder: Path, model: torch.nn.Module, *, routed_experts: bool = False
 ) -> list[Sample]:
-    """Nine: two of them with a tool's answer inside, two without a response, one from the whole
-    vocabulary.
-    """
+    """Nine samples: two with a tool's answer inside, two without a response, one without a mask."""
 
     async def main() -> list[Sample]:
         engine = EmbeddedEngine(

@@ -10,19 +10,18 @@ from torch import Tensor
 
 
 class SavedBytes:
-    """While open, the most bytes that autograd held at once for backward passes, in storages that
-    are not in `apart`.
+    """Counts the most bytes that autograd saves at once, in storages that are not in `apart`.
 
-    Storages count as large as they are by then: a recomputed layer norm gives its output's memory
-        back and keeps the tensor.
+    A storage counts with its size at that time: a recomputed layer norm frees its output's memory
+    and keeps the tensor.
     """
 
     def __init__(self, apart: Iterable[Tensor]) -> None:
         self.apart = {t.untyped_storage()._cdata for t in apart}
-        self.held: dict[int, list[Tensor]] = {}  # storage -> tensors in it that are saved
+        self.saved: dict[int, list[Tensor]] = {}  # storage -> tensors in it that are saved
         self.peak = 0
         self.hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda t: _Held(t, self), lambda held: held.tensor
+            lambda t: _Saved(t, self), lambda saved: saved.tensor
         )
 
     def __enter__(self) -> SavedBytes:
@@ -33,26 +32,26 @@ class SavedBytes:
         self.hooks.__exit__(*exception)
 
     def take(self, tensor: Tensor) -> None:
-        self.held.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        self.saved.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
         self.peak = max(
-            self.peak, sum(tensors[0].untyped_storage().nbytes() for tensors in self.held.values())
+            self.peak, sum(tensors[0].untyped_storage().nbytes() for tensors in self.saved.values())
         )
 
     def give_back(self, tensor: Tensor) -> None:
         key = tensor.untyped_storage()._cdata
-        self.held[key].pop()
-        if not self.held[key]:
-            del self.held[key]
+        self.saved[key].pop()
+        if not self.saved[key]:
+            del self.saved[key]
 
 
-class _Held:
-    def __init__(self, tensor: Tensor, book: SavedBytes) -> None:
+class _Saved:
+    def __init__(self, tensor: Tensor, counter: SavedBytes) -> None:
         self.tensor = tensor
-        self.book = book
-        self.counted = tensor.untyped_storage()._cdata not in book.apart
+        self.counter = counter
+        self.counted = tensor.untyped_storage()._cdata not in counter.apart
         if self.counted:
-            book.take(tensor)
+            counter.take(tensor)
 
     def __del__(self) -> None:
         if self.counted:
-            self.book.give_back(self.tensor)
+            self.counter.give_back(self.tensor)

@@ -63,10 +63,9 @@ def run_ranks(script: Path, size: int, folder: Path, payload: Any, *, deadline_s
 
 @dataclass
 class Results:
-    """Results of `parity_ranks.py` by the names of cases; a world runs when the first of its cases
-    is asked for.
+    """Results of `parity_ranks.py` by the names of cases; a world runs when a case is first used.
 
-    Those cases of a world that every tier needs are launched together, and the rest of it apart.
+    The cases of a world that every tier needs share one launch, the other cases have another.
     """
 
     folder: Path

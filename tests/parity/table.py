@@ -2,7 +2,7 @@
 
     python tests/parity/table.py                    all cases, about three minutes on two cores
     python tests/parity/table.py tp2 moe            those whose names contain one of these
-    python tests/parity/table.py --default          the few cases in which every value of every axis occurs
+    python tests/parity/table.py --default          a few cases with every value of every axis
     python tests/parity/table.py --list             names alone; nothing runs
 
 Exit code 1 if a gradient or a log-prob is off by more than 1e-5.

@@ -1,6 +1,4 @@
-"""The defects of tests/backend_mutants.py turn parity cases red: three here, all of them with
---full or by the command.
-"""
+"""The defects of tests/backend_mutants.py are found: three of them, or all with --full."""
 
 from __future__ import annotations
 

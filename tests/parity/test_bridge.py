@@ -1,6 +1,4 @@
-"""Families that we lack, through `model.bridge: mbridge`: log-probs, full gradients and the export,
-against transformers.
-"""
+"""Families of `model.bridge: mbridge`: log-probs, gradients and export against transformers."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ NAMES = [one["name"] for cases in CASES.values() for one in cases]
 
 
 def write_mimo(folder: Path, source: Path) -> None:
-    """Qwen2's weights under MiMo's name, which transformers does not have: MiMo is Qwen2 with
-    layers that are left out.
-    """
+    """Qwen2's weights under the name of MiMo, which is Qwen2 with layers that are left out."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(source / "model.safetensors")
@@ -66,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def result(folder: Path, name: str) -> tuple[dict[str, Any], Path]:
-    """What came out of a case, and the folder that transformers reads for it."""
+    """The result of a case, and the folder that transformers reads for it."""
     size, one = next(
         (size, one) for size, cases in CASES.items() for one in cases if one["name"] == name
     )

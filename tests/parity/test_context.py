@@ -1,6 +1,4 @@
-"""Context parallelism: where slots stand, what each rank's queries see, and how a micro-batch is
-shared out.
-"""
+"""Context parallelism: the slots of each rank, the keys of its queries, and its micro-batch."""
 
 from __future__ import annotations
 
@@ -15,14 +13,14 @@ with importing_megatron():
     from backends.megatron.model.attention import bucketed_attention
 from backends.megatron.batch.cp_layout import Chunk, PackLayout, own_slots
 from backends.megatron.batch.pack import make_micro_batch, pack_size, pad_lengths
-from backends.megatron.parallel.cp_rank import CPRank
+from backends.megatron.parallel.state import CPRank
 from rlcore.data.packing import padded_length
 
 CPU = torch.device("cpu")
 SCALE = 0.3
 
 
-def places(size: int) -> list[CPRank]:
+def cp_ranks(size: int) -> list[CPRank]:
     return [CPRank(size, rank) for rank in range(size)]
 
 
@@ -32,16 +30,16 @@ def heads(total: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def run_cut(query: Tensor, key: Tensor, value: Tensor, cut: Chunk) -> Tensor:
-    """What the variable-length kernel does: per sequence, causal, aligned to the end of the keys."""
-    q = query if cut.queries is None else query[cut.queries]
-    k, v = (x if cut.keys is None else x[cut.keys] for x in (key, value))
+def run_chunk(query: Tensor, key: Tensor, value: Tensor, chunk: Chunk) -> Tensor:
+    """Do as the variable-length kernel: per sequence, causal, aligned to the end of the keys."""
+    q = query if chunk.queries is None else query[chunk.queries]
+    k, v = (x if chunk.keys is None else x[chunk.keys] for x in (key, value))
     outputs = []
     for (a, b), (c, d) in zip(
-        cut.cu_queries.unfold(0, 2, 1).tolist(), cut.cu_keys.unfold(0, 2, 1).tolist()
+        chunk.cu_queries.unfold(0, 2, 1).tolist(), chunk.cu_keys.unfold(0, 2, 1).tolist()
     ):
-        assert b - a <= cut.longest_queries
-        assert d - c <= cut.longest_keys
+        assert b - a <= chunk.longest_queries
+        assert d - c <= chunk.longest_keys
         ki, vi = (x[c:d].transpose(0, 1).repeat_interleave(2, 0) for x in (k, v))
         late = torch.arange(d - c) > torch.arange(b - a)[:, None] + (d - c) - (b - a)
         scores = (q[a:b].transpose(0, 1) @ ki.transpose(1, 2) * SCALE).masked_fill(
@@ -51,25 +49,27 @@ def run_cut(query: Tensor, key: Tensor, value: Tensor, cut: Chunk) -> Tensor:
     return torch.cat(outputs)
 
 
-def by_cuts(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
-    flat = torch.cat([run_cut(query, key, value, cut) for cut in layout.cuts.parts])
-    return flat if layout.cuts.restore is None else flat[layout.cuts.restore]
+def by_chunks(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float
+) -> Tensor:
+    flat = torch.cat([run_chunk(query, key, value, chunk) for chunk in layout.chunks.parts])
+    return flat if layout.chunks.restore is None else flat[layout.chunks.restore]
 
 
-@pytest.mark.parametrize("attend", [bucketed_attention, by_cuts])
+@pytest.mark.parametrize("attend", [bucketed_attention, by_chunks])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("chunks", [[1, 3, 0, 5, 20, 2], [9, 9, 9], [1]])
-def test_the_ranks_together_attend_as_one(attend, size, chunks):
+def test_all_ranks_attend_as_one_rank(attend, size, chunks):
     torch.manual_seed(0)
     lengths = [n * CPRank(size).chunks for n in chunks]
     q, k, v = heads(sum(lengths))
     want = bucketed_attention(q, k, v, PackLayout.of_lengths(lengths, CPU), SCALE)
-    slots = [own_slots(lengths, place) for place in places(size)]
+    slots = [own_slots(lengths, cp) for cp in cp_ranks(size)]
     assert torch.cat(slots).sort().values.tolist() == list(range(sum(lengths)))
     keys, values = (torch.cat([x[own] for own in slots]) for x in (k, v))
     got = torch.empty_like(want)
-    for place, own in zip(places(size), slots):
-        got[own] = attend(q[own], keys, values, PackLayout.of_lengths(lengths, CPU, place), SCALE)
+    for cp, own in zip(cp_ranks(size), slots):
+        got[own] = attend(q[own], keys, values, PackLayout.of_lengths(lengths, CPU, cp), SCALE)
     torch.testing.assert_close(got, want)
     weight = torch.randn_like(want)
     gradients = [torch.autograd.grad((out * weight).sum(), (q, k, v)) for out in (got, want)]
@@ -77,36 +77,31 @@ def test_the_ranks_together_attend_as_one(attend, size, chunks):
 
 
 def test_every_rank_holds_an_early_and_a_late_chunk():
-    assert [own_slots([8, 4], place).tolist() for place in places(2)] == [
+    assert [own_slots([8, 4], cp).tolist() for cp in cp_ranks(2)] == [
         [0, 1, 6, 7, 8, 11],
         [2, 3, 4, 5, 9, 10],
     ]
-    positions = [
-        PackLayout.of_lengths([8, 4], CPU, place).positions.tolist() for place in places(2)
-    ]
+    positions = [PackLayout.of_lengths([8, 4], CPU, cp).positions.tolist() for cp in cp_ranks(2)]
     assert positions == [[0, 1, 6, 7, 0, 3], [2, 3, 4, 5, 1, 2]]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_ranks_attend_to_the_same_number_of_keys(size):
-    """Causal pairs of front and back chunk: what one has fewer, the other has more."""
-    cuts = [
-        PackLayout.of_lengths([12 * size, 4 * size], CPU, place).cuts.parts
-        for place in places(size)
+    """Front and back chunk have causal pairs: one has as many more as the other has fewer."""
+    all_parts = [
+        PackLayout.of_lengths([12 * size, 4 * size], CPU, cp).chunks.parts for cp in cp_ranks(size)
     ]
-    assert len({sum(int(cut.cu_keys[-1]) for cut in parts) for parts in cuts}) == 1
+    assert len({sum(int(chunk.cu_keys[-1]) for chunk in parts) for parts in all_parts}) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(("first", "last"), [(0, 9), (1, 5), (2, 3), (4, 4), (3, 8)])
-def test_a_micro_batch_is_shared_out_whole(size, first, last):
-    """Shifted before the split: the ranks' predictions are those of the whole, each once; pads
-    stand in no count.
-    """
+def test_the_ranks_share_a_whole_micro_batch(size, first, last):
+    """Targets are shifted before the split, so each prediction is on one rank; no pad counts."""
     batch = make_batch()
     chunks = CPRank(size).chunks
     slots = pack_size(sum(padded_length(n, chunks) for n in LENGTHS[first:last]), chunks)
-    parts = [make_micro_batch(batch, first, last, slots, CPU, place) for place in places(size)]
+    parts = [make_micro_batch(batch, first, last, slots, CPU, cp) for cp in cp_ranks(size)]
     whole = make_micro_batch(batch, first, last, pack_size(sum(LENGTHS[first:last]), 1), CPU)
     assert {part.num_slots for part in parts} == {slots // size}
     assert sum(part.num_tokens for part in parts) == sum(LENGTHS[first:last]) == whole.num_tokens
@@ -126,7 +121,7 @@ def test_a_micro_batch_is_shared_out_whole(size, first, last):
 @pytest.mark.parametrize(
     ("missing", "longest", "multiple"), [(0, 8, 4), (4, 0, 4), (48, 20, 8), (64, 18, 4)]
 )
-def test_pads_are_cut_like_sequences(missing, longest, multiple):
+def test_pads_are_split_like_sequences(missing, longest, multiple):
     pads = pad_lengths(missing, longest, multiple)
     assert sum(pads) == missing
     assert all(

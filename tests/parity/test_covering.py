@@ -1,6 +1,4 @@
-"""The covering array: that it covers, that its cases are as awkward as they should be, and that
-each equals one process.
-"""
+"""The covering array covers, its cases are awkward enough, and each equals one process."""
 
 from __future__ import annotations
 
@@ -88,8 +86,9 @@ def test_legality(case: Case, legal: bool) -> None:
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in covering_array()])
 def test_every_case_is_awkward(case: Case) -> None:
-    """Unequal lengths and an empty sequence always; unequal micro-batches; under DP a rank without
-    trainable tokens.
+    """Every case has unequal lengths and an empty sequence, and unequal micro-batches.
+
+    Under DP it has a rank without trainable tokens.
     """
     found = plans(case)
     placed = sorted(i for step in found for rank in step for micro in rank for i in micro)
@@ -107,8 +106,11 @@ def test_every_case_is_awkward(case: Case) -> None:
 
 
 def check(rows: list[covering_runs.Row], gradient: float, logprob: float) -> None:
-    off = [f"{row.case.name}: gradient {row.gradient:.1e} of {row.weight}, log-probs {row.logprob:.1e}"
-           for row in rows if not (row.gradient <= gradient and row.logprob <= logprob)]  # fmt: skip
+    off = [
+        f"{row.case.name}: gradient {row.gradient:.1e} of {row.weight}, log-probs {row.logprob:.1e}"
+        for row in rows
+        if not (row.gradient <= gradient and row.logprob <= logprob)
+    ]
     assert not off, "\n".join(off)
 
 
@@ -131,8 +133,9 @@ def test_every_case_equals_one_process(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_in_bf16_dense_cases_stay_near_fp32(tmp_path: Path) -> None:
-    """8 bits of mantissa: log-probs within 0.1, every weight's gradient within 15 %. Rounding sends
-    tokens to other experts.
+    """bf16: log-probs within 0.1, every weight's gradient within 15 %.
+
+    Rounding sends tokens to other experts.
     """
     oracle.write_models(tmp_path / "models")
     dense = [case for case in one_per_axis() if case.family == "dense"]

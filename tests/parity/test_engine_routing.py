@@ -1,4 +1,4 @@
-"""Routing replay of the engine's experts, with keep-sets beside it, on every layout."""
+"""Routing replay of the engine's experts, with sampling masks beside it, on every layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from rlcore.runs.rollouts import write_rollouts
 
 RANKS = Path(__file__).with_name("routing_ranks.py")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-FORCED: dict[str, Any] = {"model": "qwen3_moe", "then": "qwen3_moe_other", "plans": ["pairs"], "replay": "engine",
+FORCED: dict[str, Any] = {"model": "qwen3_moe", "then": "qwen3_moe_other", "plans": ["pairs"],
+    "replay": "engine",
                           "samples": "recorded"}  # fmt: skip
 
 # By the ranks of a launch; those below 0 are launched by `scripts/test.sh --full` alone.
@@ -43,7 +44,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
 }
 NAMES = [pytest.param(case["name"], marks=pytest.mark.full if size < 0 else ())
-         for size, cases in CASES.items() for case in cases if case["replay"] == "engine"]  # fmt: skip
+         for size, cases in CASES.items()
+         for case in cases if case["replay"] == "engine"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +57,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def samples(folder: Path) -> list[Sample]:
-    """As recorded by a run; the middle of one and the end of another have no record."""
+    """Samples of a run; the middle of one and the end of another have no record."""
     torch.set_num_threads(1)
-    drawn = draw_samples(folder / "models" / "qwen3_moe", oracle._load(folder / "models" / "qwen3_moe").float(),
+    drawn = draw_samples(folder / "models" / "qwen3_moe",
+        oracle._load(folder / "models" / "qwen3_moe").float(),
                          routed_experts=True)  # fmt: skip
     for sample in drawn[:2]:
         assert sample.routed_experts is not None
@@ -88,21 +91,19 @@ def result_of(folder: Path, samples: list[Sample]) -> Callable[[str], dict[str, 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, samples: list[Sample]) -> dict[str, Any]:
-    """The second model's step with the recorded experts, its own where none are recorded, in
-    float64.
-    """
+    """The second model's step in float64, with the recorded experts or else its own."""
     model = oracle._load(folder / "models" / "qwen3_moe_other")
     at_hand: list[Sample] = []
     routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
-    for place, router in enumerate(routers):
+    for index, router in enumerate(routers):
 
         def forced(
-            router: Any, inputs: Any, output: Any, place: int = place
+            router: Any, inputs: Any, output: Any, index: int = index
         ) -> tuple[Tensor, Tensor, Tensor]:
             record = at_hand[-1].routed_experts
             chosen = output[2].clone()
             if record is not None:
-                given = torch.from_numpy(record[:, place]).long()
+                given = torch.from_numpy(record[:, index]).long()
                 chosen[: len(given)] = torch.where(given < 0, chosen[: len(given)], given)
             probabilities = output[0].softmax(-1).gather(1, chosen)
             return output[0], probabilities / probabilities.sum(-1, keepdim=True), chosen

@@ -1,6 +1,4 @@
-"""Every family under every kind of parallelism: log-probs, entropy and full gradients as of
-transformers in float64.
-"""
+"""Every family under every kind of parallelism, against transformers in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +16,8 @@ DENSE = ("llama", "qwen2_tied", "qwen3", "qwen3_tied")
 EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3")
 SP2 = {"tensor": 2, "sequence": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tensor": 2}, "tp2_sp": SP2, "pp2": {"pipeline": 2}, "cp2": {"context": 2}, "ep2": {"expert": 2},
+    "tp2": {"tensor": 2}, "tp2_sp": SP2, "pp2": {"pipeline": 2}, "cp2": {"context": 2},
+    "ep2": {"expert": 2},
     "ep2_tp2_sp_etp1": {**SP2, "expert": 2, "expert_tensor": 1},
 }  # fmt: skip
 # Megatron does not train experts under TP without SP; dense models have none to deal out.

@@ -1,6 +1,4 @@
-"""The fused head over two tensor-parallel ranks, with and without keep-sets, against the dense
-formula in float64.
-"""
+"""The fused head over two TP ranks, with and without sampling masks, against float64."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Latent attention and sigmoid routers: log-probs and full gradients of every layout, against
-transformers in float64.
-"""
+"""Latent attention and sigmoid routers on every layout, against transformers in float64."""
 
 from __future__ import annotations
 
@@ -58,7 +56,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("dp2_distributed", plan="dp2", distributed=True),
         case("cp2_ep2", parallel={**CP2, **EP2}),
         *(case(f"plain_{short}", "deepseek_v3_plain", plan, parallel=parallel)
-          for short, plan, parallel in (("ep2", "dp2", EP2), ("tp2_sp", "uneven", SP2), ("pp2", "uneven", PP2),
+          for short, plan, parallel in (("ep2", "dp2", EP2), ("tp2_sp", "uneven", SP2),
+              ("pp2", "uneven", PP2),
                                         ("cp2", "uneven", CP2))),
     ],
     4: [
@@ -101,7 +100,7 @@ def names() -> list[Any]:
 
 
 def check_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Those of parameters within the bound; the bias of a router gets none, and no step moves it."""
+    """Gradients are within the bound; the bias of a router gets none, and no step moves it."""
     biases = {name for name in got if name.endswith(BIAS)}
     assert biases
     assert not any(got[name].count_nonzero() for name in biases)
@@ -150,7 +149,7 @@ def test_every_layout_equals_one_process(name: str, results: Results) -> None:
     "name", ["other_reference", pytest.param("parked_reference", marks=pytest.mark.full)]
 )
 def test_a_reference_routes_by_its_own_bias(name: str, results: Results, models: Path) -> None:
-    """Also where its weights wait in host memory, and enter the policy's place for a pass."""
+    """Also where its weights wait in host memory and are swapped into the policy for a pass."""
     expected = oracle.policy_step(models / "deepseek_v3_other")["logprobs"]
     torch.testing.assert_close(
         results[name]["reference"]["logprobs"].double(), expected, atol=1e-5, rtol=0

@@ -1,6 +1,4 @@
-"""Experts: log-probs and full gradients of every layout, the routers' losses and pads among them,
-against plain torch.
-"""
+"""Experts on every layout, with the routers' losses and pads, against plain torch."""
 
 from __future__ import annotations
 
@@ -63,15 +61,18 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("ep2_recompute", plan="dp2", parallel=EP2, megatron=FULL_RECOMPUTE),
         *(case(f"{name}_{short}", name, plan, parallel=parallel)
           for name in ("qwen2_moe", "mixtral")
-          for short, plan, parallel in (("ep2", "dp2", EP2), ("tp2_sp", "uneven", SP2), ("pp2", "uneven", PP2),
-                                        ("etp1_ep2", "uneven", {**SP2, "expert_tensor": 1, "expert": 2}))),
+          for short, plan, parallel in (("ep2", "dp2", EP2), ("tp2_sp", "uneven", SP2),
+              ("pp2", "uneven", PP2),
+                                        ("etp1_ep2", "uneven",
+                                         {**SP2, "expert_tensor": 1, "expert": 2}))),
         case("cp2", parallel=CP2),
         case("cp2_ep2", parallel={**CP2, **EP2}, critic=True),
         with_losses("losses_cp2_ep2", "uneven", {**CP2, **EP2}),
         with_losses("losses_dp2", "starved", {}),
         with_losses("losses_etp1_ep2", "uneven", {**SP2, "expert_tensor": 1, "expert": 2}),
         case("trained_ep2", plan="starved", parallel=EP2, optimizer=TRAINED, steps=3),
-        case("trained_ep2_distributed", plan="starved", parallel=EP2, distributed=True, optimizer=TRAINED, steps=3),
+        case("trained_ep2_distributed", plan="starved", parallel=EP2, distributed=True,
+            optimizer=TRAINED, steps=3),
     ],
     4: [
         case("ep2_pp2", plan="starved", parallel={**EP2, **PP2}, critic=True),
@@ -86,7 +87,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 EVERY_RUN = (
-    *(one["name"] for one in CASES[1]), "ep2", "pp2", "tp2_sp", "tp2_sp_etp1_ep2", "losses_ep2", "losses_tp2_sp", "losses_pp2",
+    *(one["name"] for one in CASES[1]), "ep2", "pp2", "tp2_sp", "tp2_sp_etp1_ep2", "losses_ep2",
+    "losses_tp2_sp", "losses_pp2",
 )  # fmt: skip
 
 
@@ -189,9 +191,7 @@ SAME_MICRO_BATCHES = {"uneven": "losses_uneven", "starved": "losses_starved_1"}
     "name", [p for p in names(losses=True) if p.id not in ("losses", *SAME_MICRO_BATCHES.values())]
 )
 def test_the_losses_of_the_routers_in_every_layout(name: str, results: Results) -> None:
-    """Under CP, SP and PP, with pads, a micro-batch of pads alone, and a rank without trainable
-    tokens.
-    """
+    """Under CP, SP and PP, with pads, an empty micro-batch, and a rank without trainable tokens."""
     got = results[name]
     expected = results[SAME_MICRO_BATCHES[of_name(name)["plan"]]]
     check_gradients(got["gradients"]["policy"], expected["gradients"]["policy"])

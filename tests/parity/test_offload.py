@@ -1,6 +1,4 @@
-"""Critic and optimizer state in host memory: training and checkpoints, those in the background too,
-are the same to the bit.
-"""
+"""Training and checkpoints are the same to the bit with critic and optimizer in host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from spawn import run_ranks
 
-from backends.megatron.training.offload import OffloadedState, StateOf
+from backends.megatron.training.offload import OffloadedTensors, Retention
 
 RANKS = Path(__file__).with_name("offload_ranks.py")
 CPU = torch.device("cpu")
@@ -41,44 +39,44 @@ def test_training_and_checkpoints_are_the_same_with_and_without(size: int, tmp_p
     run_ranks(RANKS, size, tmp_path / "world", CASES[size], deadline_s=150)
 
 
-def test_views_stay_views_of_what_comes_back() -> None:
+def test_views_stay_views_of_the_loaded_storage() -> None:
     buffer = torch.arange(6.0)
     view = buffer[2:4]
     shared = buffer.view(2, 3)
-    offloading = OffloadedState(lambda: [view, shared], CPU)
-    assert (buffer.untyped_storage().nbytes(), offloading.num_bytes) == (0, 24)
-    with offloading.present():
+    offloaded = OffloadedTensors(lambda: [view, shared], CPU)
+    assert (buffer.untyped_storage().nbytes(), offloaded.num_bytes) == (0, 24)
+    with offloaded.on_device():
         assert torch.equal(view, torch.tensor([2.0, 3.0]))
         view.add_(10)
-        with offloading.present():
+        with offloaded.on_device():
             assert shared[0, 2] == 12
-        assert offloading.num_bytes == 0
-    with offloading.present():
+        assert offloaded.num_bytes == 0
+    with offloaded.on_device():
         assert buffer.tolist() == [0, 1, 12, 13, 4, 5]
 
 
-def test_tensors_that_appear_later_leave_too() -> None:
+def test_tensors_that_appear_later_are_offloaded_too() -> None:
     tensors = [torch.ones(4)]
-    offloading = OffloadedState(lambda: tensors, CPU)
-    with offloading.present():
+    offloaded = OffloadedTensors(lambda: tensors, CPU)
+    with offloaded.on_device():
         tensors.append(torch.full((2,), 7.0))
         tensors.append(torch.tensor(1.0))  # a scalar stays
-    assert (offloading.num_bytes, float(tensors[2])) == (24, 1)
-    with offloading.present():
+    assert (offloaded.num_bytes, float(tensors[2])) == (24, 1)
+    with offloaded.on_device():
         del tensors[0]
-    with offloading.present():
+    with offloaded.on_device():
         assert tensors[0].tolist() == [7, 7]
-    assert offloading.num_bytes == 8
+    assert offloaded.num_bytes == 8
 
 
 def test_frozen_contents_are_copied_out_once_and_scratch_never() -> None:
     frozen = torch.ones(4)
     scratch = torch.ones(4)
-    keeping = OffloadedState(lambda: [frozen], CPU, StateOf.FROZEN)
-    dropping = OffloadedState(lambda: [scratch], CPU, StateOf.SCRATCH)
-    with keeping.present(), dropping.present():
+    keeping = OffloadedTensors(lambda: [frozen], CPU, Retention.FROZEN)
+    dropping = OffloadedTensors(lambda: [scratch], CPU, Retention.SCRATCH)
+    with keeping.on_device(), dropping.on_device():
         assert scratch.untyped_storage().nbytes() == 16
         frozen.zero_()
-    with keeping.present():
+    with keeping.on_device():
         assert frozen.tolist() == [1, 1, 1, 1]
     assert (keeping.num_bytes, dropping.num_bytes) == (16, 16)

@@ -1,6 +1,4 @@
-"""A trainer offloaded in host memory between steps: nothing stays on the device, and training is
-the same to the bit.
-"""
+"""A trainer that is offloaded between steps leaves the device, and trains the same to the bit."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from spawn import run_ranks
 
-from backends.megatron.training.offload import OffloadedState
+from backends.megatron.training.offload import OffloadedTensors
 
 RANKS = Path(__file__).with_name("offloaded_trainer_ranks.py")
 CPU = torch.device("cpu")
@@ -63,39 +61,39 @@ DISTRIBUTED: list[dict[str, Any]] = [
     ],
     ids=["one_process", "model_parallel", "distributed_optimizer"],
 )
-def test_a_parked_trainer_goes_on_as_if_it_had_stayed(
+def test_an_offloaded_trainer_goes_on_as_if_it_had_stayed(
     size: int, cases: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     oracle.write_models(tmp_path / "models", only={case["model"] for case in cases})
     run_ranks(RANKS, size, tmp_path / "world", cases, deadline_s=200)
 
 
-def test_what_stays_leaves_once_and_comes_back_for_its_users() -> None:
+def test_tensors_on_the_device_are_offloaded_once_and_loaded_for_their_users() -> None:
     tensor = torch.arange(4.0)
-    offloading = OffloadedState(lambda: [tensor], CPU, stays=True)
-    with offloading.present():
+    offloaded = OffloadedTensors(lambda: [tensor], CPU, keep_on_device=True)
+    with offloaded.on_device():
         pass
-    assert offloading.num_bytes == 0
-    offloading.leave()
-    offloading.leave()
-    assert (offloading.num_bytes, tensor.untyped_storage().nbytes()) == (16, 0)
-    with offloading.present():
+    assert offloaded.num_bytes == 0
+    offloaded.offload()
+    offloaded.offload()
+    assert (offloaded.num_bytes, tensor.untyped_storage().nbytes()) == (16, 0)
+    with offloaded.on_device():
         tensor.add_(1)
-        offloading.stay()
-    offloading.stay()
-    assert (offloading.num_bytes, tensor.tolist()) == (0, [1, 2, 3, 4])
-    with offloading.present():
-        offloading.leave()
-        assert tensor.tolist() == [1, 2, 3, 4]  # its user has it still
-    assert offloading.num_bytes == 16
+        offloaded.onload()
+    offloaded.onload()
+    assert (offloaded.num_bytes, tensor.tolist()) == (0, [1, 2, 3, 4])
+    with offloaded.on_device():
+        offloaded.offload()
+        assert tensor.tolist() == [1, 2, 3, 4]  # its user still has it
+    assert offloaded.num_bytes == 16
 
 
-def test_what_does_not_stay_is_never_asked_to() -> None:
+def test_onload_has_no_effect_on_tensors_that_are_always_offloaded() -> None:
     tensor = torch.ones(4)
-    offloading = OffloadedState(lambda: [tensor], CPU)
-    offloading.stay()
-    assert offloading.num_bytes == 16
-    offloading.leave()
-    with offloading.present():
+    offloaded = OffloadedTensors(lambda: [tensor], CPU)
+    offloaded.onload()
+    assert offloaded.num_bytes == 16
+    offloaded.offload()
+    with offloaded.on_device():
         assert tensor.tolist() == [1, 1, 1, 1]
-    assert offloading.num_bytes == 16
+    assert offloaded.num_bytes == 16

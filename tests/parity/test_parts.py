@@ -27,17 +27,19 @@ from backends.megatron.batch.local_batch import ShardMap
 from backends.megatron.batch.pack import make_micro_batch, pack_size, pad_lengths
 from backends.megatron.batch.transfer import _flatten, _num_bytes, _views
 from backends.megatron.checks.layout import check_layout
-from backends.megatron.parallel.cp_rank import CPRank
 from backends.megatron.parallel.stages import layers_of_stages
+from backends.megatron.parallel.state import CPRank
 from rlcore.config.sections.policy import OptimizerConfig, ParallelConfig
 from rlcore.data.packing import MinibatchPlan, padded_length
 from rlcore.errors import ConfigError
 
 CPU = torch.device("cpu")
 ARCH = Architecture(
-    family="qwen3", hf_config={}, vocab_size=31, tie_word_embeddings=True, max_position_embeddings=64, rope_theta=1e4,
+    family="qwen3", hf_config={}, vocab_size=31, tie_word_embeddings=True,
+    max_position_embeddings=64, rope_theta=1e4,
     rope_scaling=None,
-    transformer={"num_layers": 6, "hidden_size": 32, "num_attention_heads": 12, "num_query_groups": 4, "kv_channels": 16,
+    transformer={"num_layers": 6, "hidden_size": 32, "num_attention_heads": 12,
+        "num_query_groups": 4, "kv_channels": 16,
                  "ffn_hidden_size": 48},
 )  # fmt: skip
 
@@ -192,16 +194,14 @@ def test_a_sequence_that_no_plan_places_is_an_error() -> None:
 
 @pytest.mark.parametrize("limit", [40, 41, 44, 47, 63])
 def test_no_planned_pack_is_longer_than_the_budget(limit: int) -> None:
-    """Sequences have pads of their own, and under sequence parallelism the pack too: to a multiple
-    of 8 here.
-    """
+    """Sequences have pads of their own, and the pack too under SP: here to a multiple of 8."""
     config = make_config(
         {"model": "any", "parallel": {"context": 2, "tensor": 2, "sequence": True}}, Path("models")
     )
     config.policy.max_tokens_per_microbatch = limit
     backend: Any = SimpleNamespace(
         config=config,
-        parallel=SimpleNamespace(place=CPRank(2, 0)),
+        parallel=SimpleNamespace(cp=CPRank(2, 0)),
         policy=SimpleNamespace(arch=ARCH),
         data_parallel_size=1,
     )
@@ -241,8 +241,6 @@ def test_no_planned_pack_is_longer_than_the_budget(limit: int) -> None:
         ({"pipeline": 3, "first_stage_layers": 1}, 3, "5 are left for 2 stages"),
         ({"pipeline": 2, "last_stage_layers": 6}, 2, "0 are left for 1 stages"),
         ({"last_stage_layers": 6}, 1, "last_stage_layers: needs pipeline > 1"),
-        ({"virtual_pipeline": 2}, 1, "needs pipeline > 1"),
-        ({"sequence": True}, 1, "needs tensor > 1"),
         ({"context": 2}, 3, "context 2 = 2 does not divide the world size 3"),
     ],
 )

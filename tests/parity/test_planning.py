@@ -27,7 +27,8 @@ from rlcore.planning.memory import (
 
 RANKS = Path(__file__).with_name("memory_ranks.py")
 SIZES: dict[str, Any] = {
-    "vocab_size": 1001, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 1001, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
@@ -161,7 +162,8 @@ def planned(
     stage = rank // (size // layout.pipeline)
     b = 2 if config.model.dtype == "bf16" else 4
     load = Load(
-        tokens=case["tokens"], micro_batches=case["micro_batches"], trainable=case["trainable"], dtype_bytes=b,
+        tokens=case["tokens"], micro_batches=case["micro_batches"], trainable=case["trainable"],
+        dtype_bytes=b,
         composed_norm=True,
     )  # fmt: skip
     weights = rank_weights(arch.shape, layout, stage)
@@ -190,9 +192,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(models: Path) -> Measured:
-    """(ranks, case, rank) -> bytes; all cases of a tier that have so many ranks run at its first
-    question.
-    """
+    """Bytes by (ranks, case, rank); all cases of a world size run at the first use."""
     worlds: dict[Path, list[dict[str, dict[str, int]]]] = {}
 
     def of(size: int, name: str, rank: int) -> dict[str, int]:

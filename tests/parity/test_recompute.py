@@ -1,6 +1,4 @@
-"""Activation recomputation: the gradients of the same layout without it, in less memory; what would
-not be so is refused.
-"""
+"""Activation recomputation gives the same gradients in less memory; other choices are refused."""
 
 from __future__ import annotations
 
@@ -39,11 +37,14 @@ def selective(*modules: str) -> dict[str, Any]:
 # Four layers; those of the second model have experts and a shared one, but for the second layer,
 # which is dense.
 DENSE: Choices = {
-    "uniform_1": full("uniform", 1), "uniform_2": full("uniform", 2), "block_1": full("block", 1), "block_3": full("block", 3),
-    "core_attn": selective("core_attn"), "mlp": selective("mlp"), "core_attn_mlp": selective("core_attn", "mlp"),
+    "uniform_1": full("uniform", 1), "uniform_2": full("uniform", 2), "block_1": full("block", 1),
+    "block_3": full("block", 3),
+    "core_attn": selective("core_attn"), "mlp": selective("mlp"),
+    "core_attn_mlp": selective("core_attn", "mlp"),
 }  # fmt: skip
 EXPERTS: Choices = {
-    "uniform_1": full("uniform", 1), "uniform_2": full("uniform", 2), "core_attn": selective("core_attn"),
+    "uniform_1": full("uniform", 1), "uniform_2": full("uniform", 2),
+    "core_attn": selective("core_attn"),
     "mlp": selective("mlp"), "moe": selective("moe"), "shared_experts": selective("shared_experts"),
     "every_part": selective("core_attn", "mlp", "moe", "shared_experts"),
 }  # fmt: skip
@@ -62,7 +63,7 @@ def cases(
     megatron: dict[str, Any] | None = None,
     **keys: Any,
 ) -> list[dict[str, Any]]:
-    """One without recomputation, named by the layout, and one for each choice."""
+    """Cases without recomputation, named by the layout, and for each choice."""
     common = {"model": model, "plan": plan, **keys}
     every = {layout: {}} | {f"{layout}-{choice}": fields for choice, fields in choices.items()}
     return [
@@ -195,7 +196,8 @@ REFUSED: list[tuple[Architecture, dict[str, Any], dict[str, Any], str]] = [
     (DENSE_ARCH, {}, {"recompute_num_layers": 1},
      "recompute_num_layers: does nothing without recompute_granularity; set that to full"),
     (DENSE_ARCH, {}, {"moe_layer_recompute": True},
-     "moe_layer_recompute: Megatron gives it up; set recompute_granularity=selective and recompute_modules=[moe]"),
+     "moe_layer_recompute: Megatron gives it up; set recompute_granularity=selective and "
+     "recompute_modules=[moe]"),
     # whole layers
     (DENSE_ARCH, {}, FULL,
      "recompute_method: got None, expected uniform or block"),
@@ -216,7 +218,8 @@ REFUSED: list[tuple[Architecture, dict[str, Any], dict[str, Any], str]] = [
     (DENSE_ARCH, {}, full("uniform", 1, distribute_saved_activations=True),
      "distribute_saved_activations: there is no tensor parallelism to do it over; leave it out"),
     (MOE_ARCH, {}, full("block", 3) | LOSSES,
-     "recompute_method: block, with moe_aux_loss_coeff: in layers that are not recomputed megatron-core then counts pads in "
+     "recompute_method: block, with moe_aux_loss_coeff: in layers that are not recomputed "
+     "megatron-core then counts pads in "
      "the routers' losses; set it to uniform"),
     # parts of layers
     (DENSE_ARCH, {}, {**SELECTIVE, "recompute_method": "block"},
@@ -228,14 +231,18 @@ REFUSED: list[tuple[Architecture, dict[str, Any], dict[str, Any], str]] = [
     (DENSE_ARCH, {}, selective("moe"),
      "recompute_modules: moe: the llama model has no experts; expected some of core_attn, mlp"),
     (MOE_ARCH, {}, selective("mlp"),
-     "recompute_modules: mlp: every layer of the qwen3_moe model has experts; expected some of core_attn, moe"),
+     "recompute_modules: mlp: every layer of the qwen3_moe model has experts; expected some of "
+     "core_attn, moe"),
     (MOE_ARCH, {}, selective("shared_experts"),
-     "recompute_modules: shared_experts: the qwen3_moe model has no shared experts; expected some of core_attn, moe"),
+     "recompute_modules: shared_experts: the qwen3_moe model has no shared experts; expected some "
+     "of core_attn, moe"),
     *((MOE_ARCH, {}, selective(module),
-       f"recompute_modules: {module}: megatron-core needs Transformer Engine's layers for it; expected some of core_attn, moe")
+       f"recompute_modules: {module}: megatron-core needs Transformer Engine's layers for it; "
+       f"expected some of core_attn, moe")
       for module in ("layernorm", "moe_act")),
     (MOE_ARCH, {}, selective("mla_up_proj"),
-     "recompute_modules: mla_up_proj: it has not been proven right; expected some of core_attn, moe"),
+     "recompute_modules: mla_up_proj: it has not been proven right; expected some of core_attn, "
+     "moe"),
 ]  # fmt: skip
 
 
@@ -248,20 +255,20 @@ def test_what_would_fail_be_wrong_or_do_nothing_is_refused(
     arch: Architecture, parallel: dict[str, Any], given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_recompute(given, arch, ParallelConfig(**parallel), engine=False)
+        check_recompute(given, arch, ParallelConfig(**parallel), te_layers=False)
     assert str(caught.value) == f"policy.megatron.{message}"
 
 
 def test_transformer_engine_has_more() -> None:
-    for engine in (True, None):
+    for te_layers in (True, None):
         check_recompute(
-            selective("layernorm", "moe_act"), MOE_ARCH, ParallelConfig(), engine=engine
+            selective("layernorm", "moe_act"), MOE_ARCH, ParallelConfig(), te_layers=te_layers
         )
     with pytest.raises(
         ConfigError,
         match="layernorm: Transformer Engine's layers have their norms inside the matmuls",
     ):
-        check_recompute(selective("layernorm"), DENSE_ARCH, ParallelConfig(), engine=True)
+        check_recompute(selective("layernorm"), DENSE_ARCH, ParallelConfig(), te_layers=True)
 
 
 def test_a_block_of_all_layers_is_right_with_losses_too() -> None:

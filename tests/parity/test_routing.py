@@ -1,6 +1,4 @@
-"""Routing replay: a step uses the experts of the log-prob pass, on every layout, with the gradients
-of the new weights.
-"""
+"""Routing replay on every layout: a step uses recorded experts with the new weights."""
 
 from __future__ import annotations
 
@@ -45,12 +43,15 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "forced_recompute", **FORCED, "megatron": FULL},
         {"name": "forced_recompute_moe", **FORCED,
          "megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
-        {"name": "sigmoid", **FORCED, "model": "deepseek_v3", "then": "deepseek_v3_other", "megatron": FULL},
-        {"name": "two_steps", "model": "qwen3_moe", "plans": ["half0", "half1"], "replay": "logprobs"},
+        {"name": "sigmoid", **FORCED, "model": "deepseek_v3", "then": "deepseek_v3_other",
+         "megatron": FULL},
+        {"name": "two_steps", "model": "qwen3_moe", "plans": ["half0", "half1"],
+         "replay": "logprobs"},
     ],
     -2: [
         {"name": "ep2", **FORCED, "plans": ["dp2"], "parallel": {"expert": 2}},
-        {"name": "vpp2_recompute", **FORCED, "parallel": {"pipeline": 2, "virtual_pipeline": 2}, "megatron": FULL},
+        {"name": "vpp2_recompute", **FORCED, "parallel": {"pipeline": 2, "virtual_pipeline": 2},
+         "megatron": FULL},
         {"name": "pp2_recompute", **FORCED, "parallel": {"pipeline": 2}, "megatron": FULL},
         {"name": "tp2_sp", **FORCED, "parallel": SP2},
         {"name": "cp2", **FORCED, "parallel": {"context": 2}},
@@ -63,7 +64,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
 # experts of, weights of
 ORACLES = {"qwen3_moe": "qwen3_moe_other", "deepseek_v3": "deepseek_v3_other"}
 FORCED_NAMES = [pytest.param(case["name"], marks=pytest.mark.full if size < 0 else ())
-                for size, cases in CASES.items() for case in cases if case.get("then") == "qwen3_moe_other"]  # fmt: skip
+                for size, cases in CASES.items()
+                for case in cases if case.get("then") == "qwen3_moe_other"]  # fmt: skip
 
 
 class Results:
@@ -104,9 +106,10 @@ def routers(model: Any) -> list[nn.Module]:
 
 @contextmanager
 def choices_of(model: Any) -> Iterator[list[list[Tensor]]]:
-    """Of each router, the experts that it chooses inside, call by call."""
+    """The experts that each router chooses inside, call by call."""
     made: list[list[Tensor]] = [[] for _ in routers(model)]
-    hooks = [router.register_forward_hook(lambda _, inputs, output, calls=calls: calls.append(output[2]))
+    hooks = [router.register_forward_hook(lambda _, inputs, output,
+        calls=calls: calls.append(output[2]))
              for router, calls in zip(routers(model), made)]  # fmt: skip
     yield made
     for hook in hooks:
@@ -114,9 +117,7 @@ def choices_of(model: Any) -> Iterator[list[list[Tensor]]]:
 
 
 def force(model: Any, made: list[list[Tensor]]) -> None:
-    """From now on each router uses those experts: its scores of all, those of the chosen normalised
-    to 1.
-    """
+    """Make each router use those experts: its scores, normalised to 1 over the chosen."""
     for router, calls in zip(routers(model), made):
         given = iter(calls)
 
@@ -134,7 +135,7 @@ def force(model: Any, made: list[list[Tensor]]) -> None:
 
 
 def forced_gradients(folder: Path, one: str) -> dict[str, Tensor]:
-    """Of the other model with the experts of the `one`, in float64."""
+    """The gradients of the other model with the experts of `one`, in float64."""
     first, second = (oracle._load(folder / "models" / name) for name in (one, ORACLES[one]))
     with choices_of(first) as made:
         oracle._policy_backward(first)

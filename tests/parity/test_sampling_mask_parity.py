@@ -1,6 +1,4 @@
-"""With top-k and top-p the trainer trains the distribution that the engine drew from, on every
-layout.
-"""
+"""With top-k and top-p the trainer trains the truncated distribution, on every layout."""
 
 from __future__ import annotations
 
@@ -32,8 +30,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "off", **HALVES, "samples": "plain"},
         {"name": "on", **HALVES, "chunk_elements": 40},
         {"name": "uneven", **HALVES, "plan": "uneven", "update": 0},
-        {"name": "on_policy", **HALVES, "plan": "uneven", "update": 0, "algorithm": {"old_logprobs": "rollout"}},
-        {"name": "off_policy", **HALVES, "plan": "uneven", "update": 0, "algorithm": {"old_logprobs": "rollout"},
+        {"name": "on_policy", **HALVES, "plan": "uneven", "update": 0,
+         "algorithm": {"old_logprobs": "rollout"}},
+        {"name": "off_policy", **HALVES, "plan": "uneven", "update": 0,
+         "algorithm": {"old_logprobs": "rollout"},
          "samples": "plain"},
     ],
     2: [
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def samples(folder: Path) -> list[Sample]:
-    """As recorded by a run, and once more without their sets."""
+    """Samples of a run, and the same without their masks."""
     torch.set_num_threads(1)
     drawn = draw_samples(
         folder / "models" / "qwen3", oracle._load(folder / "models" / "qwen3").float()
@@ -79,12 +79,13 @@ def samples(folder: Path) -> list[Sample]:
 def results(folder: Path, samples: list[Sample]) -> dict[str, dict[str, Any]]:
     for size, cases in CASES.items():
         run_ranks(RANKS, size, folder / f"world{size}", cases, deadline_s=120)
-    return {case["name"]: torch.load(folder / f"world{size}" / f"{case['name']}.pt", weights_only=False)
+    return {case["name"]: torch.load(folder / f"world{size}" / f"{case['name']}.pt",
+        weights_only=False)
             for size, cases in CASES.items() for case in cases}  # fmt: skip
 
 
 def sequences_of(case: dict[str, Any]) -> list[int]:
-    """Those of the optimizer step whose gradients are looked at."""
+    """The samples of the optimizer step whose gradients are compared."""
     plan = case["plan"] if isinstance(case["plan"], str) else case["plan"][case["update"]]
     return [i for rank in PLANS[plan] for micro in rank for i in micro]
 
@@ -126,8 +127,8 @@ def test_without_the_sets_engine_and_trainer_differ(
     engine = RolloutBatch.from_samples(samples).vectors["rollout_logprobs"]
     gap = (results["off"]["scores"]["logprobs"] - engine).abs()
     assert gap.mean() > 0.1
-    assert oracle.relative(results["off"]["gradients"]["policy"]["lm_head.weight"],
-                           results["on"]["gradients"]["policy"]["lm_head.weight"]) > 0.01  # fmt: skip
+    off, on = (results[name]["gradients"]["policy"]["lm_head.weight"] for name in ("off", "on"))
+    assert oracle.relative(off, on) > 0.01
 
 
 def test_a_step_on_policy_has_a_ratio_of_one(results: dict[str, dict[str, Any]]) -> None:

@@ -1,6 +1,4 @@
-"""What context-parallel ranks exchange: keys and values inside attention, and the head's results
-behind it.
-"""
+"""The exchange between context-parallel ranks: keys, values, and the results of the head."""
 
 from __future__ import annotations
 
@@ -14,8 +12,9 @@ from torch.distributed import ProcessGroup
 
 
 def gather_keys_values(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """[T, groups, d] each -> [CP * T, groups, d], one rank behind the other; backward: the sum over
-    the ranks' queries.
+    """Gather keys and values: [T, groups, d] each -> [CP * T, groups, d], rank behind rank.
+
+    The backward pass sums the gradients from all ranks' queries.
     """
     if group.size() == 1:
         return key, value
@@ -27,12 +26,11 @@ def gather_keys_values(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple
 
 
 def gather_targets(output: Any, own: Tensor, total: int, group: ProcessGroup) -> Any:
-    """What the head made of this rank's targets -> of all targets of the micro-batch, on every
-    rank. Differentiable.
+    """Gather the head's results for all targets of the micro-batch, on every rank. Differentiable.
 
     Args:
-        output: a tensor [m], or a tuple of such tensors and Nones.
-        own: int64 [m], where they stand among the `total` targets.
+        output: a tensor [m] of this rank's targets, or a tuple of such tensors and Nones.
+        own: int64 [m], their indices among the `total` targets.
     """
     if group.size() == 1:
         return output
@@ -45,11 +43,10 @@ def gather_targets(output: Any, own: Tensor, total: int, group: ProcessGroup) ->
 
 
 class _GatherTargets(torch.autograd.Function):
-    """[k, m] -> [k, M].
+    """Gather [k, m] -> [k, M].
 
-    The backward takes the own part and sums nothing: every rank has the whole loss, and Megatron's
-        DDP adds the gradients of
-    the context-parallel ranks.
+    The backward pass takes the own part and sums nothing: every rank has the whole loss, and
+    Megatron's DDP adds the gradients of the context-parallel ranks.
     """
 
     @staticmethod

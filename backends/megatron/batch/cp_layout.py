@@ -1,9 +1,8 @@
-"""Where the slots of a pack stand: which of them a context-parallel rank holds, and which keys each
-of its queries sees.
+"""The slots of a pack over context-parallel ranks, and the keys that each query sees.
 
-A sequence of n tokens, padded at its end to a multiple of 2 * CP, is cut into 2 * CP chunks; rank r
-holds chunks r and 2 * CP - 1 - r. So every rank has an early and a late part of each sequence, and
-causal attention costs all of them the same.
+A sequence of n tokens, padded at its end to a multiple of 2 * CP, is split into 2 * CP chunks; rank
+r holds chunks r and 2 * CP - 1 - r. So every rank has an early and a late part of each sequence,
+and causal attention costs all of them the same.
 """
 
 from __future__ import annotations
@@ -15,26 +14,28 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from backends.megatron.parallel.cp_rank import ALONE, CPRank
+from backends.megatron.parallel.state import ALONE, CPRank
 
 _SMALLEST_BUCKET = 16
 
 
-def own_slots(lengths: Sequence[int], place: CPRank) -> Tensor:
-    """int64 [T / CP]: the slots of the whole pack that this rank holds, in its order; `lengths` are
-    padded.
+def own_slots(lengths: Sequence[int], cp: CPRank) -> Tensor:
+    """The slots of the whole pack that this rank holds, in its order: int64 [T / CP].
+
+    `lengths` are padded.
     """
     sizes = torch.tensor(lengths, dtype=torch.int64)
     starts = sizes.cumsum(0) - sizes
-    chunk = sizes // place.chunks
-    runs = torch.stack([starts + held * chunk for held in place.held], dim=1).view(-1)
-    return _ranges(runs, chunk.repeat_interleave(len(place.held)))
+    chunk = sizes // cp.chunks
+    runs = torch.stack([starts + own * chunk for own in cp.own_chunks], dim=1).view(-1)
+    return _ranges(runs, chunk.repeat_interleave(len(cp.own_chunks)))
 
 
 @dataclass(frozen=True)
 class LengthBucket:
-    """Runs of queries of similar length, padded on the right to the longest; a pad repeats the
-    run's last slot.
+    """Runs of queries of similar length, padded on the right to the longest of them.
+
+    A pad repeats the run's last slot.
     """
 
     queries: Tensor  # int64 [b, longest]: slots
@@ -45,8 +46,9 @@ class LengthBucket:
 
 @dataclass(frozen=True)
 class LengthBuckets:
-    """All queries of a pack for batched attention. A query never sees a key behind it, so pads need
-    no care.
+    """All queries of a pack for batched attention.
+
+    A query never sees a key behind it, so pads need no care.
     """
 
     parts: tuple[LengthBucket, ...]
@@ -56,9 +58,7 @@ class LengthBuckets:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One chunk of every sequence with all keys up to its end, as a variable-length kernel takes
-    them.
-    """
+    """One chunk of every sequence with all keys up to its end, for a variable-length kernel."""
 
     queries: Tensor | None  # int64: slots, or None for all of them in their order
     keys: Tensor | None  # int64: rows of the gathered keys, likewise
@@ -70,8 +70,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Chunks:
-    """All queries of a pack for variable-length attention: its front and its back chunks; in one
-    where CP is 1.
+    """All queries of a pack for variable-length attention: front chunks, then back chunks.
+
+    Without context parallelism there is one part.
     """
 
     parts: tuple[Chunk, ...]
@@ -81,50 +82,49 @@ class Chunks:
 
 @dataclass(frozen=True)
 class PackLayout:
-    """What attention and rotary positions need to know of a pack, worked out once (where first
-    used) for all layers.
+    """The layout of a pack for attention and rotary positions, computed once for all layers.
 
     `T` is the number of slots of this rank; the keys and values of the ranks stand one rank behind
     the other, [CP * T].
     """
 
     lengths: tuple[int, ...]  # of every sequence of the pack, over all ranks, none of them 0
-    place: CPRank
+    cp: CPRank
     device: torch.device
     positions: Tensor  # int64 [T]: inside the own sequence
 
     @classmethod
     def of_lengths(
-        cls, lengths: Sequence[int], device: torch.device, place: CPRank = ALONE
+        cls, lengths: Sequence[int], device: torch.device, cp: CPRank = ALONE
     ) -> PackLayout:
-        """`lengths`: of the sequences, padded to multiples of `place.chunks`; those of 0 are left
-        out.
-        """
-        kept = tuple(n for n in lengths if n)
-        sizes = torch.tensor(kept, dtype=torch.int64)
+        """Lay out sequences of these lengths, multiples of `cp.chunks`; drop those of length 0."""
+        present = tuple(n for n in lengths if n)
+        sizes = torch.tensor(present, dtype=torch.int64)
         whole = _ranges(torch.zeros_like(sizes), sizes)
-        return cls(kept, place, device, whole[own_slots(kept, place)].to(device))
+        return cls(present, cp, device, whole[own_slots(present, cp)].to(device))
 
     @property
     def longest(self) -> int:
+        """The length of the longest sequence."""
         return max(self.lengths)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """int32 [n+1], on the device: borders of the sequences over all ranks."""
+        """The borders of the sequences over all ranks: int32 [n+1], on the device."""
         return _borders(torch.tensor(self.lengths, dtype=torch.int64)).int().to(self.device)
 
     @cached_property
     def buckets(self) -> LengthBuckets:
+        """The queries by length, for `bucketed_attention`."""
         parts: list[LengthBucket] = []
         total = len(self.positions)
         restore = torch.empty(total, dtype=torch.int64)
         filled = 0
         for runs in self._runs:
-            for members in _bucket_members(runs.num_queries.tolist()):
-                queries, real = _rectangle(runs.queries, runs.num_queries, members)
-                keys, _ = _rectangle(runs.keys, runs.num_keys, members)
-                before = (runs.num_keys - runs.num_queries)[members].view(-1, 1, 1, 1)
+            for bucket in _by_length(runs.num_queries.tolist()):
+                queries, real = _rectangle(runs.queries, runs.num_queries, bucket)
+                keys, _ = _rectangle(runs.keys, runs.num_keys, bucket)
+                before = (runs.num_keys - runs.num_queries)[bucket].view(-1, 1, 1, 1)
                 restore[queries[real]] = filled + torch.arange(real.numel()).view_as(real)[real]
                 filled += real.numel()
                 first = not before.any()
@@ -135,39 +135,40 @@ class PackLayout:
                         None if first else before.to(self.device),
                     )
                 )
-        in_order = self.place.size == 1 and len(parts) == 1 and filled == total
+        in_order = self.cp.size == 1 and len(parts) == 1 and filled == total
         identity = in_order and torch.equal(restore, torch.arange(total))
         return LengthBuckets(tuple(parts), restore.to(self.device), identity)
 
     @cached_property
-    def cuts(self) -> Chunks:
-        runs = self._runs
-        alone = self.place.size == 1
+    def chunks(self) -> Chunks:
+        """The queries by chunk, for `varlen_attention`."""
+        alone = self.cp.size == 1
         parts = tuple(
             Chunk(
-                queries=None if alone else one.queries.to(self.device),
-                keys=None if alone else one.keys.to(self.device),
-                cu_queries=_borders(one.num_queries).int().to(self.device),
-                cu_keys=_borders(one.num_keys).int().to(self.device),
-                longest_queries=int(one.num_queries.max()),
-                longest_keys=int(one.num_keys.max()),
+                queries=None if alone else runs.queries.to(self.device),
+                keys=None if alone else runs.keys.to(self.device),
+                cu_queries=_borders(runs.num_queries).int().to(self.device),
+                cu_keys=_borders(runs.num_keys).int().to(self.device),
+                longest_queries=int(runs.num_queries.max()),
+                longest_keys=int(runs.num_keys.max()),
             )
-            for one in runs
+            for runs in self._runs
         )
-        restore = (
-            None if alone else torch.cat([one.queries for one in runs]).argsort().to(self.device)
-        )
-        return Chunks(parts, restore)
+        if alone:
+            return Chunks(parts, None)
+        slots = torch.cat([runs.queries for runs in self._runs])
+        return Chunks(parts, slots.argsort().to(self.device))
 
     @property
     def _runs(self) -> list[_Runs]:
-        return [_Runs.of(self.lengths, self.place, held) for held in range(len(self.place.held))]
+        return [_Runs.of(self.lengths, self.cp, index) for index in range(len(self.cp.own_chunks))]
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """One of the held chunks of each sequence: a run of queries, and the keys from the sequence's
-    start to the run's end.
+    """One of the rank's chunks of each sequence.
+
+    It is a run of queries, with the keys from the sequence's start to the run's end.
     """
 
     num_queries: Tensor  # int64 [n]
@@ -176,39 +177,40 @@ class _Runs:
     keys: Tensor  # int64 [sum of num_keys]: rows of the gathered keys
 
     @classmethod
-    def of(cls, lengths: Sequence[int], place: CPRank, held: int) -> _Runs:
+    def of(cls, lengths: Sequence[int], cp: CPRank, index: int) -> _Runs:
         sizes = torch.tensor(lengths, dtype=torch.int64)
-        share = sizes // place.size
-        chunk = sizes // place.chunks
+        share = sizes // cp.size
+        chunk = sizes // cp.chunks
         starts = share.cumsum(0) - share
         total = int(share.sum())
-        rank_of, index_of = _holders(place)
-        seen = range(place.held[held] + 1)  # chunks, in the order of the text
+        rank_of, index_of = _holders(cp)
+        seen = range(cp.own_chunks[index] + 1)  # chunks, in the order of the text
         rows = [rank_of[k] * total + starts + index_of[k] * chunk for k in seen]
         return cls(
             num_queries=chunk,
             num_keys=chunk * len(seen),
-            queries=_ranges(starts + held * chunk, chunk),
+            queries=_ranges(starts + index * chunk, chunk),
             keys=_ranges(torch.stack(rows, dim=1).view(-1), chunk.repeat_interleave(len(seen))),
         )
 
 
-def _holders(place: CPRank) -> tuple[list[int], list[int]]:
-    """Of each chunk: the rank that holds it, and where among those that the rank holds."""
-    rank_of = [0] * place.chunks
-    index_of = [0] * place.chunks
-    for rank in range(place.size):
-        for index, chunk in enumerate(CPRank(place.size, rank).held):
+def _holders(cp: CPRank) -> tuple[list[int], list[int]]:
+    """For each chunk: the rank that holds it, and its index among the chunks of that rank."""
+    rank_of = [0] * cp.chunks
+    index_of = [0] * cp.chunks
+    for rank in range(cp.size):
+        for index, chunk in enumerate(CPRank(cp.size, rank).own_chunks):
             rank_of[chunk] = rank
             index_of[chunk] = index
     return rank_of, index_of
 
 
-def _rectangle(flat: Tensor, counts: Tensor, members: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Runs of `flat`, padded on the right with their last element: [b, longest], and which elements
-    are no pads.
+def _rectangle(flat: Tensor, counts: Tensor, runs: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Some runs of `flat`, padded with their last element: [b, longest], and a mask of the pads.
+
+    The mask is True at elements that are no pads.
     """
-    rows = torch.tensor(members, dtype=torch.int64)
+    rows = torch.tensor(runs, dtype=torch.int64)
     sizes = counts[rows, None]
     column = torch.arange(int(counts[rows].max()))
     index = _borders(counts)[rows, None] + torch.minimum(column, sizes - 1)
@@ -228,14 +230,15 @@ def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
     )
 
 
-def _bucket_members(lengths: Sequence[int]) -> list[list[int]]:
-    """Runs whose lengths round up to the same of 16, 24, 32, 48, 64, ...: at most a third of a
-    bucket is padding.
+def _by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Group the indices of lengths that round up to the same of 16, 24, 32, 48, 64, ...
+
+    So at most a third of a bucket is padding.
     """
-    members: dict[int, list[int]] = {}
+    buckets: dict[int, list[int]] = {}
     for i, n in enumerate(lengths):
         ceiling = _SMALLEST_BUCKET
         while ceiling < n:
             ceiling = ceiling * 3 // 2 if ceiling & (ceiling - 1) == 0 else ceiling * 4 // 3
-        members.setdefault(ceiling, []).append(i)
-    return [members[ceiling] for ceiling in sorted(members)]
+        buckets.setdefault(ceiling, []).append(i)
+    return [buckets[ceiling] for ceiling in sorted(buckets)]

@@ -1,5 +1,6 @@
-"""The batch of one step as the ranks hold it: rank 0 lays it out, each replica keeps its share and
-cuts it into packs.
+"""The part of a step's batch that a rank holds.
+
+Rank 0 distributes the batch over the replicas; each rank makes packs of its share.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from backends.megatron.parallel.state import ParallelState
 from rlcore.data.batch import PER_SEQUENCE, BatchSamplingMasks, RolloutBatch, ragged_index
 from rlcore.data.packing import MinibatchPlan, padded_length
 
-ON_RANK_0 = PER_SEQUENCE - {"sequence_ids"}  # what estimators read and losses do not
-# a vector of this name belongs to no token: it goes whole to every rank
+ON_RANK_0 = PER_SEQUENCE - {"sequence_ids"}  # vectors that estimators read and losses do not
+# a vector whose name begins so belongs to no token: all of it goes to every rank
 BATCH_STATS = "batch_stats/"
 
 
 @dataclass(frozen=True)
 class ShardMap:
-    """Rank 0's book: which sequences each data-parallel rank holds, in which order."""
+    """The sequences that each data-parallel rank holds, in its order; known to rank 0."""
 
     num_trainable: int
     orders: tuple[Tensor, ...]  # [dp_size] int64: sequences
-    # [dp_size] int64: their places in a compact vector of the whole batch
+    # [dp_size] int64: indices of their tokens in a compact vector of the whole batch
     rows: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, batch: RolloutBatch, plans: Sequence[MinibatchPlan], dp_size: int) -> ShardMap:
-        """Raises ValueError unless the plans place every sequence exactly once."""
+        """Read the map from the plans; ValueError unless they place every sequence once."""
         orders = tuple(
             torch.tensor([i for plan in plans for i in plan.sequences(d)], dtype=torch.int64)
             for d in range(dp_size)
@@ -54,24 +55,30 @@ class ShardMap:
 
 @dataclass(frozen=True)
 class LocalMinibatch:
-    """One optimizer step's part of the share: the borders of its micro-batches, counted in
-    sequences.
-    """
+    """One optimizer step's part of the local batch."""
 
-    borders: tuple[int, ...]  # [micro-batches + 1]
+    borders: tuple[int, ...]  # [micro-batches + 1], counted in sequences
     # model tokens of the whole optimizer step, over data and context parallelism
     step_tokens: int
 
 
 class LocalBatch:
-    """This rank's share: sequences in the order of its micro-batches, so that each is a slice of
-    every vector.
+    """This rank's share of a batch.
+
+    Its sequences stand in the order of the micro-batches, so that a micro-batch is a slice of every
+    vector.
     """
 
     def __init__(
-        self, batch: RolloutBatch, minibatches: Sequence[LocalMinibatch], parallel: ParallelState, device: torch.device,
-        *, pad_multiple: int, distribution: ShardMap | None,
-    ) -> None:  # fmt: skip
+        self,
+        batch: RolloutBatch,
+        minibatches: Sequence[LocalMinibatch],
+        parallel: ParallelState,
+        device: torch.device,
+        *,
+        pad_multiple: int,
+        shard_map: ShardMap | None,
+    ) -> None:
         self.batch = batch
         self.minibatches = tuple(minibatches)
         self.vectors = {name: value.to(device) for name, value in batch.vectors.items()}
@@ -79,47 +86,44 @@ class LocalBatch:
         self._parallel = parallel
         self._device = device
         self._pad_multiple = pad_multiple
-        self._distribution = distribution  # on rank 0
+        self._shard_map = shard_map  # on rank 0
         self._packs: dict[int, list[MicroBatch]] = {}
 
     @classmethod
     def receive(
-        cls, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None, parallel: ParallelState,
-        device: torch.device, *, pad_multiple: int,
-    ) -> LocalBatch:  # fmt: skip
-        """Lay `batch` out (rank 0 has it, the others pass None) and keep this rank's share.
-        Collective.
+        cls,
+        batch: RolloutBatch | None,
+        plans: Sequence[MinibatchPlan] | None,
+        parallel: ParallelState,
+        device: torch.device,
+        *,
+        pad_multiple: int,
+    ) -> LocalBatch:
+        """Distribute the batch of rank 0, and return this rank's share.
+
+        Collective; other ranks pass None.
         """
-        distribution = None
+        shard_map = None
         shares = None
         if batch is not None:
             assert plans is not None
-            distribution = ShardMap.of(batch, plans, parallel.dp_size)
-            shares = [_share(batch, plans, d, order) for d, order in enumerate(distribution.orders)]
+            shard_map = ShardMap.of(batch, plans, parallel.dp_size)
+            shares = [_share(batch, plans, d, order) for d, order in enumerate(shard_map.orders)]
         share = scatter_shares(shares, parallel)
         minibatches = _decode(share.pop("plan"))
-        sampling_mask = (
-            BatchSamplingMasks(share.pop("kept_tokens"), share.pop("kept_offsets"))
-            if "kept_tokens" in share
-            else None
-        )
-        routed = share.pop("routed_experts", None)
-        held = RolloutBatch(
-            share.pop("tokens"),
-            share.pop("cu_tokens"),
-            share.pop("loss_mask"),
-            share,
-            None,
-            sampling_mask,
-            routed,
+        sampling_mask = None
+        if "mask_tokens" in share:
+            sampling_mask = BatchSamplingMasks(share.pop("mask_tokens"), share.pop("mask_offsets"))
+        own = RolloutBatch(
+            tokens=share.pop("tokens"),
+            cu_tokens=share.pop("cu_tokens"),
+            loss_mask=share.pop("loss_mask"),
+            sampling_mask=sampling_mask,
+            routed_experts=share.pop("routed_experts", None),
+            vectors=share,  # all that is left
         )
         return cls(
-            held,
-            minibatches,
-            parallel,
-            device,
-            pad_multiple=pad_multiple,
-            distribution=distribution,
+            own, minibatches, parallel, device, pad_multiple=pad_multiple, shard_map=shard_map
         )
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
@@ -129,58 +133,56 @@ class LocalBatch:
         """
         shares = None
         if vectors is not None:
-            book = self._book
+            if self._shard_map is None:
+                raise ValueError("only rank 0 hands vectors over; the other ranks pass None")
+            num_trainable = self._shard_map.num_trainable
             for name, value in vectors.items():
-                if not name.startswith(BATCH_STATS) and value.shape != (book.num_trainable,):
-                    raise ValueError(f"{name}: shape {tuple(value.shape)}, expected one value for each of the "
-                                     f"{book.num_trainable} trainable tokens")  # fmt: skip
+                if not name.startswith(BATCH_STATS) and value.shape != (num_trainable,):
+                    raise ValueError(
+                        f"{name}: shape {tuple(value.shape)}, expected one value for each of the "
+                        f"{num_trainable} trainable tokens"
+                    )
             shares = [
                 {k: v if k.startswith(BATCH_STATS) else _plain(v)[rows] for k, v in vectors.items()}
-                for rows in book.rows
+                for rows in self._shard_map.rows
             ]
         for name, value in scatter_shares(shares, self._parallel).items():
             where = self.stats if name.startswith(BATCH_STATS) else self.vectors
             where[name] = value.to(self._device)
 
     def collect(self, own: Sequence[Tensor] | None, count: int) -> list[Tensor] | None:
-        """`count` vectors over this rank's trainable tokens, as fp32 [M] of the whole batch on rank
-        0. Collective.
+        """Gather `count` vectors over the trainable tokens to rank 0: fp32 [M] of the whole batch.
 
-        Ranks outside the last pipeline stage pass None.
+        Collective. Ranks outside the last pipeline stage pass None; ranks but 0 get None.
         """
         stacked = None if own is None else torch.stack([x.detach().float().cpu() for x in own])
-        if self._distribution is None:
-            gather_rows(stacked, [], self._parallel)
+        all_rows = () if self._shard_map is None else self._shard_map.rows
+        parts = gather_rows(stacked, [(count, len(rows)) for rows in all_rows], self._parallel)
+        if self._shard_map is None or parts is None:
             return None
-        parts = gather_rows(
-            stacked, [(count, len(rows)) for rows in self._distribution.rows], self._parallel
-        )
-        assert parts is not None
-        whole = torch.empty(count, self._distribution.num_trainable)
-        for rows, part in zip(self._distribution.rows, parts):
+        whole = torch.empty(count, self._shard_map.num_trainable)
+        for rows, part in zip(all_rows, parts):
             whole[:, rows] = part
         return list(whole)
 
     def micro_batches(self, minibatch: int) -> list[MicroBatch]:
-        """The packs of one optimizer step, made when first asked for and kept: every pass and epoch
-        uses the same.
-        """
+        """The packs of one optimizer step; every pass and epoch uses the same."""
         if minibatch not in self._packs:
             borders = self.minibatches[minibatch].borders
-            place = self._parallel.place
-            padded = [padded_length(n, place.chunks) for n in self.batch.lengths.tolist()]
+            cp = self._parallel.cp
+            padded = [padded_length(n, cp.chunks) for n in self.batch.lengths.tolist()]
             sizes = [pack_size(sum(padded[a:b]), self._pad_multiple) for a, b in pairwise(borders)]
-            # stages exchange activations of one shape in a schedule call
+            # pipeline stages exchange activations of one shape
             if self._parallel.pp_size > 1:
                 sizes = [max(sizes)] * len(sizes)
             self._packs[minibatch] = [
-                make_micro_batch(self.batch, a, b, size, self._device, place)
+                make_micro_batch(self.batch, a, b, size, self._device, cp)
                 for a, b, size in zip(borders, borders[1:], sizes)
             ]
         return self._packs[minibatch]
 
     def vector(self, name: str) -> Tensor:
-        """[m] over this rank's trainable tokens. Raises ValueError where it was never assigned."""
+        """The vector over this rank's trainable tokens, [m]. Raises ValueError if unassigned."""
         if name not in self.vectors:
             raise ValueError(
                 f"{name!r} was not assigned before the update; assigned are {sorted(self.vectors)}"
@@ -188,8 +190,9 @@ class LocalBatch:
         return self.vectors[name]
 
     def batch_stats(self, minibatch: int) -> dict[str, Tensor] | None:
-        """Named `batch_stats/<minibatch>/<name>` in `assign`: what the loss computed from the whole
-        optimizer step.
+        """The loss's statistics of a whole optimizer step, by name; None where it has none.
+
+        `assign` received them as `batch_stats/<minibatch>/<name>`.
         """
         prefix = f"{BATCH_STATS}{minibatch}/"
         found = {
@@ -199,40 +202,36 @@ class LocalBatch:
         }
         return found or None
 
-    @property
-    def _book(self) -> ShardMap:
-        if self._distribution is None:
-            raise ValueError("only rank 0 hands vectors over; the other ranks pass None")
-        return self._distribution
-
 
 def _plain(vector: Tensor) -> Tensor:
-    """On the CPU, floating vectors in fp32."""
+    """The vector on the CPU, in fp32 if it is floating."""
     return vector.detach().to("cpu", torch.float32 if vector.is_floating_point() else vector.dtype)
 
 
 def _share(
     batch: RolloutBatch, plans: Sequence[MinibatchPlan], d: int, order: Tensor
 ) -> dict[str, Tensor]:
-    """The tensors that data-parallel rank `d` gets."""
+    """The tensors that are sent to data-parallel rank `d`."""
     part = batch.select(order)
     vectors = {name: _plain(value) for name, value in part.vectors.items() if name not in ON_RANK_0}
-    sets = part.sampling_mask
-    kept = {} if sets is None else {"kept_tokens": sets.tokens, "kept_offsets": sets.offsets}
+    mask = part.sampling_mask
+    masks = {} if mask is None else {"mask_tokens": mask.tokens, "mask_offsets": mask.offsets}
     routed = {} if part.routed_experts is None else {"routed_experts": part.routed_experts}
     return {
         "tokens": part.tokens,
         "cu_tokens": part.cu_tokens,
         "loss_mask": part.loss_mask,
         "plan": _encode(batch, plans, d),
-        **kept,
+        **masks,
         **routed,
         **vectors,
     }
 
 
 def _encode(batch: RolloutBatch, plans: Sequence[MinibatchPlan], d: int) -> Tensor:
-    """int64: for each optimizer step its model tokens, its number of micro-batches, and the
+    """The plans of data-parallel rank `d` as int64.
+
+    For each optimizer step: its model tokens, its number of micro-batches, and the number of
     sequences in each.
     """
     lengths = batch.lengths

@@ -1,23 +1,45 @@
-"""From a rank's share of a batch to the packed tensors of its micro-batches."""
+"""The packed tensors of a micro-batch, from a rank's share of a batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from backends.megatron.batch.cp_layout import PackLayout, own_slots
-from backends.megatron.batch.packed_sequences import PackedSequences
-from backends.megatron.parallel.cp_rank import ALONE, CPRank
+from backends.megatron.parallel.state import ALONE, CPRank
 from rlcore.data.batch import BatchSamplingMasks, RolloutBatch
 from rlcore.data.packing import padded_length
 
 
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's `packed_seq_params`, with the layout of the pack and its rotary angles.
+
+    `PackedAttention` applies the angles. Megatron itself would split the pack sequence by sequence
+    in Python to rotate q and k, in every layer.
+    """
+
+    layout: PackLayout | None = None
+    cos: Tensor | None = None  # [T, 1, d/2]: of the angle of each token at its position
+    sin: Tensor | None = None
+
+    @classmethod
+    def of(cls, layout: PackLayout) -> PackedSequences:
+        """The packed sequences of a layout, without angles."""
+        return cls(
+            qkv_format="thd",
+            max_seqlen_q=layout.longest,
+            max_seqlen_kv=layout.longest,
+            layout=layout,
+        )
+
+
 @dataclass(frozen=True)
 class MicroBatch:
-    """One pack of T slots: consecutive sequences of a batch, B of them, with M trainable tokens;
-    pads stand at the end.
+    """One pack of T slots: B consecutive sequences with M trainable tokens, then pads.
 
     Under context parallelism these are the rank's slots of a pack of CP * T, which hold m of the M
     predictions, and every sequence has pads of its own, at its end. A target is shifted here,
@@ -28,22 +50,23 @@ class MicroBatch:
     packed: PackedSequences
     target_index: Tensor  # int64 [m]: the slot before each trainable token
     target_tokens: Tensor  # int64 [m]
-    target_own: Tensor  # int64 [m]: which of the M trainable tokens they are
+    target_own: Tensor  # int64 [m]: their indices among the M trainable tokens
     cu_seqlens: Tensor  # int64 [B+1], over trainable tokens
     rows: slice  # of the batch's compact vectors
     sequences: slice  # of its vectors with one value a sequence
     num_tokens: int  # model tokens of this rank without pads
     padding: Tensor  # bool [1, T]: True at a pad
-    # of the m targets; None: all were drawn from the whole vocabulary
+    # of the m targets; None: all were sampled from the whole vocabulary
     sampling_mask: BatchSamplingMasks | None = None
     # int16 [T, layers with experts, topk] from the engine, -1 where it recorded none
     routed_experts: Tensor | None = None
-    # Layer -> int16 [t, topk]: the experts that training replays, of the t slots that this rank's
-    # routers see.
+    # Layer -> int16 [t, topk]: the experts that training replays, for the t slots of this rank's
+    # routers.
     experts: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def num_slots(self) -> int:
+        """T, with pads."""
         return self.input_ids.size(1)
 
     @property
@@ -53,9 +76,9 @@ class MicroBatch:
 
 
 def pad_lengths(missing: int, longest: int, multiple: int = 1) -> list[int]:
-    """Lengths of the pad sequences that fill `missing` slots, both multiples of `multiple`.
+    """The lengths of the pad sequences that fill `missing` slots; all are multiples of `multiple`.
 
-    None is longer than the longest real sequence (or 16), so that attention over pads never
+    No pad sequence is longer than the longest real one (or 16), so that attention over pads never
     dominates.
     """
     piece = padded_length(max(longest, 16), multiple)
@@ -63,7 +86,7 @@ def pad_lengths(missing: int, longest: int, multiple: int = 1) -> list[int]:
 
 
 def pack_size(num_tokens: int, multiple: int) -> int:
-    """Slots of a pack: at least one multiple, so that a micro-batch without tokens still runs."""
+    """The slots of a pack: at least `multiple`, so that a micro-batch without tokens still runs."""
     return padded_length(max(num_tokens, 1), multiple)
 
 
@@ -73,45 +96,45 @@ def make_micro_batch(
     last: int,
     num_slots: int,
     device: torch.device,
-    place: CPRank = ALONE,
+    cp: CPRank = ALONE,
 ) -> MicroBatch:
     """Pack the sequences [first, last) of `batch`, which may be empty or none, on `device`.
 
     Args:
-        num_slots: of the pack over all ranks, a multiple of `place.chunks`; at least the sum of the
+        num_slots: of the pack over all ranks, a multiple of `cp.chunks`; at least the sum of the
             padded lengths.
-        place: this rank among those that share the pack.
+        cp: this rank among the ranks that share the pack.
     """
     model = slice(int(batch.cu_tokens[first]), int(batch.cu_tokens[last]))
     rows = slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last]))
     lengths = batch.lengths[first:last]
-    padded = [padded_length(n, place.chunks) for n in lengths.tolist()]
-    pads = pad_lengths(num_slots - sum(padded), max(padded, default=0), place.chunks)
+    padded = [padded_length(n, cp.chunks) for n in lengths.tolist()]
+    pads = pad_lengths(num_slots - sum(padded), max(padded, default=0), cp.chunks)
 
     starts = torch.tensor([0, *padded], dtype=torch.int64).cumsum(0)[:-1]
     shift = starts - (batch.cu_tokens[first:last] - model.start)
-    # of the tokens, in the whole pack
+    # slots of the tokens in the whole pack
     slots = torch.arange(model.stop - model.start) + shift.repeat_interleave(lengths)
     ids = torch.zeros(num_slots, dtype=torch.int64)
     ids[slots] = batch.tokens[model].long()
     padding = torch.ones(num_slots, dtype=torch.bool)
     padding[slots] = False
-    held = own_slots(padded + pads, place)
+    local = own_slots(padded + pads, cp)
     where = torch.full((num_slots,), -1)
-    where[held] = torch.arange(len(held))
+    where[local] = torch.arange(len(local))
 
     routed = None
     if batch.routed_experts is not None:
         routed = batch.routed_experts.new_full((num_slots, *batch.routed_experts.shape[1:]), -1)
         routed[slots] = batch.routed_experts[model]
-        routed = routed[held].to(device)
+        routed = routed[local].to(device)
 
     trainable = slots[batch.loss_mask[model]]
     index = where[trainable - 1]  # a trainable token is never the first of its sequence
     own = (index >= 0).nonzero()[:, 0]
     return MicroBatch(
-        input_ids=ids[held][None].to(device),
-        packed=PackedSequences.of(PackLayout.of_lengths(padded + pads, device, place)),
+        input_ids=ids[local][None].to(device),
+        packed=PackedSequences.of(PackLayout.of_lengths(padded + pads, device, cp)),
         target_index=index[own].to(device),
         target_tokens=ids[trainable[own]].to(device),
         target_own=own.to(device),
@@ -119,7 +142,7 @@ def make_micro_batch(
         rows=rows,
         sequences=slice(first, last),
         num_tokens=int((where[slots] >= 0).sum()),
-        padding=padding[held][None].to(device),
+        padding=padding[local][None].to(device),
         sampling_mask=(
             None
             if batch.sampling_mask is None

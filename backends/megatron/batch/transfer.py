@@ -1,9 +1,8 @@
-"""Batches and vectors between rank 0 and the replicas, over gloo: contiguous tensors, nothing
-pickled.
+"""Batches and vectors between rank 0 and the replicas, over gloo and without pickling.
 
 Down: rank 0 sends each data-parallel rank's share to one rank of its replica, which broadcasts it
-    there. Up: one rank of each
-replica's last stage sends what it computed to rank 0. With one process nothing is copied.
+there. Up: one rank of each replica's last stage sends its results to rank 0. With one process
+nothing is copied.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ _ALIGNMENT = 8
 
 
 def broadcast_json(value: Any, source: int, group: ProcessGroup) -> Any:
-    """A small JSON-able value from global rank `source` to all of a gloo group: its length, then
-    its bytes.
-    """
+    """Send a small JSON-able value from global rank `source` to all ranks of a gloo group."""
     own = dist.get_rank() == source
     data = torch.empty(0, dtype=torch.uint8)
     if own:
@@ -42,8 +39,9 @@ def broadcast_json(value: Any, source: int, group: ProcessGroup) -> Any:
 def scatter_shares(
     shares: Sequence[Mapping[str, Tensor]] | None, parallel: ParallelState
 ) -> dict[str, Tensor]:
-    """Give every rank of replica d the tensors `shares[d]` (CPU) that rank 0 passes; other ranks
-    pass None. Collective.
+    """Send the CPU tensors `shares[d]` of rank 0 to every rank of replica d. Collective.
+
+    Other ranks pass None.
     """
     if parallel.world_size == 1:
         assert shares is not None
@@ -75,12 +73,13 @@ def scatter_shares(
 def gather_rows(
     own: Tensor | None, sizes: Sequence[tuple[int, int]], parallel: ParallelState
 ) -> list[Tensor] | None:
-    """`own` fp32 [k, M_d] of each replica's last stage, on rank 0 in the order of the replicas;
-    None elsewhere. Collective.
+    """Gather a tensor of each replica's last stage to rank 0, in the order of the replicas.
+
+    Collective; returns None on other ranks.
 
     Args:
-        own: what this rank computed; ignored on ranks that are not the source of their replica.
-        sizes: (k, M_d) of each replica; looked at on rank 0 only.
+        own: this rank's results, fp32 [k, M_d]; used on the source rank of each replica only.
+        sizes: (k, M_d) of each replica; used on rank 0 only.
     """
     source = parallel.score_sources[parallel.dp_rank]
     if parallel.rank == 0:

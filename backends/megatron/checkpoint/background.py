@@ -16,9 +16,8 @@ _FAREWELL_S = 30.0  # for the tensor at hand, where a run ends in the middle of 
 class PendingCheckpoint:
     """This rank's part of a checkpoint, written by a thread that starts here.
 
-    A thread and no process: the trainer has threads of its own, where a fork can deadlock. It calls
-        neither Megatron nor a
-    collective, and lets go of the interpreter for as long as the disk takes.
+    It is a thread and no process, since a fork can deadlock in a trainer with threads. It calls
+    neither Megatron nor a collective, and releases the interpreter while the disk works.
     """
 
     def __init__(
@@ -45,18 +44,18 @@ class PendingCheckpoint:
         self._seconds = time.perf_counter() - began
 
     def written(self) -> float | None:
-        """Seconds that the writing took; None while it goes on. Raises RunFailed naming the folder
-        and the reason.
+        """The seconds that the writing took; None while it goes on.
+
+        Raises RunFailed naming the folder and the reason.
         """
         if self._seconds is not None and self._failure is not None:
             raise self._failure
         return self._seconds
 
     def finish(self) -> None:
-        """Complete the checkpoint. Collective, when `written` has returned a number on every rank;
-        inside `megatron_device`.
+        """Complete the checkpoint, when `written` has returned a number on every rank.
 
-        Raises RunFailed naming the folder and the reason.
+        Collective; call inside `megatron_device`. Raises RunFailed naming folder and reason.
         """
         with write_errors(self._folder):
             for part in self._planned:
@@ -64,6 +63,6 @@ class PendingCheckpoint:
         self._seal()
 
     def cancel(self) -> None:
-        """Stop writing, after the tensor at hand, and wait for that."""
+        """Stop writing after the current tensor, and wait for that."""
         self._cancelled.set()
         self._thread.join(_FAREWELL_S)

@@ -1,6 +1,4 @@
-"""What torch, Megatron and the disk raise while a checkpoint is written or read, in one line that
-names the checkpoint.
-"""
+"""Errors of torch, Megatron and the disk as one line that names the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from rlcore.errors import FailedElsewhere, ModelError, RunFailed
 
 @contextmanager
 def read_errors(folder: Path) -> Iterator[None]:
-    """Around reading: ModelError."""
+    """Turn errors of reading into ModelError."""
     try:
         yield
     except (
@@ -33,7 +31,7 @@ def read_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def write_errors(folder: Path) -> Iterator[None]:
-    """Around writing: RunFailed; FailedElsewhere where this rank has not learnt the reason."""
+    """Turn errors of writing into RunFailed, or FailedElsewhere if another rank has the reason."""
     try:
         yield
     except (CheckpointException, OSError, RuntimeError) as error:
@@ -42,13 +40,14 @@ def write_errors(folder: Path) -> Iterator[None]:
 
 
 def _is_bystander(error: BaseException) -> bool:
-    """Whether torch only says that some rank failed: it tells rank 0 alone why."""
+    """Whether torch only says that some rank failed: rank 0 alone receives the reason."""
     return isinstance(error, CheckpointException) and not error.failures
 
 
 def _first_cause(error: BaseException) -> str:
-    """One line: torch's CheckpointException carries a traceback for every rank, its unpickler a
-    page of advice.
+    """The reason in one line.
+
+    torch's CheckpointException carries a traceback of every rank, its unpickler a page of advice.
     """
     where = ""
     if _is_bystander(error):

@@ -1,6 +1,4 @@
-"""What megatron-core 0.16.1 gets wrong in the state of its distributed optimizer, put right while
-it is asked for it.
-"""
+"""Fixes of megatron-core 0.16.1: it returns a wrong state of its distributed optimizer."""
 
 from __future__ import annotations
 
@@ -15,15 +13,14 @@ from backends.megatron.training.optimizer import ScheduledOptimizer
 
 
 @contextmanager
-def mended_state(optimizer: ScheduledOptimizer) -> Iterator[None]:
-    """While open, `sharded_state_dict` of the distributed optimizer is right, and works, on every
-    rank.
+def fixed_state(optimizer: ScheduledOptimizer) -> Iterator[None]:
+    """Inside, `sharded_state_dict` of the distributed optimizer works and is right on every rank.
 
-    - It leaves the padding between buckets out of what it gathers but slices by offsets that count
-      it, so every parameter behind the first padded bucket would be saved shifted or as zeros: with
-      tied embeddings over pipeline stages, for one.
-    - It fails where a rank has no parameter: the experts' optimizer on a pipeline stage of dense
-        layers, for one.
+    - Megatron gathers without the padding between buckets but slices by offsets that count it.
+      Every parameter behind the first padded bucket would be saved shifted or as zeros, for example
+      with tied embeddings over pipeline stages.
+    - Megatron fails where a rank has no parameter, for example the experts' optimizer on a pipeline
+      stage of dense layers.
     """
     parts: list[Any] = [part for part in optimizer.parts if isinstance(part, DistributedOptimizer)]
     for part in parts:
@@ -58,9 +55,7 @@ def _with_padding(part: Any) -> Callable[..., Any]:
 
 
 def _pad_buckets(buffer: Any, dense: Tensor) -> Tensor:
-    """`dense`: the buckets of a gradient buffer one behind the other -> each at its own offset,
-    zeros between them.
-    """
+    """Move the buckets of a gradient buffer from `dense`, without gaps, to their own offsets."""
     padded = dense.new_zeros(buffer.numel)
     at = 0
     for bucket in buffer.buckets:
@@ -72,7 +67,7 @@ def _pad_buckets(buffer: Any, dense: Tensor) -> Tensor:
 
 
 def _without_parameters(part: Any, step: float) -> Callable[[], dict[str, Any]]:
-    """`state_dict` takes the step count from the state of some parameter, and there is none."""
+    """Replace `state_dict`, which takes the step count from a parameter, where there is none."""
 
     def state_dict() -> dict[str, Any]:
         whole = part.optimizer.state_dict()

@@ -1,11 +1,12 @@
 """Training checkpoints: models, optimizers and schedules, loadable under every other layout.
 
-    <folder>/checkpoint.json        what is in it: architectures, dtype, optimizers, the size of every file; written last
-             policy/                one torch_dist checkpoint a model
+    <folder>/checkpoint.json    the manifest, written last: architectures, dtype, optimizers, and
+                                the size of every file
+             policy/            one torch_dist checkpoint a model
              critic/
 
-A folder without checkpoint.json is not a checkpoint. Whether the run uses it is decided by the
-run's own rename.
+A folder without checkpoint.json is not a checkpoint. The run uses a checkpoint once it has renamed
+its folder.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 
 from backends.megatron.checkpoint.background import PendingCheckpoint
 from backends.megatron.checkpoint.errors import read_errors, write_errors
-from backends.megatron.checkpoint.megatron_fixes import mended_state
+from backends.megatron.checkpoint.megatron_fixes import fixed_state
 from backends.megatron.checkpoint.optimizer_state import METADATA, completed, tensors_as_saved
 from backends.megatron.checkpoint.shards import (
     HostCopies,
@@ -46,23 +47,24 @@ _AXES = ("tp", "pp", "dp", "cp", "ep", "etp")
 
 @dataclass(frozen=True)
 class Saved:
-    """One model of a checkpoint: its name is its folder. `optimizer` is None for weights alone."""
+    """One model of a checkpoint. `optimizer` is None for weights alone."""
 
-    name: str  # "policy" | "critic"
+    name: str  # "policy" | "critic", also its folder
     arch: Architecture
     chunks: Sequence[nn.Module]  # wrapped or not
     optimizer: ScheduledOptimizer | None = None
 
     @property
     def head(self) -> str:
+        """The kind of head: "value" or "lm"."""
         return "value" if isinstance(unwrap(self.chunks[0]), ValueModel) else "lm"
 
 
 def save_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelState) -> None:
-    """Write the models side by side into `folder`; complete and on the disk when it returns.
+    """Write the models side by side into `folder`, on a file system that all ranks share.
 
-    Collective; on a shared file system. Call inside `megatron_device`.
-    Raises RunFailed naming the folder and the reason, on every rank.
+    The checkpoint is complete and on the disk when this returns. Collective; call inside
+    `megatron_device`. Raises RunFailed naming the folder and the reason, on every rank.
     """
     for model in models:
         target = _open_folder(folder, model, parallel)
@@ -74,11 +76,10 @@ def save_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
 def start_checkpoint(
     folder: Path, models: Sequence[Saved], parallel: ParallelState, host: HostCopies
 ) -> PendingCheckpoint:
-    """As `save_checkpoint`, but only the copy to host memory is made when it returns; a thread
-    writes that.
+    """As `save_checkpoint`, but copy to host memory and return; a thread writes the copy.
 
-    Collective; call inside `megatron_device`. All that the ranks must agree on is done here, the
-    distributed optimizer's gathering too. `host` is given back by the `finish` of what is returned:
+    Collective; call inside `megatron_device`. All communication is done here, the distributed
+    optimizer's gathering too. `host` is in use until `finish` of the returned checkpoint: there is
     at most one at a time.
     """
     planned = []
@@ -88,7 +89,7 @@ def start_checkpoint(
             planned.append(
                 plan_sharded(_sharded_state(model, parallel, is_loading=False), target, host)
             )
-    described = _descriptions(models)  # now: the optimizers go on
+    described = _descriptions(models)  # before the optimizers take further steps
     return PendingCheckpoint(folder, planned, lambda: _seal(folder, described, parallel))
 
 
@@ -100,7 +101,7 @@ def _open_folder(folder: Path, model: Saved, parallel: ParallelState) -> Path:
 
 
 def _seal(folder: Path, described: Mapping[str, Any], parallel: ParallelState) -> None:
-    """Everything is written: flush it, and say so in the manifest."""
+    """Flush everything to the disk and write the manifest, after all ranks have written."""
     with raise_on_all_ranks(parallel, f"writing the checkpoint {folder}"), write_errors(folder):
         if parallel.rank == 0:
             sync_tree(folder)
@@ -117,18 +118,16 @@ def _seal(folder: Path, described: Mapping[str, Any], parallel: ParallelState) -
 
 
 def load_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelState) -> None:
-    """Load weights, optimizers and schedules of `models`, in place, under the layout of today.
+    """Load weights, optimizers and schedules of `models`, in place, under the present layout.
 
-    Collective; call inside `megatron_device`.
-    Raises ModelError naming the checkpoint and what is wrong: not a checkpoint, a missing or
-        truncated file, another
-    architecture or dtype.
+    Collective; call inside `megatron_device`. Raises ModelError naming the checkpoint and what is
+    wrong: not a checkpoint, a missing or truncated file, another architecture or dtype.
     """
     manifest = _read_manifest(folder, [model.name for model in models], parallel)
     for model in models:
         described = manifest["models"][model.name]
         _check_same(folder, model, described, parallel)
-        _load(folder, model, parallel, taken=described["steps_taken"])
+        _load(folder, model, parallel, steps_taken=described["steps_taken"])
 
 
 def load_weights(
@@ -138,24 +137,26 @@ def load_weights(
     chunks: Sequence[nn.Module],
     parallel: ParallelState,
 ) -> None:
-    """Load the weights of model `name` alone, in place; the dtype may differ. Errors as
-    `load_checkpoint`. Collective.
+    """Load the weights of model `name` alone, in place; the dtype may differ. Collective.
 
-    A critic may be loaded from a policy: its value head keeps its values.
+    A critic may be loaded from a policy: its value head keeps its values. Raises as
+    `load_checkpoint` does.
     """
     manifest = _read_manifest(folder, [name], parallel)
     model = Saved(name, arch, chunks)
     described = manifest["models"][name]
     _check_same(folder, model, described, parallel)
-    _load(folder, model, parallel, taken=0, skip=(VALUE_HEAD,) if described["head"] == "lm" else ())
+    skip = (VALUE_HEAD,) if described["head"] == "lm" else ()
+    _load(folder, model, parallel, steps_taken=0, skip=skip)
 
 
 def saved_layout(folder: Path) -> str:
-    """The layout that a checkpoint was saved under, for people: "TP 2 x PP 1 x DP 1 x CP 1"; above
-    EP 1 with EP and ETP.
+    """The layout that a checkpoint was saved under, for people: "TP 2 x PP 1 x DP 1 x CP 1".
+
+    EP and ETP are named if EP is more than 1.
     """
     layout: dict[str, int] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["layout"]
-    if layout.get("ep", 1) == 1:  # then an expert is cut like everything else
+    if layout.get("ep", 1) == 1:  # then an expert is split like everything else
         layout = {axis: size for axis, size in layout.items() if axis not in ("ep", "etp")}
     return " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
 
@@ -166,14 +167,14 @@ def saved_layout(folder: Path) -> str:
 def _sharded_state(
     model: Saved, parallel: ParallelState, *, is_loading: bool, optimizer: bool = True
 ) -> dict[str, Any]:
-    """The sharded weights, one entry a chunk, and the optimizer's state where it has any."""
+    """The sharded weights, one entry a chunk, and the optimizer's state if it has any."""
     metadata = {"dp_cp_group": parallel.dp_cp_group, **METADATA}
     state: dict[str, Any] = {
         f"model{index}": unwrap(chunk).sharded_state_dict(prefix="", metadata=metadata)  # type: ignore[operator]
         for index, chunk in enumerate(model.chunks)
     }
     if optimizer and model.optimizer is not None and (is_loading or model.optimizer.steps_taken):
-        with mended_state(model.optimizer):
+        with fixed_state(model.optimizer):
             state["optimizer"] = model.optimizer.megatron.sharded_state_dict(
                 dict(state), is_loading=is_loading, metadata=metadata
             )
@@ -181,12 +182,20 @@ def _sharded_state(
 
 
 def _load(
-    folder: Path, model: Saved, parallel: ParallelState, *, taken: int, skip: tuple[str, ...] = ()
+    folder: Path,
+    model: Saved,
+    parallel: ParallelState,
+    *,
+    steps_taken: int,
+    skip: tuple[str, ...] = (),
 ) -> None:
-    """Before the first step AdamW has no state, so a checkpoint of then (`taken` 0) holds none."""
-    if taken and model.optimizer is not None:
+    """Load one model, and its optimizer if it has one.
+
+    AdamW has no state before the first step, so a checkpoint with `steps_taken` 0 holds none.
+    """
+    if steps_taken and model.optimizer is not None:
         model.optimizer.prepare_for_load()
-    wanted = _sharded_state(model, parallel, is_loading=True, optimizer=bool(taken))
+    wanted = _sharded_state(model, parallel, is_loading=True, optimizer=bool(steps_taken))
     for index in range(len(model.chunks)):
         for key in skip:
             wanted[f"model{index}"].pop(key, None)
@@ -204,14 +213,16 @@ def _load(
         unwrap(chunk).load_state_dict(state[f"model{index}"], strict=not skip)
     if model.optimizer is None:
         return
-    if taken:
+    if steps_taken:
         in_groups = model.optimizer.counts_in_groups
         model.optimizer.load_megatron_state(
-            completed(optimizer, state["tensors"], taken=taken, counts_in_groups=in_groups)
+            completed(
+                optimizer, state["tensors"], steps_taken=steps_taken, counts_in_groups=in_groups
+            )
         )
     else:
         model.optimizer.megatron.reload_model_params()
-    model.optimizer.steps_taken = taken
+    model.optimizer.steps_taken = steps_taken
 
 
 # --- the manifest ---------------------------------------------------------------------------------
@@ -232,7 +243,7 @@ def _description(model: Saved) -> dict[str, Any]:
 
 
 def _fingerprint(model: Saved) -> dict[str, Any]:
-    """What two models must share for the weights of one to be those of the other."""
+    """The properties that two models must share for the weights of one to fit the other."""
     arch = model.arch
     return {
         "family": arch.family,
@@ -247,8 +258,9 @@ def _dtype(model: Saved) -> str:
 
 
 def _read_manifest(folder: Path, names: Sequence[str], parallel: ParallelState) -> dict[str, Any]:
-    """The manifest, after every file that it lists was found with its size. Every rank looks, so
-    all give the reason.
+    """Read the manifest, and check that every file that it lists is there with its size.
+
+    Every rank looks, so that all of them give the reason.
     """
     with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
         path = folder / MANIFEST
@@ -292,7 +304,7 @@ def _check_file(folder: Path, name: str, size: int) -> None:
 def _check_same(
     folder: Path, model: Saved, described: dict[str, Any], parallel: ParallelState
 ) -> None:
-    """Refuse a checkpoint of another model or, where the optimizer is loaded too, of another dtype."""
+    """Refuse a checkpoint of another model; of another dtype too if the optimizer is loaded."""
     with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
         was = described["architecture"]
         now = _fingerprint(model)

@@ -2,8 +2,8 @@
 
 Stock megatron-core writes through a spawned manager and forked children. A trainer has threads
 (engines, rollouts, gloo), where a fork can deadlock, and the manager costs seconds at the first
-save; here each rank writes its own file, in the same format: at once, or from a copy in host memory
-by a thread.
+save. Here each rank writes its own file, in the same format: at once, or in a thread from a copy in
+host memory.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ from torch.distributed.checkpoint import CheckpointException
 
 from rlcore.errors import RunFailed
 
-# (path, name, (serialised objects, tensors)): what goes into one file.
+# the contents of one file: (path, name, (serialised objects, tensors))
 _Bucket = tuple[Path, str, tuple[Any, Any]]
-# The stock function, but for its decorator: that one stops the garbage collector of the whole
-# process meanwhile.
+# The stock function without its decorator, which stops the garbage collector of the whole process.
 _write_bucket = filesystem_async.FileSystemWriterAsync.write_preloaded_data.__wrapped__  # type: ignore[attr-defined]
 
 
 def write_sharded(state: dict[str, Any], folder: Path) -> None:
-    """Save a sharded state dict; every rank calls it, `folder` exists. Files are flushed, names in
-    the folder are not.
+    """Save a sharded state dict into an existing folder; every rank calls it.
 
-    A rank that could not write raises what the disk raised, every other one CheckpointException:
-        only rank 0's has the reason.
+    Files are flushed, names in the folder are not. A rank that could not write raises the error of
+    the disk. Every other rank raises CheckpointException; only rank 0's has the reason.
     """
     strategy = _InProcess()
     with _local_results():
@@ -50,35 +48,24 @@ def write_sharded(state: dict[str, Any], folder: Path) -> None:
 
 
 def plan_sharded(state: dict[str, Any], folder: Path, host: HostCopies) -> PlannedShards:
-    """As `write_sharded`, up to where the tensors would be written: they are copied into `host`,
-    and training may go on.
-    """
+    """As `write_sharded`, but copy the tensors into `host` instead of writing them."""
     with _local_results():
         request = dist_checkpointing.save(
             state, str(folder), sharded_strategy=_InProcess(), async_sharded_save=True
         )
     assert request is not None
     (writer,) = request.async_fn_args
-    writer.write_buckets = [
-        (
-            path,
-            name,
-            (
-                objects,
-                [
-                    (item, host.copy((str(folder.name), item.index), tensor))
-                    for item, tensor in tensors
-                ],
-            ),
-        )
-        for path, name, (objects, tensors) in writer.write_buckets
-    ]
+    buckets = []
+    for path, name, (objects, tensors) in writer.write_buckets:
+        copies = [(item, host.copy((folder.name, item.index), tensor)) for item, tensor in tensors]
+        buckets.append((path, name, (objects, copies)))
+    writer.write_buckets = buckets
     host.complete()
     return PlannedShards(writer, request.finalize_fns)
 
 
 def read_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Load what `write_sharded` saved into the shape of `state`, resharded; every rank calls it."""
+    """Load a checkpoint of `write_sharded`, resharded to `state`; every rank calls it."""
     loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
     return loaded
 
@@ -89,42 +76,38 @@ def saved_names(folder: Path) -> list[str]:
 
 
 class HostCopies:
-    """Host memory, pinned for what lies on a GPU, that tensors are copied into. Kept, so that every
-    save uses the same.
-    """
+    """Host memory for copies of tensors, pinned for those of a GPU, and reused by every save."""
 
     def __init__(self) -> None:
         self._tensors: dict[Any, Tensor] = {}
         self._copying: torch.device | None = None
 
     @torch.no_grad()
-    def copy(self, place: Any, tensor: Tensor) -> Tensor:
-        """The copy of `tensor`, whole after `complete`; overwritten by the next one of the same
-        `place`.
+    def copy(self, key: Any, tensor: Tensor) -> Tensor:
+        """Start a copy of `tensor`, which is complete after `complete`.
+
+        The next copy with the same `key` overwrites it.
         """
-        kept = self._tensors.get(place)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = self._tensors[place] = torch.empty(
+        host = self._tensors.get(key)
+        if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
+            host = self._tensors[key] = torch.empty(
                 tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
             )
         if tensor.is_cuda:
             self._copying = tensor.device
-        return kept.copy_(tensor, non_blocking=True)
+        return host.copy_(tensor, non_blocking=True)
 
     def complete(self) -> None:
-        """Wait until every copy is whole."""
+        """Wait until every copy is complete."""
         if self._copying is not None:
             torch.cuda.current_stream(self._copying).synchronize()
             self._copying = None
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
 
 class PlannedShards:
-    """One model's part of a checkpoint, whose tensors are in host memory: `write` on any thread,
-    then `finish` on all ranks.
+    """One model's part of a checkpoint, whose tensors are in host memory.
+
+    Call `write` on any thread, then `finish` on all ranks.
     """
 
     def __init__(self, writer: Any, finalize: Sequence[Callable[[], None]]) -> None:
@@ -132,8 +115,9 @@ class PlannedShards:
         self._finalize = finalize
 
     def write(self, cancelled: threading.Event) -> None:
-        """Write and flush this rank's file. Raises what the disk raised, and RunFailed when
-        `cancelled` between two tensors.
+        """Write and flush this rank's file.
+
+        Raises the error of the disk, and RunFailed when `cancelled` is set between two tensors.
         """
         if not self._writer.write_buckets:
             return
@@ -145,9 +129,7 @@ class PlannedShards:
         self._writer.results_queue.put(outcome)
 
     def finish(self) -> None:
-        """Write what tells where everything is. Every rank calls it, after all of them have
-        written.
-        """
+        """Write the metadata. Every rank calls it, after all ranks have written."""
         for step in self._finalize:
             step()
 
@@ -166,8 +148,9 @@ class _InProcess(TorchDistSaveShardedStrategy):
         return request._replace(async_fn=self._write, async_fn_args=(writer,), preload_fn=None)
 
     def _write(self, writer: Any) -> None:
-        """What the stock writer does in children: its results, or the error, go into the writer's
-        queue.
+        """Write in this process, where the stock writer forks.
+
+        The results, or the error, go into the writer's queue.
         """
         if writer.write_buckets:
             outcome = _write_buckets(writer, writer.preload_tensors(writer.write_buckets))
@@ -176,7 +159,7 @@ class _InProcess(TorchDistSaveShardedStrategy):
 
 
 def _write_buckets(writer: Any, buckets: Sequence[_Bucket]) -> dict[int, Any] | Exception:
-    """Each bucket to its file, flushed: the results by bucket, or the first error."""
+    """Write and flush each bucket to its file; return the results by bucket, or the first error."""
     transforms = [writer.transforms] if hasattr(writer, "transforms") else []
     results: dict[int, Any] = {}
     for index, bucket in enumerate(buckets):
@@ -205,9 +188,7 @@ def _cancellable(bucket: _Bucket, cancelled: threading.Event) -> _Bucket:
 
 @contextmanager
 def _local_results() -> Iterator[None]:
-    """The stock writer asks for a queue of a spawned manager process; while this is open it gets a
-    local one.
-    """
+    """Inside, the stock writer gets a local queue instead of one of a spawned manager process."""
     before = filesystem_async._results_queue
     filesystem_async._results_queue = queue.Queue()
     try:

@@ -1,5 +1,6 @@
-"""Which layouts of ranks are refused. Imports neither torch nor Megatron: plans and login nodes ask
-too.
+"""Checks of the layout of ranks.
+
+Imports neither torch nor Megatron, so that `rlcore plan` and login nodes can use it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,7 @@ from typing import TYPE_CHECKING
 
 from backends.megatron.parallel.stages import layers_of_stages, nearest_divisor
 from rlcore.config.sections.policy import ParallelConfig
-from rlcore.errors import ConfigError
-
-if TYPE_CHECKING:
-    from backends.megatron.convert.architecture import Architecture
-from typing import TYPE_CHECKING
-
-from backends.megatron.convert.architecture import Architecture
+from rlcore.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from backends.megatron.convert.architecture import Architecture
@@ -24,12 +19,11 @@ if TYPE_CHECKING:
 def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) -> None:
     """Refuse a layout that the model or the number of processes does not admit.
 
-    Raises ConfigError naming the key, what it divides and what to do. Asks neither
-    torch.distributed nor Megatron.
+    Raises ConfigError naming the key, the reason and a remedy. Asks neither torch.distributed nor
+    Megatron.
     """
     tp = parallel.tensor
     pp = parallel.pipeline
-    _check_supported(parallel)
     replica = tp * pp * parallel.context
     if world_size % replica:
         raise ConfigError(
@@ -45,14 +39,10 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
         ("KV groups", groups),
         ("feed-forward width", model["ffn_hidden_size"]),
     ]
-    # tensor parallelism cuts the projections to the low-rank forms too
+    # tensor parallelism splits the projections to the low-rank forms too
     if arch.latent_attention:
-        sizes.append(
-            (
-                "kv_lora_rank + qk_rope_head_dim",
-                model["kv_lora_rank"] + model["qk_pos_emb_head_dim"],
-            )
-        )
+        low_rank = model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]
+        sizes.append(("kv_lora_rank + qk_rope_head_dim", low_rank))
         sizes.append(("q_lora_rank", model["q_lora_rank"] or heads))
     for what, size in sizes:
         if size % tp:
@@ -62,15 +52,13 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
                 f" to {nearest}"
             )
     layers_of_stages(model["num_layers"], parallel)
-    check_experts(arch, parallel, world_size)
+    _check_experts(arch, parallel, world_size)
 
 
 def check_others(
     others: Mapping[str, Architecture], parallel: ParallelConfig, world_size: int
 ) -> None:
-    """As `check_layout`, of the models that are laid out as the policy is, by the keys that name
-    their folders.
-    """
+    """Call `check_layout` for the models beside the policy, by the keys that name their folders."""
     for key, arch in others.items():
         try:
             check_layout(arch, parallel, world_size)
@@ -80,17 +68,18 @@ def check_others(
             ) from error
 
 
-def _check_supported(parallel: ParallelConfig) -> None:
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        raise ConfigError("policy.parallel.virtual_pipeline: needs pipeline > 1; set it to 1")
-    if parallel.sequence and parallel.tensor == 1:
-        raise ConfigError(
-            "policy.parallel.sequence: sequence parallelism needs tensor > 1; set it to false"
-        )
+def check_vocabularies(others: Mapping[str, Architecture], policy: Architecture) -> None:
+    """Refuse a model whose vocabulary is not the policy's, by a ModelError naming its key."""
+    for key, arch in others.items():
+        if arch.vocab_size != policy.vocab_size:
+            raise ModelError(
+                f"{key}: {arch.folder} has a vocabulary of {arch.vocab_size}, the policy"
+                f" {policy.folder} has {policy.vocab_size}; they must share one tokenizer"
+            )
 
 
 def check_replay(arch: Architecture) -> None:
-    """Raises ConfigError for a model without experts."""
+    """Refuse routing replay of a model without experts, by a ConfigError."""
     if not arch.num_experts:
         raise ConfigError(
             f"policy.routing_replay: the {arch.family} model has no experts to replay; set it to"
@@ -98,12 +87,8 @@ def check_replay(arch: Architecture) -> None:
         )
 
 
-def check_experts(arch: Architecture, parallel: ParallelConfig, world_size: int) -> None:
-    """Refuse a layout of experts that does not fit the model or the ranks, or whose gradients would
-    be wrong.
-
-    Raises ConfigError naming the key, the reason and the nearest layout that is right.
-    """
+def _check_experts(arch: Architecture, parallel: ParallelConfig, world_size: int) -> None:
+    """Refuse a layout of experts that does not fit, or whose gradients would be wrong."""
     tp = parallel.tensor
     pp = parallel.pipeline
     ep = parallel.expert
@@ -150,10 +135,11 @@ def _check_sizes(arch: Architecture, tp: int, etp: int, ep: int) -> None:
             f"policy.parallel.expert: {ep} does not divide the model's experts"
             f" ({arch.num_experts}); set it to {nearest_divisor(ep, arch.num_experts)}"
         )
-    for key, size, what in (
-        ("expert_tensor", etp, "moe_ffn_hidden_size"), ("tensor", tp, "moe_shared_expert_intermediate_size")
-    ):  # fmt: skip
-        width = arch.transformer.get(what)
+    for key, size, field in (
+        ("expert_tensor", etp, "moe_ffn_hidden_size"),
+        ("tensor", tp, "moe_shared_expert_intermediate_size"),
+    ):
+        width = arch.transformer.get(field)
         if width and width % size:
             raise ConfigError(
                 f"policy.parallel.{key}: {size} does not divide an expert's width ({width}); set it"

@@ -1,5 +1,6 @@
-"""Which choices of activation recomputation are right, and which would fail, be wrong or do
-nothing. Imports no Megatron.
+"""Checks of activation recomputation: some choices would fail, be wrong or do nothing.
+
+Imports no Megatron.
 """
 
 from __future__ import annotations
@@ -26,20 +27,22 @@ def check_recompute(
     arch: Architecture,
     parallel: ParallelConfig,
     *,
-    engine: bool | None = None,
+    te_layers: bool | None = None,
 ) -> None:
-    """Refuse what would not give the gradients of the same model without it, or would save nothing.
+    """Refuse a choice that changes the gradients or saves nothing.
 
     Args:
         given: `policy.megatron`; other fields are not looked at.
-        engine: whether the layers are Transformer Engine's; None: not known here.
+        te_layers: whether the layers are Transformer Engine's; None: not known here.
 
-    Raises ConfigError naming the key, what was got and what works.
+    Raises ConfigError naming the key, its value and values that work.
     """
     granularity = given.get("recompute_granularity")
     if given.get("moe_layer_recompute"):
-        raise _refused("moe_layer_recompute", "Megatron gives it up; set recompute_granularity=selective and "
-                                              "recompute_modules=[moe]")  # fmt: skip
+        raise _refused(
+            "moe_layer_recompute",
+            "Megatron gives it up; set recompute_granularity=selective and recompute_modules=[moe]",
+        )
     if granularity is None:
         for key in _OTHERS:
             if given.get(key):
@@ -55,14 +58,15 @@ def check_recompute(
                 raise _refused(
                     key, "belongs to recompute_granularity=full; leave it out, or set that"
                 )
-        _check_modules(given.get("recompute_modules", ["core_attn"]), arch, engine)
+        _check_modules(given.get("recompute_modules", ["core_attn"]), arch, te_layers)
     else:
         raise _refused("recompute_granularity", f"got {granularity!r}, expected full or selective")
 
 
 def _check_full(given: Mapping[str, Any], arch: Architecture, parallel: ParallelConfig) -> None:
-    """Whole layers: `uniform` in runs of so many, `block` only the first so many of each model
-    chunk.
+    """Check the recomputation of whole layers.
+
+    `uniform` recomputes runs of so many layers, `block` only the first so many of each chunk.
     """
     method = given.get("recompute_method")
     count = given.get("recompute_num_layers")
@@ -82,12 +86,18 @@ def _check_full(given: Mapping[str, Any], arch: Architecture, parallel: Parallel
         raise _refused("recompute_num_layers", f"got {count!r}, expected a number from 1 to {most}")
     if method == "uniform" and most % count:
         nearest = max(n for n in range(1, count) if most % n == 0)
-        raise _refused("recompute_num_layers", f"{count} does not divide the layers of a model chunk "
-                                               f"({', '.join(map(str, sorted(chunks)))}); set it to {nearest}")  # fmt: skip
+        raise _refused(
+            "recompute_num_layers",
+            f"{count} does not divide the layers of a model chunk"
+            f" ({', '.join(map(str, sorted(chunks)))}); set it to {nearest}",
+        )
     losses = [key for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff") if given.get(key)]
     if method == "block" and losses and count < max(chunks):
-        raise _refused("recompute_method", f"block, with {losses[0]}: in layers that are not recomputed megatron-core then "
-                                           "counts pads in the routers' losses; set it to uniform")  # fmt: skip
+        raise _refused(
+            "recompute_method",
+            f"block, with {losses[0]}: in layers that are not recomputed megatron-core then counts"
+            " pads in the routers' losses; set it to uniform",
+        )
     if given.get("distribute_saved_activations") and (parallel.tensor == 1 or parallel.sequence):
         reason = (
             "sequence parallelism does it already"
@@ -97,8 +107,8 @@ def _check_full(given: Mapping[str, Any], arch: Architecture, parallel: Parallel
         raise _refused("distribute_saved_activations", f"{reason}; leave it out")
 
 
-def _check_modules(modules: Any, arch: Architecture, engine: bool | None) -> None:
-    works = _working(arch, engine)
+def _check_modules(modules: Any, arch: Architecture, te_layers: bool | None) -> None:
+    works = [module for module in _MODULES if _reason(module, arch, te_layers) is None]
     expected = f"expected some of {', '.join(works)}"
     if not isinstance(modules, list) or not modules:
         raise _refused("recompute_modules", f"got {modules!r}, {expected}")
@@ -109,16 +119,12 @@ def _check_modules(modules: Any, arch: Architecture, engine: bool | None) -> Non
             raise _refused("recompute_modules", f"got {module!r}, {expected}{hint}")
         if module not in works:
             raise _refused(
-                "recompute_modules", f"{module}: {_reason(module, arch, engine)}; {expected}"
+                "recompute_modules", f"{module}: {_reason(module, arch, te_layers)}; {expected}"
             )
 
 
-def _working(arch: Architecture, engine: bool | None) -> list[str]:
-    return [module for module in _MODULES if _reason(module, arch, engine) is None]
-
-
-def _reason(module: str, arch: Architecture, engine: bool | None) -> str | None:
-    """Why a part of a layer cannot be recomputed alone; None where it can."""
+def _reason(module: str, arch: Architecture, te_layers: bool | None) -> str | None:
+    """The reason why a part of a layer cannot be recomputed alone; None where it can."""
     experts = bool(arch.num_experts)
     model = arch.transformer
     if module in ("moe", "moe_act") and not experts:
@@ -129,7 +135,7 @@ def _reason(module: str, arch: Architecture, engine: bool | None) -> str | None:
         return f"the {arch.family} model has no shared experts"
     if module == "mla_up_proj":
         return "it has not been proven right"
-    if module in ("layernorm", "moe_act") and engine is False:
+    if module in ("layernorm", "moe_act") and te_layers is False:
         return "megatron-core needs Transformer Engine's layers for it"
     if module == "layernorm" and not experts:
         return "Transformer Engine's layers have their norms inside the matmuls"

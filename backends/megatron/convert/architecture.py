@@ -1,6 +1,4 @@
-"""What a Hugging Face folder says about a model, in Megatron's terms. Imports neither torch nor
-Megatron.
-"""
+"""The architecture of a model in Megatron's terms. Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -44,14 +42,12 @@ class Architecture:
 
     @property
     def num_layers(self) -> int:
+        """The number of layers."""
         return int(self.transformer["num_layers"])
 
     @property
-    def hidden_size(self) -> int:
-        return int(self.transformer["hidden_size"])
-
-    @property
     def table(self) -> Family:
+        """The conversion table of its family."""
         return self.bridged or FAMILIES[self.family]
 
     @property
@@ -61,11 +57,12 @@ class Architecture:
 
     @property
     def latent_attention(self) -> bool:
+        """Whether keys and values are made of one low-rank form."""
         return self.table.latent_attention
 
     @property
     def shape(self) -> ModelShape:
-        """Its sizes, for plans and costs."""
+        """The sizes of the model, for plans and costs."""
         latent = sum(math.prod(size) for size in latent_shapes(self.transformer).values())
         return ModelShape.of_fields(
             self.transformer, vocab=self.vocab_size, tied=self.tie_word_embeddings, latent=latent
@@ -73,16 +70,13 @@ class Architecture:
 
     @property
     def moe_layers(self) -> list[bool]:
-        """Of each layer, whether it has experts."""
+        """For each layer, whether it has experts."""
         every = self.transformer.get("moe_layer_freq", 1)
         if isinstance(every, list):
             return [bool(has) for has in every]
         return [self.num_experts > 0] * self.num_layers
 
     def entries(self) -> list[Entry]:
-        """The table with every layer and expert written out, in the static order of a forward pass."""
-        return [
-            e
-            for e in self.table.expand(self.moe_layers, self.num_experts)
-            if e.is_in(self.transformer)
-        ]
+        """The table with every layer and expert written out, in the order of a forward pass."""
+        expanded = self.table.expand(self.moe_layers, self.num_experts)
+        return [entry for entry in expanded if entry.is_in(self.transformer)]

@@ -1,5 +1,6 @@
-"""What `config.json` says about experts, as TransformerConfig fields. Imports neither torch nor
-Megatron.
+"""The experts of a `config.json` as TransformerConfig fields.
+
+Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from rlcore.errors import ModelError
 def expert_fields(
     folder: Path, config: dict[str, Any], experts: Experts, num_layers: int
 ) -> dict[str, Any]:
-    """The `moe_*` fields. Raises ModelError for a missing number, and for a model without a single
-    layer of experts.
+    """Read the `moe_*` fields.
+
+    Raises ModelError for a missing number, and for a model without a single layer of experts.
     """
     num_experts = integer(folder, config, *experts.count)
     topk = integer(folder, config, "num_experts_per_tok")
@@ -34,12 +36,11 @@ def expert_fields(
         "num_moe_experts": num_experts,
         "moe_router_topk": topk,
         "moe_ffn_hidden_size": integer(folder, config, experts.width),
-        # Where all layers have experts not a list: by it Megatron's checkpoints would take the
-        # layers for unlike.
+        # No list where all layers have experts: because of a list Megatron's checkpoints would not
+        # treat the layers as alike.
         "moe_layer_freq": 1 if all(has_experts) else [int(has) for has in has_experts],
         "moe_router_score_function": experts.scoring,
-        # A softmax over the chosen logits is the softmax over all of them, normalised over the
-        # chosen.
+        # The softmax over the chosen logits is the softmax over all, normalised over the chosen.
         "moe_router_pre_softmax": not normalized,
     }
     if experts.scoring == "sigmoid":
@@ -56,7 +57,7 @@ def expert_fields(
 
 
 def sigmoid_fields(folder: Path, config: dict[str, Any], num_experts: int) -> dict[str, Any]:
-    """How a sigmoid router chooses: only among the experts of its best groups."""
+    """Read the fields of a sigmoid router, which chooses among the experts of its best groups."""
     where = f"{folder}/config.json"
     for key, expected in (
         ("scoring_func", "sigmoid"),
@@ -91,7 +92,7 @@ def sigmoid_fields(folder: Path, config: dict[str, Any], num_experts: int) -> di
 
 
 def _moe_layers(folder: Path, config: dict[str, Any], num_layers: int) -> list[bool]:
-    """Of each layer, whether it has experts."""
+    """For each layer, whether it has experts."""
     step = config.get("decoder_sparse_step") or 1
     dense = config.get("mlp_only_layers") or ()
     first = config.get("first_k_dense_replace") or 0

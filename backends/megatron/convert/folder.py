@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder of an exported model, which takes its place when it is whole."""
+"""Writing the Hugging Face folder of an exported model, which is renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from rlcore.weights import TensorSpec, cut_buckets
 
 
 class FolderWriter:
-    """Takes the tensors in the order of `specs`, writes each as it comes, and renames the folder at
-    the end.
+    """Writes tensors in the order of `specs` into a folder aside, which is renamed at the end.
 
     `sources` are the folders that the model and its tokenizer came from. An earlier export in
-    `folder` is replaced when the new one is whole.
+    `folder` is replaced when the new one is complete.
 
     Raises ModelError where `folder` holds something else, or is one of the sources.
     """
@@ -56,10 +55,9 @@ class FolderWriter:
         self._shards = ShardWriter(self._aside, cut_buckets(specs, max_shard_bytes))
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take the next tensor; its memory may be reused.
+        """Write the next tensor; its memory may be reused afterwards.
 
-        A disk that refuses it is the business of `finish`: the other ranks are in the middle of
-            sending.
+        An error of the disk is raised by `finish`: the other ranks are in the middle of sending.
         """
         if self._failure is not None:
             return
@@ -70,10 +68,10 @@ class FolderWriter:
             self._failure = error
 
     def finish(self, hf_config: dict[str, Any], class_name: str) -> None:
-        """Write index and config, copy the rest from the sources, and put the folder in its place.
+        """Write index and config, copy the rest from the sources, and rename the folder.
 
-        Raises RunFailed naming the folder and the reason where something could not be written;
-        nothing of it is left then, and an earlier export is what it was.
+        Raises RunFailed naming the folder and the reason where something could not be written. Then
+        nothing of the new export is left, and an earlier one is unchanged.
         """
         try:
             if self._failure is not None:
@@ -98,9 +96,7 @@ class FolderWriter:
         sync(self._folder.parent)
 
     def _config(self, hf_config: dict[str, Any], class_name: str) -> dict[str, Any]:
-        """The source's config; only class, dtype and (for a value head) the number of labels follow
-        what is written.
-        """
+        """The source's config with the exported class and dtype, and one label for a value head."""
         config = {**hf_config, "architectures": [class_name], "dtype": self._dtype}
         if "torch_dtype" in config:  # the spelling before transformers 5
             config["torch_dtype"] = self._dtype

@@ -10,7 +10,7 @@ from rlcore.errors import ModelError
 
 
 def integer(folder: Path, config: Mapping[str, Any], *keys: str) -> int:
-    """The first of `keys` that is given. Raises ModelError unless it is a positive integer."""
+    """Read the first of `keys` that is given. Raises ModelError unless it is a positive integer."""
     value = next((config[key] for key in keys if config.get(key) is not None), None)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(

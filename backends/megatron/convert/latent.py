@@ -1,5 +1,6 @@
-"""What `config.json` says about latent attention, as LatentConfig fields. Imports neither torch nor
-Megatron.
+"""The latent attention of a `config.json` as LatentConfig fields.
+
+Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from typing import Any
 from backends.megatron.convert.keys import integer
 from rlcore.errors import ModelError
 
-_YARN = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
-         "mscale_all_dim"}  # fmt: skip
+_YARN = {
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim",
+}  # fmt: skip
 
 
 def latent_fields(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of the five projections, and the rotary positions of each layer.
+    """Read the sizes of the five projections, and the rotary positions of each layer.
 
     Raises ModelError for a missing number, and for rotary positions that Megatron would compute
     otherwise.
@@ -48,8 +51,9 @@ def latent_fields(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def latent_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shape of each weight of the attention, by the last part of its Megatron name; none for other
-    attentions.
+    """The shape of each weight of a latent attention, by the last part of its Megatron name.
+
+    Other attentions give an empty dictionary.
     """
     if not fields.get("multi_latent_attention"):
         return {}
@@ -76,8 +80,9 @@ def latent_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _rotary_fields(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """From either spelling: transformers 5 writes one `rope_parameters`; before, there were
-    `rope_theta` and `rope_scaling`.
+    """Read the rotary positions from either spelling.
+
+    transformers 5 writes one `rope_parameters`; before, there were `rope_theta` and `rope_scaling`.
     """
     where = f"{folder}/config.json"
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})

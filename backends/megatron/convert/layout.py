@@ -1,10 +1,10 @@
-"""The arithmetic of a split: which slice of a Hugging Face tensor a TP rank holds, and how its
-pieces form a parameter.
+"""The arithmetic of splits: slices of Hugging Face tensors and the parameters made of them.
 
-Both directions are views and copies of the same elements, so that a round trip is exact to the bit:
+Both directions are views and copies of the same elements, so that a round trip is exact to the bit.
+A piece is the rank's slice of a Hugging Face tensor:
 
-    load     pieces (the rank's slice of each Hugging Face tensor) -> `pack`   -> the rank's Megatron parameter
-    export   the rank's Megatron parameter                         -> `unpack` -> pieces, as views
+    load     pieces                        -> `pack`   -> the rank's Megatron parameter
+    export   the rank's Megatron parameter -> `unpack` -> pieces, as views
 """
 
 from __future__ import annotations
@@ -22,25 +22,23 @@ from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, Entry, Spl
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of a full tensor that one rank holds: `start : start + length` along `dim` (None:
-    all of it).
-    """
+    """The part of a full tensor on one rank: `start : start + length` along `dim` (None: all)."""
 
     dim: int | None
     start: int = 0
     length: int = 0
 
     def of(self, full: Tensor) -> Tensor:
+        """The part of `full`, a view."""
         return full if self.dim is None else full.narrow(self.dim, self.start, self.length)
 
     def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the part of a tensor of shape `full`."""
         return full if self.dim is None else (*full[: self.dim], self.length, *full[self.dim + 1 :])
 
 
 def model_entries(arch: Architecture, head: str) -> list[Entry]:
-    """Every entry of a model with the given head ("lm" or "value"), in the static order of a
-    forward pass.
-    """
+    """The entries of a model with an "lm" or "value" head, in the order of a forward pass."""
     absent = {VALUE_HEAD} if head == "lm" else {OUTPUT_LAYER}
     if arch.tie_word_embeddings:
         absent.add(OUTPUT_LAYER)
@@ -79,7 +77,7 @@ def hf_shapes(arch: Architecture, entry: Entry) -> list[tuple[int, ...]]:
 
 
 def _ffn_width(arch: Architecture, entry: Entry) -> int:
-    """Of the feed-forward net that an entry belongs to."""
+    """The width of the feed-forward net that an entry belongs to."""
     if entry.expert is not None:
         return int(arch.transformer["moe_ffn_hidden_size"])
     if ".shared_experts." in entry.megatron:
@@ -90,10 +88,10 @@ def _ffn_width(arch: Architecture, entry: Entry) -> int:
 def tp_slice(
     split: Split, shape: tuple[int, ...], rank: int, size: int, padded_vocab: int
 ) -> Slice:
-    """The slice of a Hugging Face tensor of `shape` that TP rank `rank` of `size` holds; empty
-    where all is padding.
+    """The slice of a Hugging Face tensor of `shape` that TP rank `rank` of `size` holds.
 
-    A routed expert is cut over the expert-tensor-parallel ranks instead.
+    It is empty where all is padding. A routed expert is split over the expert-tensor-parallel ranks
+    instead.
     """
     if split is Split.REPLICATED:
         return Slice(None)
@@ -107,7 +105,7 @@ def tp_slice(
 
 
 def pack(split: Split, pieces: Sequence[Tensor], head_dim: int, out: Tensor) -> None:
-    """Fill the Megatron parameter `out` from this rank's pieces; vocabulary padding becomes zero."""
+    """Fill a Megatron parameter from this rank's pieces; vocabulary padding becomes zero."""
     if split is Split.VOCAB:
         rows = pieces[0].size(0)
         out[:rows].copy_(pieces[0])
@@ -118,10 +116,10 @@ def pack(split: Split, pieces: Sequence[Tensor], head_dim: int, out: Tensor) -> 
 
 
 def unpack(split: Split, param: Tensor, head_dim: int, rows: Sequence[int]) -> list[Tensor]:
-    """Views of a Megatron parameter, one for each Hugging Face tensor; `rows` are the pieces' sizes
-    along dim 0.
+    """View a Megatron parameter as pieces, one for each Hugging Face tensor.
 
-    Those of a QKV split have one leading dimension more, [groups, rows / groups, ...].
+    `rows` are the pieces' sizes along dim 0. Pieces of a QKV split have one leading dimension more,
+    [groups, rows / groups, ...].
     """
     if split is Split.QKV:
         groups = rows[1] // head_dim

@@ -1,4 +1,4 @@
-"""Hugging Face folder -> Megatron parameters: every rank reads its own slices and nothing else."""
+"""Loading a Hugging Face folder: every rank reads the slices of its Megatron parameters alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +23,9 @@ if TYPE_CHECKING:
 
 
 class SafetensorsFolder:
-    """Slices of the tensors of a folder, by name. Files are opened when first needed and mapped,
-    not read.
+    """Slices of the tensors of a folder, by name.
+
+    A file is opened when it is first needed, and mapped instead of read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,12 +37,7 @@ class SafetensorsFolder:
     def __enter__(self) -> SafetensorsFolder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     def __contains__(self, name: str) -> bool:
@@ -50,11 +45,11 @@ class SafetensorsFolder:
 
     @property
     def names(self) -> Collection[str]:
-        """Of all its tensors."""
+        """The names of all its tensors."""
         return self._file_of.keys()
 
     def read(self, name: str, shape: tuple[int, ...], part: Slice) -> Tensor:
-        """`part` of tensor `name`, which must have the given full shape."""
+        """Read `part` of tensor `name`, which must have the given full shape."""
         if name not in self._file_of:
             raise ModelError(f"{self.folder}: no tensor {name!r} in its safetensors files")
         stored = self._file(self._file_of[name]).get_slice(name)
@@ -105,23 +100,23 @@ class SafetensorsFolder:
 def load_hf(
     chunks: Sequence[nn.Module], arch: Architecture, folder: Path | str, parallel: ParallelState
 ) -> list[str]:
-    """Fill this rank's model chunks from a folder, in place; no communication. Vocabulary padding
-    becomes zero.
+    """Fill this rank's model chunks from a folder, in place and without communication.
 
-    `arch` is the built model's architecture; the folder may be another checkpoint of it, or a
-    sequence classifier whose `score.weight` becomes the value head. Returns the parameters that the
-    folder does not have and that keep their values: the value head, where the folder is a language
-    model. Raises ModelError: a shard or tensor that is missing or has another shape.
+    Vocabulary padding becomes zero. `arch` is the built model's architecture; the folder may be
+    another checkpoint of it, or a sequence classifier whose `score.weight` becomes the value head.
+    Returns the parameters that the folder lacks and that stay as they are: the value head, where
+    the folder is a language model. Raises ModelError for a shard or tensor that is missing or has
+    another shape.
     """
-    kept: list[str] = []
+    unchanged: list[str] = []
     with SafetensorsFolder(Path(folder)) as source:
         for entry, param, _ in owned_parameters(chunks, arch):
             if entry.megatron == VALUE_HEAD and entry.hf[0] not in source:
-                kept.append(entry.megatron)
+                unchanged.append(entry.megatron)
                 continue
             pieces = _read_pieces(source, arch, entry, param, parallel)
             pack(entry.split, pieces, arch.transformer["kv_channels"], param.data)
-    return kept
+    return unchanged
 
 
 def _read_pieces(

@@ -1,4 +1,4 @@
-"""Which table entry each parameter of a built model belongs to."""
+"""The table entries of the parameters of a built model."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def unwrap(chunk: nn.Module) -> nn.Module:
 
 
 def global_name(model: nn.Module, name: str) -> str:
-    """A parameter's name with layer and expert counted over the whole model, in the spelling of the
-    local layer spec.
+    """A parameter's name with layer and expert counted over the whole model.
+
+    It is spelled as in the local layer spec.
     """
     match = _LAYER.match(name)
     if match is None:
@@ -46,8 +47,7 @@ def global_name(model: nn.Module, name: str) -> str:
 def owned_parameters(
     chunks: Sequence[nn.Module], arch: Architecture
 ) -> Iterator[tuple[Entry, Tensor, bool]]:
-    """(entry, weight, is a copy) of this rank's chunks: parameters, and buffers that a folder
-    holds.
+    """Yield (entry, weight, is a copy) of this rank's parameters, and of saved buffers.
 
     With tied embeddings and pipeline stages the last stage holds a copy of the first stage's word
     embedding as its output layer: it is loaded like the embedding and never exported.
@@ -65,6 +65,6 @@ def owned_parameters(
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then what else a model's folder holds."""
+    """Yield the parameters of a model, then the buffers that its folder holds."""
     yield from model.named_parameters()
     yield from saved_buffers(model)

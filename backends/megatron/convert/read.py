@@ -1,5 +1,6 @@
-"""Reading a Hugging Face folder as an architecture. Imports neither torch nor Megatron, unless a
-bridge is asked.
+"""Reading a Hugging Face folder as an architecture.
+
+Imports neither torch nor Megatron, unless a bridge is used.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ _LLAMA3_ROPE = {
 def read_architecture(
     folder: Path | str, *, weights: bool = True, bridge: BridgeKind = "none"
 ) -> Architecture:
-    """Read `config.json` of a folder and, unless `weights` is false, check that the folder has
-    weights.
+    """Read `config.json` of a folder.
 
-    `bridge`: the package that gives the table and knows families that we lack; it imports torch and
-        Megatron.
+    Args:
+        weights: also check that the folder has weights.
+        bridge: the package that gives the table and knows families that we lack; it imports torch
+            and Megatron.
 
     Raises ModelError: no such folder, no config.json or weights, an architecture or an option that
-        we do not convert.
+    we do not convert.
     """
     folder = Path(folder)
     config = _read_config(folder)
@@ -42,30 +44,12 @@ def read_architecture(
     _check_supported(folder, config, bridged=family.model_type not in FAMILIES)
     if weights:
         _check_weights(folder)
-    heads = integer(folder, config, "num_attention_heads")
-    hidden = integer(folder, config, "hidden_size")
-    theta, scaling = (0.0, None) if family.latent_attention else _rope(folder, config)
-    transformer: dict[str, Any] = {
-        "num_layers": integer(folder, config, "num_hidden_layers"),
-        "hidden_size": hidden,
-        "ffn_hidden_size": integer(folder, config, "intermediate_size"),
-        "num_attention_heads": heads,
-        "num_query_groups": int(config.get("num_key_value_heads") or heads),
-        "kv_channels": int(config.get("head_dim") or family.head_dim or hidden // heads),
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
-        "qk_layernorm": family.qk_norm,
-        "add_qkv_bias": family.qkv_bias,
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
+    transformer = _transformer_fields(folder, config, family)
     if family.latent_attention:
-        transformer |= latent_fields(folder, config)
-        theta = transformer["rotary_base"]
-    if family.experts is not None:
-        transformer |= expert_fields(folder, config, family.experts, transformer["num_layers"])
+        theta = float(transformer["rotary_base"])
+        scaling = None
+    else:
+        theta, scaling = _rope(folder, config)
     arch = Architecture(
         family=family.model_type,
         hf_config=config,
@@ -84,6 +68,32 @@ def read_architecture(
     from backends.megatron.convert.bridges.read import through_bridge
 
     return through_bridge(arch, bridge, weights=weights)
+
+
+def _transformer_fields(folder: Path, config: dict[str, Any], family: Family) -> dict[str, Any]:
+    heads = integer(folder, config, "num_attention_heads")
+    hidden = integer(folder, config, "hidden_size")
+    fields: dict[str, Any] = {
+        "num_layers": integer(folder, config, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": integer(folder, config, "intermediate_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": int(config.get("num_key_value_heads") or heads),
+        "kv_channels": int(config.get("head_dim") or family.head_dim or hidden // heads),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "qk_layernorm": family.qk_norm,
+        "add_qkv_bias": family.qkv_bias,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    if family.latent_attention:
+        fields |= latent_fields(folder, config)
+    if family.experts is not None:
+        fields |= expert_fields(folder, config, family.experts, fields["num_layers"])
+    return fields
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -112,9 +122,9 @@ def _is_classifier(config: dict[str, Any]) -> bool:
 
 
 def _family(folder: Path, config: dict[str, Any], bridge: BridgeKind) -> Family:
-    """The family by `model_type`; `architectures`, where given, must name one of its classes.
+    """Find the family by `model_type`; `architectures`, where given, must name one of its classes.
 
-    One that we lack has no entries until the bridge has given them.
+    A family that we lack has no entries until the bridge has given them.
     """
     known = ", ".join(name for family in FAMILIES.values() for name in family.classes)
     family = FAMILIES.get(str(config.get("model_type")))
@@ -138,9 +148,7 @@ def _family(folder: Path, config: dict[str, Any], bridge: BridgeKind) -> Family:
 
 
 def _check_supported(folder: Path, config: dict[str, Any], *, bridged: bool) -> None:
-    """Refuse options that would change the model and that we do not carry over; some of them a
-    bridge may.
-    """
+    """Refuse options that change the model and are not converted; a bridge may convert some."""
     rotary = config.get("rope_parameters") or {}
     partial = rotary.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     refused = {
@@ -148,7 +156,7 @@ def _check_supported(folder: Path, config: dict[str, Any], *, bridged: bool) -> 
         "attention_bias": bool(config.get("attention_bias", False)) and not bridged,
         "mlp_bias": bool(config.get("mlp_bias", False)),
         "use_sliding_window": bool(config.get("use_sliding_window", False)),
-        # Qwen gives a window and says that it is not used; for Mixtral a window is one.
+        # Qwen gives a window and says that it is not used; Mixtral uses the window that it gives.
         "sliding_window": bool(config.get("sliding_window")) and "use_sliding_window" not in config,
         "quantization_config": config.get("quantization_config") is not None,
         "partial_rotary_factor": float(partial) != 1.0 and not bridged,
@@ -183,7 +191,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _rope(folder: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling as GPTModel's keyword arguments), from either spelling.
+    """Read (theta, scaling as GPTModel's keyword arguments) from either spelling.
 
     transformers 5 writes one `rope_parameters`; before, there were `rope_theta` and `rope_scaling`.
     """

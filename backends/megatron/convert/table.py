@@ -1,5 +1,6 @@
-"""The words of the conversion tables: which Hugging Face tensors make a Megatron parameter, and how
-TP splits it.
+"""The vocabulary of the conversion tables.
+
+A row names the Hugging Face tensors that make a Megatron parameter, and how TP splits it.
 """
 
 from __future__ import annotations
@@ -25,12 +26,10 @@ OUTPUT_LAYER = "output_layer.weight"
 
 
 def local_spelling(name: str) -> str:
-    """The name that the local layer spec gives a parameter of a layer, from its name in either
-    spec.
+    """The name of a layer's parameter in the local layer spec, from its name in either spec.
 
     The tables are written in this spelling, so loading and exporting need no other:
-        `linear_qkv.layer_norm_weight` is
-    `input_layernorm.weight`, `experts.linear_fc1.weight3` is
+    `linear_qkv.layer_norm_weight` is `input_layernorm.weight`, `experts.linear_fc1.weight3` is
     `experts.local_experts.3.linear_fc1.weight`.
     """
     if grouped := _GROUPED_EXPERT.match(name):
@@ -39,19 +38,19 @@ def local_spelling(name: str) -> str:
 
 
 class Split(Enum):
-    """How a full tensor is cut over the tensor-parallel ranks."""
+    """How a full tensor is split over the tensor-parallel ranks."""
 
     REPLICATED = "replicated"  # every rank holds all of it
     COLUMN = "column"  # dim 0, contiguous
     ROW = "row"  # dim 1, contiguous
     VOCAB = "vocab"  # dim 0 of the padded vocabulary
-    # q, k, v: interleaved per KV group; groups are cut over the ranks
+    # q, k, v: interleaved per KV group; groups are split over the ranks
     QKV = "qkv"
-    # gate, up: each cut along dim 0, then stacked on every rank
+    # gate, up: each split along dim 0, then stacked on every rank
     GATED = "gated"
 
 
-# which layers have an entry: those with one feed-forward net, or with experts
+# the layers that have an entry: all, or layers with one feed-forward net, or layers with experts
 Layers = Literal["all", "dense", "moe"]
 
 
@@ -66,7 +65,7 @@ class Entry:
     hf: tuple[str, ...]
     split: Split
     layers: Layers = "all"
-    # whose parameter it is, where names are filled in; None: no routed expert's
+    # the routed expert that it belongs to, where names are filled in; None: to none
     expert: int | None = None
     # a TransformerConfig field: only models that have it have the entry
     where: str | None = None
@@ -75,10 +74,12 @@ class Entry:
 
     @property
     def per_layer(self) -> bool:
+        """Whether it stands for a parameter of each layer."""
         return "{layer}" in self.megatron
 
     @property
     def per_expert(self) -> bool:
+        """Whether it stands for a parameter of each routed expert."""
         return "{expert}" in self.megatron
 
     def at(self, layer: int, expert: int | None = None) -> Entry:
@@ -89,9 +90,7 @@ class Entry:
         return replace(self, megatron=megatron, hf=tuple(hf), expert=expert)
 
     def is_in(self, fields: Mapping[str, Any]) -> bool:
-        """Whether a model with these TransformerConfig fields has the entry, as far as `where` and
-        `unless` tell.
-        """
+        """Whether a model with these TransformerConfig fields has the entry."""
         return (self.where is None or fields.get(self.where) is not None) and (
             self.unless is None or fields.get(self.unless) is None
         )
@@ -99,10 +98,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Experts:
-    """How a family's `config.json` speaks of its experts: keys of it, or what it leaves unsaid."""
+    """How a family's `config.json` describes its experts, and facts that it leaves out."""
 
     width: str  # key: feed-forward width of a routed expert
-    # key, or the answer: do the chosen experts' probabilities add up to 1?
+    # whether the chosen experts' probabilities add up to 1, or the key that says so
     normalized: str | bool
     # key: width of the expert that every token passes through, with a gate
     shared_width: str | None = None
@@ -116,7 +115,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: its table, and what its `config.json` leaves unsaid."""
+    """A model family: its table, and facts that its `config.json` leaves out."""
 
     model_type: str  # `model_type` in config.json
     # `<prefix>ForCausalLM`, `<prefix>ForSequenceClassification`
@@ -136,8 +135,9 @@ class Family:
         return f"{self.class_prefix}ForCausalLM", f"{self.class_prefix}ForSequenceClassification"
 
     def expand(self, moe_layers: Sequence[bool], num_experts: int) -> Iterator[Entry]:
-        """Every entry of a model, embedding first, head last; `moe_layers` says of each layer
-        whether it has experts.
+        """Yield every entry of a model, embedding first, head last.
+
+        `moe_layers` says for each layer whether it has experts.
         """
         before = [
             e for e in self.entries if not e.per_layer and e.megatron.startswith("embedding.")

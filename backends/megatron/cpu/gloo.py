@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed as Megatron calls them on NCCL, where gloo does something else."""
+"""Collectives of torch.distributed that gloo computes otherwise than Megatron expects of NCCL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def contiguous_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo's scatter sends the raw memory of a non-contiguous chunk, which is silently other data."""
+    """Make chunks contiguous: of others gloo's scatter sends the raw memory, silently."""
 
     def call(tensor: Any, scatter_list: Any = None, *args: Any, **kwargs: Any) -> Any:
         chunks = [chunk.contiguous() for chunk in scatter_list] if scatter_list else scatter_list
@@ -20,8 +20,9 @@ def contiguous_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo refuses parts of different sizes, as the tokens of an expert that is cut over ranks
-    have: a broadcast for each.
+    """Gather parts of different sizes by a broadcast of each, since gloo refuses them.
+
+    The tokens of an expert that is split over ranks are such parts.
     """
 
     def call(
@@ -39,10 +40,15 @@ def uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def uneven_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """The same the other way: a reduction for each."""
+    """Reduce and scatter parts of different sizes by a reduction of each."""
 
-    def call(output: Tensor, input_list: Sequence[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None,
-             async_op: bool = False) -> Any:  # fmt: skip
+    def call(
+        output: Tensor,
+        input_list: Sequence[Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         if async_op or _even(input_list):
             return reduce_scatter(output, list(input_list), op=op, group=group, async_op=async_op)
         for rank, part in enumerate(input_list):

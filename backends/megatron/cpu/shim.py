@@ -1,10 +1,9 @@
-"""Stock Megatron-Core on a machine without CUDA: its CUDA calls are answered on the CPU while a
-context is open.
+"""A shim that runs stock Megatron-Core on a machine without CUDA.
 
 Megatron asks for devices by name (`device="cuda"`, `torch.cuda.current_device()`, `tensor.type()`),
 synchronises streams and keeps CUDA random states. `megatron_device("cpu")` answers all of that with
-the CPU, for the calls inside it; nothing stays installed. With CUDA it is a no-op, so every caller
-is one code path.
+the CPU, for the calls inside it; nothing stays installed. With CUDA it is a no-op, so callers have
+one code path.
 """
 
 from __future__ import annotations
@@ -32,21 +31,22 @@ _EXPECTED_WARNINGS = (
     "Apex is not installed",
     r"\s*The 'megatron.core.transformer.custom_layers.transformer_engine'",
     "full scope is deprecated",  # a default of TransformerConfig
-    # CUDA_DEVICE_MAX_CONNECTIONS, of no use on this path
+    # of CUDA_DEVICE_MAX_CONNECTIONS, which does nothing here
     "When using async grad allreduce",
 )
 
 
 def _on_cpu(device: Any) -> Any:
-    """'cuda', 'cuda:0' and torch.device('cuda') become the CPU; anything else stays."""
+    """Replace 'cuda', 'cuda:0' and torch.device('cuda') by the CPU; anything else stays."""
     if isinstance(device, str):
         return _CPU if device.startswith("cuda") else device
     return _CPU if isinstance(device, torch.device) and device.type == "cuda" else device
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Sends explicit CUDA devices to the CPU, and answers by which Megatron asks "is this on the
-    GPU": `.cuda()`, `.type()`.
+    """Replaces explicit CUDA devices by the CPU, and answers `.cuda()` and `.type()`.
+
+    By these two Megatron asks whether a tensor is on the GPU.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,7 +70,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Nothing:
-    """A stream, an event, a device guard: takes every call, does nothing."""
+    """A stream, event or device guard that takes every call and does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -90,7 +90,7 @@ class _Nothing:
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
-    """(owner, attribute, stand-in) of every CUDA call that Megatron makes."""
+    """List (owner, attribute, stand-in) of every CUDA call that Megatron makes."""
     cuda: Any = torch.cuda
     stream = _Nothing()
 
@@ -115,7 +115,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (cuda, "is_current_stream_capturing", lambda: False),
         (cuda.nvtx, "range_push", nothing),
         (cuda.nvtx, "range_pop", nothing),
-        # One generator: the "CUDA" random state is the CPU's.
+        # There is one generator: the "CUDA" random state is the CPU's.
         (cuda, "manual_seed", torch.default_generator.manual_seed),
         (cuda, "get_rng_state", get_state),
         (cuda, "set_rng_state", set_state),
@@ -139,15 +139,17 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron makes numbers of what it finds on a GPU alone, and all-to-all takes no tensors for
-    its split sizes.
+    """Convert a tensor to numbers, as all-to-all needs for its split sizes.
+
+    Megatron does this only for tensors on a GPU.
     """
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 class _Installed:
-    """The stand-ins are global attributes: installed by the first context that opens, removed by
-    the last that closes.
+    """The stand-ins, which are global attributes.
+
+    The first context that opens installs them, the last that closes removes them.
     """
 
     def __init__(self) -> None:
@@ -160,8 +162,8 @@ class _Installed:
         with self._lock:
             self._open += 1
             if self._open == 1:
-                # torch.optim imports it at first use; its tables refuse a function that stands
-                # under two names.
+                # torch.optim imports it at first use, and its tables refuse a function with two
+                # names: import it before the stand-ins are there.
                 importlib.import_module("torch._dynamo")
                 stand_ins = _replacements()
                 self._originals = [
@@ -169,9 +171,9 @@ class _Installed:
                 ]
                 for owner, name, stand_in in stand_ins:
                     setattr(owner, name, stand_in)
-                # Megatron imported by another library first left its functions to the compiler,
-                # whose tables refuse the stand-ins as well and are made anew after a process group
-                # ends.
+                # If another library imported Megatron first, its functions are left to the
+                # compiler, whose tables refuse the stand-ins too and are rebuilt after a process
+                # group ends.
                 self._eager = torch.compiler.set_stance("force_eager")
 
     def __exit__(self, *exception: object) -> None:
@@ -188,11 +190,10 @@ _installed = _Installed()
 
 @contextlib.contextmanager
 def megatron_device(device: torch.device | str) -> Iterator[None]:
-    """Around calls into Megatron: they run on `device`. Re-entrant; needed in each thread that
-    makes such calls.
+    """Put this around calls into Megatron: they run on `device`.
 
-    On the CPU every torch call inside costs about a microsecond more, so generation and the like
-    stay outside.
+    It is re-entrant, and needed in each thread that makes such calls. On the CPU every torch call
+    inside costs about a microsecond more, so generation and the like stay outside.
     """
     if torch.device(device).type == "cuda":
         yield
@@ -203,18 +204,17 @@ def megatron_device(device: torch.device | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing_megatron() -> Iterator[None]:
-    """Around the first import of megatron.core: without CUDA its `torch.compile` decorators become
-    no-ops.
+    """Put this around the first import of megatron.core.
 
-    They would import the compiler (seconds) and need a C++ compiler when one of the functions is
-    first called.
+    Without CUDA its `torch.compile` decorators become no-ops: they would import the compiler, which
+    takes seconds, and need a C++ compiler when one of the functions is first called.
     """
     if "megatron.core.jit" in sys.modules:
         yield
         return
     compiler = torch.compile
     if not torch.cuda.is_available():
-        torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda f: f)  # type: ignore[assignment]
+        torch.compile = _uncompiled  # type: ignore[assignment]
     try:
         with expected_warnings_off():
             yield
@@ -222,11 +222,14 @@ def importing_megatron() -> Iterator[None]:
         torch.compile = compiler
 
 
+def _uncompiled(model: Any = None, **options: Any) -> Any:
+    """Stands in for `torch.compile`, with and without arguments."""
+    return model if model is not None else (lambda function: function)
+
+
 @contextlib.contextmanager
 def expected_warnings_off() -> Iterator[None]:
-    """Around imports and building: Megatron warns of what this backend chose, by design, to do
-    without.
-    """
+    """Put this around imports and building: Megatron warns of missing optional packages."""
     with warnings.catch_warnings():
         for message in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)

@@ -1,5 +1,4 @@
-"""Packed (`thd`) causal self-attention without Transformer Engine, its rotary positions, and an
-RMSNorm.
+"""Packed (`thd`) causal self-attention without Transformer Engine, rotary positions, and RMSNorm.
 
 A pack is T tokens of several sequences, one behind the other, or a context-parallel rank's share of
 them (`PackLayout`).
@@ -19,19 +18,19 @@ from torch import Tensor
 
 from backends.megatron.batch.context import gather_keys_values
 from backends.megatron.batch.cp_layout import PackLayout
-from backends.megatron.batch.packed_sequences import PackedSequences
+from backends.megatron.batch.pack import PackedSequences
 from backends.megatron.model.elementwise import rotate
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """Rotary angles of a pack, each token at its position inside its sequence, left in the
-    `PackedSequences`.
+    """Writes the rotary angles of a pack into its `PackedSequences`.
 
-    GPTModel asks for a length and hands it to `forward`; the slot carries the packed sequences
-    instead.
+    GPTModel asks for a length and passes it to `forward`. Here the packed sequences take the way of
+    the length.
     """
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the packed sequences."""
         packed = kwargs.get("packed_seq_params", args[-1] if args else None)
         if not isinstance(packed, PackedSequences):
             raise TypeError(
@@ -39,7 +38,10 @@ class PackedRotaryEmbedding(RotaryEmbedding):
             )
         return packed
 
-    def forward(self, packed: PackedSequences, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, packed: PackedSequences, *args: Any, **kwargs: Any
+    ) -> None:
+        """Compute the angles of each token at its position inside its sequence."""
         assert packed.layout is not None
         # [longest, 1, 1, d], its halves equal
         emb: Tensor = self.get_emb(packed.layout.longest)
@@ -50,26 +52,36 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 
 
 class CoreAttention(MegatronModule):
-    """Core attention over a pack: q [T, heads, d], k [T, groups, d] and v [T, groups, d_v],
-    rotated, to [T, heads * d_v].
+    """Core attention over a pack of rotated queries and keys.
 
-    On CUDA in half precision variable-length kernels; else a few batched, right-padded calls.
-    Context-parallel ranks gather keys and values.
+    On CUDA in half precision it calls a variable-length kernel, else it makes a few batched,
+    right-padded calls. Context-parallel ranks gather keys and values.
     """
 
     def __init__(
-        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: Any, attention_dropout: float | None = None,
-        softmax_scale: float | None = None, cp_comm_type: str | None = None, pg_collection: Any = None, **sizes: Any,
-    ) -> None:  # fmt: skip
+        self,
+        config: Any,
+        *,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **unused: Any,
+    ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["cp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None, packed_seq_params: PackedSequences | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """q [T, heads, d], k [T, groups, d] and v [T, groups, d_v] -> [T, heads * d_v]."""
         if packed_seq_params is None or packed_seq_params.layout is None:
             raise TypeError(f"{type(self).__name__} takes packed sequences only")
         key, value = gather_keys_values(key, value, self.cp_group)
@@ -81,6 +93,7 @@ class PackedAttention(CoreAttention):
     """Core attention that rotates q and k first, by the angles that came with the pack."""
 
     def forward(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Rotate q and k, then attend."""
         packed = kwargs["packed_seq_params"]
         if packed is None or packed.cos is None:
             raise TypeError("PackedAttention takes packed sequences only, with their rotary angles")
@@ -99,8 +112,9 @@ def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def _varlen_attention() -> Any:
-    """torch's kernel, or None before torch 2.10. Its import brings the compiler along, so only CUDA
-    pays for it.
+    """torch's kernel, or None before torch 2.10.
+
+    Its import takes the compiler along, so it happens on CUDA alone.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -112,32 +126,42 @@ def _varlen_attention() -> Any:
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float
 ) -> Tensor:
-    """Causal attention inside each sequence of a pack, one call for front and one for back chunks:
-    [T, heads * d_v].
+    """Causal attention inside each sequence of a pack by a variable-length kernel.
+
+    Returns [T, heads * d_v]. There is one call for the front chunks and one for the back chunks.
     """
     outputs: list[Tensor] = []
     width = value.size(-1)
     narrow = query.size(-1) - value.size(-1)
     value = F.pad(value, (0, narrow)) if narrow else value  # the kernel knows one size of head
-    for cut in layout.cuts.parts:
-        q = query if cut.queries is None else query.index_select(0, cut.queries)
-        k, v = (x if cut.keys is None else x.index_select(0, cut.keys) for x in (key, value))
+    for chunk in layout.chunks.parts:
+        q = query if chunk.queries is None else query.index_select(0, chunk.queries)
+        k, v = (x if chunk.keys is None else x.index_select(0, chunk.keys) for x in (key, value))
         # (-1, 0) is causal, aligned to the end of the keys where there are more of them than
         # queries.
         out = _varlen_attention()(
-            q, k, v, cut.cu_queries, cut.cu_keys, cut.longest_queries, cut.longest_keys,
-            scale=scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1),
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            chunk.cu_queries,
+            chunk.cu_keys,
+            chunk.longest_queries,
+            chunk.longest_keys,
+            scale=scale,
+            window_size=(-1, 0),
+            enable_gqa=query.size(1) != key.size(1),
+        )
         outputs.append(cast(Tensor, out)[..., :width].reshape(q.size(0), -1))
-    restore = layout.cuts.restore
+    restore = layout.chunks.restore
     return outputs[0] if restore is None else torch.cat(outputs).index_select(0, restore)
 
 
 def bucketed_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float
 ) -> Tensor:
-    """Causal attention inside each sequence of a pack, one batched call per bucket: [T, heads *
-    d_v].
+    """Causal attention inside each sequence of a pack by a batched call a bucket.
+
+    Returns [T, heads * d_v].
     """
     heads = query.size(1)
     groups = key.size(1)
@@ -151,24 +175,27 @@ def bucketed_attention(
             for x, index in ((query, bucket.queries), (key, bucket.keys), (value, bucket.keys))
         )
         seen = None
-        # queries that begin amid their sequence, each at its own place
+        # runs of queries that begin in the middle of their sequence
         if bucket.before is not None:
             last = bucket.before + torch.arange(q.size(1), device=q.device)[:, None]
             # [b, 1, queries, keys]
             seen = torch.arange(k.size(1), device=q.device) <= last
         out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-            attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=heads != groups,
-        )  # fmt: skip
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=seen,
+            is_causal=seen is None,
+            scale=scale,
+            enable_gqa=heads != groups,
+        )
         outputs.append(out.transpose(1, 2).reshape(bucket.queries.numel(), -1))
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return flat if buckets.identity else flat.index_select(0, buckets.restore)
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm; under sequence parallelism its weight is marked, so that its gradient is
-    summed over TP.
-    """
+    """torch's RMSNorm, with Megatron's mark: its gradient is summed over TP where SP is on."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)

@@ -1,5 +1,6 @@
-"""Rotary embedding and gated activation with their own backward passes: fewer sweeps over the
-activations than autograd's.
+"""Rotary embedding and gated activation with backward passes of their own.
+
+They read and write the activations less often than autograd's.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021), halves paired as in Llama: x [T, heads, d]; cos,
-    sin [T, 1, d/2].
+    """Rotary position embedding (Su et al. 2021), with halves paired as in Llama.
 
-    With fewer angles only the first dimensions of a head are turned.
+    x is [T, heads, d]; cos and sin are [T, 1, d/2]. With fewer angles only the first dimensions of
+    a head are rotated.
     """
     if (turned := 2 * cos.size(-1)) < x.size(-1):
         return torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
@@ -62,17 +63,16 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class SwiGLU(nn.Module):
-    """silu(gate) * up of [..., 2f] to [..., f] (Shazeer 2020), as the `activation_func` module of
-    Megatron's MLP.
-    """
+    """silu(gate) * up (Shazeer 2020), as the `activation_func` module of Megatron's MLP."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., 2f] -> [..., f]."""
         activated: Tensor = _SwiGLU.apply(x)
         return activated
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Megatron's MLP asks each of its parts; this one has no weights."""
+        """Return nothing: Megatron's MLP asks each of its parts, and this one has no weights."""
         return {}

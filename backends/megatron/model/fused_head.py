@@ -3,8 +3,8 @@
 A tile is some rows times some columns of the logits, small enough for the caches and square enough
 for the matmuls. The forward pass keeps three running sums a row, the backward pass computes each
 tile again. Two small all-reduces give the softmax over all tensor-parallel ranks, however many
-tiles there are. Columns that Megatron added to pad the vocabulary, and those outside a row's
-keep-set, take no part in softmax, entropy or gradient.
+tiles there are. Columns that Megatron added to pad the vocabulary, and columns outside a row's
+sampling mask, take no part in softmax, entropy or gradient.
 """
 
 from __future__ import annotations
@@ -21,40 +21,51 @@ from torch.distributed import ProcessGroup
 from rlcore.config.sections.policy import default_chunk_elements
 from rlcore.data.batch import BatchSamplingMasks
 
-# the logit of a column that is not there: finite, since 0 * -inf would be NaN in the entropy
+# the logit of a masked column: finite, since 0 * -inf would be NaN in the entropy
 _NO_COLUMN = -1e20
 
 
 def fused_logprobs(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, *, vocab_size: int, tp: ProcessGroup, entropy: bool = True,
-    temperature: float = 1.0, tile_elements: int | None = None, keep: BatchSamplingMasks | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(hidden [M, H], weight [V/tp, H], tokens int64 [M]) -> (logprobs [M], entropy [M] or None),
-    fp32 or wider.
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    vocab_size: int,
+    tp: ProcessGroup,
+    entropy: bool = True,
+    temperature: float = 1.0,
+    tile_elements: int | None = None,
+    sampling_mask: BatchSamplingMasks | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute (logprobs [M], entropy [M] or None), in fp32 or wider.
 
     Both are of softmax(hidden @ weight.T / temperature) over the first `vocab_size` columns; with
-    `keep` (on the device of `hidden`) over a row's set alone, renormalised. The gradient of
-    `hidden` is this rank's part: the caller's region op sums it over `tp`.
+    `sampling_mask` over the columns of a row's mask alone, renormalised. The gradient of `hidden`
+    is this rank's part: the caller's region op sums it over `tp`.
 
     Args:
+        hidden: [M, H].
+        weight: [V/tp, H].
+        tokens: int64 [M].
+        sampling_mask: on the device of `hidden`.
         tile_elements: logits that exist at one time; by default `default_chunk_elements`.
     """
     elements = tile_elements or default_chunk_elements(hidden.device.type)
     first = tp.rank() * weight.size(0)
     live = min(max(vocab_size - first, 0), weight.size(0))
-    shard = _Shard(first, live, temperature, elements, keep)
+    shard = _Shard(first, live, temperature, elements, sampling_mask)
     return _FusedLogprobs.apply(hidden, weight, tokens, shard, entropy, tp)
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """The part of the vocabulary that this rank holds, and what is asked of it."""
+    """The part of the vocabulary that this rank holds, and options of the softmax."""
 
     first: int  # token of its first column
-    live: int  # its columns that are real tokens
+    live: int  # number of its columns that are real tokens
     temperature: float
     elements: int  # of a tile, at most
-    keep: BatchSamplingMasks | None
+    sampling_mask: BatchSamplingMasks | None
 
 
 class _Tiles:
@@ -75,17 +86,17 @@ class _Tiles:
         size = self.height * self.width
         self._logits, self._other = (hidden.new_empty(size, dtype=self.dtype) for _ in range(2))
         self._product = hidden.new_empty(size) if hidden.dtype != self.dtype else None
-        keep = shard.keep
-        self._row_of = None  # int64 [K]: which row each kept token belongs to
-        if keep is not None:
-            counts = keep.offsets.diff().to(hidden.device)
-            self._whole = counts == 0  # rows that keep the whole vocabulary
+        sampling_mask = shard.sampling_mask
+        self._row_of = None  # int64 [K]: the row of each token of the masks
+        if sampling_mask is not None:
+            counts = sampling_mask.offsets.diff().to(hidden.device)
+            self._whole = counts == 0  # rows without a mask
             self._row_of = torch.arange(rows, device=hidden.device).repeat_interleave(
-                counts, output_size=len(keep.tokens)
+                counts, output_size=len(sampling_mask.tokens)
             )
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
-        """[rows, columns] of hidden @ weight.T / temperature; valid until the next call."""
+        """Compute a tile of hidden @ weight.T / temperature; it is valid until the next call."""
         z = _view(self._logits, rows, columns)
         product = z if self._product is None else _view(self._product, rows, columns)
         product.addmm_(
@@ -93,38 +104,37 @@ class _Tiles:
         )
         if self._product is not None:
             z.copy_(product)
-        if self.shard.keep is not None:
-            z.masked_fill_(~self._kept(self.shard.keep, rows, columns), _NO_COLUMN)
+        if self.shard.sampling_mask is not None:
+            z.masked_fill_(~self._unmasked(self.shard.sampling_mask, rows, columns), _NO_COLUMN)
         return z
 
     def exp(self, z: Tensor) -> Tensor:
-        """e^z, in memory of its own; valid until the next call."""
+        """Compute e^z in memory of its own; it is valid until the next call."""
         return torch.exp(z, out=self._other[: z.numel()].view(z.shape))
 
     def as_operand(self, dz: Tensor, rows: slice, columns: slice) -> Tensor:
-        """`dz` in the dtype of the matmuls; overwrites the product that the logits came from."""
+        """Cast `dz` to the dtype of the matmuls; this overwrites the product behind the logits."""
         return dz if self._product is None else _view(self._product, rows, columns).copy_(dz)
 
     def target(self, tokens: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """Where each row's token stands in a tile: (column [rows, 1], whether it is there at all
-        [rows, 1]).
-        """
+        """The column of each row's token in a tile, and whether the tile has it: both [rows, 1]."""
         column = tokens[rows, None] - (self.shard.first + columns.start)
         width = columns.stop - columns.start
         return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
-    def _kept(self, keep: BatchSamplingMasks, rows: slice, columns: slice) -> Tensor:
-        """bool [rows, columns]. Tokens of other columns fall into one more column, so that no shape
-        depends on data.
+    def _unmasked(self, sampling_mask: BatchSamplingMasks, rows: slice, columns: slice) -> Tensor:
+        """The columns of a tile inside the sampling masks: bool [rows, columns].
+
+        Tokens of other columns fall into one more column, so that no shape depends on data.
         """
         assert self._row_of is not None
-        part = slice(int(keep.offsets[rows.start]), int(keep.offsets[rows.stop]))
+        part = slice(int(sampling_mask.offsets[rows.start]), int(sampling_mask.offsets[rows.stop]))
         width = columns.stop - columns.start
-        column = keep.tokens[part].long() - (self.shard.first + columns.start)
+        column = sampling_mask.tokens[part].long() - (self.shard.first + columns.start)
         column = torch.where((column >= 0) & (column < width), column, width)
-        kept = self._whole[rows, None].repeat(1, width + 1)
-        kept[self._row_of[part] - rows.start, column] = True
-        return kept[:, :width]
+        unmasked = self._whole[rows, None].repeat(1, width + 1)
+        unmasked[self._row_of[part] - rows.start, column] = True
+        return unmasked[:, :width]
 
 
 def _view(memory: Tensor, rows: slice, columns: slice) -> Tensor:
@@ -135,17 +145,16 @@ def _view(memory: Tensor, rows: slice, columns: slice) -> Tensor:
 
 @dataclass
 class _Softmax:
-    """Running statistics of M rows: sums over the columns seen so far, relative to the highest
-    logit among them.
-    """
+    """Running statistics of M rows over the columns so far, relative to their highest logit."""
 
     highest: Tensor  # [M]
     exp: Tensor  # [M], sum of e^x where x = logit - highest
     weighted: Tensor  # [M], sum of e^x * x
-    target: Tensor  # [M], the target's logit itself, 0 until it is met
+    target: Tensor  # [M], the logit of the target, 0 until its tile has come
 
     @classmethod
     def empty(cls, like: Tensor, rows: int, dtype: torch.dtype) -> _Softmax:
+        """Statistics of no columns."""
         sums = like.new_zeros(3, rows, dtype=dtype)
         return cls(like.new_full((rows,), _NO_COLUMN, dtype=dtype), *sums)
 
@@ -162,7 +171,7 @@ class _Softmax:
         self.highest.copy_(highest)
 
     def reduce(self, tp: ProcessGroup) -> None:
-        """Put the ranks' shards together. Collective."""
+        """Combine the statistics of all ranks' shards. Collective."""
         if tp.size() == 1:
             return
         common = self.highest.clone()
@@ -229,20 +238,20 @@ class _FusedLogprobs(torch.autograd.Function):
                     _add_product(d_columns, dz.t(), hidden[rows])
             if d_weight is not None and d_columns is not None:
                 d_weight[columns] = d_columns
-        return (
-            None if d_hidden is None else d_hidden.to(hidden.dtype),
-            d_weight,
-            None,
-            None,
-            None,
-            None,
-        )
+        d_hidden = None if d_hidden is None else d_hidden.to(hidden.dtype)
+        return d_hidden, d_weight, None, None, None, None
 
 
 def _d_logits(
-    tiles: _Tiles, rows: slice, columns: slice, tokens: Tensor, log_normalizer: Tensor, entropies: Tensor | None,
-    d_logprobs: Tensor | None, d_entropy: Tensor | None,
-) -> Tensor:  # fmt: skip
+    tiles: _Tiles,
+    rows: slice,
+    columns: slice,
+    tokens: Tensor,
+    log_normalizer: Tensor,
+    entropies: Tensor | None,
+    d_logprobs: Tensor | None,
+    d_entropy: Tensor | None,
+) -> Tensor:
     """The gradient of one tile of logits.
 
     d logprob / d logit = 1[target] - p,   d entropy / d logit = -p (log p + entropy)

@@ -1,6 +1,4 @@
-"""Megatron models from an architecture: configuration, layer specs, chunks, and the wrappers around
-them.
-"""
+"""Megatron models from an architecture: configuration, layer specs, chunks, and their wrappers."""
 
 from __future__ import annotations
 
@@ -41,16 +39,22 @@ from rlcore.weights import DTYPES
 
 
 def transformer_config(
-    arch: Architecture, parallel: ParallelConfig, dtype: str, device: torch.device, overrides: Mapping[str, Any],
+    arch: Architecture,
+    parallel: ParallelConfig,
+    dtype: str,
+    device: torch.device,
+    overrides: Mapping[str, Any],
     layers: Mapping[str, Any] = LOCAL_FIELDS,
-) -> TransformerConfig:  # fmt: skip
-    """A fresh configuration. Each model needs its own: Megatron keeps a model's hooks on it.
+) -> TransformerConfig:
+    """Make a fresh configuration. Each model needs its own: Megatron keeps a model's hooks on it.
 
-    `layers`: the fields that `layer_fields` gives for the chosen layers; `overrides`: the user's.
+    Args:
+        overrides: the user's fields, `policy.megatron`.
+        layers: the fields of the chosen layers, of `layer_fields`.
     """
     check_overrides(overrides, arch)
     check_recompute(
-        overrides, arch, parallel, engine=layers["transformer_impl"] == "transformer_engine"
+        overrides, arch, parallel, te_layers=layers["transformer_impl"] == "transformer_engine"
     )
     torch_dtype = DTYPES[dtype]
     interleaved = parallel.virtual_pipeline > 1
@@ -68,9 +72,9 @@ def transformer_config(
         "params_dtype": torch_dtype,
         "pipeline_dtype": torch_dtype,
         "bf16": torch_dtype == torch.bfloat16,
-        # Not `perform_initialization: False`: that leaves weights without their tensor-parallel
-        # mark, and so out of the gradient norm on all ranks but the first. Zeros also fill the rows
-        # that pad the vocabulary.
+        # `perform_initialization` stays on: without it weights have no tensor-parallel mark, and
+        # all ranks but the first leave them out of the gradient norm. Zeros also fill the rows that
+        # pad the vocabulary.
         **dict.fromkeys(INIT_METHODS, nn.init.zeros_),
         "use_cpu_initialization": False,
         "calculate_per_token_loss": True,
@@ -94,13 +98,13 @@ def transformer_config(
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
-    """The next multiple of `divisible_by` x TP, so that every rank holds the same number of rows."""
+    """The next multiple of `divisible_by` x TP, so that all ranks hold the same number of rows."""
     multiple = divisible_by * tensor_parallel
     return -(-vocab_size // multiple) * multiple
 
 
 class PolicyModel(GPTModel):
-    """A GPTModel whose last stage returns (logprobs [M], entropy [M] or None) of `labels: Targets`."""
+    """A GPTModel whose last stage returns (logprobs [M], entropy [M] or None) of its `labels`."""
 
     def __init__(self, *args: Any, true_vocab_size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -124,9 +128,7 @@ class PolicyModel(GPTModel):
 
 
 class ValueModel(GPTModel):
-    """A GPTModel whose last stage returns values [M], fp32, by a `value_head` instead of an output
-    layer.
-    """
+    """A GPTModel with a value head instead of an output layer: values [M], in fp32."""
 
     def __init__(self, *args: Any, seed: int, **kwargs: Any) -> None:
         kwargs["share_embeddings_and_output_weights"] = False
@@ -147,12 +149,12 @@ class ValueModel(GPTModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> Any:
-        # GPTModel's own expects the output layer that is not here.
+        """Call MegatronModule's function, since GPTModel's own expects an output layer."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
 def _rotate_packs(model: GPTModel) -> None:
-    """With latent attention each layer has its own rotary positions, and the model none."""
+    """Replace the model's rotary positions; with latent attention each layer has its own."""
     if not model.config.multi_latent_attention:
         model.rotary_pos_emb.__class__ = PackedRotaryEmbedding
 
@@ -160,14 +162,14 @@ def _rotate_packs(model: GPTModel) -> None:
 def _layer_specs(
     arch: Architecture, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of one chunk."""
+    """The specifications of the layers of one chunk."""
     layer_spec: Callable[[TransformerConfig, int | None], ModuleSpec] = _layer_spec
     norm: Any = LocalRMSNorm
     if config.transformer_impl == "transformer_engine":
-        from backends.megatron.model import te_layers as engine_layers
+        from backends.megatron.model import te_layers
 
-        layer_spec = engine_layers.te_layer_spec
-        norm = engine_layers.FINAL_NORM
+        layer_spec = te_layers.te_layer_spec
+        norm = te_layers.FINAL_NORM
     dense, moe = (layer_spec(config, experts) for experts in (None, config.num_moe_experts))
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     here = arch.moe_layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
@@ -212,10 +214,10 @@ def build_chunks(
     value_head: bool = False,
     seed: int = 0,
 ) -> list[GPTModel]:
-    """This rank's model chunks (one, or one per virtual stage), on the device, all weights 0 but
-    norms and the value head.
+    """Build this rank's model chunks on the device: one, or one per virtual stage.
 
-    Collective where embedding and head are tied over pipeline stages.
+    All weights are 0 but norms and the value head. Collective where embedding and head are tied
+    over pipeline stages.
     """
     virtual = config.virtual_pipeline_model_parallel_size
     chunks: list[GPTModel] = []
@@ -242,15 +244,13 @@ def build_chunks(
                 share_embeddings_and_output_weights=arch.tie_word_embeddings,
                 true_vocab_size=arch.vocab_size,
             )
-        # a router makes its weight on the CPU
+        # `to`: a router makes its weight on the CPU
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks
 
 
 def in_dtype(chunks: list[GPTModel], config: TransformerConfig) -> list[nn.Module]:
-    """The chunks as they are called: in bf16 behind Megatron's wrapper, which hands fp32 out of the
-    last stage.
-    """
+    """Wrap the chunks: in bf16 behind Megatron's wrapper, whose last stage returns fp32."""
     return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else list(chunks)
 
 
@@ -261,13 +261,14 @@ def with_gradients(
     distributed_optimizer: bool,
     overlap: bool = False,
 ) -> list[nn.Module]:
-    """The chunks behind Megatron's DDP, whose fp32 gradient buffers it sums over the data-parallel
-    ranks.
+    """Wrap the chunks in Megatron's DDP, which sums fp32 gradients over the data-parallel ranks.
 
-    `overlap`: bucket by bucket, as the backward pass of the last micro-batch fills them; the
-        schedule learns which is the last.
     Parameters are always gathered before the optimizer step ends, since publication and scoring
     read them right away.
+
+    Args:
+        overlap: sum bucket by bucket, as the backward pass of the last micro-batch fills them. The
+            schedule is told which micro-batch is the last.
     """
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

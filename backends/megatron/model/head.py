@@ -20,34 +20,33 @@ from rlcore.data.batch import BatchSamplingMasks
 
 @dataclass(frozen=True)
 class Targets:
-    """What this rank computes for one micro-batch: which slots of its hidden states, and the tokens
-    that they predict.
-    """
+    """The predictions of one micro-batch on this rank, and options of the head."""
 
     index: Tensor  # int64 [M]: slots in the pack, before the sequence-parallel split
     tokens: Tensor  # int64 [M]: the successor of each slot
-    entropy: bool = True  # whether the entropy is wanted
+    entropy: bool = True  # whether to compute the entropy
     temperature: float = 1.0  # log-probs are those of logits / temperature
-    # logits that exist at one time; by default what suits the device
+    # logits that exist at one time; by default `default_chunk_elements` of the device
     chunk_elements: int | None = None
-    # the tokens that log-probs and entropy are of; by default all
-    keep: BatchSamplingMasks | None = None
+    # the tokens of the softmax; by default all
+    sampling_mask: BatchSamplingMasks | None = None
 
 
 class LogprobHead(ColumnParallelLinear):
     """Megatron's output layer with another `forward`.
 
-    It stays a *called* module, since Megatron's DDP waits for gathered parameters in a pre-forward
-    hook; names and sharding of its state are those of the stock layer.
+    It is called as a module, since Megatron's DDP waits for gathered parameters in a pre-forward
+    hook. Names and sharding of its state are those of the stock layer.
     """
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, targets: Targets, vocab_size: int, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden [T, 1, H] (its sequence-parallel share) -> (logprobs [M], entropy [M] or None),
-        fp32.
+        """Compute (logprobs [M], entropy [M] or None), in fp32.
 
-        `weight`: the shared embedding where the model ties its head, else the layer's own.
+        Args:
+            hidden: [T, 1, H], or its sequence-parallel share.
+            weight: the shared embedding where the model ties its head, else the layer's own.
         """
         assert self.bias is None, "an output layer with a bias is not supported"
         assert hidden.size(1) == 1, "packed input has a batch dimension of 1"
@@ -63,18 +62,25 @@ class LogprobHead(ColumnParallelLinear):
             )
         own = self.weight if weight is None else weight
         return fused_logprobs(
-            rows, own, targets.tokens, vocab_size=vocab_size, tp=self.tp_group, entropy=targets.entropy,
-            temperature=targets.temperature, tile_elements=targets.chunk_elements, keep=targets.keep,
-        )  # fmt: skip
+            rows,
+            own,
+            targets.tokens,
+            vocab_size=vocab_size,
+            tp=self.tp_group,
+            entropy=targets.entropy,
+            temperature=targets.temperature,
+            tile_elements=targets.chunk_elements,
+            sampling_mask=targets.sampling_mask,
+        )
 
 
 class ValueHead(nn.Module):
-    """A linear map to one value, replicated over TP; initialised with std 1 / sqrt(hidden + 1), the
-    same on every rank.
+    """A linear map to one value, replicated over TP.
 
-    Values are computed in fp32 on the rank's own share of the tokens, so that under sequence
-    parallelism only [T] is gathered; the weight's gradient is then partial on every rank, which the
-    mark on it makes Megatron sum.
+    Its weight is initialised with std 1 / sqrt(hidden + 1), the same on every rank. Values are
+    computed in fp32 on the rank's own share of the tokens, so that under sequence parallelism only
+    [T] is gathered. The weight's gradient is then partial on every rank; Megatron sums it because
+    of the mark on the weight.
     """
 
     def __init__(self, config: Any, tp_group: ProcessGroup, *, seed: int) -> None:
@@ -91,11 +97,12 @@ class ValueHead(nn.Module):
         self.tp_group = tp_group
 
     def forward(self, hidden: Tensor, targets: Targets) -> Tensor:
-        """hidden [T, 1, H] (its sequence-parallel share) -> values [M], fp32, of the states that
-        choose the target tokens.
+        """Compute the values [M] of the states before the target tokens, in fp32.
+
+        `hidden` is [T, 1, H], or its sequence-parallel share.
         """
         values = (hidden[:, 0].float() @ self.weight.float().t())[:, 0]
-        # every rank goes on alike: the backward takes the own share, without a sum
+        # all ranks go on with the same values: the backward takes the own share, without a sum
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.tp_group

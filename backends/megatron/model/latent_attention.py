@@ -1,9 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024) over packs: Megatron's projections with our
-rotation and core attention.
+"""Multi-head latent attention (DeepSeek-V2, 2024) over packs.
 
-Of Megatron's `MLASelfAttention` the path from hidden states to q, k and v is replaced. Its own cuts
-a pack sequence by sequence in Python, in every layer, and leaves each tensor-parallel rank with a
-part of the gradient of the one shared key.
+It has Megatron's projections, and a rotation and core attention of our own. The path of Megatron's
+`MLASelfAttention` from hidden states to q, k and v is replaced: that path splits a pack sequence by
+sequence in Python, in every layer, and leaves each tensor-parallel rank with a part of the gradient
+of the one shared key.
 """
 
 from __future__ import annotations
@@ -23,23 +23,26 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import MLATransformerConfig, multi_latent_attention
 from torch import Tensor
 
-from backends.megatron.batch.packed_sequences import PackedSequences
+from backends.megatron.batch.pack import PackedSequences
 from backends.megatron.model.attention import CoreAttention, LocalRMSNorm
 from backends.megatron.model.elementwise import rotate
 
 
 @dataclass
 class LatentConfig(MLATransformerConfig):
-    """`rope_interleave`: in the weights the two numbers that are turned together stand side by
-    side, not half a head apart.
+    """Megatron's fields, and the order of the rotary dimensions in the weights.
+
+    `rope_interleave`: the two dimensions of a rotated pair stand side by side, not half a head
+    apart.
     """
 
     rope_interleave: bool = True
 
 
 class LatentRMSNorm(LocalRMSNorm):
-    """The norm of a low-rank form. Its epsilon is not that of `config.json` (transformers, and
-    DeepSeek's own code).
+    """The norm of a low-rank form.
+
+    Its epsilon is that of transformers and of DeepSeek's own code, not that of `config.json`.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
@@ -47,18 +50,24 @@ class LatentRMSNorm(LocalRMSNorm):
 
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
-    """Megatron's layer; T slots, of which a rank holds T / TP under sequence parallelism."""
+    """Megatron's layer over T slots, of which a rank holds T / TP under sequence parallelism."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with _engine_as_installed():
+        with _te_as_installed():
             super().__init__(*args, **kwargs)
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Any = None, position_ids: Any = None,
-        packed_seq_params: PackedSequences | None = None, *args: Any, **kwargs: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """Hidden states [T, 1, hidden] -> q and k [T, heads, d_qk], rotated, v [T, heads, d_v], and
-        both low-rank forms.
+        self,
+        hidden_states: Tensor,
+        key_value_states: Any = None,
+        position_ids: Any = None,
+        packed_seq_params: PackedSequences | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Compute q and k [T, heads, d_qk], rotated, v [T, heads, d_v], and both low-rank forms.
+
+        `hidden_states` is [T, 1, hidden].
         """
         cos, sin = self._angles(packed_seq_params)
         low_query = hidden_states[:, 0]
@@ -71,16 +80,14 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
             (self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), -1
         )
         latent = self.kv_layernorm(self._over_slots(latent))
-        # Each tensor-parallel rank makes its own heads of the shared key: their gradients are
-        # summed.
+        # Each tensor-parallel rank makes its own heads of the shared key: the gradients of all
+        # ranks are summed.
         shared_key = copy_to_tensor_model_parallel_region(shared_key)
         query, key, value = self._heads(low_query, latent, shared_key, cos, sin)
         return query, key, value, low_query, latent
 
     def _angles(self, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [T, 1, d/2] of each slot at its position inside its sequence, with YaRN's
-        factor.
-        """
+        """The cosine and sine of each slot at its position, with YaRN's factor: [T, 1, d/2]."""
         if packed is None or packed.layout is None:
             raise TypeError("LatentAttention takes packed sequences only")
         found = self.rotary_pos_emb.get_emb(packed.layout.longest)
@@ -92,15 +99,13 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         return angles.cos() * factor, angles.sin() * factor
 
     def _whole(self, projection: Any, hidden_states: Tensor) -> Tensor:
-        """[T, width]: all columns of a projection that tensor parallelism cuts."""
+        """All columns of a projection that tensor parallelism splits: [T, width]."""
         part: Tensor = projection(hidden_states)[0]
         whole: Tensor = gather_from_tensor_model_parallel_region(part)
         return whole[:, 0]
 
     def _over_slots(self, low: Tensor) -> Tensor:
-        """Under sequence parallelism this rank's slots, as the projection to the heads expects
-        them.
-        """
+        """The input of the projection to the heads: this rank's slots under SP."""
         return scatter_to_sequence_parallel_region(low) if self.config.sequence_parallel else low
 
     def _heads(
@@ -126,29 +131,30 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         )
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # even numbers, then odd ones; q and k alike, so their products stay
+        # Even dimensions, then odd ones. This is the same in q and k, so their products stay.
         if self.config.rope_interleave:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
         return rotate(x, cos, sin)
 
 
 def use_latent_attention(attention: Any) -> None:
-    """Put ours into Megatron's specification of a latent self-attention."""
+    """Replace the parts of Megatron's specification of a latent self-attention by ours."""
     attention.module = LatentAttention
     attention.submodules.core_attention = CoreAttention
     attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentRMSNorm
 
 
 def _split_heads(x: Tensor, heads: int, first: int, second: int) -> tuple[Tensor, Tensor]:
-    """[T, heads * (first + second)] -> [T, heads, first] and [T, heads, second]."""
+    """Split [T, heads * (first + second)] into [T, heads, first] and [T, heads, second]."""
     one, other = x.view(x.size(0), heads, first + second).split((first, second), -1)
     return one, other
 
 
 @contextmanager
-def _engine_as_installed() -> Iterator[None]:
-    """Without Transformer Engine, Megatron's module takes the stand-ins of its classes for real and
-    fails on `isinstance`.
+def _te_as_installed() -> Iterator[None]:
+    """Inside, Megatron's module knows whether Transformer Engine is installed.
+
+    Otherwise it takes stand-ins for Transformer Engine's classes and fails on `isinstance`.
     """
     believed = multi_latent_attention.HAVE_TE
     multi_latent_attention.HAVE_TE = believed and transformer_engine.HAVE_TE

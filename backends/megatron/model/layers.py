@@ -1,6 +1,4 @@
-"""Which layers a model is built of: Transformer Engine's where it is installed on CUDA, else
-Megatron's local ones.
-"""
+"""The choice of layers: Transformer Engine's where it is installed on CUDA, else Megatron's own."""
 
 from __future__ import annotations
 
@@ -12,20 +10,21 @@ from rlcore.config import Config
 from rlcore.config.sections.policy import Fp8Config
 from rlcore.errors import ConfigError
 
-# Fields of `TransformerConfig`. The local MLP's activation is a module of ours; the second makes
-# Megatron build it.
+# Fields of `TransformerConfig`. The local MLP's activation is a module of ours, which Megatron
+# builds because of the second field.
 LOCAL_FIELDS: dict[str, Any] = {"transformer_impl": "local", "use_te_activation_func": True}
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The choice, and why: both are printed when a run starts."""
+    """The choice and its reason: both are printed when a run starts."""
 
     kind: Literal["transformer_engine", "local"]
     reason: str
 
     @property
     def transformer_engine(self) -> bool:
+        """Whether the layers are Transformer Engine's."""
         return self.kind == "transformer_engine"
 
     def __str__(self) -> str:
@@ -45,8 +44,9 @@ def choose_layers(
     deterministic: bool,
     latent: bool = False,
 ) -> Layers:
-    """The layers for a device ("cpu" or "cuda"), of a model with `latent` attention or without;
-    pure.
+    """Choose the layers for a device, "cpu" or "cuda". Pure.
+
+    `latent`: the model has latent attention.
     """
     if wanted == "off":
         return Layers("local", "policy.transformer_engine: off")
@@ -62,9 +62,9 @@ def choose_layers(
 
 
 def layers_of(config: Config, device: str, *, latent: bool = False) -> Layers:
-    """The layers of the run's models with `latent` attention, or of those without.
+    """Choose the layers of the run's models, with `latent` attention or without, on this machine.
 
-    Raises ConfigError where FP8 is asked for and they cannot do it.
+    Raises ConfigError where FP8 is configured and the layers cannot do it.
     """
     layers = choose_layers(
         config.policy.transformer_engine,
@@ -81,7 +81,7 @@ def layers_of(config: Config, device: str, *, latent: bool = False) -> Layers:
 
 
 def layer_fields(layers: Layers, *, experts: bool, fp8: Fp8Config | None) -> dict[str, Any]:
-    """Fields of `TransformerConfig` that belong to the choice."""
+    """The fields of `TransformerConfig` that belong to the choice."""
     if not layers.transformer_engine:
         return LOCAL_FIELDS
     fields: dict[str, Any] = {

@@ -1,6 +1,4 @@
-"""Mixtures of experts on Megatron: the router, whose losses come out right under padding, CP and
-SP, and what it reports.
-"""
+"""Mixtures of experts on Megatron: a router with losses that are right under padding, CP and SP."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ from rlcore.config.sections.policy import ParallelConfig
 
 
 def moe_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    """TransformerConfig fields that experts need, beside those of the architecture; none for a
-    dense model.
+    """The TransformerConfig fields of experts beside those of the architecture.
 
-    The routers' losses are off by default, whatever `config.json` says of pre-training.
+    A dense model has none. The routers' losses are off by default, whatever `config.json` says of
+    pre-training.
     """
     if not arch.num_experts:
         return {}
@@ -52,12 +50,13 @@ class PackRouter(TopKRouter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # loss -> the sum of its parts, n times each, since the last `take_losses`
+        # loss -> the sum of its parts, n times each, since the last `clear_losses`
         self.sums: dict[str, Tensor] = {}
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits in `moe_router_dtype`, or that of the input. Megatron's own needs Transformer
-        Engine to be installed.
+        """Compute the logits in `moe_router_dtype`, or in the dtype of the input.
+
+        Megatron's own function needs Transformer Engine to be installed.
         """
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
             self.config.moe_router_dtype, input.dtype
@@ -71,15 +70,15 @@ class PackRouter(TopKRouter):
         routing_map: Tensor,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        """E * sum over experts of (share of the choices) * (mean probability), Fedus et al. 2021."""
-        # [E], all ranks
+        """Attach E * sum of (share of choices) * (mean probability), Fedus et al. 2021."""
+        # [E], over all ranks
         chosen = reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), self.tp_cp_group)
         share = chosen / chosen.sum().clamp(min=1)
-        return self._attach(probs, "aux", self.num_experts * (scores_for_aux_loss.sum(dim=0) * share).sum(),
-                            self.get_aux_loss_coeff("aux_loss"))  # fmt: skip
+        part = self.num_experts * (scores_for_aux_loss.sum(dim=0) * share).sum()
+        return self._attach(probs, "aux", part, self.get_aux_loss_coeff("aux_loss"))
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Mean of the squared log of the softmax's denominator, Zoph et al. 2022."""
+        """Attach the mean of the squared log of the softmax's denominator, Zoph et al. 2022."""
         coeff = self.config.moe_z_loss_coeff
         if not coeff or not self.training or not torch.is_grad_enabled():
             return logits
@@ -95,11 +94,10 @@ class PackRouter(TopKRouter):
 
 
 def padding_mask(padding: Tensor, config: TransformerConfig, chunk: GPTModel) -> Tensor | None:
-    """What hides pads from the routers of a chunk: bool [1, T], True at a pad; None for a dense
-    model.
+    """The mask that hides pads from the routers of a chunk: bool [1, T], True at a pad.
 
-    Under sequence parallelism Megatron cuts it over the tensor-parallel ranks on the first stage
-    alone.
+    A dense model has none. Under sequence parallelism Megatron splits it over the tensor-parallel
+    ranks on the first stage alone.
     """
     if config.num_moe_experts is None:
         return None
@@ -110,7 +108,7 @@ def padding_mask(padding: Tensor, config: TransformerConfig, chunk: GPTModel) ->
 
 
 def clear_losses(chunks: Sequence[GPTModel]) -> None:
-    """Start the sums of an optimizer step."""
+    """Reset the sums of the losses, before an optimizer step."""
     for router in _routers(chunks):
         router.sums.clear()
 
@@ -118,9 +116,10 @@ def clear_losses(chunks: Sequence[GPTModel]) -> None:
 def mean_losses(
     chunks: Sequence[GPTModel], arch: Architecture, step_tokens: int
 ) -> dict[str, float]:
-    """`moe_aux_loss` and `moe_z_loss`, where switched on: without coefficients, means over the
-    tokens of the optimizer step and over the layers with experts. The same on every rank;
-    collective over all of them.
+    """The metrics `moe_aux_loss` and `moe_z_loss`, where they are switched on.
+
+    They are means over the tokens of the optimizer step and over the layers with experts, without
+    coefficients, and the same on every rank. Collective over all ranks.
     """
     config = chunks[0].config
     coefficients = (

@@ -1,7 +1,6 @@
-"""Routing replay: training sends each token to the experts that an earlier pass chose for it,
-whatever the weights say by then.
+"""Routing replay: training sends each token to the experts that an earlier pass chose for it.
 
-Megatron's routers ask an object in their `router_replay` for the top-k; ours stands there.
+Megatron's routers ask the object in their `router_replay` for the top-k: here an `ExpertChoice`.
 Megatron's own `RouterReplay` keeps the routers of all models of the process in one list, and must
 be told before every call whether a recomputation is due.
 """
@@ -28,33 +27,39 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class ExpertChoice:
-    """The top-k of one router: its own, or one that is given, with the scores as they are now.
-    Gradients flow through these.
+    """The top-k of one router: its own choice or a given one, with the present scores.
+
+    Gradients flow through the scores.
     """
 
-    def __init__(self, place: int = 0) -> None:
+    def __init__(self, index: int = 0) -> None:
         # among the layers with experts of the whole model
-        self.place = place
-        # int16 [t, k]: what the next forward uses; -1: the router's own choice
+        self.index = index
+        # int16 [t, k]: the experts of the next forward; -1: the router's own choice
         self.given: Tensor | None = None
-        # whether a forward without gradients may be run once more
+        # whether the backward may run a forward without gradients once more
         self.recomputed = True
         self.hidden: Tensor | None = None  # bool [t]: pads, which no metric counts
-        # int64 [t, k]: what the last forward without `given` chose
+        # int64 [t, k]: the choice of the last forward without `given`
         self.made: Tensor | None = None
-        # tokens whose own choice was another one than the given
+        # number of tokens whose own choice differs from the given one
         self.changed: Tensor | None = None
-        # given to forwards that the backward runs once more, oldest first
+        # the given choices of forwards that the backward runs once more, oldest first
         self._again: deque[Tensor] = deque()
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None,
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
         default_compute_topk: TopK = torch.topk,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """scores [t, experts] -> (scores, experts) [t, topk]; the name and the arguments are
-        Megatron's.
+    ) -> tuple[Tensor, Tensor]:
+        """Choose from scores [t, experts]: (scores, experts), both [t, topk].
+
+        The name and the arguments are Megatron's.
         """
-        # a checkpointed layer has gradients when it is recomputed alone
+        # a recomputed layer has gradients only when the backward runs it once more
         if torch.is_grad_enabled() and self._again:
             given = self._again.popleft().long()
             return scores.gather(1, given), given
@@ -76,6 +81,7 @@ class ExpertChoice:
         return scores.gather(1, given), given
 
     def start_step(self) -> None:
+        """Forget the optimizer step before."""
         self.changed = None
         self._again.clear()
 
@@ -83,14 +89,16 @@ class ExpertChoice:
 def replay_routing(chunks: Sequence[GPTModel], arch: Architecture) -> None:
     """Make the routers of a model ready for `recording` and `replaying`.
 
-    Raises ConfigError for a model without experts, and for routers that are fused: they choose
-        inside a kernel.
+    Raises ConfigError for a model without experts, and for fused routers, which choose inside a
+    kernel.
     """
     check_replay(arch)
     for chunk in chunks:
         if chunk.config.moe_router_fusion:
-            raise ConfigError("policy.routing_replay: a fused router cannot be told its experts; set it to none, or "
-                              "policy.megatron.moe_router_fusion to false")  # fmt: skip
+            raise ConfigError(
+                "policy.routing_replay: a fused router cannot be told its experts; set it to none,"
+                " or policy.megatron.moe_router_fusion to false"
+            )
         for layer in chunk.decoder.layers:
             if hasattr(layer.mlp, "router"):
                 layer.mlp.router.router_replay = ExpertChoice(
@@ -100,8 +108,9 @@ def replay_routing(chunks: Sequence[GPTModel], arch: Architecture) -> None:
 
 @contextmanager
 def recording(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
-    """Around a forward: the experts that it chooses are kept with the micro-batch, those of the
-    first such forward alone.
+    """Put this around a forward to store its experts with the micro-batch.
+
+    The first such forward of a micro-batch counts.
     """
     yield
     for layer, choice in _choices(chunk):
@@ -112,16 +121,16 @@ def recording(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
 
 @contextmanager
 def replaying(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
-    """Around a forward: every router uses the experts that are kept with the micro-batch, in its
-    recomputation too.
+    """Put this around a forward to use the experts that are stored with the micro-batch.
 
-    Those that the engine recorded are taken where there are any; a token without a record is left
-    to the router. Raises RuntimeError where there are none.
+    They are used in its recomputation too. Records of the inference engine are taken where there
+    are any; a token without a record is left to the router. Raises RuntimeError for a micro-batch
+    without stored experts.
     """
     choices = list(_choices(chunk))
     for layer, choice in choices:
         if layer not in micro.experts and micro.routed_experts is not None:
-            micro.experts[layer] = _own_share(micro.routed_experts, chunk)[:, choice.place]
+            micro.experts[layer] = _own_share(micro.routed_experts, chunk)[:, choice.index]
         if layer not in micro.experts:
             raise RuntimeError(
                 f"routing replay: layer {layer} has no recorded experts; call score('policy')"
@@ -138,8 +147,9 @@ def replaying(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
 
 
 def check_records(batch: RolloutBatch, arch: Architecture) -> None:
-    """Raises RunFailed for a batch without the engine's records, or with those of a model of
-    another shape.
+    """Refuse a batch without the engine's records, or with records of a model of another shape.
+
+    Raises RunFailed.
     """
     wanted = (sum(arch.moe_layers), arch.transformer["moe_router_topk"])
     records = batch.routed_experts
@@ -160,33 +170,32 @@ def check_records(batch: RolloutBatch, arch: Architecture) -> None:
 
 
 class Routing(Enum):
-    """Whose experts a pass without gradients uses."""
+    """The experts that a pass without gradients uses."""
 
-    OWN = "the routers'"
-    RECORDED = "the routers', and they are kept with the micro-batches"
-    GIVEN = "those that are kept with the micro-batches"
+    OWN = "the routers' choice"
+    RECORDED = "the routers' choice, stored with the micro-batches"
+    GIVEN = "the experts that are stored with the micro-batches"
 
 
 def routed(routing: Routing, chunk: GPTModel, micro: MicroBatch) -> AbstractContextManager[None]:
-    """Around a forward of such a pass."""
+    """Put this around a forward of a pass without gradients."""
     if routing is Routing.RECORDED:
         return recording(chunk, micro)
     return replaying(chunk, micro) if routing is Routing.GIVEN else nullcontext()
 
 
 def start_step(chunks: Sequence[GPTModel]) -> None:
-    """Forget what an optimizer step before left: its counts, and recomputations that an error kept
-    from happening.
-    """
+    """Drop the counts of the last optimizer step, and recomputations that an error prevented."""
     for chunk in chunks:
         for _, choice in _choices(chunk):
             choice.start_step()
 
 
 def changed_share(chunks: Sequence[GPTModel], arch: Architecture, step_tokens: int) -> float:
-    """Of all pairs of a token and a layer with experts in the optimizer step, those whose router
-    would have chosen other experts than the replayed. The same on every rank; collective over all
-    of them.
+    """The share of routing decisions for which the router would have chosen other experts.
+
+    A decision is a pair of a token and a layer with experts in the optimizer step. The share is the
+    same on every rank. Collective over all ranks.
     """
     count = torch.zeros((), dtype=torch.float64, device=next(chunks[0].parameters()).device)
     for chunk in chunks:
@@ -198,9 +207,7 @@ def changed_share(chunks: Sequence[GPTModel], arch: Architecture, step_tokens: i
 
 
 def _choices(chunk: GPTModel) -> Iterator[tuple[int, ExpertChoice]]:
-    """(number of the layer in the model, its router's choice) for the layers with experts; none
-    where nothing is replayed.
-    """
+    """Yield the layers with experts and replay: the number of each in the model, and its choice."""
     for layer in chunk.decoder.layers:
         choice = getattr(getattr(layer.mlp, "router", None), "router_replay", None)
         if choice is not None:
@@ -208,9 +215,7 @@ def _choices(chunk: GPTModel) -> Iterator[tuple[int, ExpertChoice]]:
 
 
 def _own_share(slots: Tensor, chunk: GPTModel) -> Tensor:
-    """Of a tensor [T, ...], the part that the routers of this rank see: all, or [T / TP, ...] under
-    sequence parallelism.
-    """
+    """The part of a tensor [T, ...] for this rank's routers: [T / TP, ...] under SP, else all."""
     if not chunk.config.sequence_parallel:
         return slots
     tp = chunk.pg_collection.tp

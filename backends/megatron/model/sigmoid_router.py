@@ -1,9 +1,8 @@
-"""The router of DeepSeek-V3: sigmoid scores, a bias that corrects the choice alone, groups of
-experts.
+"""The router of DeepSeek-V3: sigmoid scores, a bias that corrects the choice, groups of experts.
 
-Megatron has one too. It scores a group by its best `topk // groups` experts where the model was
-made with its best two, always normalises the chosen scores, and counts tokens for its update of the
-bias in a way that fails where pads are hidden.
+Megatron has such a router too. It scores a group by its best `topk // groups` experts where the
+model was trained with the best two, always normalises the chosen scores, and counts tokens for its
+update of the bias in a way that fails where pads are hidden.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ from backends.megatron.model.moe import PackRouter
 
 
 class SigmoidRouter(PackRouter):
-    """`expert_bias` [experts], fp32 in any model, comes with the weights and stays as it is: no
-    step changes it.
+    """A router with `expert_bias` [experts], in fp32 whatever the dtype of the model.
+
+    The bias comes with the weights, and no step changes it.
     """
 
     expert_bias: Tensor
@@ -34,15 +34,16 @@ class SigmoidRouter(PackRouter):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        kept = self.expert_bias
+        bias = self.expert_bias
         super()._apply(fn, recurse)
         # a change of dtype would change the choice
-        self.expert_bias = kept.to(self.expert_bias.device)
+        self.expert_bias = bias.to(self.expert_bias.device)
         return self
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [T, 1, experts] -> weights of the experts, 0 where not chosen, and the choice,
-        both [T, experts].
+        """Route by logits [T, 1, experts].
+
+        Returns the weights of the experts, 0 where not chosen, and the choice: both [T, experts].
         """
         logits = logits.view(-1, self.num_experts)
         hidden = None if padding_mask is None else padding_mask.reshape(-1)
@@ -62,9 +63,7 @@ class SigmoidRouter(PackRouter):
         return probs, chosen_map
 
     def _choice(self, scores: Tensor) -> Tensor:
-        """int64 [T, topk]: the experts of the best scores with the bias, or those that are
-        replayed.
-        """
+        """The experts with the best biased scores, or the replayed experts: int64 [T, topk]."""
         biased = scores + self.expert_bias
         if self.router_replay is None:
             return self._best(biased, self.topk)[1]
@@ -74,7 +73,7 @@ class SigmoidRouter(PackRouter):
         return chosen
 
     def _best(self, biased: Tensor, topk: int, **groups: Any) -> tuple[Tensor, Tensor]:
-        """The best of the best groups; a group counts by its two best experts."""
+        """The best experts of the best groups; a group is scored by its two best experts."""
         count = self.config.moe_router_num_groups
         keep = self.config.moe_router_group_topk
         by_group = biased.view(len(biased), count, -1)

@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from backends.megatron.batch.packed_sequences import PackedSequences
+from backends.megatron.batch.pack import PackedSequences
 from backends.megatron.model.elementwise import rotate
 from backends.megatron.model.sigmoid_router import router_class
 from rlcore.errors import ConfigError
@@ -22,11 +22,10 @@ FINAL_NORM = TENorm
 
 
 class TEAttention(MegatronModule):
-    """Transformer Engine's core attention over a pack: q [T, heads, d], k and v [T, groups, d] to
-    [T, heads * d].
+    """Transformer Engine's core attention over a pack.
 
-    Rotates q and k as `PackedAttention` does. Under context parallelism Transformer Engine
-    exchanges keys and values itself; it takes the sequences in our layout: padded to a multiple of
+    It rotates q and k as `PackedAttention` does. Under context parallelism Transformer Engine
+    exchanges keys and values itself. It takes the sequences in our layout: padded to a multiple of
     2 * CP, each rank with an early and a late chunk.
     """
 
@@ -35,9 +34,16 @@ class TEAttention(MegatronModule):
         self.attention = TEDotProductAttention(config, *args, **kwargs)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None, packed_seq_params: PackedSequences | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """q [T, heads, d], k and v [T, groups, d] -> [T, heads * d]."""
         if (
             packed_seq_params is None
             or packed_seq_params.cos is None
@@ -58,9 +64,7 @@ class TEAttention(MegatronModule):
 
 
 def te_params(packed: PackedSequences) -> PackedSeqParams:
-    """What Transformer Engine is told of a pack: the lengths of its sequences over all
-    context-parallel ranks.
-    """
+    """The parameters of a pack for Transformer Engine: lengths of sequences over all CP ranks."""
     assert packed.layout is not None
     cu = packed.layout.cu_seqlens
     longest = packed.layout.longest
@@ -74,10 +78,10 @@ def te_params(packed: PackedSequences) -> PackedSeqParams:
 
 
 def te_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """One Transformer Engine layer; with experts, grouped matmuls and the router that leaves pads
-    out.
+    """The specification of one Transformer Engine layer.
 
-    Raises ConfigError where Transformer Engine is installed and cannot be imported.
+    With experts it has grouped matmuls, and the router that leaves pads out. Raises ConfigError
+    where Transformer Engine is installed and cannot be imported.
     """
     if not HAVE_TE:
         raise ConfigError(

@@ -1,6 +1,4 @@
-"""The questions that `ParallelState.from_mpu` puts to Megatron's `parallel_state`, the real one or
-a stub in a unit test.
-"""
+"""The questions of `ParallelState.from_mpu` to Megatron's `parallel_state`, or to a stub of it."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-# The functions of mpu that hand out its groups, and their arguments, by our names of the groups.
+# our name of a group -> the function of mpu that returns it, and the arguments
 MPU_GROUPS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
     "tp_group": ("get_tensor_model_parallel_group", {}),
     "pp_group": ("get_pipeline_model_parallel_group", {}),
@@ -21,10 +19,10 @@ MPU_GROUPS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
 
 
 def ask(mpu: Any, function: str, *, otherwise: int | None = None) -> int:
-    """The int that `mpu` answers; `otherwise`, where given, if it has no such function or answers
-    something else.
+    """Call `function` of `mpu`, which must return an int.
 
-    Raises AttributeError or TypeError naming the function.
+    `otherwise`, where given, is returned if there is no such function or it returns no int; else
+    that raises AttributeError or TypeError naming the function.
     """
     asked = getattr(mpu, function, None)
     answer = asked() if callable(asked) else None
@@ -41,11 +39,12 @@ def ask(mpu: Any, function: str, *, otherwise: int | None = None) -> int:
     )
 
 
-def ask_place(
+def ask_axis(
     mpu: Any, axis: str, *, otherwise: tuple[int | None, int | None] = (None, None)
 ) -> tuple[int, int]:
-    """(size, rank) of this process on one axis of the layout. Raises ValueError for a rank outside
-    the size.
+    """Return (size, rank) of this process on one axis of the layout.
+
+    Raises ValueError for a rank outside the size.
     """
     size = ask(mpu, f"get_{axis}_world_size", otherwise=otherwise[0])
     rank = ask(mpu, f"get_{axis}_rank", otherwise=otherwise[1])
@@ -58,7 +57,7 @@ def ask_place(
 
 
 def ask_groups(mpu: Any) -> dict[str, ProcessGroup]:
-    """Megatron's process groups by our names; a stub may lack some or all."""
+    """Return Megatron's process groups by our names; a stub may lack some or all."""
     found: dict[str, ProcessGroup] = {}
     for name, (function, arguments) in MPU_GROUPS.items():
         asked = getattr(mpu, function, None)

@@ -1,4 +1,4 @@
-"""An error on one rank becomes an error on all of them, instead of a hang in the next collective."""
+"""Errors on one rank, raised on all of them instead of a hang in the next collective."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlcore.errors import FailedElsewhere
 
 @contextmanager
 def raise_on_all_ranks(parallel: ParallelState, what: str) -> Iterator[None]:
-    """Around work that may fail on one rank: all ranks leave it raise_on_all_ranks, or all raise.
+    """Put this around work that may fail on one rank: all ranks leave it well, or all raise.
 
     The failing rank raises its own error, the others FailedElsewhere naming `what` and the rank.
     Work that itself communicates is covered only from its last communication on: a peer that waits

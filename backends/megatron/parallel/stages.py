@@ -1,6 +1,4 @@
-"""How a model's layers are dealt to pipeline stages: evenly, or with given numbers in the first and
-the last.
-"""
+"""The layers of each pipeline stage: all alike, or with given numbers in the first and the last."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from rlcore.errors import ConfigError
 
 
 def layers_of_stages(layers: int, parallel: ParallelConfig) -> list[int]:
-    """Layers of each pipeline stage, its model chunks together.
+    """The number of layers of each pipeline stage, over all its model chunks.
 
     Raises ConfigError where they do not divide, naming the keys and the nearest split that fits.
     """

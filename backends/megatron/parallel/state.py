@@ -1,5 +1,6 @@
-"""How the ranks are laid out: sizes, places and process groups; `ParallelState.from_mpu` alone asks
-Megatron.
+"""The layout of the ranks: sizes, coordinates and process groups.
+
+Only `ParallelState.from_mpu` asks Megatron for it.
 """
 
 from __future__ import annotations
@@ -7,20 +8,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from backends.megatron.parallel.cp_rank import CPRank
-from backends.megatron.parallel.mpu import MPU_GROUPS, ask, ask_groups, ask_place
+from backends.megatron.parallel.mpu import MPU_GROUPS, ask, ask_axis, ask_groups
 from rlcore.config.sections.policy import ParallelConfig
 
 
+class CPRank(NamedTuple):
+    """One rank among the context-parallel ranks, which share the sequences of a pack."""
+
+    size: int = 1
+    rank: int = 0
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks of a sequence, whose length is padded to a multiple of it."""
+        return 1 if self.size == 1 else 2 * self.size
+
+    @property
+    def own_chunks(self) -> tuple[int, ...]:
+        """The chunks of every sequence that this rank holds, in the order of its slots."""
+        return (0,) if self.size == 1 else (self.rank, self.chunks - 1 - self.rank)
+
+
+ALONE = CPRank()
+
+
 class _Group:
-    """A process group of a `ParallelState`, found by the name of the attribute. One that is not
-    there is a RuntimeError.
+    """A process group of a `ParallelState`, looked up by the name of the attribute.
+
+    Reading it raises RuntimeError where the state has no such group.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -42,12 +63,11 @@ class _Group:
 
 @dataclass(frozen=True)
 class ParallelState:
-    """This rank's place. `tp`, `pp`, `dp`, `cp`, `ep`: tensor, pipeline, data, context, expert
-    parallelism.
+    """The coordinates of this rank in the layout, and its process groups.
 
-    A replica is the set of ranks that hold one copy of the model and work on the same sequences:
-        one data-parallel index.
-    Made without torch.distributed, as in a unit test, a state has sizes and places and no groups.
+    `tp`, `pp`, `dp`, `cp`, `ep` are tensor, pipeline, data, context and expert parallelism. A
+    replica is the set of ranks that hold one copy of the model and work on the same sequences: one
+    data-parallel index. Without torch.distributed, as in a unit test, a state has no groups.
     """
 
     rank: int
@@ -82,123 +102,129 @@ class ParallelState:
     replica_group = _Group()  # the ranks of this replica, gloo
 
     @property
-    def place(self) -> CPRank:
-        """Among the ranks that share the packs of a replica."""
+    def cp(self) -> CPRank:
+        """This rank among those that share the packs of a replica."""
         return CPRank(self.cp_size, self.cp_rank)
 
     @property
     def is_last_stage(self) -> bool:
+        """Whether this rank holds the last pipeline stage."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are groups: torch.distributed was initialised when this was made."""
+        """Whether this state has groups: torch.distributed was initialised when it was made."""
         return "control_group" in self.groups
 
     @classmethod
     def from_mpu(cls, mpu: Any, *, timeout_s: float = 600.0) -> ParallelState:
-        """Read the layout from Megatron's `parallel_state` after `init_parallel`, or from a stub of
-        it.
+        """Read the layout from Megatron's `parallel_state`, or from a stub of it.
 
         With torch.distributed initialised this is collective: it makes the gloo groups. Without,
-            nothing is communicated;
-        rank and world size follow from the answers, in Megatron's default order of ranks
-        ("tp-cp-ep-dp-pp").
+        nothing is communicated; rank and world size follow from the answers, in Megatron's default
+        order of ranks ("tp-cp-ep-dp-pp").
 
         A stub answers `get_{tensor_model,pipeline_model,data,context}_parallel_{world_size,rank}`.
-        What it leaves out of the rest has the value that it has in a model without experts and
-        without a virtual pipeline.
+        For other functions that it lacks, the answer is that of a model without experts and without
+        a virtual pipeline.
 
         Raises:
             AttributeError: `mpu` lacks one of these functions.
             TypeError: a function returned something that is no int.
             ValueError: a rank lies outside its size, or the ranks contradict one another.
         """
-        # Before anything is communicated: a stub that lacks a function must not leave other ranks
-        # waiting.
-        tp_size, tp_rank = ask_place(mpu, "tensor_model_parallel")
-        pp_size, pp_rank = ask_place(mpu, "pipeline_model_parallel")
-        dp_size, dp_rank = ask_place(mpu, "data_parallel")
-        cp_size, cp_rank = ask_place(mpu, "context_parallel")
-        ep_size, ep_rank = ask_place(mpu, "expert_model_parallel", otherwise=(1, 0))
-        etp_size, etp_rank = ask_place(mpu, "expert_tensor_parallel", otherwise=(tp_size, tp_rank))
-        edp_rank = ask(
-            mpu, "get_expert_data_parallel_rank", otherwise=(dp_rank * cp_size + cp_rank) // ep_size
-        )
-        vpp_size = ask(mpu, "get_virtual_pipeline_model_parallel_world_size", otherwise=1)
-
+        # All questions come before any communication: a stub that lacks a function must not leave
+        # other ranks waiting.
+        layout = _ask_layout(mpu)
+        pp_size = layout["pp_size"]
+        dp_size = layout["dp_size"]
+        cp_size = layout["cp_size"]
+        pp_rank = layout["pp_rank"]
+        dp_rank = layout["dp_rank"]
         groups: dict[str, ProcessGroup] = {}
         if dist.is_initialized():
             rank = dist.get_rank()
-            timeout = timedelta(seconds=timeout_s)
-            groups["control_group"] = dist.new_group(
-                backend="gloo", timeout=timeout, group_desc="CONTROL"
-            )
-            places = _gather_places(dp_rank, pp_rank, groups["control_group"])
-            replicas = _replicas(places, dp_size, pp_size)
-            made = [
-                dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=f"REPLICA_{d}")
-                for d, ranks in enumerate(replicas)
-            ]
-            groups |= {"replica_group": made[dp_rank], **ask_groups(mpu)}
+            groups["control_group"] = _gloo_group(None, timeout_s, "CONTROL")
+            coordinates = _gather_coordinates(dp_rank, pp_rank, groups["control_group"])
         else:
-            shards = tp_size * cp_size
-            rank = ((pp_rank * dp_size + dp_rank) * cp_size + cp_rank) * tp_size + tp_rank
-            places = [
-                (d, stage)
-                for stage in range(pp_size)
-                for d in range(dp_size)
-                for _ in range(shards)
-            ]
-            replicas = _replicas(places, dp_size, pp_size)
+            shard = layout["cp_rank"] * layout["tp_size"] + layout["tp_rank"]
+            shards = range(cp_size * layout["tp_size"])
+            rank = (pp_rank * dp_size + dp_rank) * len(shards) + shard
+            coordinates = [(d, pp) for pp in range(pp_size) for d in range(dp_size) for _ in shards]
+        replicas = _replicas(coordinates, dp_size, pp_size)
+        if groups:
+            made = [_gloo_group(r, timeout_s, f"REPLICA_{d}") for d, r in enumerate(replicas)]
+            groups |= {"replica_group": made[dp_rank], **ask_groups(mpu)}
         return cls(
             rank=rank,
-            world_size=len(places),
-            tp_size=tp_size,
-            tp_rank=tp_rank,
-            pp_size=pp_size,
-            pp_rank=pp_rank,
-            dp_size=dp_size,
-            dp_rank=dp_rank,
-            cp_size=cp_size,
-            cp_rank=cp_rank,
-            ep_size=ep_size,
-            ep_rank=ep_rank,
-            etp_size=etp_size,
-            etp_rank=etp_rank,
-            edp_rank=edp_rank,
-            vpp_size=vpp_size,
+            world_size=len(coordinates),
+            **layout,
             replica_leaders=tuple(ranks[0] for ranks in replicas),
             score_sources=tuple(
-                next(r for r in ranks if places[r][1] == pp_size - 1) for ranks in replicas
+                next(r for r in ranks if coordinates[r][1] == pp_size - 1) for ranks in replicas
             ),
             groups=groups,
         )
 
 
-def _gather_places(dp_rank: int, pp_rank: int, control: ProcessGroup) -> list[tuple[int, int]]:
-    """(data-parallel index, stage) of every rank. Collective."""
-    places = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(places, torch.tensor([dp_rank, pp_rank]), group=control)
-    return [(int(index), int(stage)) for index, stage in places]
+def _ask_layout(mpu: Any) -> dict[str, int]:
+    """The fields of `ParallelState` that Megatron knows."""
+    tp_size, tp_rank = ask_axis(mpu, "tensor_model_parallel")
+    pp_size, pp_rank = ask_axis(mpu, "pipeline_model_parallel")
+    dp_size, dp_rank = ask_axis(mpu, "data_parallel")
+    cp_size, cp_rank = ask_axis(mpu, "context_parallel")
+    ep_size, ep_rank = ask_axis(mpu, "expert_model_parallel", otherwise=(1, 0))
+    etp_size, etp_rank = ask_axis(mpu, "expert_tensor_parallel", otherwise=(tp_size, tp_rank))
+    edp_rank = (dp_rank * cp_size + cp_rank) // ep_size
+    return {
+        "tp_size": tp_size,
+        "tp_rank": tp_rank,
+        "pp_size": pp_size,
+        "pp_rank": pp_rank,
+        "dp_size": dp_size,
+        "dp_rank": dp_rank,
+        "cp_size": cp_size,
+        "cp_rank": cp_rank,
+        "ep_size": ep_size,
+        "ep_rank": ep_rank,
+        "etp_size": etp_size,
+        "etp_rank": etp_rank,
+        "edp_rank": ask(mpu, "get_expert_data_parallel_rank", otherwise=edp_rank),
+        "vpp_size": ask(mpu, "get_virtual_pipeline_model_parallel_world_size", otherwise=1),
+    }
 
 
-def _replicas(places: Sequence[tuple[int, int]], dp_size: int, pp_size: int) -> list[list[int]]:
+def _gloo_group(ranks: list[int] | None, timeout_s: float, name: str) -> ProcessGroup:
+    """Create a gloo group of these ranks, or of all. Collective."""
+    timeout = timedelta(seconds=timeout_s)
+    return dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=name)
+
+
+def _gather_coordinates(dp_rank: int, pp_rank: int, control: ProcessGroup) -> list[tuple[int, int]]:
+    """Gather (data-parallel index, stage) of every rank. Collective."""
+    coordinates = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(coordinates, torch.tensor([dp_rank, pp_rank]), group=control)
+    return [(int(index), int(stage)) for index, stage in coordinates]
+
+
+def _replicas(
+    coordinates: Sequence[tuple[int, int]], dp_size: int, pp_size: int
+) -> list[list[int]]:
     """The global ranks of each replica, from the (data-parallel index, stage) of every rank."""
     for d in range(dp_size):
-        if (d, pp_size - 1) not in places:
+        if (d, pp_size - 1) not in coordinates:
             raise ValueError(
-                f"no rank of {len(places)} is the last of {pp_size} pipeline stages of"
+                f"no rank of {len(coordinates)} is the last of {pp_size} pipeline stages of"
                 f" data-parallel rank {d} of {dp_size}; (data-parallel rank, stage) by rank:"
-                f" {places}. Give each process a stub of mpu with ranks of its own"
+                f" {coordinates}. Give each process a stub of mpu with ranks of its own"
             )
-    return [[rank for rank, (index, _) in enumerate(places) if index == d] for d in range(dp_size)]
+    return [
+        [rank for rank, (index, _) in enumerate(coordinates) if index == d] for d in range(dp_size)
+    ]
 
 
 def init_process_group(device: torch.device, *, timeout_s: float) -> bool:
-    """Join a process group of one rank if none exists. Returns whether it was made here (and is
-    ours to destroy).
-    """
+    """Create a process group of one rank if none exists; return whether it was created here."""
     if dist.is_initialized():
         return False
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -210,8 +236,9 @@ def init_process_group(device: torch.device, *, timeout_s: float) -> bool:
 
 
 def init_parallel(parallel: ParallelConfig, *, timeout_s: float, seed: int) -> ParallelState:
-    """Create Megatron's process groups over the initialised world. Collective; call inside
-    `megatron_device`.
+    """Create Megatron's process groups over the initialised world.
+
+    Collective; call inside `megatron_device`.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
@@ -225,7 +252,8 @@ def init_parallel(parallel: ParallelConfig, *, timeout_s: float, seed: int) -> P
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
-        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  # it makes a timedelta of it
+        # Megatron makes a timedelta of it, which takes a float
+        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return ParallelState.from_mpu(mpu, timeout_s=timeout_s)

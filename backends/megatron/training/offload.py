@@ -1,12 +1,10 @@
-"""Device memory that is given back between its uses, or while others use the device: its contents
-wait in host memory, pinned on CUDA.
+"""Tensors whose device memory is lent out: their contents wait in host memory, pinned on CUDA.
 
-What is offloaded is a storage, never a tensor: it shrinks to nothing and grows again in place, so
-    that every view of it (a
-parameter in a distributed optimizer's buffer, a `main_grad`) stays a view and no `param.data` is
-ever reassigned. CUDA's allocator has the memory meanwhile, and `empty_cache` is not needed for
-another tensor to take it. On the CPU the same code runs, and moves the contents between host
-tensors.
+A storage is offloaded, never a tensor: it shrinks to nothing and grows again in place, so that
+every view of it (a parameter in a distributed optimizer's buffer, a `main_grad`) stays a view and
+no `param.data` is ever reassigned. CUDA's allocator has the memory meanwhile, and `empty_cache` is
+not needed for another tensor to take it. On the CPU the same code runs, and moves the contents
+between host tensors.
 """
 
 from __future__ import annotations
@@ -19,102 +17,102 @@ import torch
 from torch import Tensor, UntypedStorage
 
 
-class StateOf(Enum):
+class Retention(Enum):
+    """The treatment of contents while they are off the device."""
+
     CHANGING = "changing"  # kept, and copied out after each use
     FROZEN = "frozen"  # kept, and copied out once
-    SCRATCH = "scratch"  # not kept: whoever uses it writes before reading
+    SCRATCH = "scratch"  # not kept: every user writes before it reads
 
 
-class OffloadedState:
-    """Storages that are on their device inside `present()`, which may be nested, and as long as
-    they stay there.
+class OffloadedTensors:
+    """Storages that are on their device inside `on_device()`, which may be nested.
 
     Args:
-        tensors: asked each time that they leave, since an optimizer has no state before its first
-            step and gets other tensors from a checkpoint. Storages may be shared; scalars stay, and
-            so does what lives on another device.
+        tensors: called at each offload, since an optimizer has no state before its first step and
+            gets other tensors from a checkpoint. Storages may be shared; scalars stay, and so does
+            tensors on another device.
         device: where the contents are used.
-        stays: whether they are on the device outside `present()` too, until `leave` and again from
-            `stay` on.
+        keep_on_device: they are on the device outside `on_device()` too, until `offload` and again
+            from `onload` on.
     """
 
     def __init__(
-        self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, contents: StateOf = StateOf.CHANGING,
-        *, stays: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        tensors: Callable[[], Iterable[Tensor]],
+        device: torch.device,
+        retention: Retention = Retention.CHANGING,
+        *,
+        keep_on_device: bool = False,
+    ) -> None:
         self._tensors = tensors
         self._device = device
-        self._contents = contents
+        self._retention = retention
         self._hosts: dict[int, Tensor] = {}  # by storage: uint8 [bytes]
-        # ... and what has left, with its size
-        self._away: dict[int, tuple[UntypedStorage, int]] = {}
-        self._users = 1
-        self._is_resident = stays
-        self._stays = stays
-        if not stays:
-            self._leave()
+        # storages that are off the device, with their sizes
+        self._offloaded: dict[int, tuple[UntypedStorage, int]] = {}
+        self._users = 1  # open contexts, and this object while it keeps the tensors on the device
+        self._keep_on_device = keep_on_device
+        self._keeps_now = keep_on_device
+        if not keep_on_device:
+            self._release()
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are off the device now."""
-        return sum(size for _, size in self._away.values())
+        return sum(size for _, size in self._offloaded.values())
 
     @contextmanager
-    def present(self) -> Iterator[None]:
-        """Inside, the contents are on the device; afterwards their memory there is free, unless
-        they stay.
-        """
-        self._enter()
+    def on_device(self) -> Iterator[None]:
+        """Inside, the contents are on the device; afterwards their memory there is free again."""
+        self._acquire()
         try:
             yield
         finally:
-            self._leave()
+            self._release()
 
-    def stay(self) -> None:
-        """StateOf that stay are on the device from now on; no effect on others."""
-        if self._stays and not self._is_resident:
-            self._enter()
-            self._is_resident = True
+    def onload(self) -> None:
+        """The inverse of `offload`: tensors with `keep_on_device` are on the device from now on."""
+        if self._keep_on_device and not self._keeps_now:
+            self._acquire()
+            self._keeps_now = True
 
-    def leave(self) -> None:
-        """StateOf that stay are on the device only inside `present()` from now on; no effect on
-        others.
-        """
-        if self._is_resident:
-            self._is_resident = False
-            self._leave()
+    def offload(self) -> None:
+        """From now on the tensors are on the device only inside `on_device()`."""
+        if self._keeps_now:
+            self._keeps_now = False
+            self._release()
 
-    def _enter(self) -> None:
+    def _acquire(self) -> None:
         self._users += 1
-        for key, (storage, size) in self._away.items():
+        for key, (storage, size) in self._offloaded.items():
             storage.resize_(size)
             if key in self._hosts:
                 _as_bytes(storage, self._device).copy_(self._hosts[key], non_blocking=True)
-        self._away = {}
+        self._offloaded = {}
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         self._users -= 1
         if self._users:
             return
         storages = {storage._cdata: storage for storage in self._storages()}
-        if self._contents is not StateOf.SCRATCH:
-            hosts = {}
-            for key, storage in storages.items():
-                host = self._hosts.get(key)
-                if host is None or host.numel() != storage.nbytes():
-                    host = torch.empty(
-                        storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda"
-                    )
-                elif self._contents is StateOf.FROZEN:
-                    hosts[key] = host
-                    continue
-                # In the order of the stream: the host is read by the copy back alone, never by the
-                # CPU.
-                hosts[key] = host.copy_(_as_bytes(storage, self._device), non_blocking=True)
-            self._hosts = hosts
+        if self._retention is not Retention.SCRATCH:
+            self._hosts = {key: self._copied_out(key, s) for key, s in storages.items()}
         for key, storage in storages.items():
-            self._away[key] = (storage, storage.nbytes())
+            self._offloaded[key] = (storage, storage.nbytes())
             storage.resize_(0)
+
+    def _copied_out(self, key: int, storage: UntypedStorage) -> Tensor:
+        """The host tensor that holds the contents of a storage."""
+        host = self._hosts.get(key)
+        if host is None or host.numel() != storage.nbytes():
+            host = torch.empty(
+                storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda"
+            )
+        elif self._retention is Retention.FROZEN:
+            return host
+        # The order of the stream is enough: only the copy back reads the host, never the CPU.
+        return host.copy_(_as_bytes(storage, self._device), non_blocking=True)
 
     def _storages(self) -> Iterator[UntypedStorage]:
         for tensor in self._tensors():

@@ -1,12 +1,12 @@
-"""AdamW through Megatron's optimizers, the learning-rate schedule, and what loading their state
-needs without Apex or TE.
+"""AdamW through Megatron's optimizers, and the learning-rate schedule.
+
+It also has help for loading the state of AdamW without Apex and Transformer Engine.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,16 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from backends.megatron.training.offload import OffloadedState
+from backends.megatron.training.offload import OffloadedTensors
 from rlcore.config.sections.policy import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (0-based): linear warm-up to `lr`, then constant, linear or
-    cosine to `min_lr`.
+    """The rate of optimizer step `step`, 0-based.
 
-    Warm-up step k of w uses (k + 1) / w of the rate; decay ends at `decay_steps` (default:
-    `total_steps`).
+    A linear warm-up to `lr` is followed by a constant rate, or by a linear or cosine decay to
+    `min_lr`. Warm-up step k of w uses (k + 1) / w of the rate; decay ends at `decay_steps`
+    (default: `total_steps`).
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -43,14 +43,17 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 @dataclass(frozen=True)
 class StepReport:
+    """The outcome of one optimizer step."""
+
     lr: float
     grad_norm: float
     skipped: bool  # the norm was not finite, so nothing was changed
 
 
 class ScheduledOptimizer:
-    """Megatron's AdamW for one model's chunks, with clipping and a schedule that counts the steps
-    taken.
+    """Megatron's AdamW for one model's chunks, with gradient clipping and a schedule.
+
+    `state` holds its moments and fp32 weights, which may be offloaded between steps.
     """
 
     def __init__(
@@ -80,29 +83,21 @@ class ScheduledOptimizer:
             ),
             list(modules),
         )
-        # What the optimizer holds of the model itself (all weights in fp32, or views of a buffer)
-        # is not its to offload.
-        self._of_the_model = {
+        # Some of its tensors belong to the model (all weights in fp32, or views of a buffer): the
+        # optimizer must not offload these.
+        self._model_storages = {
             p.untyped_storage()._cdata for module in modules for p in module.parameters()
         }
-        self.offloading = OffloadedState(
-            self._own_tensors, next(modules[0].parameters()).device, stays=not config.offload
+        self.state = OffloadedTensors(
+            self._own_tensors,
+            next(modules[0].parameters()).device,
+            keep_on_device=not config.offload,
         )
 
     @property
     def parts(self) -> list[MegatronOptimizer]:
         """Megatron chains one optimizer per kind of parameter (dense, expert)."""
         return list(getattr(self.megatron, "chained_optimizers", [self.megatron]))
-
-    @property
-    def next_lr(self) -> float:
-        return learning_rate(self.config, self.steps_taken, self.total_steps)
-
-    def state_present(self) -> AbstractContextManager[None]:
-        """Inside, moments and fp32 weights are where they are used: outside they may be offloaded
-        in host memory.
-        """
-        return self.offloading.present()
 
     @torch.no_grad()
     def step(self) -> StepReport:
@@ -111,11 +106,11 @@ class ScheduledOptimizer:
         A gradient norm that is not finite leaves every parameter and the schedule as they are; the
         norm is all-reduced, so all ranks agree. Collective.
         """
-        with self.state_present():
+        with self.state.on_device():
             return self._step()
 
     def _step(self) -> StepReport:
-        lr = self.next_lr
+        lr = learning_rate(self.config, self.steps_taken, self.total_steps)
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(norm):
@@ -123,8 +118,7 @@ class ScheduledOptimizer:
         self._clip(norm)
         for group in self.megatron.param_groups:
             group["lr"] = lr * group["lr_mult"]
-            # Megatron leaves this to its own scheduler; without it norms and biases would decay
-            # too.
+            # Megatron leaves this to its own scheduler. Without it norms and biases would decay.
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         self.megatron.step_with_ready_grads()
         self.steps_taken += 1
@@ -141,29 +135,27 @@ class ScheduledOptimizer:
 
     def _own_tensors(self) -> Iterator[Tensor]:
         for part in self.parts:
-            held = [p for group in part.param_groups for p in group["params"]]
-            held += [
-                t
-                for state in part.optimizer.state.values()
-                for t in state.values()
-                if isinstance(t, Tensor)
-            ]
-            yield from (t for t in held if t.untyped_storage()._cdata not in self._of_the_model)
+            tensors = [p for group in part.param_groups for p in group["params"]]
+            for state in part.optimizer.state.values():
+                tensors += [t for t in state.values() if isinstance(t, Tensor)]
+            yield from (
+                t for t in tensors if t.untyped_storage()._cdata not in self._model_storages
+            )
 
     def zero_grad(self) -> None:
+        """Drop the gradients of the last step."""
         self.megatron.zero_grad()
 
     @property
     def counts_in_groups(self) -> bool:
-        """Whether AdamW counts steps once a group, as Transformer Engine's and Apex's do, not once
-        a parameter, as torch's.
+        """Whether AdamW counts steps once a group, not once a parameter.
+
+        Transformer Engine's and Apex's count by group, torch's by parameter.
         """
         return not all(isinstance(part.optimizer, torch.optim.AdamW) for part in self.parts)
 
     def prepare_for_load(self) -> None:
-        """Give AdamW, which has no state before its first step, the tensors that a checkpoint is
-        loaded into.
-        """
+        """Create the tensors that a checkpoint is loaded into: AdamW has none before a step."""
         for part in self.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
@@ -175,7 +167,7 @@ class ScheduledOptimizer:
                         state["exp_avg_sq"] = torch.zeros_like(parameter)
 
     def load_megatron_state(self, state_dict: Any) -> None:
-        """Load what `megatron.sharded_state_dict` saved.
+        """Load the state that `megatron.sharded_state_dict` saved.
 
         The distributed optimizer's loader expects no `step` tensor, and gives every parameter the
         same one, which would then advance once per parameter: it gets a clone each.
@@ -189,9 +181,7 @@ class ScheduledOptimizer:
 
 
 class _step_stays_out_of_loading:
-    """While open, the distributed optimizer's per-parameter loader keeps each parameter's own
-    `step`.
-    """
+    """Inside, the distributed optimizer's loader keeps each parameter's own `step`."""
 
     def __enter__(self) -> None:
         self.original = DistributedOptimizer._set_main_param_and_optimizer_states

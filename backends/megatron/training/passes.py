@@ -1,6 +1,4 @@
-"""Passes of a model over micro-batches through Megatron's pipeline schedules, with and without
-gradients.
-"""
+"""Passes of a model over micro-batches, through Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -22,60 +20,59 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.model.head import Targets
 from backends.megatron.model.moe import clear_losses, padding_mask
 from backends.megatron.model.routing_replay import Routing, replaying, routed, start_step
-from backends.megatron.training.offload import OffloadedState, StateOf
+from backends.megatron.training.offload import OffloadedTensors, Retention
 from backends.megatron.training.optimizer import ScheduledOptimizer, StepReport
 
 
 @dataclass
 class Model:
-    """One model on this rank. Each has a TransformerConfig of its own, since Megatron keeps a
-    model's hooks there.
-    """
+    """One model on this rank, with its own TransformerConfig, since Megatron keeps hooks there."""
 
     arch: Architecture
     config: TransformerConfig
     chunks: list[GPTModel]  # bare: parameters, conversion, checkpoints
     modules: list[nn.Module]  # as they are called: behind Float16Module and DDP
     optimizer: ScheduledOptimizer | None = None  # None: frozen
-    # weights; then gradients, where there are any; none while built
-    _parked: list[OffloadedState] = field(default_factory=list)
+    # weights, then gradients where there are any; empty while the model is built
+    _offloadable: list[OffloadedTensors] = field(default_factory=list)
 
     def attach_optimizer(self, optimizer: ScheduledOptimizer) -> None:
+        """Make the model trainable."""
         self.optimizer = optimizer
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = None  # no loss scale: fp32 gradients
 
-    def make_parkable(self, device: torch.device, *, offload: bool) -> None:
-        """From now on weights and gradient buffers can leave `device`, and with `offload` they do
-        between their uses.
-        """
-        contents = StateOf.FROZEN if self.optimizer is None else StateOf.CHANGING
-        stays = not offload
-        self._parked.append(OffloadedState(self._weights, device, contents, stays=stays))
+    def make_offloadable(self, device: torch.device, *, offload: bool) -> None:
+        """Let weights and gradient buffers leave `device`; with `offload` they do between uses."""
+        retention = Retention.FROZEN if self.optimizer is None else Retention.CHANGING
+        keep = not offload
+        self._offloadable.append(
+            OffloadedTensors(self._weights, device, retention, keep_on_device=keep)
+        )
         if self.optimizer is not None:
-            self._parked.append(
-                OffloadedState(self._gradients, device, StateOf.SCRATCH, stays=stays)
+            self._offloadable.append(
+                OffloadedTensors(self._gradients, device, Retention.SCRATCH, keep_on_device=keep)
             )
 
     @property
-    def parkings(self) -> list[OffloadedState]:
+    def offloadable(self) -> list[OffloadedTensors]:
         """Everything of the model that can leave the device."""
-        return [*self._parked, *([] if self.optimizer is None else [self.optimizer.offloading])]
+        return [*self._offloadable, *([] if self.optimizer is None else [self.optimizer.state])]
 
     @contextmanager
-    def present(self, *, training: bool = False) -> Iterator[Model]:
+    def on_device(self, *, training: bool = False) -> Iterator[Model]:
         """Inside, the weights are on the device, and with `training` memory for gradients too."""
         with ExitStack() as stack:
-            for offloading in self._parked if training else self._parked[:1]:
-                stack.enter_context(offloading.present())
+            for tensors in self._offloadable if training else self._offloadable[:1]:
+                stack.enter_context(tensors.on_device())
             yield self
 
     @contextmanager
-    def unparked(self) -> Iterator[None]:
+    def on_device_with_optimizer(self) -> Iterator[None]:
         """Inside, weights and optimizer state are on the device."""
         with (
-            self.present(),
-            nullcontext() if self.optimizer is None else self.optimizer.state_present(),
+            self.on_device(),
+            nullcontext() if self.optimizer is None else self.optimizer.state.on_device(),
         ):
             yield
 
@@ -93,13 +90,14 @@ class Model:
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What the output layer is asked for beside the targets."""
+    """Options of the output layer."""
 
     temperature: float
     chunk_elements: int | None
     entropy: bool = True
 
     def targets(self, micro: MicroBatch) -> Targets:
+        """The output layer's input for one micro-batch."""
         return Targets(
             micro.target_index,
             micro.target_tokens,
@@ -121,11 +119,13 @@ def score_pass(
     *,
     routing: Routing = Routing.OWN,
 ) -> list[Any]:
-    """What the last stage returns for each micro-batch, without gradients; empty on other stages.
-    Collective.
+    """Run the model without gradients. Collective.
 
     Args:
-        routing: whose experts the pass uses, and whether they are kept for a later `training_pass`.
+        routing: which experts the pass uses, and whether a later `training_pass` replays them.
+
+    Returns:
+        The output of the last stage for each micro-batch; an empty list on other stages.
     """
 
     def forward_step(
@@ -134,10 +134,9 @@ def score_pass(
         micro = next(data)
         with routed(routing, _chunk(model, module), micro):
             output = _forward(model, module, micro, head)
-        # Where there are experts Megatron asks for the device of a model's output: one tensor of it
-        # will do.
-        shown = output[0] if isinstance(output, tuple) else output
-        return shown, lambda _, non_loss_data: whole(micro, output)
+        # With experts Megatron asks for the device of the model's output: one tensor is enough.
+        first = output[0] if isinstance(output, tuple) else output
+        return first, lambda _, non_loss_data: whole(micro, output)
 
     whole = _over_context(model)
     with _evaluating(model), torch.no_grad():
@@ -155,8 +154,8 @@ def training_pass(
     """Forward, backward and one optimizer step. Collective.
 
     Args:
-        loss: the weighted sum over a micro-batch; weights are those of the whole optimizer step, so
-            sums simply add up.
+        loss: the weighted sum over a micro-batch. Weights are those of the whole optimizer step, so
+            the sums of its micro-batches add up.
         step_tokens: model tokens of the optimizer step over all ranks.
     """
     assert model.optimizer is not None, "a frozen model takes no step"
@@ -168,8 +167,8 @@ def training_pass(
         micro = next(data)
 
         def scheduled(output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            # Megatron divides by the tokens of the step again; without tokens the empty sum stays
-            # in the graph.
+            # Megatron divides by the tokens of the step again. A micro-batch without tokens keeps
+            # its empty sum in the graph.
             total = loss(micro, whole(micro, output)) * step_tokens
             return total, torch.tensor(micro.num_tokens, dtype=torch.int, device=total.device), {}
 
@@ -188,9 +187,13 @@ def training_pass(
 def _forward(model: Model, module: nn.Module, micro: MicroBatch, head: HeadOptions) -> Any:
     # With rotary embeddings position ids are not looked at; attention needs no mask.
     return module(
-        micro.input_ids, None, None, labels=head.targets(micro), packed_seq_params=micro.packed,
+        micro.input_ids,
+        None,
+        None,
+        labels=head.targets(micro),
+        packed_seq_params=micro.packed,
         padding_mask=padding_mask(micro.padding, model.config, _chunk(model, module)),
-    )  # fmt: skip
+    )
 
 
 def _chunk(model: Model, module: nn.Module) -> GPTModel:
@@ -198,9 +201,7 @@ def _chunk(model: Model, module: nn.Module) -> GPTModel:
 
 
 def _over_context(model: Model) -> Callable[[MicroBatch, Any], Any]:
-    """(micro-batch, the head's result for the own targets) -> for all of them, on every
-    context-parallel rank.
-    """
+    """Return a function that gathers the head's results of a micro-batch from all CP ranks."""
     group = model.chunks[0].pg_collection.cp
     return lambda micro, output: gather_targets(
         output, micro.target_own, micro.num_trainable, group
@@ -221,7 +222,7 @@ def _run(
         data_iterator=iterators if several else iterators[0],
         model=model.modules if several else model.modules[0],
         num_microbatches=len(micro_batches),
-        # With pipeline stages the same for all; Megatron divides by CP itself.
+        # All micro-batches have the same length under pipeline stages. Megatron divides by CP.
         seq_length=micro_batches[0].num_slots * model.config.context_parallel_size,
         micro_batch_size=1,
         forward_only=forward_only,

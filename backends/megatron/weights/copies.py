@@ -1,6 +1,4 @@
-"""Weights taken from one model into another: copies, and frozen weights in host memory that the
-policy makes room for.
-"""
+"""Copies of weights from one model into another, and frozen weights in host memory."""
 
 from __future__ import annotations
 
@@ -19,11 +17,11 @@ class HostWeights:
     @torch.no_grad()
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._weights = [_host_copy(p) for p in _weights(chunks)]
-        # the borrower's own weights meanwhile; made at the first loan
+        # the model's own weights while these are in their place; allocated at the first swap
         self._aside: list[Tensor] = []
 
     @contextmanager
-    def lent_to(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
+    def swapped_into(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
         """Inside, the weights of `chunks` are these; afterwards their own again, bit for bit.
 
         Everything is copied into existing storage: gradient and optimizer buffers are views of it.

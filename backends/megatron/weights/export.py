@@ -1,13 +1,12 @@
-"""Megatron parameters -> Hugging Face tensors: gathered bucket by bucket, for a publication or for
-a folder on disk.
+"""Gathering Megatron parameters as Hugging Face tensors, for a publication or a folder on disk.
 
-Every rank of the first model replica (for experts: of the first that hold them) copies its part of
-a bucket into one flat buffer and sends it straight to rank 0, which puts the parts
-raise_on_all_ranks. So each weight crosses the wire once, a bucket costs one message a rank however
-many tensors it holds, and the pipeline stages convert and send ahead of one another. Large parts go
-by themselves: who holds them as they are sends them from there, and where they are rows of their
-tensor rank 0 receives them in their place. Rank 0 is one bucket ahead too: it gathers the next
-while the last is on its way to the engines.
+Every rank of the first model replica (for experts: of the first that holds them) copies its part of
+a bucket into one flat buffer and sends it straight to rank 0, which puts the parts into the bucket.
+So each weight is sent once, a bucket costs one message a rank however many tensors it holds, and
+the pipeline stages convert and send independently of one another. A large part is sent by itself:
+straight from the parameter where its bytes are those of the bucket, and straight into the bucket
+where it is rows of its tensor. Rank 0 prefetches: it gathers the next bucket while the last is on
+its way to the engines.
 """
 
 from __future__ import annotations
@@ -34,18 +33,17 @@ from rlcore.weights import Bucket, TensorSpec, cut_buckets
 
 Head = Literal["lm", "value"]
 
-# buffers: one on the wire, or (rank 0) in the consumer's hands, while the next is filled
+# buffers: one is being sent, or (on rank 0) consumed, while the next is filled
 _IN_FLIGHT = 2
-_ALONE_BYTES = 1 << 20  # from here on a message of its own costs less than the copies
-_BUCKETS = 16  # at least so many, that gathering, sending and applying overlap ...
-_SMALL_BUCKET = 16 << 20  # ... but none is made smaller than this for it: each costs a round trip
+_ALONE_BYTES = 1 << 20  # from this size on a message of its own costs less than the copies
+_BUCKETS = 16  # at least so many, so that gathering, sending and applying overlap ...
+_SMALL_BUCKET = 16 << 20  # ... but no bucket is made smaller for it: each costs a round trip
 
 
 def weight_specs(arch: Architecture, dtype: torch.dtype, head: Head = "lm") -> list[TensorSpec]:
-    """Name, shape and dtype of every weight of the model with an "lm" or "value" head, in the order
-    of a forward pass.
+    """The name, shape and dtype of every weight of the model, in the order of a forward pass.
 
-    Those that keep a dtype of their own come last, since no bucket mixes dtypes. Tied models have
+    Weights that keep a dtype of their own come last, since no bucket mixes dtypes. Tied models have
     no `lm_head.weight`; vocabulary padding is left out.
     """
     name = str(dtype).removeprefix("torch.")
@@ -63,12 +61,13 @@ def export_hf(
     *,
     max_shard_bytes: int = 4 << 30,
 ) -> None:
-    """Write a Hugging Face folder that `transformers` loads: shards, index, config, and the files
-    of the tokenizer.
+    """Write a Hugging Face folder that `transformers` loads: shards, index, config, tokenizer.
 
-    `tokenizer`: the folder that has them, by default the model's own. Collective. The folder is
-        written aside and renamed
-    by rank 0; an earlier export there is replaced.
+    Collective. Rank 0 writes the folder aside and renames it; an earlier export is replaced.
+
+    Args:
+        tokenizer: the folder with the tokenizer's files, by default the model's own.
+
     Raises ModelError on rank 0 (and RunFailed elsewhere) where the folder holds something else or
     is the model's source.
     """
@@ -91,16 +90,16 @@ def export_hf(
 
 @dataclass(frozen=True)
 class _Source:
-    """Where one Hugging Face tensor comes from: the same on every rank of the replica."""
+    """The origin of one Hugging Face tensor; all ranks agree on it."""
 
     entry: Entry
-    piece: int  # which of the entry's tensors
+    piece: int  # index among the entry's tensors
     stage: int  # pipeline stage that owns it
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where one rank stands in the layout."""
+class _Coordinates:
+    """The coordinates of one rank in the layout."""
 
     tp: int
     stage: int
@@ -110,7 +109,7 @@ class _Place:
     expert_replica: int  # ... and of the experts'
 
     @classmethod
-    def of(cls, p: ParallelState) -> _Place:
+    def of(cls, p: ParallelState) -> _Coordinates:
         return cls(
             p.tp_rank,
             p.pp_rank,
@@ -123,7 +122,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank contributes to one tensor of a bucket."""
+    """The contribution of one rank to one tensor of a bucket."""
 
     spec: TensorSpec
     slice: Slice
@@ -131,14 +130,15 @@ class _Part:
 
     @property
     def num_bytes(self) -> int:
+        """Its size in the bucket."""
         return math.prod(self.shape) * self.spec.torch_dtype.itemsize
 
 
 class WeightExporter:
     """Gathers the weights of a model to rank 0 under their Hugging Face names.
 
-    Built once (collective) and used for every publication: its buffers are reused. Buckets have at
-    most `bucket_bytes`.
+    Create it once (collective) and use it for every publication: its buffers are reused. Buckets
+    have at most `bucket_bytes`.
     """
 
     def __init__(
@@ -156,15 +156,15 @@ class WeightExporter:
         self.head = head
         self.specs = weight_specs(arch, dtype, head)
         self.buckets = cut_buckets(self.specs, min(bucket_bytes, _overlapping_size(self.specs)))
-        held = [(entry, param) for entry, param, copy in owned_parameters(chunks, arch) if not copy]
-        self._params: dict[str, Tensor] = {entry.megatron: param for entry, param in held}
-        self._device = held[0][1].device
-        # The stages without a vocabulary never ask for it.
-        vocab = [param.size(0) for entry, param in held if entry.split is Split.VOCAB]
+        own = [(entry, param) for entry, param, copy in owned_parameters(chunks, arch) if not copy]
+        self._params: dict[str, Tensor] = {entry.megatron: param for entry, param in own}
+        self._device = own[0][1].device
+        # A stage without a vocabulary never uses it.
+        vocab = [param.size(0) for entry, param in own if entry.split is Split.VOCAB]
         self._padded_vocab = vocab[0] * parallel.tp_size if vocab else 0
-        self._places = self._find_places()
-        # Experts may be spread over data-parallel ranks: then rank 0 hears from more than its
-        # model-parallel group.
+        self._ranks = self._gather_coordinates()
+        # Experts may be spread over data-parallel ranks: then rank 0 receives from more ranks than
+        # its model-parallel group has.
         self._group = parallel.mp_group if arch.num_experts == 0 else dist.group.WORLD
         self._sources = self._find_sources()
         self._plans: dict[tuple[int, int], list[_Part]] = {}
@@ -172,34 +172,33 @@ class WeightExporter:
 
     @torch.no_grad()
     def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
-        """Each bucket in order: uint8 [num_bytes] on rank 0, None elsewhere. Collective; iterate to
-        the end on every rank.
+        """Yield each bucket in order with its bytes: uint8 [num_bytes] on rank 0, None elsewhere.
 
-        The tensor is overwritten when the next bucket is asked for. Nothing else may use the ranks'
-        group until the end.
+        Collective; iterate to the end on every rank. The bytes are overwritten when the next bucket
+        is requested. Nothing else may use the ranks' group until the end.
         """
         if self.parallel.rank == 0:
             yield from prefetched(
                 lambda bucket: (bucket, self._gather(bucket)), self.buckets, self._device
             )
             return
-        on_wire: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
+        sending: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
         for bucket in self.buckets:
             slot = bucket.index % _IN_FLIGHT
-            _wait(on_wire[slot])
-            on_wire[slot] = self._send(bucket, slot)
+            _wait(sending[slot])
+            sending[slot] = self._send(bucket, slot)
             yield bucket, None
-        for works in on_wire:
+        for works in sending:
             _wait(works)
 
     def free_buffers(self) -> None:
-        """Give the memory of the buffers back until the next export."""
+        """Free the buffers until the next export."""
         self._buffers = {}
 
     # --- one bucket -------------------------------------------------------------------------------
 
     def _gather(self, bucket: Bucket) -> Tensor:
-        """Rank 0: receive every other rank's part, convert the own meanwhile, put all in place."""
+        """On rank 0, receive every other rank's parts, and copy the own ones meanwhile."""
         flat = self._buffer("bucket", bucket.index % _IN_FLIGHT, bucket.num_bytes)
         out = dict(bucket.views(flat))
         arrivals: list[tuple[list[_Part], Tensor]] = []
@@ -227,30 +226,22 @@ class WeightExporter:
         return flat
 
     def _send(self, bucket: Bucket, slot: int) -> list[dist.Work]:
+        """On other ranks, start sending this rank's parts to rank 0."""
         alone, packed = self._messages(bucket, self.parallel.rank)
-        held = {part.spec.name: self._own(part) for part in alone}
-        copied = [part for part in alone if not _is_sent_as(part, held[part.spec.name])] + packed
+        pieces = {part.spec.name: self._own(part) for part in alone}
+        copied = [part for part in alone if not _is_sent_as(part, pieces[part.spec.name])] + packed
         buffer = self._buffer("send", slot, sum(part.num_bytes for part in copied))
         for part, piece in _pieces(copied, buffer):
             self._copy_own(part, piece)
-            held[part.spec.name] = piece
-        out = [_raw(held[part.spec.name]) for part in alone]
+            pieces[part.spec.name] = piece
+        out = [_raw(pieces[part.spec.name]) for part in alone]
         if packed:
             out.append(_tail(buffer, packed))
-        return (
-            list(
-                dist.batch_isend_irecv(
-                    [dist.P2POp(dist.isend, memory, 0, self._group) for memory in out]
-                )
-            )
-            if out
-            else []
-        )
+        sends = [dist.P2POp(dist.isend, memory, 0, self._group) for memory in out]
+        return list(dist.batch_isend_irecv(sends)) if sends else []
 
     def _messages(self, bucket: Bucket, rank: int) -> tuple[list[_Part], list[_Part]]:
-        """The parts of a bucket that `rank` sends one by one, in this order, and those that follow
-        in one message.
-        """
+        """The parts of a bucket that `rank` sends one by one, and the parts in one last message."""
         alone: list[_Part] = []
         packed: list[_Part] = []
         for part in self._parts(bucket, rank):
@@ -258,71 +249,67 @@ class WeightExporter:
         return alone, packed
 
     def _parts(self, bucket: Bucket, rank: int) -> list[_Part]:
-        """What `rank` holds of a bucket, in the bucket's order; rank 0 and the sender come to the
-        same list.
+        """The parts of a bucket that `rank` sends, in the bucket's order.
+
+        Rank 0 and the sender compute the same list.
         """
         key = bucket.index, rank
         if key not in self._plans:
             parts = []
             for spec in bucket.tensors:
                 source = self._sources[spec.name]
-                if self._contributes(self._places[rank], source):
-                    held = self._slice(source.entry, spec.shape, self._places[rank])
-                    parts.append(_Part(spec, held, held.shape(spec.shape)))
+                if self._contributes(self._ranks[rank], source):
+                    own = self._slice(source.entry, spec.shape, self._ranks[rank])
+                    parts.append(_Part(spec, own, own.shape(spec.shape)))
             self._plans[key] = [part for part in parts if part.num_bytes]
         return self._plans[key]
 
-    def _contributes(self, place: _Place, source: _Source) -> bool:
-        """Whether the rank at `place` sends its part of a tensor: of several that hold the same,
-        the first does.
-        """
+    def _contributes(self, at: _Coordinates, source: _Source) -> bool:
+        """Whether a rank sends its part of a tensor: of several ranks with the same, the first."""
         entry = source.entry
-        if place.stage != source.stage:
+        if at.stage != source.stage:
             return False
         if entry.expert is not None:
-            here = entry.expert * self.parallel.ep_size // self.arch.num_experts
-            return (place.ep, place.expert_replica) == (here, 0)
-        return place.replica == 0 and (entry.split is not Split.REPLICATED or place.tp == 0)
+            owner = entry.expert * self.parallel.ep_size // self.arch.num_experts
+            return (at.ep, at.expert_replica) == (owner, 0)
+        return at.replica == 0 and (entry.split is not Split.REPLICATED or at.tp == 0)
 
-    def _slice(self, entry: Entry, shape: tuple[int, ...], place: _Place) -> Slice:
+    def _slice(self, entry: Entry, shape: tuple[int, ...], at: _Coordinates) -> Slice:
         p = self.parallel
-        rank, size = (place.tp, p.tp_size) if entry.expert is None else (place.etp, p.etp_size)
+        rank, size = (at.tp, p.tp_size) if entry.expert is None else (at.etp, p.etp_size)
         return tp_slice(entry.split, shape, rank, size, self._padded_vocab)
 
     def _copy_own(self, part: _Part, out: Tensor) -> None:
-        """Copy this rank's piece of a tensor into `out`, which has the piece's shape, cast to the
-        dtype of the wire.
-        """
+        """Copy this rank's piece of a tensor into `out`, with the dtype and shape of `out`."""
         own = self._own(part)
         out.view(own.shape).copy_(own)
 
     def _own(self, part: _Part) -> Tensor:
-        """This rank's piece of a tensor, as the parameter has it: perhaps strided, of another shape
-        or dtype.
+        """This rank's piece of a tensor, a view of the parameter.
+
+        It may be strided, and have another shape or dtype than in the bucket.
         """
         source = self._sources[part.spec.name]
-        split = source.entry.split
-        own = self._places[self.parallel.rank]
-        held = [
-            self._slice(source.entry, shape, own).shape(shape)
+        at = self._ranks[self.parallel.rank]
+        rows = [
+            self._slice(source.entry, shape, at).shape(shape)[0]
             for shape in hf_shapes(self.arch, source.entry)
         ]
         param = self._params[source.entry.megatron].data
-        return unpack(
-            split, param, self.arch.transformer["kv_channels"], [shape[0] for shape in held]
-        )[source.piece]
+        pieces = unpack(source.entry.split, param, self.arch.transformer["kv_channels"], rows)
+        return pieces[source.piece]
 
-    # --- what is agreed once ----------------------------------------------------------------------
+    # --- agreed on once ---------------------------------------------------------------------------
 
-    def _find_places(self) -> list[_Place]:
-        """Of every rank of the world."""
-        mine = torch.tensor(astuple(_Place.of(self.parallel)))
-        places = [torch.empty_like(mine) for _ in range(self.parallel.world_size)]
-        dist.all_gather(places, mine, group=self.parallel.control_group)
-        return [_Place(*place.tolist()) for place in places]
+    def _gather_coordinates(self) -> list[_Coordinates]:
+        """The coordinates of every rank of the world."""
+        own = torch.tensor(astuple(_Coordinates.of(self.parallel)))
+        gathered = [torch.empty_like(own) for _ in range(self.parallel.world_size)]
+        dist.all_gather(gathered, own, group=self.parallel.control_group)
+        return [_Coordinates(*numbers.tolist()) for numbers in gathered]
 
     def _find_sources(self) -> dict[str, _Source]:
-        """The owning stage of every tensor."""
+        """The source of every tensor."""
         entries = model_entries(self.arch, self.head)
         stages = torch.tensor(
             [self.parallel.pp_rank if entry.megatron in self._params else -1 for entry in entries]
@@ -338,9 +325,7 @@ class WeightExporter:
         return sources
 
     def _buffer(self, kind: str, key: int, size: int) -> Tensor:
-        """The first `size` bytes of a buffer that grows to the largest need seen and is then
-        reused.
-        """
+        """The first `size` bytes of a buffer, which grows to the largest size asked for."""
         buffer = self._buffers.get((kind, key))
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[kind, key] = torch.empty(
@@ -354,17 +339,17 @@ def _overlapping_size(specs: Sequence[TensorSpec]) -> int:
 
 
 def _is_sent_as(part: _Part, own: Tensor) -> bool:
-    """Whether the bytes of a rank's piece are those of the wire."""
+    """Whether the bytes of a rank's piece are those of the bucket."""
     return own.is_contiguous() and own.dtype == part.spec.torch_dtype
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, uint8 [n]: a view."""
+    """A view of the bytes of a contiguous tensor: uint8 [n]."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _pieces(parts: Sequence[_Part], buffer: Tensor) -> Iterator[tuple[_Part, Tensor]]:
-    """(part, view) of each part in a flat buffer."""
+    """Yield each part with its view in a flat buffer."""
     at = 0
     for part in parts:
         flat = buffer[at : at + part.num_bytes]
@@ -373,7 +358,7 @@ def _pieces(parts: Sequence[_Part], buffer: Tensor) -> Iterator[tuple[_Part, Ten
 
 
 def _tail(buffer: Tensor, parts: Sequence[_Part]) -> Tensor:
-    """Where the last of the parts in a buffer lie."""
+    """The end of a buffer, where the last parts lie."""
     return buffer[buffer.numel() - sum(part.num_bytes for part in parts) :]
 
 

@@ -1,12 +1,14 @@
-"""Making the next thing while the last one is in use: in a thread on the CPU, on a stream of its
-own on a GPU.
+"""Prefetching: the next result is computed while the last one is in use.
+
+This happens in a thread on the CPU, and on a stream of its own on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
@@ -15,72 +17,63 @@ R = TypeVar("R")
 
 
 def prefetched(make: Callable[[T], R], items: Sequence[T], device: torch.device) -> Iterator[R]:
-    """`make(item)` of each item in order; the next is being made while the consumer has the last.
+    """Yield `make(item)` of each item in order, and make the next while the last is in use.
 
-    `make` is called for one item after the other, without gradients. It must not overwrite the last
-        thing that it made: that
-    is the consumer's until the next is asked for. When the consumer stops early, the one begun is
-    still made.
+    `make` is called for one item after the other, without gradients. It must not overwrite its last
+    result, which the consumer uses until it asks for the next. When the consumer stops early, the
+    call that has begun is finished.
     """
-    with _Stream(device) if device.type == "cuda" else _Thread() as maker:
-        pending = maker.begin(make, items[0]) if items else None
+
+    def without_gradients(item: T) -> R:
+        with torch.no_grad():
+            return make(item)
+
+    on_gpu = device.type == "cuda"
+    start = _on_stream(without_gradients, device) if on_gpu else _in_thread(without_gradients)
+    with start as begin:
+        pending = begin(items[0]) if items else None
         for following in items[1:]:
             assert pending is not None
             made = pending()
-            pending = maker.begin(make, following)
+            pending = begin(following)
             yield made
         if pending is not None:
             yield pending()
 
 
-class _Maker(Protocol):
-    def begin(self, make: Callable[[T], R], item: T) -> Callable[[], R]:
-        """Start it; the function returned gives what was made."""
-        ...
+@contextmanager
+def _in_thread(make: Callable[[T], R]) -> Iterator[Callable[[T], Callable[[], R]]]:
+    """Yield a function that starts `make(item)` and returns a function to wait for the result."""
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as worker:
+        yield lambda item: worker.submit(make, item).result
 
 
-class _Thread:
-    def __enter__(self) -> _Maker:
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="ahead")
-        return self
+@contextmanager
+def _on_stream(
+    make: Callable[[T], R], device: torch.device
+) -> Iterator[Callable[[T], Callable[[], R]]]:
+    """As `_in_thread`, on a second CUDA stream.
 
-    def __exit__(self, *exception: object) -> None:
-        self._worker.shutdown()
-
-    def begin(self, make: Callable[[T], R], item: T) -> Callable[[], R]:
-        def without_gradients() -> R:  # a thread begins with them
-            with torch.no_grad():
-                return make(item)
-
-        future: Future[R] = self._worker.submit(without_gradients)
-        return future.result
-
-
-class _Stream:
-    """Calls return when their kernels are queued. Both streams wait for each other on the device
+    Calls return when their kernels are queued. The two streams wait for each other on the device
     alone.
     """
+    stream = torch.cuda.Stream(device)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-
-    def __enter__(self) -> _Maker:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def begin(self, make: Callable[[T], R], item: T) -> Callable[[], R]:
-        # The consumer's stream: the weights are what its last step made, and the memory to write to
-        # is no longer read there.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.no_grad(), torch.cuda.stream(self._stream):
+    def begin(item: T) -> Callable[[], R]:
+        # Wait for the consumer's stream: its last step has made the weights, and it no longer reads
+        # the memory that is written to.
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
             made = make(item)
-            ready = self._stream.record_event()
+            ready = stream.record_event()
 
         def wait() -> R:
-            torch.cuda.current_stream(self._device).wait_event(ready)
+            torch.cuda.current_stream(device).wait_event(ready)
             return made
 
         return wait
+
+    try:
+        yield begin
+    finally:
+        torch.cuda.current_stream(device).wait_stream(stream)

@@ -1,6 +1,4 @@
-"""The batch that tests of a stubbed mpu share: ragged, with an empty sequence, and every vector
-that an estimator may need.
-"""
+"""A ragged batch with an empty sequence and every vector that an estimator may need."""
 
 from __future__ import annotations
 

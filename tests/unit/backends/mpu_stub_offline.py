@@ -1,7 +1,6 @@
-"""Run by test_stubbed_advantages.py where megatron cannot be imported: every estimator, with stubs
-of mpu that disagree.
+"""A script of test_stubbed_advantages.py: every estimator where megatron cannot be imported.
 
-Prints one line of JSON: the estimators that were run, and what of megatron was imported.
+Prints one line of JSON: the estimators that ran, and the modules of megatron that were imported.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""One of two gloo ranks, run by test_stubbed_advantages.py: RANK STORE PLUGINS. Prints what it saw
-as one line of JSON.
+"""One of two gloo ranks of test_stubbed_advantages.py: RANK STORE PLUGINS.
+
+Prints its results as one line of JSON.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main(rank: int, store: str, plugins: str) -> None:
     alike = ParallelState.from_mpu(stub_mpu(rank=0), timeout_s=DEADLINE_S)
     plugin = "algorithm.estimator.name=stub_plugins:"
     seen = {
-        "place": [
+        "coordinates": [
             parallel.rank,
             parallel.world_size,
             parallel.dp_rank,

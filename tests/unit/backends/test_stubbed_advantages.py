@@ -1,6 +1,4 @@
-"""Scores to advantages in a unit test on a CPU: every estimator, the raw KL, two ranks, without
-Megatron.
-"""
+"""Scores to advantages without Megatron on a CPU: every estimator, the raw KL, two ranks."""
 
 from __future__ import annotations
 
@@ -176,8 +174,9 @@ def test_the_kl_stays_raw_when_rewards_are_shaped_with_it(name: str, kind: str) 
 
 
 def test_scaling_the_kl_in_place_would_be_seen() -> None:
-    """slime's PPO branch did this: it multiplied the KL that is logged by -kl_coef and added the
-    reward to its last token.
+    """The KL is compared in a way that finds an error of slime's PPO branch.
+
+    It multiplied the logged KL by -kl_coef and added the reward to its last token.
     """
     batch = full_batch()
     compute_advantages_and_returns(
@@ -219,12 +218,14 @@ class Shapes:
 class Random:
     def __call__(self, inputs):
         calls.append("Random")
-        return Advantages(torch.randn(inputs.num_tokens, generator=torch.Generator().manual_seed(torch.seed() % 2**31)))
+        return Advantages(torch.randn(inputs.num_tokens,
+            generator=torch.Generator().manual_seed(torch.seed() % 2**31)))
 
 class Wide(Random):
     def __call__(self, inputs):
         advantages = expand_to_tokens(inputs.rewards, inputs.cu_seqlens).double()
-        return Advantages(advantages, returns=torch.zeros(1, dtype=torch.float64).expand(inputs.num_tokens))
+        return Advantages(advantages,
+            returns=torch.zeros(1, dtype=torch.float64).expand(inputs.num_tokens))
 
 class Broken(Random):
     def __call__(self, inputs):
@@ -259,7 +260,7 @@ def test_a_plugin_that_writes_into_the_kl_is_refused_and_does_not_reach_it(
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each of two gloo ranks saw; see mpu_stub_ranks.py."""
+    """The results of two gloo ranks; see mpu_stub_ranks.py."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "stub_plugins.py").write_text(PLUGINS)
     return results_of(
@@ -272,7 +273,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 def test_two_ranks_get_what_rank_0_computed_once(two_ranks: list[Any]) -> None:
     zero, one = two_ranks
-    assert (zero["place"], one["place"]) == ([0, 2, 0, [0, 1]], [1, 2, 1, [0, 1]])
+    assert (zero["coordinates"], one["coordinates"]) == ([0, 2, 0, [0, 1]], [1, 2, 1, [0, 1]])
     for case in ("ppo", "random", "alike", "wide"):
         assert zero[case] == one[case]
         assert len(zero[case]["advantages"]) == sum(LENGTHS)
@@ -296,7 +297,8 @@ def test_what_goes_wrong_on_rank_0_ends_both(two_ranks: list[Any]) -> None:
         "algorithm.estimator: estimator 'stub_plugins:Broken': advantages: expected shape"
     )
     assert one["broken"] == {
-        "error": "FailedElsewhere", "says": "computing the advantages failed on rank 0; its log has the reason"
+        "error": "FailedElsewhere", "says": "computing the advantages failed on rank 0; its log "
+        "has the reason"
     }  # fmt: skip
     for seen in (zero, one):
         assert "has no dp_group: mpu.get_data_parallel_group is missing" in seen["group"]

@@ -1,6 +1,4 @@
-"""mbridge (`pip install mbridge einops`), as one family's bridge. It runs without Transformer
-Engine and without CUDA.
-"""
+"""mbridge (`pip install mbridge einops`). It runs without Transformer Engine and without CUDA."""
 
 from __future__ import annotations
 
@@ -20,8 +18,10 @@ INSTALL = "pip install mbridge==0.15.1 einops"
 
 
 def open_mbridge(arch: Architecture) -> MBridge:
-    """Raises ModelError: mbridge is missing or broken, does not know the family, or builds its
-    layers itself.
+    """Open mbridge for the family of `arch`.
+
+    Raises ModelError: mbridge is missing or broken, does not know the family, or builds its layers
+    itself.
     """
     try:
         with importing_megatron():
@@ -48,15 +48,18 @@ def open_mbridge(arch: Architecture) -> MBridge:
 
 
 class MBridge:
-    """`kind`: a class of mbridge. Two instances: one of the model as it is, and a narrow one for
+    """A `FamilyBridge` on a class of mbridge.
+
+    It has two instances: one of the model as it is, and one with a hidden size of 1 for
     `to_megatron`.
     """
 
     def __init__(self, kind: type, arch: Architecture) -> None:
         self.name = f"mbridge's {kind.__name__}"
-        # Without the copy a tied model would name its output layer after the embedding in every
-        # later one of the class.
-        changes = {"TransformerConfigClass": _Given, "_DIRECT_MAPPING": dict(kind._DIRECT_MAPPING)}  # type: ignore[attr-defined]
+        # Without the copy a tied model would rename the output layer of every later model of the
+        # class.
+        direct = dict(kind._DIRECT_MAPPING)  # type: ignore[attr-defined]
+        changes = {"TransformerConfigClass": _Given, "_DIRECT_MAPPING": direct}
         self._kind: Any = type(kind.__name__, (kind,), changes)
         self._bridge = self._make(arch)
         self._narrow = self._make(arch, hidden_size=1)
@@ -76,13 +79,16 @@ class MBridge:
             ) from error
 
     def fields(self) -> Mapping[str, Any]:
+        """See `FamilyBridge`."""
         return vars(self._bridge.config)
 
     def gpt_arguments(self) -> Mapping[str, Any]:
+        """See `FamilyBridge`."""
         arguments: dict[str, Any] = self._bridge._get_gptmodel_args()
         return arguments
 
     def hf_names(self, megatron: str) -> Sequence[str]:
+        """See `FamilyBridge`."""
         try:
             names: list[str] = self._bridge._weight_name_mapping_mcore_to_hf(megatron)
         except NotImplementedError as error:
@@ -90,14 +96,13 @@ class MBridge:
         return names
 
     def to_megatron(self, megatron: str, tensors: Sequence[Tensor]) -> Tensor:
+        """See `FamilyBridge`."""
         parameter: Tensor = self._narrow._weight_to_mcore_format(megatron, list(tensors))
         return parameter
 
 
 class _Given(SimpleNamespace):
-    """Stands where mbridge makes a TransformerConfig: what it sets, and Megatron's defaults for
-    what it asks besides.
-    """
+    """Replaces mbridge's TransformerConfig: the fields that it sets, else Megatron's defaults."""
 
     def __getattr__(self, name: str) -> Any:
         with importing_megatron():

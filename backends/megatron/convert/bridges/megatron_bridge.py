@@ -1,6 +1,4 @@
-"""megatron-bridge (`pip install megatron-bridge`), as one family's bridge. It does not start
-without Transformer Engine.
-"""
+"""megatron-bridge (`pip install megatron-bridge`). It does not start without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -24,8 +22,9 @@ _AS_IT_IS = ("AutoMapping", "ReplicatedMapping", "ColumnParallelMapping", "RowPa
 
 
 def open_megatron_bridge(arch: Architecture) -> MegatronBridge:
-    """Raises ModelError: megatron-bridge is missing, cannot be imported, or does not know the
-    family.
+    """Open megatron-bridge for the family of `arch`.
+
+    Raises ModelError: megatron-bridge is missing, cannot be imported, or does not know the family.
     """
     try:
         with importing_megatron():
@@ -45,7 +44,7 @@ def open_megatron_bridge(arch: Architecture) -> MegatronBridge:
 
 
 class MegatronBridge:
-    """`auto`: megatron-bridge's AutoBridge of a configuration."""
+    """A `FamilyBridge` on megatron-bridge's AutoBridge of a configuration."""
 
     def __init__(self, auto: Any, arch: Architecture) -> None:
         self.name = f"megatron-bridge's {type(auto._model_bridge).__name__}"
@@ -57,6 +56,7 @@ class MegatronBridge:
         )
 
     def fields(self) -> Mapping[str, Any]:
+        """See `FamilyBridge`."""
         from megatron.core.transformer import TransformerConfig
 
         return {
@@ -64,15 +64,18 @@ class MegatronBridge:
         }
 
     def gpt_arguments(self) -> Mapping[str, Any]:
+        """See `FamilyBridge`."""
         return {name: getattr(self._provider, name) for name in _ARGUMENTS}
 
     def hf_names(self, megatron: str) -> Sequence[str]:
+        """See `FamilyBridge`."""
         mapping = self._mapping(megatron)
         if isinstance(mapping.hf_param, str):
             return (mapping.hf_param,)
         return [mapping.hf_param[piece] for piece in _PIECES[type(mapping).__name__]]
 
     def to_megatron(self, megatron: str, tensors: Sequence[Tensor]) -> Tensor:
+        """See `FamilyBridge`."""
         from megatron.bridge.models.conversion.param_mapping import (
             merge_qkv_biases,
             merge_qkv_weights,
@@ -86,8 +89,9 @@ class MegatronBridge:
         return torch.cat(list(tensors))
 
     def _mapping(self, megatron: str) -> Any:
-        """The mapping of a parameter, of a kind whose conversion we know. By exact class:
-        subclasses change the numbers.
+        """The mapping of a parameter, of a kind whose conversion we know.
+
+        Kinds are compared by exact class, since subclasses convert otherwise.
         """
         mapping = self._registry.megatron_to_hf_lookup(megatron)
         if mapping is None:

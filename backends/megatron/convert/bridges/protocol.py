@@ -1,4 +1,4 @@
-"""What is asked of a package that knows a family which we may not know."""
+"""The interface of a package that knows families which we may not know."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backends.megatron.convert.architecture import Architecture
 
 
 class FamilyBridge(Protocol):
-    """One family of one package, for the folder at hand.
+    """One family of one package, for one folder.
 
     Parameters have Megatron's names as Transformer Engine's layers spell them
     (`linear_qkv.layer_norm_weight`, `experts.linear_fc1.weight3`), with layer and expert counted
@@ -29,30 +29,19 @@ class FamilyBridge(Protocol):
         ...
 
     def hf_names(self, megatron: str) -> Sequence[str]:
-        """The Hugging Face tensors that make up a parameter. Raises ModelError where it knows none."""
+        """The Hugging Face tensors that make a parameter. Raises ModelError if it knows none."""
         ...
 
     def to_megatron(self, megatron: str, tensors: Sequence[Tensor]) -> Tensor:
-        """The whole parameter (no rank's part) from its whole Hugging Face tensors, of a model with
-        a hidden size of 1.
-        """
+        """Convert whole tensors (no rank's part) of a model with a hidden size of 1."""
         ...
 
 
-class OpenBridge(Protocol):
-    """Raises ModelError: the package is not installed or not importable, or does not know the
-    family.
-    """
-
-    def __call__(self, arch: Architecture) -> FamilyBridge: ...
-
-
 def legacy_config(arch: Architecture, **changes: Any) -> Any:
-    """`config.json` as the object that transformers 4 made of it, with its defaults: both packages
-    are written for that.
+    """Make the object that transformers 4 made of `config.json`: both packages are written for it.
 
     No code of the folder is run: a `model_type` that transformers does not have becomes a plain
-        configuration.
+    configuration.
     """
     from transformers import PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -62,7 +51,7 @@ def legacy_config(arch: Architecture, **changes: Any) -> Any:
         for key, value in arch.hf_config.items()
         if key not in ("model_type", "auto_map", *PREDICTED_LAYERS)
     }
-    # Its `get` knows only those that were asked for before.
+    # The mapping is lazy: its `get` knows only types that were used before.
     kind: Any = CONFIG_MAPPING[arch.family] if arch.family in CONFIG_MAPPING else PretrainedConfig  # noqa: SIM401
     made: Any = kind(**config)
     made.model_type = arch.family
@@ -70,7 +59,7 @@ def legacy_config(arch: Architecture, **changes: Any) -> Any:
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     extra = {
         "rope_theta": arch.rope_theta,
-        # `architecture._rope` has read it, and refused what Megatron does not compute.
+        # `read._rope` has read it, and refused kinds that Megatron does not compute.
         "rope_parameters" if hasattr(made, "rope_parameters") else "rope_scaling": None,
         "partial_rotary_factor": 1.0 if partial is None else partial,
         "head_dim": arch.transformer["kv_channels"],

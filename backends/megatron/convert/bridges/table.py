@@ -1,5 +1,6 @@
-"""A bridge's names and conversions as rows of a table of ours, with the proof that the conversions
-are the same.
+"""A bridge's names and conversions as rows of a table of ours.
+
+A proof shows that the conversions are the same.
 """
 
 from __future__ import annotations
@@ -24,16 +25,14 @@ from backends.megatron.convert.table import (
 )
 from rlcore.errors import ModelError
 
-# asked for in place of a number: no name has them by itself
+# placeholders for the numbers of layer and expert, which no name contains otherwise
 _LAYER = 7919
 _EXPERT = 6007
 
 
 @dataclass(frozen=True)
 class _Question:
-    """A parameter of our model: its name in the spelling of Transformer Engine's layers, of one
-    layer and expert.
-    """
+    """A parameter of our model, by its name in the spelling of Transformer Engine's layers."""
 
     name: str
     split: Split
@@ -42,10 +41,11 @@ class _Question:
 
     @property
     def asked(self) -> str:
+        """The name with placeholders for the numbers."""
         return self.name.format(layer=_LAYER, expert=_EXPERT)
 
     def entry(self, hf_names: list[str]) -> Entry:
-        """The row, with placeholders where the numbers are in the answer."""
+        """The row of the table, from the bridge's answer."""
         layer = f"decoder.layers.{_LAYER}."
         ours = (
             layer + local_spelling(self.asked.removeprefix(layer))
@@ -60,11 +60,10 @@ class _Question:
 
 
 def bridged_entries(bridge: FamilyBridge, arch: Architecture) -> tuple[Entry, ...]:
-    """The table of a model with `arch.transformer`, by the bridge's names; the value head's row is
-    ours.
+    """Make the table of a model with `arch.transformer` of the bridge's names.
 
-    Raises ModelError where the bridge has no name for a parameter, or converts it otherwise than
-    our table could say.
+    The row of the value head is ours. Raises ModelError where the bridge has no name for a
+    parameter, or converts it in a way that our table cannot express.
     """
     narrow = replace(arch, transformer={**arch.transformer, "hidden_size": 1})
     entries: list[Entry] = []
@@ -81,7 +80,7 @@ def bridged_entries(bridge: FamilyBridge, arch: Architecture) -> tuple[Entry, ..
 
 
 def _prove(bridge: FamilyBridge, narrow: Architecture, question: _Question, entry: Entry) -> None:
-    """Convert numbered elements both ways: every one must come to the same place."""
+    """Convert numbered elements in both ways: the results must be equal."""
     one = entry.at(0, 0) if entry.per_expert else entry.at(0)
     shapes = hf_shapes(narrow, one)
     if len(shapes) == len(entry.hf):
@@ -104,9 +103,7 @@ def _prove(bridge: FamilyBridge, narrow: Architecture, question: _Question, entr
 
 
 def _questions(arch: Architecture) -> Iterator[_Question]:
-    """Every parameter that our model builder makes for these fields, in the order of a forward
-    pass.
-    """
+    """Yield every parameter of a model with these fields, in the order of a forward pass."""
     fields = arch.transformer
     layer = "decoder.layers.{layer}."
     attention = layer + "self_attention."

@@ -1,5 +1,4 @@
-"""DeepSeek-V3, Moonlight: latent attention, and experts behind sigmoid routers whose choice a bias
-corrects.
+"""DeepSeek-V3 and Moonlight: latent attention, and experts behind sigmoid routers with a bias.
 
 The layers that predict further tokens (`num_nextn_predict_layers`) are left out, as transformers
 leaves them out.

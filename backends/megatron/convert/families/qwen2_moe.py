@@ -1,6 +1,4 @@
-"""Qwen2-MoE and Qwen1.5-MoE: Qwen2 with routed experts, and a gated one that every token passes
-through.
-"""
+"""Qwen2-MoE and Qwen1.5-MoE: Qwen2 with routed experts, and a gated expert for every token."""
 
 from __future__ import annotations
 

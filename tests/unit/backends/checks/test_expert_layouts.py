@@ -1,6 +1,4 @@
-"""What `config.json` says of experts, which parameters they have, and which layouts of them are
-refused.
-"""
+"""Experts: the fields of `config.json`, the parameters of experts, and layouts that are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +16,8 @@ from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError, ModelError
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 64, "vocab_size": 31, "num_experts_per_tok": 2,
 }  # fmt: skip
 QWEN3_MOE = {

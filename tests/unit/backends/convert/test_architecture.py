@@ -1,4 +1,4 @@
-"""What is read from a Hugging Face folder, and what is refused."""
+"""The architecture of a Hugging Face folder, and folders that are refused."""
 
 from __future__ import annotations
 

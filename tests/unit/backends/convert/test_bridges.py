@@ -22,7 +22,8 @@ from backends.megatron.convert.table import FUSED_NORMS, Entry, Split
 from rlcore.errors import ModelError
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {
@@ -43,8 +44,10 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 GLM4_MOE: dict[str, Any] = {
-    **SIZES, "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
+    **SIZES, "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
     "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 
@@ -133,8 +136,10 @@ def test_glm4_moe(tmp_path: Path) -> None:
     assert arch.moe_layers == [False, True, True]
     assert arch.table.classes[0] == "Glm4MoeForCausalLM"
     expected = {
-        "moe_router_score_function": "sigmoid", "moe_router_pre_softmax": False, "moe_router_topk_scaling_factor": 1.7,
-        "moe_router_num_groups": 1, "moe_router_dtype": "fp32", "moe_shared_expert_intermediate_size": 24, "kv_channels": 16,
+        "moe_router_score_function": "sigmoid", "moe_router_pre_softmax": False,
+        "moe_router_topk_scaling_factor": 1.7,
+        "moe_router_num_groups": 1, "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": 24, "kv_channels": 16,
         "qk_layernorm": True, "add_qkv_bias": True,
     }  # fmt: skip
     assert {key: arch.transformer[key] for key in expected} == expected

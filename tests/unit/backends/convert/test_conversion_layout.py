@@ -1,6 +1,4 @@
-"""The arithmetic of the splits, on one process: slices of all ranks make the whole, pack and unpack
-are inverse.
-"""
+"""The arithmetic of splits: the slices of all ranks make the whole, pack and unpack are inverse."""
 
 from __future__ import annotations
 
@@ -25,7 +23,8 @@ from rlcore.weights import TensorSpec
 
 HEAD_DIM = 3
 CONFIG: dict[str, Any] = {
-    "model_type": "qwen2", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "model_type": "qwen2", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": HEAD_DIM, "max_position_embeddings": 16, "vocab_size": 31,
 }  # fmt: skip
 

@@ -1,6 +1,4 @@
-"""Hugging Face folders are written as their tensors come: how much memory that takes, and a disk
-that refuses.
-"""
+"""Hugging Face folders are written tensor by tensor: the memory that takes, and a full disk."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ def write(folder: Path, source: Path) -> None:
     writer.finish({}, "Model")
 
 
-def test_no_tensor_is_held(tmp_path: Path, source: Path) -> None:
+def test_no_tensor_is_kept_in_memory(tmp_path: Path, source: Path) -> None:
     with LiveBytes() as live:
         write(tmp_path / "hf", source)
     assert live.peak == TENSOR_BYTES  # the buffer that they arrive in

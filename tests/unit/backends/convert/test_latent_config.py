@@ -1,6 +1,4 @@
-"""Latent attention and sigmoid routers: what is read from a folder, what is refused, and the choice
-of experts.
-"""
+"""Latent attention and sigmoid routers: fields of a folder, refusals, and the choice of experts."""
 
 from __future__ import annotations
 
@@ -27,21 +25,28 @@ with importing_megatron():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from backends.megatron.batch.cp_layout import PackLayout
-    from backends.megatron.model import te_layers as engine_layers
+    from backends.megatron.model import te_layers
     from backends.megatron.model.attention import bucketed_attention
     from backends.megatron.model.moe import PackRouter
     from backends.megatron.model.sigmoid_router import SigmoidRouter
 
 # As DeepSeek writes it, before transformers 5.
 CONFIG: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "vocab_size": 31,
-    "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
-    "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
-    "first_k_dense_replace": 1, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 64, "vocab_size": 31,
+    "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "q_lora_rank": 16, "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1, "moe_layer_freq": 1, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
     "num_nextn_predict_layers": 1,
-    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096,
+        "beta_fast": 32, "beta_slow": 1,
                      "mscale": 1.0, "mscale_all_dim": 1.0},
 }  # fmt: skip
 
@@ -54,12 +59,17 @@ def read(folder: Path, **changes: Any) -> Architecture:
 def test_what_the_config_says(tmp_path: Path) -> None:
     arch = read(tmp_path)
     expected = {
-        "multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_head_dim": 12, "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 10, "rope_interleave": True, "rope_type": "yarn", "rotary_base": 50000.0, "rotary_scaling_factor": 40.0,
-        "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-        "num_moe_experts": 8, "moe_router_topk": 3, "moe_layer_freq": [0, 1, 1, 1], "moe_router_score_function": "sigmoid",
+        "multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_head_dim": 12,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 10, "rope_interleave": True, "rope_type": "yarn", "rotary_base": 50000.0,
+        "rotary_scaling_factor": 40.0,
+        "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+        "num_moe_experts": 8, "moe_router_topk": 3, "moe_layer_freq": [0, 1, 1, 1],
+        "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": False, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
-        "moe_router_topk_scaling_factor": 2.5, "moe_router_dtype": "fp32", "moe_shared_expert_intermediate_size": 48,
+        "moe_router_topk_scaling_factor": 2.5, "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": 48,
     }  # fmt: skip
     assert {key: arch.transformer[key] for key in expected} == expected
     assert "moe_shared_expert_gate" not in arch.transformer
@@ -74,8 +84,14 @@ def test_plain_rotary_positions(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("given", "expected"), [({"mscale": 0.7}, (1.0, 0.0)), ({}, (1.0, 0.0)),
-                                                 ({"mscale": 0.7, "mscale_all_dim": 0.5}, (0.7, 0.5))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"mscale": 0.7}, (1.0, 0.0)),
+        ({}, (1.0, 0.0)),
+        ({"mscale": 0.7, "mscale_all_dim": 0.5}, (0.7, 0.5)),
+    ],
+)
 def test_mscale_as_transformers_reads_it(
     given: dict[str, float], expected: tuple[float, float], tmp_path: Path
 ) -> None:
@@ -209,14 +225,14 @@ def test_chosen_scores_are_normalised_unless_the_config_says_no(tmp_path: Path) 
 def test_transformer_engines_layers_have_the_same_router(
     score: str, expected: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A family of a bridge may have sigmoid routers without latent attention, and so these layers."""
-    monkeypatch.setattr(engine_layers, "HAVE_TE", True)
+    """A family of a bridge may have sigmoid routers without latent attention."""
+    monkeypatch.setattr(te_layers, "HAVE_TE", True)
     monkeypatch.setattr(
-        engine_layers, "get_gpt_layer_with_transformer_engine_spec",
+        te_layers, "get_gpt_layer_with_transformer_engine_spec",
         lambda num_experts, **_: get_gpt_layer_local_spec(num_experts=num_experts),
     )  # fmt: skip
     config: Any = SimpleNamespace(qk_layernorm=False, moe_router_score_function=score)
-    assert engine_layers.te_layer_spec(config, 4).submodules.mlp.submodules.router is expected
+    assert te_layers.te_layer_spec(config, 4).submodules.mlp.submodules.router is expected
 
 
 def router(config: DeepseekV3Config, theirs: DeepseekV3TopkRouter) -> SigmoidRouter:
@@ -224,8 +240,10 @@ def router(config: DeepseekV3Config, theirs: DeepseekV3TopkRouter) -> SigmoidRou
     ours = SigmoidRouter.__new__(SigmoidRouter)
     torch.nn.Module.__init__(ours)
     ours.config = SimpleNamespace(
-        moe_router_num_groups=config.n_group, moe_router_group_topk=config.topk_group, moe_z_loss_coeff=None,
-        moe_router_pre_softmax=not config.norm_topk_prob, moe_router_topk_scaling_factor=config.routed_scaling_factor,
+        moe_router_num_groups=config.n_group, moe_router_group_topk=config.topk_group,
+        moe_z_loss_coeff=None,
+        moe_router_pre_softmax=not config.norm_topk_prob,
+        moe_router_topk_scaling_factor=config.routed_scaling_factor,
     )  # fmt: skip
     ours.num_experts = config.num_local_experts
     ours.topk = config.num_experts_per_tok
@@ -241,9 +259,7 @@ def router(config: DeepseekV3Config, theirs: DeepseekV3TopkRouter) -> SigmoidRou
 def test_the_choice_and_the_weights_are_those_of_transformers(
     groups: int, best: int, topk: int, normalized: bool
 ) -> None:
-    """Also one expert a token, and fewer than two of each group, where Megatron's own router
-    differs.
-    """
+    """Megatron's own router differs with one expert a token, and less than two a group."""
     torch.manual_seed(0)
     config = DeepseekV3Config(
         hidden_size=8,

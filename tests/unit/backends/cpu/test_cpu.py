@@ -7,7 +7,8 @@ import sys
 
 IMPORTED_ELSEWHERE = """
 import torch
-import megatron.core.fusions.fused_bias_swiglu as fused   # as another library does: torch.compile stays on its functions
+# as another library does: torch.compile stays on its functions
+import megatron.core.fusions.fused_bias_swiglu as fused
 import torch._dynamo
 from backends.megatron.cpu.shim import megatron_device
 

@@ -1,6 +1,4 @@
-"""The fused LM head against the same formulas written out in float64, on one process; over ranks it
-is in tests/parity.
-"""
+"""The fused LM head on one process, against the same formulas in float64."""
 
 from __future__ import annotations
 
@@ -48,10 +46,8 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, torch.randint(VOCAB, (ROWS,), generator=generator)
 
 
-def sampling_mask(tokens: Tensor) -> BatchSamplingMasks:
-    """Sets of 1 to 7 tokens; the second holds nothing but its own, the third is empty: the whole
-    vocabulary.
-    """
+def mask_around(tokens: Tensor) -> BatchSamplingMasks:
+    """Masks of 1 to 7 tokens; the second has one token, the third is the whole vocabulary."""
     generator = torch.Generator().manual_seed(1)
     others = [
         torch.randint(VOCAB, (0 if i == 1 else i % 7,), generator=generator)
@@ -69,16 +65,20 @@ def dense(
     weight: Tensor,
     tokens: Tensor,
     temperature: float,
-    keep: BatchSamplingMasks | None,
+    sampling_mask: BatchSamplingMasks | None,
 ) -> tuple[Tensor, Tensor]:
     """Row by row, over its allowed columns alone."""
     logprobs = []
     entropies = []
     for row, token in enumerate(tokens.tolist()):
-        kept = (
-            [] if keep is None else keep.tokens[keep.offsets[row] : keep.offsets[row + 1]].tolist()
+        columns = (
+            []
+            if sampling_mask is None
+            else sampling_mask.tokens[
+                sampling_mask.offsets[row] : sampling_mask.offsets[row + 1]
+            ].tolist()
         )
-        allowed = torch.tensor(kept or range(VOCAB))
+        allowed = torch.tensor(columns or range(VOCAB))
         log_p = (weight[allowed] @ hidden[row] / temperature).log_softmax(0)
         logprobs.append(log_p[allowed.tolist().index(token)])
         entropies.append(-(log_p.exp() * log_p).sum())
@@ -87,14 +87,14 @@ def dense(
 
 @pytest.mark.parametrize("tile", [None, 1, 7, 50])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
 def test_values_and_gradients_are_those_of_the_dense_formula(
-    tile: int | None, temperature: float, kept: bool
+    tile: int | None, temperature: float, masked: bool
 ) -> None:
     hidden, weight, tokens = inputs()
-    keep = sampling_mask(tokens) if kept else None
+    sampling_mask = mask_around(tokens) if masked else None
     a, b = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    want = dense(hidden, weight, tokens, temperature, keep)
+    want = dense(hidden, weight, tokens, temperature, sampling_mask)
     got = fused_logprobs(
         hidden,
         weight,
@@ -103,7 +103,7 @@ def test_values_and_gradients_are_those_of_the_dense_formula(
         tp=TP,
         temperature=temperature,
         tile_elements=tile,
-        keep=keep,
+        sampling_mask=sampling_mask,
     )
     torch.testing.assert_close(got, want)
     got_gradients, want_gradients = (
@@ -114,14 +114,20 @@ def test_values_and_gradients_are_those_of_the_dense_formula(
     assert not got_gradients[1][VOCAB:].any()  # the rows that pad the vocabulary
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_gradcheck(kept: bool) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradcheck(masked: bool) -> None:
     hidden, weight, tokens = inputs()
-    keep = sampling_mask(tokens) if kept else None
+    sampling_mask = mask_around(tokens) if masked else None
 
     def head(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         logprobs, entropy = fused_logprobs(
-            hidden, weight, tokens, vocab_size=VOCAB, tp=TP, tile_elements=20, keep=keep
+            hidden,
+            weight,
+            tokens,
+            vocab_size=VOCAB,
+            tp=TP,
+            tile_elements=20,
+            sampling_mask=sampling_mask,
         )
         assert entropy is not None
         return logprobs, entropy
@@ -145,8 +151,10 @@ def test_either_gradient_alone(wanted: str) -> None:
 
 def test_a_set_of_one_token_is_certain_and_pulls_nowhere() -> None:
     hidden, weight, tokens = inputs()
-    keep = BatchSamplingMasks(tokens, torch.arange(ROWS + 1))
-    logprobs, entropy = fused_logprobs(hidden, weight, tokens, vocab_size=VOCAB, tp=TP, keep=keep)
+    sampling_mask = BatchSamplingMasks(tokens, torch.arange(ROWS + 1))
+    logprobs, entropy = fused_logprobs(
+        hidden, weight, tokens, vocab_size=VOCAB, tp=TP, sampling_mask=sampling_mask
+    )
     assert entropy is not None
     assert logprobs.abs().max() < 1e-12
     assert entropy.abs().max() < 1e-12
@@ -159,7 +167,7 @@ def test_keeping_all_is_keeping_none_out() -> None:
     everything = BatchSamplingMasks(
         torch.arange(VOCAB).repeat(ROWS), VOCAB * torch.arange(ROWS + 1)
     )
-    got = fused_logprobs(hidden, weight, tokens, vocab_size=VOCAB, tp=TP, keep=everything)
+    got = fused_logprobs(hidden, weight, tokens, vocab_size=VOCAB, tp=TP, sampling_mask=everything)
     torch.testing.assert_close(
         got, fused_logprobs(hidden, weight, tokens, vocab_size=VOCAB, tp=TP), rtol=0, atol=0
     )

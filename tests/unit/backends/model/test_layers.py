@@ -1,6 +1,4 @@
-"""Which layers are chosen, what Megatron is told, and that Transformer Engine's parameter names
-find their table entries.
-"""
+"""The choice of layers, Megatron's fields for it, and Transformer Engine's parameter names."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from rlcore.config.load import load_config
 from rlcore.config.sections.policy import Fp8Config
 from rlcore.errors import ConfigError
 
-ENGINE = Layers("transformer_engine", "installed")
+TE = Layers("transformer_engine", "installed")
 KEYS = ("run.name=x", "model.path=x", "data.paths=x", "training.steps=1", "model.dtype=bf16")
 
 
@@ -51,7 +49,7 @@ def test_an_installed_package_is_found(tmp_path: Path, monkeypatch: pytest.Monke
         "raise RuntimeError('looked for, never imported')"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert layers_of(config, "cuda") == ENGINE
+    assert layers_of(config, "cuda") == TE
     assert (
         layers_of(load_config([], [*KEYS, "policy.transformer_engine=off"]).config, "cuda").kind
         == "local"
@@ -65,12 +63,6 @@ def test_fp8_without_its_layers_is_refused() -> None:
         ConfigError, match=r"policy\.fp8: needs Transformer Engine.*does not run on cpu"
     ):
         layers_of(config, "cpu")
-    for key, message in (
-        ("policy.transformer_engine=off", "Transformer Engine"),
-        ("model.dtype=fp32", "bf16, got fp32"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load_config([], [*KEYS, "policy.fp8.format=e4m3", key])
 
 
 def test_every_field_is_one_of_megatron() -> None:
@@ -83,7 +75,7 @@ def test_every_field_is_one_of_megatron() -> None:
 
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     fields = layer_fields(
-        ENGINE, experts=True, fp8=Fp8Config(recipe="delayed", amax_history=16, amax_compute="max")
+        TE, experts=True, fp8=Fp8Config(recipe="delayed", amax_history=16, amax_compute="max")
     )
     assert set(fields) | set(LOCAL_FIELDS) <= known
     assert (fields["fp8"], fields["fp8_recipe"], fields["fp8_amax_history_len"]) == (
@@ -92,13 +84,13 @@ def test_every_field_is_one_of_megatron() -> None:
         16,
     )
     assert fields["moe_grouped_gemm"]
-    assert "fp8" not in layer_fields(ENGINE, experts=False, fp8=None)
+    assert "fp8" not in layer_fields(TE, experts=False, fp8=None)
     assert layer_fields(Layers("local", ""), experts=True, fp8=None) == LOCAL_FIELDS
 
 
-def engine_spelling(name: str, *, experts: bool) -> str:
-    """What Transformer Engine's spec calls a parameter of a layer: the inverse of `local_spelling`."""
-    fused = {local: engine for engine, local in FUSED_NORMS.items()}
+def te_spelling(name: str, *, experts: bool) -> str:
+    """The name of a layer's parameter in Transformer Engine's spec: `local_spelling` inverted."""
+    fused = {local: te for te, local in FUSED_NORMS.items()}
     if experts:
         # the router reads the normed input too: the norm stays a module
         fused.pop("pre_mlp_layernorm.weight")
@@ -119,8 +111,8 @@ def test_names_of_both_specs_meet_in_the_table(family: str) -> None:
             for entry in entries
             if entry.layers in ("all", "moe" if experts else "dense")
         ]
-        engine = [engine_spelling(name, experts=experts) for name in names]
-        assert [local_spelling(name) for name in engine] == names
+        te_names = [te_spelling(name, experts=experts) for name in names]
+        assert [local_spelling(name) for name in te_names] == names
         assert [local_spelling(name) for name in names] == names
-        assert len(set(engine)) == len(names)
-        assert engine != names
+        assert len(set(te_names)) == len(names)
+        assert te_names != names

@@ -1,6 +1,4 @@
-"""`megatron.core.mpu` as a stub in a unit test on a CPU: what it must answer, and how it takes the
-real one's place.
-"""
+"""A stub of `megatron.core.mpu` in a unit test: its functions, and how it replaces the real one."""
 
 from __future__ import annotations
 
@@ -162,7 +160,7 @@ def test_the_stub_counts_ranks_as_megatron_does(layout: dict[str, int]) -> None:
     dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
     experts = RankGenerator(tp=tp, ep=ep, dp=dp * cp // ep, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
 
-    def place(generator: Any, axis: str, rank: int) -> int:
+    def coordinate(generator: Any, axis: str, rank: int) -> int:
         return next(ranks.index(rank) for ranks in generator.get_ranks(axis) if rank in ranks)
 
     replicas: dict[int, list[int]] = {}
@@ -170,12 +168,12 @@ def test_the_stub_counts_ranks_as_megatron_does(layout: dict[str, int]) -> None:
         stub = stub_mpu(**layout, rank=rank)
         state = ParallelState.from_mpu(stub)
         assert (state.rank, state.world_size) == (rank, tp * pp * dp * cp)
-        assert state.tp_rank == place(dense, "tp", rank)
-        assert state.cp_rank == place(dense, "cp", rank)
-        assert state.dp_rank == place(dense, "dp", rank)
-        assert state.pp_rank == place(dense, "pp", rank)
-        assert state.ep_rank == place(experts, "ep", rank)
-        assert stub.get_data_parallel_rank(with_context_parallel=True) == place(
+        assert state.tp_rank == coordinate(dense, "tp", rank)
+        assert state.cp_rank == coordinate(dense, "cp", rank)
+        assert state.dp_rank == coordinate(dense, "dp", rank)
+        assert state.pp_rank == coordinate(dense, "pp", rank)
+        assert state.ep_rank == coordinate(experts, "ep", rank)
+        assert stub.get_data_parallel_rank(with_context_parallel=True) == coordinate(
             dense, "dp-cp", rank
         )
         replicas.setdefault(state.dp_rank, []).append(rank)

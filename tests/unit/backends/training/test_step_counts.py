@@ -1,4 +1,4 @@
-"""Where a resumed optimizer finds how many steps it has taken."""
+"""A resumed optimizer knows how many steps it has taken."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOMENT = torch.arange(3.0)
 
 
 def plain() -> dict[str, Any]:
-    """As Megatron's plain optimizer asks for its state."""
+    """The state as Megatron's plain optimizer asks for it."""
     asked = ShardedTensor.from_rank_offsets("optimizer.state.exp_avg.weight", torch.zeros(3))
     return {
         "state": {0: {"exp_avg": asked}},
@@ -28,11 +28,12 @@ def plain() -> dict[str, Any]:
 
 @pytest.mark.parametrize("counts_in_groups", [False, True])
 def test_the_plain_optimizer(counts_in_groups: bool) -> None:
-    """torch's AdamW counts in a tensor of each parameter; that of Transformer Engine and Apex in
-    the group.
-    """
+    """torch's AdamW counts by parameter, that of Transformer Engine and Apex by group."""
     whole = completed(
-        plain(), {"state": {0: {"exp_avg": MOMENT}}}, taken=7, counts_in_groups=counts_in_groups
+        plain(),
+        {"state": {0: {"exp_avg": MOMENT}}},
+        steps_taken=7,
+        counts_in_groups=counts_in_groups,
     )
     assert whole["state"].pop(0) == {"exp_avg": MOMENT}
     group = {"params": [0], "eps": 1e-8}
@@ -43,5 +44,5 @@ def test_the_plain_optimizer(counts_in_groups: bool) -> None:
 @pytest.mark.parametrize("counts_in_groups", [False, True])
 def test_the_distributed_optimizer_takes_it_from_the_groups(counts_in_groups: bool) -> None:
     wanted = {"optimizer": {"param_groups": [{"eps": 1e-8}]}, "param_state": {}}
-    whole = completed(wanted, None, taken=7, counts_in_groups=counts_in_groups)
+    whole = completed(wanted, None, steps_taken=7, counts_in_groups=counts_in_groups)
     assert whole == {"optimizer": {"param_groups": [{"eps": 1e-8, "step": 7}]}, "param_state": {}}

@@ -1,4 +1,4 @@
-"""One thing is made while the last is in use, never two, and in order."""
+"""The next result is made while the last is in use, never two, and in order."""
 
 from __future__ import annotations
 
