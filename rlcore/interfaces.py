@@ -366,7 +366,7 @@ class EngineMemory(Protocol):
         """
         ...
 
-    def anyone(self) -> bool:
+    def any_running(self) -> bool:
         """Whether an engine runs."""
         ...
 

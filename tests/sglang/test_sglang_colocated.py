@@ -89,7 +89,7 @@ def shared(served: Served, tmp_path: Path) -> Iterator[Shared]:
         served.external(), config=engine_config, keys=served.keys, model_path=str(served.model)
     )
     fleet = Fleet([engine], engine_config)
-    sync = RankSync(LocalStore(), 0, 1)
+    sync = RankSync(LocalStore(), 0, 1, timeout_s=60)
     sink = WeightPublication(config, fleet, served.loop.loop)
     publisher = WeightPublisher(
         backend, sync, sink=sink, journal=VersionJournal(tmp_path / "versions.jsonl"), timeout_s=60
