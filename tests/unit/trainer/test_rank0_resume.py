@@ -13,7 +13,7 @@ from rlcore.data.sample import Sample
 from rlcore.data.step import StepRollouts
 from rlcore.interfaces import RolloutSource
 from rlcore.launch.run_folder import conclude
-from rlcore.runs.checkpoints import Checkpoint, CheckpointStore
+from rlcore.runs.checkpoints import Checkpoint, CheckpointStore, latest_checkpoint
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.tracking.base import BaseTracker
@@ -77,7 +77,7 @@ def saved(rank0: RankZero, step: int, version: int) -> Checkpoint:
     rank0.build_batch(step, version)
     rank0.begin_checkpoint(step)
     rank0.checkpoints.commit(step)
-    found = rank0.checkpoints.latest()
+    found = latest_checkpoint(rank0.checkpoints.folder)
     assert found is not None
     return found
 
