@@ -127,7 +127,11 @@ class Runs:
             stdout=subprocess.PIPE,
             text=True,
             env={
-                **{key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
+                **{
+                    key: value
+                    for key, value in os.environ.items()
+                    if key not in ("RANK", "WORLD_SIZE")
+                },
                 "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
             },
         )  # fmt: skip

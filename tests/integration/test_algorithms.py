@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from lab import LEARNING, Lab
+from workspace import LEARNING, Workspace
 
 from rlcore.algorithms import EstimatorInputs, build_estimator, estimator_names
 from rlcore.data.batch import RolloutBatch
@@ -34,12 +34,12 @@ FROM_SAMPLES = {"rollout_logprobs", "versions", "rollout_ids", "baseline_rewards
         for name in estimator_names()
     ],
 )
-def test_recorded_advantages_are_the_estimators_own(lab: Lab, name: str) -> None:
+def test_recorded_advantages_are_the_estimators_own(workspace: Workspace, name: str) -> None:
     """A critic's values are in no recording: of estimators that need them it is said only that they
     train.
     """
     estimator = build_estimator(name)
-    run = lab.train(f"estimator {name}", *SHORT, f"algorithm.estimator.name={name}")
+    run = workspace.train(f"estimator {name}", *SHORT, f"algorithm.estimator.name={name}")
     assert run.code == 0, run.err
     for step in (1, 2):
         records = read_rollouts(run.rollouts(step))

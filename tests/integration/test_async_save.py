@@ -142,7 +142,7 @@ def test_a_disk_that_refuses_large_files_while_training_waits(runs: Runs, refere
 
 @pytest.mark.parametrize("action", ["disk full", "file limit"])
 def test_an_export_to_a_full_disk(runs: Runs, reference: Path, action: str) -> None:
-    """The trained weights are in the last checkpoint; resumed, the run has only its export to do."""
+    """The last checkpoint has the trained weights; resumed, the run has only its export to do."""
     name = f"export_{action.replace(' ', '_')}"
     ended = runs.train(name, KEEP, at={"point": "write export", "call": 1, "action": action})
     assert_failed(
@@ -185,8 +185,9 @@ def test_two_ranks_with_a_distributed_optimizer(runs: Runs) -> None:
     without.
     """
     options = (
-        "cluster.launcher=torchrun", "policy.optimizer.distributed=true", "critic.optimizer.distributed=true",
-        "policy.optimizer.eps=1e-2", "critic.optimizer.eps=1e-2",
+        "cluster.launcher=torchrun", "policy.optimizer.distributed=true",
+        "critic.optimizer.distributed=true", "policy.optimizer.eps=1e-2",
+        "critic.optimizer.eps=1e-2",
     )  # fmt: skip
     ended = runs.train("calm", "policy.optimizer.eps=1e-2", "critic.optimizer.eps=1e-2")
     assert ended.codes == [0], ended.output

@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from lab import LEARNING
 from rank_runs import RankRuns
+from workspace import LEARNING
 
 from rlcore.config.sections.run import RunConfig
 from rlcore.launch.process import DETERMINISTIC_LIBRARIES, _set_up_torch
@@ -23,8 +23,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_a_rerun_is_bit_equal(rank_runs: RankRuns, layout: str) -> None:
     options = (
-        *LAYOUTS[layout], *LEARNING, "run.deterministic=true", "training.steps=3", "algorithm.minibatches=2",
-        "algorithm.epochs=2", "algorithm.kl.loss_coef=0.01", "checkpoint.every=1",
+        *LAYOUTS[layout], *LEARNING, "run.deterministic=true", "training.steps=3",
+        "algorithm.minibatches=2", "algorithm.epochs=2", "algorithm.kl.loss_coef=0.01",
+        "checkpoint.every=1",
     )  # fmt: skip
     first, second = (
         rank_runs.train(f"deterministic_{layout}_{number}", *options) for number in (1, 2)

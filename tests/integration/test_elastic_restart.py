@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from accounts import faults_of
-from lab import LEARNING
+from accounting_checks import accounting_faults
 from rank_runs import Ended, RankRuns
 from safetensors.torch import load_file
 from torchrun_runs import Launched, Launcher
+from workspace import LEARNING
 
 STEPS = 12
 SETTINGS = (
-    "policy.parallel.tensor=2", *LEARNING, "rollout.engine.in_process=true", f"training.steps={STEPS}", "checkpoint.every=3",
+    "policy.parallel.tensor=2", *LEARNING, "rollout.engine.in_process=true",
+    f"training.steps={STEPS}", "checkpoint.every=3",
 )  # fmt: skip
 
 
@@ -101,7 +102,7 @@ def test_a_run_ahead_of_its_trainer_loses_nothing_when_it_is_started_again(
     run.rank(1).kill()
     assert run.wait() == [0, 0], run.said
     assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
-    assert faults_of(run.folder, steps=STEPS, max_staleness=2) == []
+    assert accounting_faults(run.folder, steps=STEPS, max_staleness=2) == []
     assert run.processes() == []
 
 

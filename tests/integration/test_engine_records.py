@@ -5,28 +5,31 @@ the wire too, for both.
 from __future__ import annotations
 
 import pytest
-from lab import LEARNING, Lab, Run
+from workspace import LEARNING, Run, Workspace
 
 from rlcore.data.sample import Sample
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
 
-TOP_P = (*LEARNING, "rollout.sampling.top_p=0.6", "rollout.sampling.top_k=12", "algorithm.minibatches=2", "training.steps=2",
-         "algorithm.kl.loss_coef=0.1", "algorithm.estimator.name=remax")  # fmt: skip
+TOP_P = (*LEARNING, "rollout.sampling.top_p=0.6", "rollout.sampling.top_k=12",
+         "algorithm.minibatches=2", "training.steps=2", "algorithm.kl.loss_coef=0.1",
+         "algorithm.estimator.name=remax")  # fmt: skip
 KEEP = "policy.logprobs.keep_sets=true"
 GAP = "rollout/train_rollout_logprob_diff"
 LOGPROBS = "rollout_logprobs"
 
 
 @pytest.fixture(scope="module")
-def kept(lab: Lab) -> Run:
-    run = lab.train("keep_sets", *TOP_P, KEEP, "checkpoint.every=1", "checkpoint.keep=9")
+def kept(workspace: Workspace) -> Run:
+    run = workspace.train("keep_sets", *TOP_P, KEEP, "checkpoint.every=1", "checkpoint.keep=9")
     assert run.code == 0, run.err
     return run
 
 
-def test_the_trainer_agrees_with_the_engine_on_truncated_responses(lab: Lab, kept: Run) -> None:
-    whole = lab.train("no_keep_sets", *TOP_P, "training.steps=1")
+def test_the_trainer_agrees_with_the_engine_on_truncated_responses(
+    workspace: Workspace, kept: Run
+) -> None:
+    whole = workspace.train("no_keep_sets", *TOP_P, "training.steps=1")
     assert whole.lines("trained on as if they came from the whole one")
     assert all(row[GAP] < 1e-5 for row in kept.metrics)
     # The same responses, since they do not depend on what is told of them; over fewer tokens each
@@ -46,10 +49,10 @@ def test_the_trainer_agrees_with_the_engine_on_truncated_responses(lab: Lab, kep
     )
 
 
-def test_a_replay_scores_the_recorded_sets(lab: Lab, kept: Run) -> None:
+def test_a_replay_scores_the_recorded_sets(workspace: Workspace, kept: Run) -> None:
     given = ("training.debug=train_only", "training.steps=1", f"training.replay={kept.rollouts(2)}",
              f"training.replay_from={kept.checkpoint(1)}")  # fmt: skip
-    replay = lab.command(
+    replay = workspace.command(
         "train",
         str(kept.folder / "config.yaml"),
         "run.name=keep_sets_again",
@@ -59,14 +62,14 @@ def test_a_replay_scores_the_recorded_sets(lab: Lab, kept: Run) -> None:
     assert replay.code == 0, replay.err
     for name in (GAP, "loss/policy_avg", "train/grad_norm", "rollout/kl", "policy/entropy_avg"):
         assert replay.rows[1][name] == kept.rows[2][name], name
-    refused = lab.train("keep_sets_refused", *TOP_P, *given)
+    refused = workspace.train("keep_sets_refused", *TOP_P, *given)
     assert refused.code == 2
     assert "recorded with keep_sets: set policy.logprobs.keep_sets to true" in refused.err
 
 
 @pytest.mark.full
-def test_the_experts_of_the_engine_are_replayed(lab: Lab) -> None:
-    folder = lab.folder / "routed"
+def test_the_experts_of_the_engine_are_replayed(workspace: Workspace) -> None:
+    folder = workspace.folder / "routed"
     init_model(
         folder,
         ModelSpec(
@@ -74,7 +77,7 @@ def test_the_experts_of_the_engine_are_replayed(lab: Lab) -> None:
         ),
     )
     model = (f"model.path={folder}", "policy.routing_replay=engine")
-    run = lab.train("routed", *TOP_P, *model, KEEP, "rollout.engine.in_process=false")
+    run = workspace.train("routed", *TOP_P, *model, KEEP, "rollout.engine.in_process=false")
     assert run.code == 0, run.err
     assert all(row[GAP] < 1e-5 for row in run.metrics)
     # Two optimizer steps a batch: the weights of the second are not the engine's any more.
@@ -85,9 +88,9 @@ def test_the_experts_of_the_engine_are_replayed(lab: Lab) -> None:
         for one in samples
     )
     given = ("training.debug=train_only", "training.steps=1", f"training.replay={run.rollouts(1)}")
-    replay = lab.train("routed again", *TOP_P, *model, KEEP, *given)
+    replay = workspace.train("routed again", *TOP_P, *model, KEEP, *given)
     assert replay.code == 0, replay.err
     assert replay.rows[1]["train/grad_norm"] == run.rows[1]["train/grad_norm"]
-    dense = lab.train("dense", *TOP_P, "policy.routing_replay=engine")
+    dense = workspace.train("dense", *TOP_P, "policy.routing_replay=engine")
     assert dense.code == 2
     assert "the qwen3 model has no experts to replay" in dense.err

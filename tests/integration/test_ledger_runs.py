@@ -24,8 +24,10 @@ from tests.integration.resume_runs import STEPS, UPDATES, Ended, Runs
 # Where a run dies, by what a resume then finds: nothing, a step that was begun, a checkpoint that
 # was begun, or everything.
 KILLS: dict[str, list[dict[str, Any]]] = {
-    "before_a_checkpoint": [{"point": "rollouts", "call": 2}, {"point": "version", "call": 2, "after": True}],
-    "inside_a_step": [{"point": "rollouts", "call": 4, "after": True}, {"point": "samples", "call": 1}],
+    "before_a_checkpoint": [{"point": "rollouts", "call": 2},
+                            {"point": "version", "call": 2, "after": True}],
+    "inside_a_step": [{"point": "rollouts", "call": 4, "after": True},
+                      {"point": "samples", "call": 1}],
     "around_a_checkpoint": [
         # step 2 has consumed its draws, nobody says so
         {"point": "journal cut", "call": 2},
@@ -33,7 +35,8 @@ KILLS: dict[str, list[dict[str, Any]]] = {
         {"point": "commit", "call": 2, "after": True},
     ],
     "in_a_line": [{"point": "torn ledger", "call": 12}, {"point": "torn ledger", "call": 3}],
-    "in_a_resume": [{"point": "update", "call": 2 * UPDATES + 1}, {"point": "journal start", "call": 1, "after": True}],
+    "in_a_resume": [{"point": "update", "call": 2 * UPDATES + 1},
+                    {"point": "journal start", "call": 1, "after": True}],
 }  # fmt: skip
 
 

@@ -325,8 +325,10 @@ def print_losses(run: Path, reference: Path, layouts: list[str]) -> None:
     names = ("loss/policy_avg", "loss/value_avg", "train/grad_norm")
     for row, other, layout in zip(metrics_of(run), metrics_of(reference), layouts, strict=True):
         for name in sorted(row.keys() & set(names)):
-            print(f"step {row['step']} {layout:5} {name:16} {row[name]: .9f} undisturbed {other[name]: .9f} "
-                  f"difference {abs(row[name] - other[name]):.1e}")  # fmt: skip
+            print(
+                f"step {row['step']} {layout:5} {name:16} {row[name]: .9f}"
+                f" undisturbed {other[name]: .9f} difference {abs(row[name] - other[name]):.1e}"
+            )
 
 
 @pytest.mark.full

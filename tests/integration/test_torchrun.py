@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from lab import LEARNING
 from rank_runs import RankRuns
 from torchrun_runs import Launcher
+from workspace import LEARNING
 
 LIMIT_S = 150.0
 TWO_RANKS = ("policy.parallel.tensor=2", *LEARNING, "rollout.engine.in_process=true")

@@ -86,7 +86,8 @@ def test_companions_are_the_tokenizers_and_how_to_generate(tmp_path: Path) -> No
     target = tmp_path / "target"
     for folder in (model, tokenizer, target):
         folder.mkdir()
-    for path in (model / "generation_config.json", model / "vocab.json", model / "model.safetensors", tokenizer / "config.json",
+    for path in (model / "generation_config.json", model / "vocab.json",
+                 model / "model.safetensors", tokenizer / "config.json",
                  tokenizer / "tokenizer.json", tokenizer / "chat.jinja"):  # fmt: skip
         path.write_text("{}")
     copy_companions(target, model, tokenizer)

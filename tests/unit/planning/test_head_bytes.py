@@ -78,7 +78,8 @@ def test_scratch_memory_of_the_head(dtype: torch.dtype, elements: int) -> None:
         layers=1, hidden=HIDDEN, heads=1, groups=1, head_dim=HIDDEN, ffn=1, vocab=VOCAB
     )
     load = Load(
-        tokens=2 * ROWS, micro_batches=1, trainable=ROWS, dtype_bytes=dtype.itemsize, chunk_elements=elements
+        tokens=2 * ROWS, micro_batches=1, trainable=ROWS, dtype_bytes=dtype.itemsize,
+        chunk_elements=elements
     )  # fmt: skip
     assert head_peak_bytes(shape, Layout(), load) == pytest.approx(live.peak, rel=0.1)
     if elements < ROWS * VOCAB // 8:

@@ -83,8 +83,9 @@ def test_a_difference_names_the_engine_the_worst_response_and_the_causes(
     metrics, trouble = check.compare(batch, samples, {})
     assert metrics[GAP] == pytest.approx(0.72 / 4)
     assert metrics[f"{GAP}_max"] == pytest.approx(0.7)
-    for part in ("engine sglang by 0.18 nats", "tokens of policy step 5", "0.001", "max_logprob_diff", "'57'", "train.jsonl:2",
-                 "temperature", "older weights", "rollout.engine.dtype"):  # fmt: skip
+    for part in ("engine sglang by 0.18 nats", "tokens of policy step 5", "0.001",
+                 "max_logprob_diff", "'57'", "train.jsonl:2", "temperature", "older weights",
+                 "rollout.engine.dtype"):  # fmt: skip
         assert part in trouble
     assert EngineCheck(0.2, 20, "sglang").compare(batch, samples, {})[1] == ""
 

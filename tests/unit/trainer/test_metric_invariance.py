@@ -41,13 +41,14 @@ Split = Sequence[Sequence[int]]
 @pytest.fixture(scope="module")
 def config() -> Config:
     return Config.model_validate({
-        "run": {"name": "metrics"}, "model": {"path": "unused"}, "data": {"paths": ["unused"]}, "training": {"steps": 1},
-        "algorithm": {
+        "run": {"name": "metrics"}, "model": {"path": "unused"}, "data": {"paths": ["unused"]},
+        "training": {"steps": 1}, "algorithm": {
             "estimator": {"name": "ppo"},
             "loss": {"name": "ppo_clip", "dual_clip": 3.0, "aggregation": "seq-mean-token-mean"},
             "kl": {"reward_coef": 0.05},
             "entropy_coef": 0.01,
-            "correction": {"name": "mis", "level": "geometric", "lower": 0.9, "upper": 1.1, "veto": 0.55, "max_staleness": 1},
+            "correction": {"name": "mis", "level": "geometric", "lower": 0.9, "upper": 1.1,
+                           "veto": 0.55, "max_staleness": 1},
         },
     })  # fmt: skip
 
@@ -81,12 +82,13 @@ def sample(b: int, layout: Layout) -> Sample:
         tokens=np.array(ids, dtype=np.int32), loss_mask=np.array(mask, dtype=np.uint8),
         rollout_logprobs=TRUTH["engine"][first : first + LENGTHS[b]].astype(np.float32),
         versions=(VersionSpan(4 + b % 3, 0, half), VersionSpan(6, half, LENGTHS[b])),
-        finish_reason="length" if b % 3 else "stop", reward=float(b % 4), metadata={"correct": b % 2 == 0},
+        finish_reason="length" if b % 3 else "stop", reward=float(b % 4),
+        metadata={"correct": b % 2 == 0},
     )  # fmt: skip
 
 
 def scores(batch: RolloutBatch, name: str) -> torch.Tensor:
-    """[M] as a model would give them: a number at every slot, NaN where no policy chose the token."""
+    """Return scores [M] as of a model: a number at every slot, NaN at prompt tokens."""
     everywhere = torch.from_numpy(TRUTH[name].astype(np.float64))[batch.tokens.long()]
     return everywhere[batch.loss_mask]
 
@@ -104,7 +106,7 @@ def ready(config: Config, layout: Layout) -> RolloutBatch:
 
 
 def loss_inputs(part: RolloutBatch, policy: str) -> PolicyLossInputs:
-    """What a micro-batch gives to the objective; `policy` names the log-probs of its forward pass."""
+    """Return a micro-batch's inputs of the objective; `policy` names its forward log-probs."""
     names = ("old_logprobs", "advantages", "weights", "rollout_logprobs", "ref_logprobs", "entropy")
     given: dict[str, Any] = {name: part.vectors[name] for name in names}
     return PolicyLossInputs(cu_seqlens=part.cu_seqlens, logprobs=scores(part, policy), **given)
@@ -145,10 +147,10 @@ def test_what_is_measured(config: Config) -> None:
     assert all(metric_spec(name) is not None for name in metrics)
     sections = ("objective/", "policy/", "val/", "rollout/", "correction/", "loss/policy")
     elsewhere = {
-        "rollout/reward_errors", "rollout/reward_timeouts", "rollout/requeued_prompts", "rollout/excluded_prompts",
-        "rollout/baseline_reward", "val/clipfrac_avg", "correction/clipped_fraction",
-        "rollout/engine_restarts", "rollout/retried_requests", "rollout/engines_serving",
-        "rollout/resumed_responses", "rollout/resumed_tokens",
+        "rollout/reward_errors", "rollout/reward_timeouts", "rollout/requeued_prompts",
+        "rollout/excluded_prompts", "rollout/baseline_reward", "val/clipfrac_avg",
+        "correction/clipped_fraction", "rollout/engine_restarts", "rollout/retried_requests",
+        "rollout/engines_serving", "rollout/resumed_responses", "rollout/resumed_tokens",
         "rollout/buffered_groups", "rollout/in_flight_groups", "rollout/dropped_stale",
     }  # fmt: skip
     assert {
