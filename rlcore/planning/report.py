@@ -119,8 +119,8 @@ def _colocated(option: Option, shape: ModelShape, capacity: int, dtype_bytes: in
     over = sum(option.needs.resident.values()) - left
     if over > 0:
         yield (
-            f"{'none':>10}  for {engine}: its weights ({gib(weights)}) beside the trainer's state are"
-            f" {gib(over)} too much"
+            f"{'none':>10}  for {engine}: its weights ({gib(weights)}) beside the trainer's state"
+            f" are {gib(over)} too much"
         )
     else:
         per_token = kv_bytes_per_token(shape, option.layout, dtype_bytes=dtype_bytes)

@@ -165,9 +165,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def orphans() -> list[str]:
-    """What still runs below this process, which inherits every orphan; none of it survives this
-    call.
-    """
+    """Return what still runs below this process, which inherits every orphan, and end it."""
     deadline = time.monotonic() + ORPHANS_S
     left = psutil.Process().children(recursive=True)
     while left and time.monotonic() < deadline:

@@ -213,9 +213,7 @@ def start(job: dict[str, Any]) -> list[int]:
 
 
 def strike(pids: list[int], who: str, number: int) -> None:
-    """Send a signal to "all", "first" (the launcher alone, where there is one), or "rank N" of a
-    launcher's ranks.
-    """
+    """Send a signal to "all", to "first" (the launcher, if there is one), or to "rank N"."""
     if who == "all":
         os.killpg(pids[0], number)
     elif who == "first":
@@ -233,8 +231,9 @@ def lines_in(path: str) -> int:
 
 
 def wait(pids: list[int], outside: dict[str, Any] | None) -> dict[int, int]:
-    """Exit codes by process. `outside`: `who` gets `signal` so many `seconds` after `file` has so
-    many `lines`.
+    """Wait for the processes and return their exit codes.
+
+    `outside`: `who` gets `signal` so many `seconds` after `file` has so many `lines`.
     """
     began = time.monotonic()
     ended = dict[int, int]()
@@ -263,9 +262,7 @@ def wait(pids: list[int], outside: dict[str, Any] | None) -> dict[int, int]:
 
 
 def orphans() -> list[str]:
-    """What is still running below this process, which inherits every orphan; none of it survives
-    this call.
-    """
+    """Return what still runs below this process, which inherits every orphan, and end it."""
     deadline = time.monotonic() + ORPHANS_S
     while time.monotonic() < deadline:
         with suppress(ChildProcessError):

@@ -1,6 +1,4 @@
-"""What a run records as advantages is what its estimator makes of the recorded samples, for each
-that ships.
-"""
+"""The recorded advantages are those of the estimator on the recorded samples, for each one."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ FROM_SAMPLES = {"rollout_logprobs", "versions", "rollout_ids", "baseline_rewards
     ],
 )
 def test_recorded_advantages_are_the_estimators_own(workspace: Workspace, name: str) -> None:
-    """A critic's values are in no recording: of estimators that need them it is said only that they
-    train.
-    """
+    """Recordings lack a critic's values: estimators that need them are only seen to train."""
     estimator = build_estimator(name)
     run = workspace.train(f"estimator {name}", *SHORT, f"algorithm.estimator.name={name}")
     assert run.code == 0, run.err

@@ -1,6 +1,4 @@
-"""Generation ahead of training, through the whole loop: it learns, no token is too old, nothing is
-lost, and time is saved.
-"""
+"""Asynchronous generation in whole runs: it learns, within the staleness bound, and saves time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Bad input ends a command with exit code 2 and one or two lines that say what was got and what to
-do; nothing is lost.
-"""
+"""Bad input ends a command with code 2 and a line or two on what was got and what to do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Twenty steps with two engines of which one fails every third step: the run is the one that it
-would have been anyway.
-"""
+"""Twenty steps with two engines, one failing every third step: the run is as undisturbed."""
 
 from __future__ import annotations
 
@@ -119,9 +117,7 @@ def test_when_all_engines_die_the_run_saves_what_it_has(
 def test_engines_that_end_between_the_rollouts_cost_no_step(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """The step at hand is trained, logged and saved, though nobody takes its weights or can be
-    asked what they are worth.
-    """
+    """The current step is trained, logged and saved, though no engine takes its weights."""
     calls = []
     owner, name = (
         (RolloutService, "evaluate") if where == "evaluation" else (WeightPublication, "prepare")

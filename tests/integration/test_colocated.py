@@ -1,6 +1,4 @@
-"""Runs whose trainer and engine take turns: the same to the bit as runs whose engine has a device
-of its own.
-"""
+"""Runs whose trainer and engine share a device, bit-equal to runs with a device for each."""
 
 from __future__ import annotations
 

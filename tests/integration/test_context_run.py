@@ -1,6 +1,4 @@
-"""A run on two context-parallel ranks is the run of one process: rollouts, credit, two models'
-steps, checkpoint, export.
-"""
+"""A run on two context-parallel ranks is the run of one process, from rollouts to export."""
 
 from __future__ import annotations
 

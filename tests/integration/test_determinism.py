@@ -1,6 +1,4 @@
-"""`run.deterministic: true`: a rerun on the same layout gives the same metrics, samples and
-weights, bit for bit.
-"""
+"""`run.deterministic: true`: a rerun on the same layout is equal bit for bit."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ def test_a_rerun_is_bit_equal(rank_runs: RankRuns, layout: str) -> None:
 
 
 def test_the_libraries_of_a_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cuBLAS, NCCL and Transformer Engine read from the environment; a value that the user
-    gave stays.
-    """
+    """The environment of cuBLAS, NCCL and Transformer Engine; a user's value stays."""
     import torch
 
     for name in DETERMINISTIC_LIBRARIES:

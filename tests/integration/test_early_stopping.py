@@ -184,9 +184,7 @@ def test_max_update_kl_ends_the_updates_of_a_step(workspace: Workspace) -> None:
 
 
 def test_all_ranks_stop_at_the_same_step(rank_runs: RankRuns) -> None:
-    """Two data-parallel ranks: the limit of an update and the end of the run are the same for both,
-    or one would hang.
-    """
+    """Two data-parallel ranks reach limit and end together, or one would hang."""
     run = rank_runs.train(
         "stopped-ranks", *armed(1e-9), "training.max_update_kl=1e-12", "algorithm.minibatches=2",
         "algorithm.epochs=2", "rollout.engine.in_process=true", "cluster.collective_timeout_s=60",

@@ -1,6 +1,4 @@
-"""torchrun starts ranks that failed again (`--max-restarts`): the run goes on from its last
-checkpoint, as if undisturbed.
-"""
+"""torchrun restarts failed ranks (`--max-restarts`): the run continues as if undisturbed."""
 
 from __future__ import annotations
 

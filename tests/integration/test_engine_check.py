@@ -1,6 +1,4 @@
-"""A run whose engine does not sample from the policy that is trained: refused at its first step,
-warned about later.
-"""
+"""A run whose engine does not sample from the trained policy: refused, or warned of later."""
 
 from __future__ import annotations
 

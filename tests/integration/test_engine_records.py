@@ -1,6 +1,4 @@
-"""What the engine records per token: keep-sets under top-p, and the experts of its routers; over
-the wire too, for both.
-"""
+"""The engine's records per token, over HTTP too: sampling masks under top-p, routed experts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What estimators need beyond the outcome reward, in whole runs: greedy baselines, a teacher,
-process rewards.
+"""Inputs of estimators beyond the outcome reward: greedy baselines, a teacher, process rewards.
 
 Each is compared with transformers in float64 on the weights that made the samples.
 """
@@ -145,9 +144,7 @@ def test_other_estimators_cost_no_greedy_response(workspace: Workspace, remax: R
 
 
 def unversioned(run: Run, step: int) -> list[dict[str, Any]]:
-    """The records, but for the versions: those count publications, of which a resumed run makes one
-    more.
-    """
+    """Drop the versions, which count publications: a resumed run makes one more."""
     return [
         {key: value for key, value in record.items() if "version" not in key}
         for record in records_of(run, step)
@@ -198,9 +195,7 @@ def larger(workspace: Workspace) -> Path:
 def assert_taught(
     run: Run | Ended, step: int, policy: Path, teacher: Path, *, temperature: float = 1.0
 ) -> None:
-    """With `ALONE` and a coefficient of 0.5: the token's own reward, and the outcome on the last
-    token.
-    """
+    """With `ALONE` and a coefficient of 0.5: the token's reward, and the outcome on the last."""
     samples = samples_of(run, step)
     own = logprobs(policy, samples, temperature)
     taught = logprobs(teacher, samples, temperature)

@@ -1,6 +1,4 @@
-"""Each estimator and each policy loss that ships takes a real step: through the engine, the ranks
-and the optimizer.
-"""
+"""Each estimator and each policy loss takes a real step, with engine, ranks and optimizer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A worker that dies or hangs ends the run: its rank, the end of its log, a non-zero exit within a
-deadline, and no orphan.
-"""
+"""A worker that dies or hangs ends the run in time, with its rank and log, and no orphan."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ COLLECTIVE_S = 3
 
 
 def assert_failed(run: Ended, *says: str, within_s: float, reason: str = "") -> None:
-    """Exit code 1, `says` on the terminal and `reason` in result.json, in time, and nothing left
-    behind.
-    """
+    """Assert exit code 1 in time, `says` on the terminal, `reason` in result.json, no orphan."""
     assert run.code == 1, run.said
     for text in says:
         assert text in run.said

@@ -1,6 +1,4 @@
-"""A whole run of a DeepSeek-V3: its engine, its reference and its export all have the bias of its
-routers.
-"""
+"""A run of a DeepSeek-V3: engine, reference and export all have the bias of its routers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`rlcore ledger` on real runs: it balances after every kill and every resume, and says what does
-not where it does not.
-"""
+"""`rlcore ledger` on real runs: it balances after kills and resumes, or names what does not."""
 
 from __future__ import annotations
 
@@ -100,9 +98,7 @@ def test_killed_and_resumed(runs: Runs, whole: Ended, where: str) -> None:
 
 
 def test_killed_while_generation_runs_ahead(runs: Runs) -> None:
-    """Groups are in flight and in the buffer at every kill; those in the buffer of the checkpoint
-    are trained on after all.
-    """
+    """Groups are in flight and buffered at every kill; buffered ones of the checkpoint are used."""
     ahead = ("rollout.max_staleness=2", "rollout.oversample=1")
     trained = 0
     saved: list[int] = []

@@ -1,6 +1,4 @@
-"""Debug modes, replays, evaluation, export, supervised fine-tuning, reward models: each through the
-whole loop.
-"""
+"""Debug modes, replays, evaluation, export, SFT and reward models, each in a whole run."""
 
 from __future__ import annotations
 
@@ -105,9 +103,7 @@ def training_metrics(row: dict[str, Any]) -> dict[str, Any]:
 def test_a_replayed_step_is_the_step(
     workspace: Workspace, source: str, step: int, request: pytest.FixtureRequest
 ) -> None:
-    """Bit for bit, on the checkpoint before it: weights, optimizer, critic and the cut into
-    mini-batches are the same.
-    """
+    """Bit for bit, from the checkpoint before: weights, optimizer, critic, mini-batches."""
     run: Run = request.getfixturevalue(source)
     name = f"replay of {source} {step}"
     replay = workspace.command(
@@ -126,9 +122,7 @@ def test_a_replayed_step_is_the_step(
 
 
 def test_a_step_is_trained_on_again_and_again(workspace: Workspace, trained: Run) -> None:
-    """From the run's initial weights, with no engine: the policy moves away from the one that made
-    the samples.
-    """
+    """It starts from the initial weights, without an engine: the policy leaves the samples'."""
     again = (
         "training.debug=train_only",
         f"training.replay={trained.rollouts(1)}",
@@ -234,9 +228,7 @@ def test_export_of_a_run_is_its_hf_folder(
 
 
 def test_an_export_keeps_the_models_dtype(workspace: Workspace) -> None:
-    """An engine in bf16 beside a trainer in fp32: what is published is rounded, what is kept is
-    not.
-    """
+    """An engine in bf16 beside a trainer in fp32: publications are rounded, exports are not."""
     run = workspace.train("bf16 engine", *LEARNING, "rollout.engine.dtype=bf16", "training.steps=1")
     assert run.code == 0, run.err
     assert {tensor.dtype for tensor in weights(run.folder / "hf").values()} == {torch.float32}

@@ -1,6 +1,4 @@
-"""Algorithms that live in other packages: found by entry point and by import path, and trained
-with.
-"""
+"""Algorithms of other packages, found by entry point and by import path, and trained with."""
 
 from __future__ import annotations
 
@@ -85,9 +83,7 @@ def test_the_estimator_is_short() -> None:
 def test_an_installed_package_is_found_by_its_entry_points(
     workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a process of its own, as a user runs it: nothing but an installed package tells rlcore of
-    it.
-    """
+    """In a process of its own: nothing but an installed package tells rlcore of it."""
     site = installed(tmp_path)
     environment = {
         **os.environ,

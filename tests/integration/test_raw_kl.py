@@ -1,6 +1,4 @@
-"""The KL in the log is the raw KL: transformers finds the same from the saved weights, whatever the
-estimator does.
-"""
+"""The logged KL is the raw KL: transformers finds it from the saved weights."""
 
 from __future__ import annotations
 
@@ -86,9 +84,7 @@ PPO = ("algorithm.estimator.name=ppo", "critic.optimizer.lr=1e-3")
 def test_ppo_with_kl_in_the_reward_logs_the_raw_kl(
     workspace: Workspace, kind: str, options: tuple[str, ...]
 ) -> None:
-    """Neither the shaping of rewards, nor several optimizer steps, nor steps that train the critic
-    alone change it.
-    """
+    """Shaped rewards, several optimizer steps, and critic-only steps do not change it."""
     coefficient = (f"algorithm.kl.reward_coef={COEF}", f"algorithm.kl.reward_kind={kind}")
     run = workspace.train(
         f"ppo-{kind}",
@@ -166,9 +162,7 @@ def test_a_pass_of_its_own_and_the_update_measure_the_same(workspace: Workspace)
 def test_an_update_that_is_not_the_only_one_measures_nothing_of_the_batch(
     workspace: Workspace,
 ) -> None:
-    """The later ones see a policy that has moved: what is defined for the policy before the step is
-    absent instead.
-    """
+    """Later updates see a moved policy: metrics of the policy before the step are left out."""
     several = (
         "algorithm.minibatches=2",
         "algorithm.old_logprobs=rollout",
@@ -225,9 +219,7 @@ class NoTargets:
 def test_an_estimator_that_breaks_a_rule_ends_the_run_in_one_line(
     workspace: Workspace, name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 1: the run had begun. What can be seen before it begins is bad input, with exit
-    code 2.
-    """
+    """Exit code 1, since the run had begun; bad input that shows before is exit code 2."""
     (tmp_path / "kl_plugins.py").write_text(BAD_ESTIMATORS)
     monkeypatch.syspath_prepend(tmp_path)
     run = workspace.train(f"bad-{name}", f"algorithm.estimator.name=kl_plugins:{name}")

@@ -96,11 +96,10 @@ def _completed(run: Path) -> bool:
 
 
 def kill_at_times(runs: Runs, name: str, draw: random.Random, kills: int) -> int:
-    """Kill the run at times drawn over all that it has still to do, resume it in between, then let
-    it end. How often it died.
+    """Kill the run at drawn times, resume it, and let it end. Returns how often it was killed.
 
     A time is a publication, of which each step makes one, and a delay of up to a step: so it means
-        the same on a busy machine.
+    the same on a busy machine.
     """
     step_s = result_of(runs.path("reference"))["seconds"] / STEPS
     versions = runs.path(name) / "versions.jsonl"
@@ -155,9 +154,7 @@ def test_killed_at_points_drawn_from_a_seed(runs: Runs, undisturbed: Ended, numb
 def test_random_numbers_and_the_initial_policy_outlive_a_kill(
     runs: Runs, undisturbed: Ended
 ) -> None:
-    """The reference is the checkpoint that the run began with: not what was resumed, nor what its
-    run has trained since.
-    """
+    """The reference is the checkpoint of the run's start, whatever was resumed or trained since."""
     shutil.copytree(runs.path("reference"), runs.path("start"))
     start = f"policy.checkpoint={runs.path('start')}"
     runs.finish("grpo", start, algorithm="grpo")
@@ -306,9 +303,7 @@ def test_two_ranks_killed_in_a_checkpoint(runs: Runs, calm: Path) -> None:
 def test_from_tensor_parallel_ranks_over_pipeline_stages_and_replicas_to_one_process(
     runs: Runs, calm: Path
 ) -> None:
-    """One run under four layouts, each resuming what the one before saved: losses as those of the
-    undisturbed run.
-    """
+    """One run under four layouts, each resuming the one before: losses as undisturbed."""
     for layout, updates, steps in ((TP2, UPDATES + 1, 2), (PP2, 1, 3), (DP2, 1, 4)):
         ask = {"point": "update", "call": updates, "action": "terminate"}
         ended = runs.train("layouts", *layout, ranks=2, resume=True, at=ask)
@@ -333,9 +328,7 @@ def print_losses(run: Path, reference: Path, layouts: list[str]) -> None:
 
 @pytest.mark.full
 def test_nothing_outlives_a_killed_launcher(runs: Runs, calm: Path) -> None:
-    """Ranks, an engine and a reward worker in processes of their own, while a rank waits for
-    rewards. And the run goes on.
-    """
+    """Ranks, an engine and a reward worker end while a rank waits for rewards; the run resumes."""
     metrics = str(runs.path("launched") / "metrics.jsonl")
     ended = runs.train(
         "launched", *LAUNCHED, "reward.timeout_s=300",

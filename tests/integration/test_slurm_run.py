@@ -1,6 +1,4 @@
-"""scripts/slurm/torchrun.sbatch as a job of two nodes, 127.0.0.1 and 127.0.0.2, with everything
-real but Slurm.
-"""
+"""scripts/slurm/torchrun.sbatch as a job of two local nodes; only Slurm is not real."""
 
 from __future__ import annotations
 

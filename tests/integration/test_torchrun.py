@@ -1,6 +1,4 @@
-"""torchrun as the launcher: the same run as under our own supervisor, on one node or two, and an
-end when a rank dies.
-"""
+"""torchrun as the launcher: the run is that of our supervisor, and ends when a rank dies."""
 
 from __future__ import annotations
 

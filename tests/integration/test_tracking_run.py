@@ -1,6 +1,4 @@
-"""What people see of a run: the terminal, TensorBoard, wandb, the pushed model. Each through the
-whole loop.
-"""
+"""What people see of a whole run: terminal, TensorBoard, wandb, the pushed model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The test's side of torchrun: agents on this machine, each in the place of a node, and what
-becomes of them.
-"""
+"""Agents of torchrun on this machine, each as a node, and how they end."""
 
 from __future__ import annotations
 

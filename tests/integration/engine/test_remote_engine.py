@@ -1,6 +1,4 @@
-"""Engines in processes of their own: HTTP, the process group for weights, and everything that can
-die.
-"""
+"""Engines in processes of their own: HTTP, the process group for weights, and their failures."""
 
 from __future__ import annotations
 
@@ -214,9 +212,7 @@ def test_the_server_wants_its_key(loop, pair):
 
 @pytest.mark.full  # a run in which they do: tests/integration/test_chaos.py
 def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypatch):
-    """Three engines; one dies while it generates, one hangs in the middle of a publication, the
-    third goes on.
-    """
+    """Of three engines one dies in a request, one hangs in a publication, the third goes on."""
     monkeypatch.setattr("rollout.engines.embedded.client.GRACE_S", 1.0)
     doomed = remote(config, "doomed", tmp_path)
     frozen = remote(config, "frozen", tmp_path, request_timeout_s=2.0)

@@ -39,9 +39,7 @@ def test_the_example_models_have_the_published_number_of_weights(
 
 
 def test_a_token_of_qwen3_30b_a3b_meets_3_3_billion_weights() -> None:
-    """Embedding included, as its name counts; the embedding costs no FLOPs and is no part of
-    `active_parameters`.
-    """
+    """The name counts the embedding, which costs no FLOPs: `active_parameters` leaves it out."""
     shape = read_architecture(EXAMPLES / "Qwen3-30B-A3B", weights=False).shape
     assert (shape.active_parameters + shape.vocab * shape.hidden) / 1e9 == pytest.approx(
         3.35, abs=0.01

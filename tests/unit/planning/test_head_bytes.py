@@ -1,6 +1,4 @@
-"""What the plan says of the LM head's scratch memory, against the storages that exist while it runs
-backward.
-"""
+"""The planned scratch memory of the LM head, against the storages in its backward pass."""
 
 from __future__ import annotations
 

@@ -56,11 +56,10 @@ def fail_at(
     error: Callable[[], BaseException],
     calls: tuple[str, ...],
 ) -> list[str]:
-    """Make call number `count` (from 0) of `calls` raise instead of acting; returns the list of
-    calls made.
+    """Make call number `count` (from 0) of `calls` raise. Returns the list of calls made.
 
     No call waits for the disk: a killed process, unlike a machine that loses power, keeps what it
-        wrote.
+    wrote.
     """
     made: list[str] = []
 
@@ -313,9 +312,7 @@ for step in itertools.count(step + 1):
 
 
 def test_sigkill_at_random_moments(tmp_path: Path) -> None:
-    """Real processes, killed at seeded moments after their first commit: each goes on from what the
-    last one left.
-    """
+    """Real processes are killed at seeded moments after a commit; each continues after the last."""
     moments = random.Random(0)
     last = 0
     for _ in range(8):

@@ -1,6 +1,4 @@
-"""The comparison of an engine's log-probs with the trainer's: what is compared, when, and what is
-said of it.
-"""
+"""Comparison of an engine's log-probs with the trainer's: its contents, its times, its words."""
 
 from __future__ import annotations
 

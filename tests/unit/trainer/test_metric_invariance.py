@@ -1,6 +1,4 @@
-"""No metric of a step moves with padding, tool output, the order of sequences, or how the step was
-split.
-"""
+"""No metric depends on padding, tool output, the order of sequences, or the split of a step."""
 
 from __future__ import annotations
 
@@ -113,9 +111,7 @@ def loss_inputs(part: RolloutBatch, policy: str) -> PolicyLossInputs:
 
 
 def run(config: Config, layout: Layout, ranks: Sequence[Split]) -> dict[str, float]:
-    """The metrics of a step: `ranks[r]` are the micro-batches of data-parallel rank r, by place in
-    the batch.
-    """
+    """Compute the metrics of a step; `ranks[r]` holds the micro-batches of data-parallel rank r."""
     batch = ready(config, layout)
     objective = Objective(config.algorithm)
     packed: list[tuple[list[str], torch.Tensor, torch.Tensor]] = []
@@ -184,9 +180,7 @@ def test_no_metric_moves_with_the_split_over_ranks_and_micro_batches(
 
 
 def test_the_logged_loss_is_what_is_minimised(config: Config) -> None:
-    """`loss/policy_avg` and `objective/loss` by a loop over tokens: stale ones count nothing,
-    masked ones neither.
-    """
+    """`loss/policy_avg` and `objective/loss` by a loop over tokens, without stale and masked."""
     batch = ready(config, Layout())
     vectors = {name: value.tolist() for name, value in batch.vectors.items()}
     after = scores(batch, "after").tolist()
@@ -223,9 +217,7 @@ def test_the_logged_loss_is_what_is_minimised(config: Config) -> None:
 
 
 def test_one_update_measures_what_a_pass_before_it_does(config: Config) -> None:
-    """Where the update is the first to see the batch, its distances are those of the policy before
-    the step.
-    """
+    """If the update sees the batch first, its distances are those of the policy before the step."""
     batch = ready(config, Layout())
     moments = [Moments(), Moments()]
     for half, rows in zip(moments, ([0, 1, 2, 3], [4, 5, 6, 7])):
