@@ -72,7 +72,7 @@ class Objective:
             found = self.correction(
                 inputs.old_logprobs, _present(inputs, "rollout_logprobs"), inputs.cu_seqlens
             )
-            policy = found.weights * policy  # 0 where the token is not kept
+            policy = found.weights * policy  # 0 where the correction drops the token
             others = None if others is None else found.keep * others
             metrics |= found.metrics
         if inputs.weights is not None:

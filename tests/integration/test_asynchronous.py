@@ -43,7 +43,7 @@ def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_run_ahead_of_its_trainer_learns(workspace: Workspace, staleness: int) -> None:
     run = workspace.train(
-        f"ahead {staleness}", *LEARNING, *CORRECTED, "training.steps=32",
+        f"async {staleness}", *LEARNING, *CORRECTED, "training.steps=32",
         f"rollout.max_staleness={staleness}", "rollout.on_update=in_place",
         "rollout.samples_per_prompt=8",
     )  # fmt: skip
@@ -74,7 +74,7 @@ def test_a_step_trained_on_older_tokens_is_replayed_to_the_bit(workspace: Worksp
         "algorithm.correction={name: tis, max_staleness: 0}",
     )
     run = workspace.train(
-        "ahead, recorded", *LEARNING, *every, "training.steps=5", "rollout.max_staleness=2"
+        "async, recorded", *LEARNING, *every, "training.steps=5", "rollout.max_staleness=2"
     )
     assert run.code == 0, run.err
     row = run.rows[4]
@@ -83,9 +83,9 @@ def test_a_step_trained_on_older_tokens_is_replayed_to_the_bit(workspace: Worksp
         "the bound of the correction counts policy steps too"
     )
     again = workspace.command(
-        "train", str(run.folder / "config.yaml"), "run.name=replayed ahead",
+        "train", str(run.folder / "config.yaml"), "run.name=replayed async",
         "training.debug=train_only", "training.steps=1", f"training.replay={run.rollouts(4)}",
-        f"training.replay_from={run.checkpoint(3)}", name="replayed ahead",
+        f"training.replay_from={run.checkpoint(3)}", name="replayed async",
     )  # fmt: skip
     assert again.code == 0, again.err
     for name in ("loss/policy_avg", "train/grad_norm", "rollout/staleness_mean",
@@ -100,7 +100,7 @@ def test_a_step_trained_on_older_tokens_is_replayed_to_the_bit(workspace: Worksp
 @pytest.mark.parametrize("mode", MODES)
 def test_what_a_publication_does_to_responses_in_flight(workspace: Workspace, mode: str) -> None:
     run = workspace.train(
-        f"ahead {mode}", *LEARNING, *CORRECTED, "training.steps=6", "rollout.max_staleness=1",
+        f"async {mode}", *LEARNING, *CORRECTED, "training.steps=6", "rollout.max_staleness=1",
         f"rollout.on_update={mode}",
     )  # fmt: skip
     assert run.code == 0, run.err
@@ -127,7 +127,7 @@ def test_what_a_publication_does_to_responses_in_flight(workspace: Workspace, mo
 def test_filters_refill_and_over_sampling_loses_nothing(workspace: Workspace) -> None:
     digits = "reward.parts={digits: {function: 'tests.integration.resume_rewards:share_of_digits'}}"
     run = workspace.train(
-        "ahead, filtered", *LEARNING, *CORRECTED, digits, "reward.workers=1",
+        "async, filtered", *LEARNING, *CORRECTED, digits, "reward.workers=1",
         "rollout.filters=[zero_variance]", "rollout.oversample=1.5", "rollout.max_staleness=2",
         "training.steps=8",
     )  # fmt: skip
@@ -146,7 +146,7 @@ def test_an_evaluation_beside_uses_the_newest_weights(workspace: Workspace, tmp_
     given = (heldout, "evaluation.max_prompts=8", "evaluation.temperature=1.0",
              "evaluation.every=2", "checkpoint.every=2", "checkpoint.keep=9")  # fmt: skip
     run = workspace.train(
-        "ahead, evaluated", *LEARNING, *given, "rollout.max_staleness=1", "training.steps=3"
+        "async, evaluated", *LEARNING, *given, "rollout.max_staleness=1", "training.steps=3"
     )
     assert run.code == 0, run.err
     output = ("--output", str(tmp_path / "scores.json"))
@@ -176,7 +176,7 @@ def test_an_early_stop_leaves_books_that_balance(workspace: Workspace) -> None:
         "algorithm.kl.reward_kind=k3",
         "training.steps=8",
     )
-    run = workspace.train("ahead, stopped", *LEARNING, *armed, "rollout.max_staleness=2")
+    run = workspace.train("async, stopped", *LEARNING, *armed, "rollout.max_staleness=2")
     assert run.code == 0, run.err
     assert (run.result["status"], run.result["steps"]) == ("early_stopped", 2)
     check_async_run(run.folder, steps=2, staleness=2)
@@ -184,7 +184,7 @@ def test_an_early_stop_leaves_books_that_balance(workspace: Workspace) -> None:
     assert states["consumed"] == 8
     assert states["in flight"] == 0
     assert states["finished"] + states["requeued"] > 0, (
-        "what was made ahead is there, or is drawn again"
+        "what was made in advance is there, or is drawn again"
     )
 
 
@@ -252,14 +252,14 @@ def test_with_long_tails_running_ahead_takes_less_time_for_the_same_steps(
 ) -> None:
     with long_tailed(one_in_eight):
         lock_step = slow_run(workspace, 0)
-        ahead = slow_run(workspace, 2)
-    for run, staleness in ((lock_step, 0), (ahead, 2)):
+        asynchronous = slow_run(workspace, 2)
+    for run, staleness in ((lock_step, 0), (asynchronous, 2)):
         assert run.code == 0, run.err
         check_async_run(run.folder, steps=16, staleness=staleness)
-    seconds = [sum(row["time/step"] for row in run.metrics) for run in (lock_step, ahead)]
+    seconds = [sum(row["time/step"] for row in run.metrics) for run in (lock_step, asynchronous)]
     idle = [
         statistics.fmean(row["perf/trainer_idle_fraction"] for row in run.metrics)
-        for run in (lock_step, ahead)
+        for run in (lock_step, asynchronous)
     ]
     print(
         f"16 steps in {seconds[0]:.2f} s and {seconds[1]:.2f} s; the trainer waits {idle[0]:.2f}"
@@ -269,6 +269,6 @@ def test_with_long_tails_running_ahead_takes_less_time_for_the_same_steps(
     assert idle[1] < idle[0]
     draws = [
         sorted({r["draw"] for s in range(1, 17) for r in read_rollouts(run.rollouts(s))})
-        for run in (lock_step, ahead)
+        for run in (lock_step, asynchronous)
     ]
     assert draws[0] == draws[1] == list(range(64)), "long answers are trained on as short ones are"

@@ -54,7 +54,7 @@ def apart(workspace: Workspace) -> Run:
 def test_taking_turns_changes_no_bit(
     workspace: Workspace, apart: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held: list[int] = []
+    held_bytes: list[int] = []
 
     class Watched(EmbeddedEngine):
         """Keeps how many bytes of weights it held when it had given memory back."""
@@ -62,16 +62,18 @@ def test_taking_turns_changes_no_bit(
         async def release_memory(self, tags: Any) -> None:
             await super().release_memory(tags)
             assert self._weights is not None
-            held.append(sum(t.untyped_storage().nbytes() for t in self._weights.tensors.values()))
+            held_bytes.append(
+                sum(t.untyped_storage().nbytes() for t in self._weights.tensors.values())
+            )
 
     monkeypatch.setattr("rollout.engines.embedded.engine.EmbeddedEngine", Watched)
-    together = workspace.train("colocated", *PPO, heldout(workspace), COLOCATED)
-    assert together.code == 0, together.err
-    assert_same(together, apart)
-    assert all(row["time/handover"] > 0 for row in together.metrics)
+    colocated = workspace.train("colocated", *PPO, heldout(workspace), COLOCATED)
+    assert colocated.code == 0, colocated.err
+    assert_same(colocated, apart)
+    assert all(row["time/handover"] > 0 for row in colocated.metrics)
     # Before training and in each of 3 steps everything goes; after the two evaluations a checkpoint
     # needs room for the trainer.
-    assert [size == 0 for size in held] == [True, True, True, False, True, False]
+    assert [size == 0 for size in held_bytes] == [True, True, True, False, True, False]
     assert not any("time/handover" in row for row in apart.metrics)
 
 
@@ -128,9 +130,9 @@ def test_two_ranks_and_an_engine_of_its_own(workspace: Workspace, rank_runs: Ran
         "rollout.engine.in_process=false",
     )
     apart = rank_runs.train("colocated-ranks-apart", *PPO, *layout)
-    together = rank_runs.train("colocated-ranks", *PPO, *layout, COLOCATED)
-    assert (apart.code, together.code) == (0, 0), together.said
-    for row, other in zip(together.rows, apart.rows, strict=True):
+    colocated = rank_runs.train("colocated-ranks", *PPO, *layout, COLOCATED)
+    assert (apart.code, colocated.code) == (0, 0), colocated.said
+    for row, other in zip(colocated.rows, apart.rows, strict=True):
         assert {k: v for k, v in row.items() if not k.startswith(TIMES)} == {
             k: v for k, v in other.items() if not k.startswith(TIMES)
         }

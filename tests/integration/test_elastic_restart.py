@@ -90,12 +90,12 @@ def test_a_first_start_on_an_existing_run_stays_refused_however_often_it_is_trie
 def test_a_run_ahead_of_its_trainer_loses_nothing_when_it_is_started_again(
     launcher: Launcher,
 ) -> None:
-    ahead = (
+    asynchronous = (
         "rollout.max_staleness=2",
         "rollout.on_update=retract",
         "algorithm.correction={name: tis}",
     )
-    run = launcher.two_nodes("ahead-comes-back", *SETTINGS, *ahead, restarts=1)
+    run = launcher.two_nodes("async-comes-back", *SETTINGS, *asynchronous, restarts=1)
     run.reach(5)
     run.rank(1).kill()
     assert run.wait() == [0, 0], run.said

@@ -18,26 +18,28 @@ LOGPROBS = "rollout_logprobs"
 
 
 @pytest.fixture(scope="module")
-def kept(workspace: Workspace) -> Run:
+def with_masks(workspace: Workspace) -> Run:
     run = workspace.train("keep_sets", *TOP_P, KEEP, "checkpoint.every=1", "checkpoint.keep=9")
     assert run.code == 0, run.err
     return run
 
 
 def test_the_trainer_agrees_with_the_engine_on_truncated_responses(
-    workspace: Workspace, kept: Run
+    workspace: Workspace, with_masks: Run
 ) -> None:
     whole = workspace.train("no_keep_sets", *TOP_P, "training.steps=1")
     assert whole.lines("trained on as if they came from the whole one")
-    assert all(row[GAP] < 1e-5 for row in kept.metrics)
+    assert all(row[GAP] < 1e-5 for row in with_masks.metrics)
     # The same responses, since they do not depend on what is told of them; over fewer tokens each
     # is more probable.
-    pairs = zip(read_rollouts(kept.rollouts(1)), read_rollouts(whole.rollouts(1)), strict=True)
+    pairs = zip(
+        read_rollouts(with_masks.rollouts(1)), read_rollouts(whole.rollouts(1)), strict=True
+    )
     assert all(
         a["tokens"] == b["tokens"] and sum(a[LOGPROBS]) > sum(b[LOGPROBS]) + 0.1 for a, b in pairs
     )
-    assert kept.rows[1]["policy/entropy_avg"] < whole.rows[1]["policy/entropy_avg"] - 0.1
-    samples = [Sample.from_record(record) for record in read_rollouts(kept.rollouts(2))]
+    assert with_masks.rows[1]["policy/entropy_avg"] < whole.rows[1]["policy/entropy_avg"] - 0.1
+    samples = [Sample.from_record(record) for record in read_rollouts(with_masks.rollouts(2))]
     assert all(
         sample.sampling_mask is not None and sample.sampling_mask.counts.max(initial=0) <= 12
         for sample in samples
@@ -47,19 +49,20 @@ def test_the_trainer_agrees_with_the_engine_on_truncated_responses(
     )
 
 
-def test_a_replay_scores_the_recorded_sets(workspace: Workspace, kept: Run) -> None:
-    given = ("training.debug=train_only", "training.steps=1", f"training.replay={kept.rollouts(2)}",
-             f"training.replay_from={kept.checkpoint(1)}")  # fmt: skip
+def test_a_replay_scores_the_recorded_sets(workspace: Workspace, with_masks: Run) -> None:
+    given = ("training.debug=train_only", "training.steps=1",
+             f"training.replay={with_masks.rollouts(2)}",
+             f"training.replay_from={with_masks.checkpoint(1)}")  # fmt: skip
     replay = workspace.command(
         "train",
-        str(kept.folder / "config.yaml"),
+        str(with_masks.folder / "config.yaml"),
         "run.name=keep_sets_again",
         *given,
         name="keep_sets_again",
     )
     assert replay.code == 0, replay.err
     for name in (GAP, "loss/policy_avg", "train/grad_norm", "rollout/kl", "policy/entropy_avg"):
-        assert replay.rows[1][name] == kept.rows[2][name], name
+        assert replay.rows[1][name] == with_masks.rows[2][name], name
     refused = workspace.train("keep_sets_refused", *TOP_P, *given)
     assert refused.code == 2
     assert "recorded with keep_sets: set policy.logprobs.keep_sets to true" in refused.err

@@ -99,7 +99,7 @@ def test_killed_and_resumed(runs: Runs, whole: Ended, where: str) -> None:
 
 def test_killed_while_generation_runs_ahead(runs: Runs) -> None:
     """Groups are in flight and buffered at every kill; buffered ones of the checkpoint are used."""
-    ahead = ("rollout.max_staleness=2", "rollout.oversample=1")
+    asynchronous = ("rollout.max_staleness=2", "rollout.oversample=1")
     trained = 0
     saved: list[int] = []
     for number, kill in enumerate((
@@ -110,18 +110,18 @@ def test_killed_while_generation_runs_ahead(runs: Runs) -> None:
         {"point": "state", "call": 1, "after": True},
         {"point": "commit", "call": 1, "after": True},
     )):  # fmt: skip
-        ended = runs.train("ahead", *ahead, resume=number > 0, at=kill)
+        ended = runs.train("async", *asynchronous, resume=number > 0, at=kill)
         assert ended.killed, (kill, ended.output)
-        trained += balanced(runs.path("ahead")).recorded
-        found = latest_checkpoint(runs.path("ahead") / "checkpoints")
+        trained += balanced(runs.path("async")).recorded
+        found = latest_checkpoint(runs.path("async") / "checkpoints")
         assert found is not None
         saved += [group["draw"] for group in found.state["source"]["ahead"]["groups"]]
-    runs.finish("ahead", *ahead)
-    told = balanced(runs.path("ahead"))
+    runs.finish("async", *asynchronous)
+    told = balanced(runs.path("async"))
     assert (told.steps, told.checkpoint, told.recorded) == (STEPS, STEPS, STEPS)
     assert told.states["consumed"] == 3 * STEPS
     assert told.rewound > 0
-    history = read_journal(runs.path("ahead") / "ledger.jsonl")
+    history = read_journal(runs.path("async") / "ledger.jsonl")
     assert saved
     for draw in saved:
         life = [
@@ -131,10 +131,10 @@ def test_killed_while_generation_runs_ahead(runs: Runs) -> None:
     # some steps were done more than once
     assert trained > STEPS
     # Another bound from here on; steps before it are held to theirs.
-    runs.finish("ahead", "rollout.max_staleness=0", f"training.steps={STEPS + 1}")
-    told = balanced(runs.path("ahead"))
+    runs.finish("async", "rollout.max_staleness=0", f"training.steps={STEPS + 1}")
+    told = balanced(runs.path("async"))
     assert (told.steps, told.states["consumed"]) == (STEPS + 1, 3 * (STEPS + 1))
-    bounds = read_journal(runs.path("ahead") / "ledger.jsonl").bounds
+    bounds = read_journal(runs.path("async") / "ledger.jsonl").bounds
     assert bounds == dict.fromkeys(range(1, STEPS + 1), 2) | {STEPS + 1: 0}
 
 

@@ -377,11 +377,13 @@ def test_every_metric_is_defined_and_every_definition_is_written(
         "rollout.engine.colocated=true",
     )  # fmt: skip
     assert experts.code == 0, experts.err
-    ahead = workspace.train("ahead of its trainer", "rollout.max_staleness=1", "training.steps=1")
-    assert ahead.code == 0, ahead.err
+    asynchronous = workspace.train(
+        "ahead of its trainer", "rollout.max_staleness=1", "training.steps=1"
+    )
+    assert asynchronous.code == 0, asynchronous.err
     written = {
         name
-        for run in (trained, with_critic, verified, experts, ahead)
+        for run in (trained, with_critic, verified, experts, asynchronous)
         for row in run.metrics
         for name in row
     }

@@ -1,8 +1,7 @@
-"""A run that is killed, wherever, and resumed is the run that was never disturbed.
+"""A run that is killed anywhere and resumed is the run that was never disturbed.
 
-With one process and one thread bit for bit: metrics, samples, weights, optimizers, generators, the
-    book of the prompts.
-Over several ranks, and from one layout to another, to round-off.
+With one process and one thread this holds bit for bit: metrics, samples, weights, optimizers,
+generators, prompt accounting. Over several ranks, and between layouts, to round-off.
 """
 
 from __future__ import annotations

@@ -217,8 +217,8 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
     doomed = remote(config, "doomed", tmp_path)
     frozen = remote(config, "frozen", tmp_path, request_timeout_s=2.0)
     run(loop, start_all([doomed, frozen]))
-    roster = StaticParticipants([doomed, frozen, pair[0]])
-    sink = WeightPublication(config, roster, loop)
+    participants = StaticParticipants([doomed, frozen, pair[0]])
+    sink = WeightPublication(config, participants, loop)
     publish(sink, model, 11)
 
     running = asyncio.run_coroutine_threadsafe(
@@ -243,7 +243,7 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
 
     buckets = layout(model)
     sink.prepare(buckets)  # goes on without the dead one
-    assert [engine.name for engine in roster.engines] == ["frozen", "engine-0"]
+    assert [engine.name for engine in participants.engines] == ["frozen", "engine-0"]
     sink.send(buckets[0], flatten(buckets[0], model))
     os.kill(frozen.pid, signal.SIGSTOP)
     began = time.monotonic()
@@ -254,7 +254,7 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
     assert not alive(frozen.pid)
 
     publish(sink, model, 12)
-    assert [engine.name for engine in roster.engines] == ["engine-0"]
+    assert [engine.name for engine in participants.engines] == ["engine-0"]
     assert run(loop, pair[0].health())["version"] == 12
     sink.close()
     run(loop, close_all([doomed, frozen]))
