@@ -39,11 +39,9 @@ class PolicyBackend(Protocol):
         self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
     ) -> list[MinibatchPlan]:
         """Lay out each optimizer step over ranks and micro-batches (rank 0, no communication)."""
-        ...
 
     def load_batch(self, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None) -> None:
         """Give each data-parallel rank its sequences of the step (from rank 0)."""
-        ...
 
     def score(
         self, model: Literal["policy", "reference", "teacher", "critic"], *, entropy: bool = False
@@ -54,7 +52,6 @@ class PolicyBackend(Protocol):
             `logprobs` (and `entropy`), or `values` for the critic; fp32 [M] on rank 0. Log-probs of
             every model are those of its logits / `rollout.sampling.temperature`.
         """
-        ...
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
         """Send per-token vectors to the ranks that hold the tokens.
@@ -62,25 +59,21 @@ class PolicyBackend(Protocol):
         Args:
             vectors: each [M]: advantages, old_logprobs, weights, ...
         """
-        ...
 
     def update(self, minibatch: int, *, train_policy: bool = True) -> UpdateResult:
         """Take one optimizer step on a mini-batch of the plan, of policy and critic (if any)."""
-        ...
 
     def buckets(self) -> tuple[Bucket, ...]:
         """Return the fixed layout of the policy's weights under their Hugging Face names.
 
         It is the same on every rank.
         """
-        ...
 
     def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
         """Yield the buckets in order, each gathered from the ranks that hold its parts.
 
         The bytes are uint8 [num_bytes] on rank 0, None elsewhere.
         """
-        ...
 
     def offload(self) -> None:
         """Move everything to host memory, free the device, and drop the loaded batch.
@@ -88,26 +81,21 @@ class PolicyBackend(Protocol):
         Everything except the passes over a batch still works: it moves what it needs to the device
         for as long as it runs.
         """
-        ...
 
     def onload(self) -> None:
         """Move everything back to the device. No effect without `offload`."""
-        ...
 
     def release_cache(self) -> None:
         """Free the device memory that this process keeps for its next passes."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Save model, optimizer and schedule as a distributed checkpoint in `folder`."""
-        ...
 
     def start_save(self, folder: Path) -> None:
         """Copy the state and return; threads write it to `folder` while training goes on.
 
         At most one such save runs at a time.
         """
-        ...
 
     def save_seconds(self) -> float | None:
         """Return the seconds that this rank wrote for, None while it still does. No communication.
@@ -115,27 +103,21 @@ class PolicyBackend(Protocol):
         Raises:
             RunFailed: it could not write; names the folder and the reason.
         """
-        ...
 
     def finish_save(self) -> None:
         """Complete the save that `start_save` began, once every rank has written."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint, under any layout that it can be resharded to."""
-        ...
 
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder (safetensors shards, config, tokenizer)."""
-        ...
 
     def describe(self) -> dict[str, str]:
         """Return the choices that were made (attention, optimizer, layout), for the run's start."""
-        ...
 
     def close(self) -> None:
         """Give everything back."""
-        ...
 
 
 # --- generation -----------------------------------------------------------------------------------
@@ -146,11 +128,9 @@ class WeightExpectation(Protocol):
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor that is sent. It is read now, and may be overwritten afterwards."""
-        ...
 
     def problem(self, said: Any) -> str | None:
         """Return what is wrong with an engine whose checksum is `said`, None if nothing is."""
-        ...
 
 
 class RolloutEngine(Protocol):
@@ -167,34 +147,27 @@ class RolloutEngine(Protocol):
     @property
     def ended(self) -> asyncio.Future[Any] | None:
         """Done when its process is gone; None if rlcore did not start a process for it."""
-        ...
 
     async def start(self) -> None:
         """Make it ready to answer, within `rollout.engine.start_timeout_s`.
 
         After `kill` it may be started again, then without weights.
         """
-        ...
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """Return `n` completions for each request, in order."""
-        ...
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating; `mode` says what becomes of running requests."""
-        ...
 
     async def resume(self) -> None:
         """Generate again after `pause`."""
-        ...
 
     async def abort(self) -> None:
         """Stop all requests now; their completions end with the finish reason "abort"."""
-        ...
 
     async def begin_update(self, buckets: Sequence[Bucket]) -> None:
         """Prepare for the weights of a publication, in this layout."""
-        ...
 
     async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
         """Take one bucket.
@@ -202,15 +175,12 @@ class RolloutEngine(Protocol):
         Args:
             flat: its bytes, inside one process; None if they come over the process group.
         """
-        ...
 
     async def end_update(self) -> None:
         """End the update: the new weights are in force, but carry no version yet."""
-        ...
 
     async def set_version(self, version: int) -> None:
         """Name the version of its weights, which its completions then carry."""
-        ...
 
     def expectation(self) -> WeightExpectation:
         """Make a new expectation, to which the tensors that are sent are added.
@@ -218,19 +188,15 @@ class RolloutEngine(Protocol):
         Raises:
             ConfigError: the weights of this engine cannot be verified.
         """
-        ...
 
     async def checksum(self) -> Any:
         """Return a digest of its weights, for `WeightExpectation.problem`."""
-        ...
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Free device memory while paused. Caches are empty afterwards; weights are gone."""
-        ...
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Take the memory again. Weights that were released need a whole publication first."""
-        ...
 
     async def health(self) -> dict[str, Any]:
         """Return at least `name`, and `version` (None without whole weights).
@@ -239,15 +205,12 @@ class RolloutEngine(Protocol):
             EngineFailed: it does not run, or does not answer within
                 `rollout.engine.health_timeout_s`.
         """
-        ...
 
     async def kill(self) -> None:
         """End it at once, at any time, even if it hangs or is stopped."""
-        ...
 
     async def close(self) -> None:
         """End it in good order."""
-        ...
 
 
 class Workflow(Protocol):
@@ -259,7 +222,6 @@ class Workflow(Protocol):
 
     async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
         """Return the samples of one drawing of `prompt`."""
-        ...
 
 
 # --- reward ---------------------------------------------------------------------------------------
@@ -274,7 +236,6 @@ class Reward(Protocol):
 
     def __call__(self, sample: Sample) -> float:
         """Score one sample."""
-        ...
 
 
 # --- the loop's other partners (rank 0) -----------------------------------------------------------
@@ -285,7 +246,6 @@ class RolloutSource(Protocol):
 
     def start(self) -> None:
         """Start the engines, once, and wait until they are ready."""
-        ...
 
     def next_step(self, step: int) -> StepRollouts | None:
         """Return the samples of step `step` (from 1). Waits at most `rollout.timeout_s`.
@@ -293,22 +253,18 @@ class RolloutSource(Protocol):
         None means that an engine was started again and needs the weights. Generation goes on;
         bring the weights and call again.
         """
-        ...
 
     def evaluate(self) -> tuple[dict[str, float], list[Sample]] | None:
         """Score the evaluation prompts with the current weights. None as in `next_step`."""
-        ...
 
     def published(self, step: int, version: int, incarnation: int) -> None:
         """Take note that `version` is in force at the engines: the weights after `step` updates.
 
         Called after each publication that succeeded, but not after a catch-up.
         """
-        ...
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state after the newest hand-over: cursor, ledger, buffer. JSON-able."""
-        ...
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a snapshot; None is the state before the first draw.
@@ -316,7 +272,6 @@ class RolloutSource(Protocol):
         If the source has gone on since, for a trainer that is lost, samples of later weights are
         dropped.
         """
-        ...
 
     def keep_ledger(self, path: Path) -> None:
         """Append every draw's transitions to `path` from here on.
@@ -324,11 +279,9 @@ class RolloutSource(Protocol):
         The file is first taken back to the state that `restore` gave. A source without draws
         writes nothing.
         """
-        ...
 
     def close(self) -> None:
         """Stop generation and end the engines."""
-        ...
 
 
 class WeightSink(Protocol):
@@ -340,19 +293,15 @@ class WeightSink(Protocol):
         Args:
             only_stale: take only the engines that wait for weights; the others go on serving.
         """
-        ...
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
         """Send the bytes of one bucket, uint8 [num_bytes]."""
-        ...
 
     def finish(self, version: int) -> None:
         """Close the update, verify, set the version, resume."""
-        ...
 
     def cancel(self) -> None:
         """Give up this publication; the participants are then without whole weights."""
-        ...
 
 
 class EngineMemory(Protocol):
@@ -366,7 +315,6 @@ class EngineMemory(Protocol):
 
         None starts or generates until it is restored.
         """
-        ...
 
     def restore(self, tags: Sequence[MemoryTag]) -> None:
         """Give every engine its memory again; it generates if nothing else is missing.
@@ -376,11 +324,9 @@ class EngineMemory(Protocol):
         Raises:
             RunFailed: no engine can.
         """
-        ...
 
     def any_running(self) -> bool:
         """Whether an engine runs."""
-        ...
 
 
 class Tracker(Protocol):
@@ -389,24 +335,18 @@ class Tracker(Protocol):
     @property
     def url(self) -> str | None:
         """The address at which the run can be seen, if any."""
-        ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
-        ...
 
     def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Show a few samples of a step."""
-        ...
 
     def note(self, line: str) -> None:
         """Show one line to the people who watch."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs, JSON-able (wandb's run id)."""
-        ...
 
     def close(self, status: str) -> None:
         """End with the status of the run."""
-        ...

@@ -40,11 +40,9 @@ class HubClient(Protocol):
 
     def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> Any:
         """Make a repository and return its address."""
-        ...
 
     def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> Any:
         """Upload all files of a folder."""
-        ...
 
 
 def reach_hub(config: HubConfig, *, client: HubClient | None = None) -> None:

@@ -36,19 +36,15 @@ class Store(Protocol):
 
     def set(self, key: str, value: str, /) -> None:
         """Store `value`, in place of an earlier one."""
-        ...
 
     def get(self, key: str, /) -> bytes:
         """Return the value; a real store blocks until there is one."""
-        ...
 
     def check(self, keys: list[str], /) -> bool:
         """Whether every key is set."""
-        ...
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Set `desired` if the value is `expected` (or unset). Return the value afterwards."""
-        ...
 
 
 @dataclass(frozen=True)
