@@ -96,7 +96,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine generated for one sample of a request."""
+    """The completion of one sample of a request."""
 
     tokens: NDArray[np.int32]  # [m], the stop token included
     logprobs: NDArray[np.float32]  # [m]

@@ -17,7 +17,7 @@ from rlcore.planning.memory import (
 from rlcore.planning.shape import ModelShape
 
 GIB = 1 << 30
-# of the GPU: CUDA's context, buffers of NCCL and matmuls, what the allocator cannot hand out
+# Share of a GPU for CUDA's context, buffers of NCCL and matmuls, and fragments of the allocator.
 RESERVED = 0.08
 
 

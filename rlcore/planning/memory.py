@@ -200,15 +200,15 @@ def _layer_bytes(
     if recompute == "full":
         return residual
     share = shape.moe_layers / shape.layers
-    # the two norms' inputs and 1 / rms
+    # The inputs of two norms, and 1 / rms.
     total = 2 * (residual + 4 * s + _normalised(s * shape.hidden, load))
-    # the input of the QKV projection
+    # The input of the QKV projection.
     total += residual
     total += _attention_bytes(shape, layout, load, t, again="core_attn" in recompute)
-    # the input of the MLP
+    # The input of the MLP.
     total += residual
     if "mlp" not in recompute:
-        # before and after SwiGLU
+        # The rows before and after SwiGLU.
         total += (1 - share) * b * t * 3 * shape.ffn / layout.tensor
     return total if "moe" in recompute else total + share * _experts_bytes(shape, layout, load, s)
 
@@ -221,25 +221,25 @@ def _attention_bytes(
     d = shape.head_dim
     query = shape.heads * d / tp
     keys = shape.groups * d / tp
-    # the projection; `value` is a view of it
+    # The projection; `value` is a view of it.
     total = b * t * (query + 2 * keys)
     if shape.heads > shape.groups > tp and (shape.qk_norm or again):
-        # the queries of several groups, copied out of the projection
+        # The queries of several groups are copied out of the projection.
         total += b * t * query
     if shape.qk_norm:
         total += 4 * t * (shape.heads + shape.groups) / tp + _normalised(t * (query + keys), load)
-        # the norms' outputs, to be rotated again
+        # The outputs of the norms, which are rotated again.
         total += b * t * (query + keys) * again
-    # what the output projection reads
+    # The input of the output projection.
     total += b * t * query
     if again:
         return total
     total += b * t * (query + keys)  # rotated
-    # gathered keys and values of both chunks; the parts of the output, put together
+    # Gathered keys and values of both chunks, and the joined parts of the output.
     if layout.context > 1:
         total += b * (load.tokens * (1 + 0.5 / layout.context) * 2 * keys - t * keys + t * query)
     total += 4 * t * shape.heads / tp  # log-sum-exp
-    # sine and cosine in the model's dtype, twice
+    # Sine and cosine in the model's dtype, twice.
     return total + (2 * b * t * d if b < 4 else 0)
 
 
@@ -262,7 +262,7 @@ def _experts_bytes(shape: ModelShape, layout: Layout, load: Load, s: float) -> f
     shared = (
         s * (layout.tensor if layout.sequence else 1) * 3 * shape.shared_ffn / layout.tensor * b
     )
-    # what the gate multiplies
+    # The output that the gate multiplies.
     shared += s * shape.hidden * b * shape.shared_gate
     return routed + shared + s * shape.experts * (4 + 4 + 1)
 

@@ -70,7 +70,7 @@ def step_time(
     tokens = work.tokens / layout.data / layout.context
     layers = _most_layers(shape, layout)
     b = work.dtype_bytes
-    # times that the layers' collectives run
+    # How many times the collectives of the layers run.
     sweeps = 2.0 + work.scoring_passes + (layout.recompute == "full")
     routings = sweeps + ("moe" in layout.recompute)
 

@@ -1,4 +1,4 @@
-"""What test_resume.py runs, and how it compares two runs."""
+"""The runs of test_resume.py, and comparisons of two runs."""
 
 from __future__ import annotations
 

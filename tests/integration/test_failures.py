@@ -31,7 +31,7 @@ def assert_failed(run: Ended, *says: str, within_s: float, reason: str = "") -> 
 
 
 def last_lines(run: Ended, rank: int) -> list[str]:
-    """What the terminal shows of a rank's log; the report is the last thing there."""
+    """Return the lines that the terminal shows of a rank's log, up to the end of the report."""
     head = f"the last lines of {run.folder / 'logs' / f'rank_{rank}.log'}:"
     assert head in run.said, run.said
     return [line.strip() for line in run.said.partition(head)[2].strip().splitlines()]

@@ -43,7 +43,7 @@ class Vanilla:
 
 
 def installed(folder: Path) -> Path:
-    """What pip leaves of a package with two entry points: its code, and a dist-info beside it."""
+    """Make what pip installs of a package with two entry points: its code and a dist-info."""
     site = folder / "site"
     (site / "ranked_rl").mkdir(parents=True)
     (site / "ranked_rl" / "__init__.py").write_text("")

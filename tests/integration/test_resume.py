@@ -197,7 +197,7 @@ def test_asked_to_end(runs: Runs, undisturbed: Ended) -> None:
 
 
 def unowned(run: Path) -> dict[str, bytes]:
-    """What is in a run's folder beside its log and the mark of who holds it."""
+    """Read a run's folder, without its log and its lock."""
     return {
         name: content
         for name, content in contents(run).items()

@@ -1,4 +1,4 @@
-"""What people see of a whole run: terminal, TensorBoard, wandb, the pushed model."""
+"""The visible side of a whole run: terminal, TensorBoard, wandb, the pushed model."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_plain_output_of_quick_steps_is_short_and_ends_with_a_report(workspace: 
 
 
 class StubHub:
-    """What the hub would keep. `refuses`: the calls that fail."""
+    """The contents of a hub. `refuses`: the calls that fail."""
 
     def __init__(self, *refuses: str) -> None:
         self.refuses = refuses

@@ -66,7 +66,7 @@ def test_forward_flops_count_the_chosen_experts_alone() -> None:
 
 
 def test_a_plan_and_the_metric_count_alike() -> None:
-    """What balances batches takes the head at every token."""
+    """The balance of batches counts the head at every token."""
     assert TINY.forward_flops([9], 9) == TINY.cost(9)
 
 

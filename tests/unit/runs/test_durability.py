@@ -1,4 +1,4 @@
-"""What a checkpoint relies on is on the disk before it: a power cut may lose the rest."""
+"""A checkpoint follows what it relies on to the disk: a power cut may lose the rest."""
 
 from __future__ import annotations
 

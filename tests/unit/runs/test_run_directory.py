@@ -97,7 +97,7 @@ def held_elsewhere(root: Path) -> Iterator[int]:
 
 
 def test_a_run_that_is_written_by_a_living_process_is_refused(tmp_path: Path) -> None:
-    """Who comes in the place of one that was lost waits for a while."""
+    """A process that takes over from a lost one waits for a while."""
     used(tmp_path)
     ticks: list[None] = []
     with held_elsewhere(tmp_path) as pid:

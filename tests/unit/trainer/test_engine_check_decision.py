@@ -91,7 +91,7 @@ def test_a_difference_names_the_engine_the_worst_response_and_the_causes(
 def test_one_engine_that_is_wrong_is_not_averaged_away(
     batch: RolloutBatch, samples: list[Sample]
 ) -> None:
-    """Of two, the second by 0.3 nats: 0.15 on average, below the limit."""
+    """The second of two differs by 0.3 nats: 0.15 on average, below the limit."""
     batch.vectors[f"{PASS}logprobs"] += torch.tensor([0.0, 0.0, 0.0, 0.0, 0.3, 0.3])
     check = EngineCheck(0.2, 20, "sglang")
     assert check.compare(batch, samples, {})[1] == ""
