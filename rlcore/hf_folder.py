@@ -81,15 +81,11 @@ class ShardWriter:
             self._file = None
 
     def file_name(self, shard: int) -> str:
-        """Return the name of a shard's file."""
-        return shard_name(shard, len(self.shards))
-
-
-def shard_name(shard: int, count: int) -> str:
-    """Return the name of shard number `shard` (from 0) of `count`."""
-    if count == 1:
-        return "model.safetensors"
-    return f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
+        """Return the name of the file of shard number `shard`, from 0."""
+        count = len(self.shards)
+        if count == 1:
+            return "model.safetensors"
+        return f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
 
 
 def header(shard: Bucket) -> bytes:

@@ -34,11 +34,6 @@ class Trackers(BaseTracker):
         self._optional = dict(optional or {})
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The trackers that have not failed."""
-        return tuple(self._all())
-
-    @property
     def url(self) -> str | None:  # type: ignore[override]
         """The first address that a tracker has."""
         return next((tracker.url for tracker in self._all().values() if tracker.url), None)
