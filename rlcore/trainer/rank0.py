@@ -133,9 +133,8 @@ class RankZero:
         """Make the batch of `step` for policy `version`, and choose its mini-batches."""
         assert self._rollouts is not None
         batch = RolloutBatch.from_samples(self._rollouts.samples)
-        self._version = batch.version = (
-            self._rollouts.recorded_version if version is None else version
-        )
+        self._version = self._rollouts.recorded_version if version is None else version
+        batch.version = self._version
         if self.config.is_sft:
             for name in ENGINE_VECTORS:
                 del batch.vectors[name]

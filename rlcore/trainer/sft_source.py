@@ -109,7 +109,8 @@ def _with_label(example: Example) -> Example:
     prompt = example.prompt
     label = example.label
     if label is None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        prompt, label = prompt[:-1], prompt[-1]["content"]
+        label = prompt[-1]["content"]
+        prompt = prompt[:-1]
     if not isinstance(label, str) or not label or not prompt:
         raise DataError(
             f"{example.where}: sft needs a prompt and a text label (data.label_key), or chat"

@@ -25,7 +25,8 @@ class Device:
         self.trainers = set[int]()
         self.moves = list[str]()
         self.untidy = set[int]()  # trainers that keep memory of their last passes
-        self.runs = self.restarts = True
+        self.runs = True
+        self.restarts = True
         self._lock = threading.Lock()
 
     def engine(self, move: str, tags: Sequence[MemoryTag]) -> None:

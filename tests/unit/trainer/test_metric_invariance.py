@@ -185,7 +185,8 @@ def test_the_logged_loss_is_what_is_minimised(config: Config) -> None:
     vectors = {name: value.tolist() for name, value in batch.vectors.items()}
     after = scores(batch, "after").tolist()
     borders = batch.cu_seqlens.tolist()
-    policy = total = 0.0
+    policy = 0.0
+    total = 0.0
     for first, last in pairwise(borders):
         gaps = [
             a - b
