@@ -7,13 +7,13 @@ RlcoreError
 |   +-- ModelError
 +-- RunFailed            the run cannot go on: exit code 1
 |   +-- DeadlineExceeded
-|   +-- FailedElsewhere  another rank failed, and knows why
-|   +-- PartLost         rank 0 has lost its rollout service: the launcher starts the ranks again
-|   +-- EngineFailed     one engine died, hangs or talks nonsense: another can take its requests
-|   |   +-- EngineHangs  ... it did not answer in time; a DeadlineExceeded too
-|   |   +-- NoEngineLeft ... none runs and none can be started again: the run saves, then stops
+|   +-- FailedElsewhere  another rank failed and knows why
+|   +-- PartLost         rank 0 lost its rollout service: the launcher starts the ranks again
+|   +-- EngineFailed     one engine died, hangs or answers nonsense: another can take its requests
+|   |   +-- EngineHangs  it did not answer in time; a DeadlineExceeded too
+|   |   +-- NoEngineLeft none runs and none can be started again: the run saves, then stops
 |   +-- EmptyBatch       prompts, rewards and filters leave nothing to train on: exit code 2
-+-- PublicationFailed    an engine did not take a publication whole: the caller runs it again with the rest
++-- PublicationFailed    an engine missed a part of a publication: it runs again with the others
 """
 
 from __future__ import annotations
@@ -44,29 +44,26 @@ class RunFailed(RlcoreError):
 
 
 class DeadlineExceeded(RunFailed, TimeoutError):
-    """Something took longer than its limit; the message names who was waited for and which key sets
-    the limit.
-    """
+    """A wait exceeded its limit. The message names what was waited for and the key of the limit."""
 
 
 class FailedElsewhere(RunFailed):
-    """Another rank failed; that one tells the reason, and this one gives it time to."""
+    """Another rank failed. It reports the reason, and this rank gives it time to."""
 
 
 class PartLost(RunFailed):
-    """A process of the run is lost to this one, which cannot go on, nor save: another start of the
-    ranks may.
+    """This process lost contact with a part of the run and can neither go on nor save.
+
+    Another start of the ranks may help.
     """
 
 
 class EngineFailed(RunFailed):
-    """One engine died, hangs, or answers what it must not; its requests may go to another. Names
-    the engine.
-    """
+    """One engine died, hangs, or answers nonsense; its requests may go to another. Names it."""
 
 
 class EngineHangs(EngineFailed, DeadlineExceeded):
-    """An engine did not answer in time; the message names the engine and which key sets the limit."""
+    """An engine did not answer in time. The message names the engine and the key of the limit."""
 
 
 class NoEngineLeft(EngineFailed):
@@ -74,23 +71,19 @@ class NoEngineLeft(EngineFailed):
 
 
 class EmptyBatch(RunFailed):
-    """Nothing is left to train on: bad input that only shows while the run goes. What it has done
-    so far is kept.
-    """
+    """Nothing is left to train on: bad input that shows only in the run. Earlier steps are kept."""
 
 
 class PublicationFailed(RlcoreError):
-    """An engine did not take a publication whole and is out of it; the others wait for the
-    transaction to be run again.
-    """
+    """An engine missed a part of a publication; the others wait until it runs again."""
 
 
 # Exit codes of the `rlcore` command.
 FAILED = 1
 BAD_INPUT = 2
-INTERRUPTED = 130  # of a run that was asked to stop before its end
+INTERRUPTED = 130  # a run that was asked to stop before its end
 
 
 def exit_code(status: str) -> int:
-    """The exit code of a run that did not fail."""
+    """Return the exit code of a run that did not fail."""
     return INTERRUPTED if status == "interrupted" else 0

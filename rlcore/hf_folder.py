@@ -1,6 +1,4 @@
-"""Hugging Face folders: safetensors shards that are written as their tensors come, and the files
-beside them.
-"""
+"""Hugging Face folders: safetensors shards, written tensor by tensor, and the files beside them."""
 
 from __future__ import annotations
 
@@ -21,27 +19,28 @@ INDEX = "model.safetensors.index.json"
 # safetensors' names of the types that weights have.
 DTYPE_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
-# Tokenizer, chat template, generation settings, custom code: by suffix, since tokenizers may bring
-# files of any name.
+# Tokenizer, chat template, generation settings and custom code are copied by their suffix, since
+# tokenizers may bring files of any name.
 _COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
 _WRITTEN = {"config.json", INDEX, "pytorch_model.bin.index.json"}
 
 
 class ShardWriter:
-    """Writes one file a shard into `folder`, which must exist. It holds no tensor: each is in its
-    file when `add` returns.
+    """Writes one file for each shard into `folder`, which must exist.
 
-    Raises OSError, from any method, where the system refuses.
+    It holds no tensor in memory: when `add` returns, the tensor is in its file. Every method raises
+    OSError if the system refuses.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Bucket]) -> None:
         self.folder = folder
         self.shards = shards
         self._file: FileIO | None = None
-        self._shard = self._tensor = 0  # what comes next
+        self._shard = 0  # of the next tensor
+        self._tensor = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take the next tensor, in the order of the shards; its memory may be reused afterwards."""
+        """Write the next tensor, in the order of the shards. Its memory may then be reused."""
         shard = self.shards[self._shard]
         spec = shard.tensors[self._tensor]
         if (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, spec.torch_dtype):
@@ -59,7 +58,7 @@ class ShardWriter:
             self._tensor = 0
 
     def finish(self) -> None:
-        """Write the index, where there are several shards."""
+        """Write the index, if there are several shards."""
         if self._shard < len(self.shards):
             raise ValueError(
                 f"finish() before {self.shards[self._shard].tensors[self._tensor].name} was added"
@@ -76,31 +75,29 @@ class ShardWriter:
             )
 
     def close(self) -> None:
-        """Close the file that is being written: for one who gives up in the middle."""
+        """Close the file that is being written, if the writer is given up in the middle."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def file_name(self, shard: int) -> str:
-        return shard_name(shard, len(self.shards))
-
-
-def shard_name(shard: int, count: int) -> str:
-    return (
-        "model.safetensors" if count == 1 else f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
-    )
+        """Return the name of the file of shard number `shard`, from 0."""
+        count = len(self.shards)
+        if count == 1:
+            return "model.safetensors"
+        return f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
 
 
 def header(shard: Bucket) -> bytes:
-    """What precedes the bytes of a shard's tensors: the length of the JSON (8 bytes), and the JSON,
-    filled up to 8 bytes.
-    """
+    """Return what precedes the tensors in a shard's file: 8 bytes of length, and padded JSON."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for spec in shard.tensors:
         entries[spec.name] = {
-            "dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": (at, at + spec.num_bytes),
-        }  # fmt: skip
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": spec.shape,
+            "data_offsets": (at, at + spec.num_bytes),
+        }
         at += spec.num_bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -109,7 +106,7 @@ def header(shard: Bucket) -> bytes:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies in a folder."""
+    """The place of a tensor in a folder."""
 
     path: Path
     offset: int  # of its first byte in the file
@@ -117,9 +114,10 @@ class TensorPlace:
 
 
 def find_tensors(folder: Path) -> dict[str, TensorPlace]:
-    """Every tensor of a folder's safetensors files, by name.
+    """Find every tensor of a folder's safetensors files, by name.
 
-    Raises OSError or ValueError where a file is not readable.
+    Raises:
+        OSError, ValueError: a file is not readable.
     """
     types = {short: name for name, short in DTYPE_NAMES.items()}
     places = {}
@@ -139,7 +137,7 @@ def find_tensors(folder: Path) -> dict[str, TensorPlace]:
 
 
 def copy_companions(target: Path, model: Path, tokenizer: Path) -> None:
-    """Copy the tokenizer folder's files; of a model folder apart from it, only how to generate."""
+    """Copy the tokenizer folder's files, and the generation settings of the model folder."""
     companions = [model / "generation_config.json"]
     companions += [
         path
@@ -152,10 +150,11 @@ def copy_companions(target: Path, model: Path, tokenizer: Path) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _write(file: FileIO, content: memoryview) -> None:
-    """One call writes at most 2 GB."""
+    """Write all of `content`; one call of the system writes at most 2 GB."""
     while content:
         content = content[file.write(content) :]

@@ -1,7 +1,6 @@
-"""The seams. Each is a `typing.Protocol`; `rlcore/launch/` picks what stands behind it.
+"""The seams of the system. Each is a `typing.Protocol`; `rlcore/launch/` picks the implementation.
 
-Nothing here imports a backend or an engine, and nothing behind one seam sees what is behind
-another.
+Nothing here imports a backend or an engine, and no implementation sees behind another seam.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from rlcore.weights import Bucket
 
 
 class PolicyBackend(Protocol):
-    """The trainer's models on their ranks. Every method is collective: all ranks call it, in the
-    same order.
+    """The trainer's models on their ranks. All ranks call every method, in the same order.
 
-    Vectors enter and leave on rank 0 in the order of the batch that was loaded; other ranks pass
-    and get None.
+    Vectors enter and leave on rank 0, in the order of the loaded batch; other ranks pass and get
+    None.
     """
 
     rank: int
@@ -40,353 +38,315 @@ class PolicyBackend(Protocol):
     def plan(
         self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
     ) -> list[MinibatchPlan]:
-        """Rank 0 only, no communication: lay out each optimizer step over ranks and micro-batches."""
-        ...
+        """Lay out each optimizer step over ranks and micro-batches (rank 0, no communication)."""
 
     def load_batch(self, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None) -> None:
         """Give each data-parallel rank its sequences of the step (from rank 0)."""
-        ...
 
     def score(
         self, model: Literal["policy", "reference", "teacher", "critic"], *, entropy: bool = False
     ) -> dict[str, Tensor] | None:
-        """A no-grad pass over the loaded batch: `logprobs` (and `entropy`), or `values` for the
-        critic; fp32 [M].
+        """Run a pass without gradients over the loaded batch.
 
-        Log-probs of every model are those of its logits / `rollout.sampling.temperature`.
+        Returns:
+            `logprobs` (and `entropy`), or `values` for the critic; fp32 [M] on rank 0. Log-probs of
+            every model are those of its logits / `rollout.sampling.temperature`.
         """
-        ...
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
-        """Hand per-token vectors ([M]: advantages, old_logprobs, weights, ...) to the ranks that
-        hold the tokens.
+        """Send per-token vectors to the ranks that hold the tokens.
+
+        Args:
+            vectors: each [M]: advantages, old_logprobs, weights, ...
         """
-        ...
 
     def update(self, minibatch: int, *, train_policy: bool = True) -> UpdateResult:
-        """One optimizer step on minibatch `minibatch` of the plan, of the policy and of the critic
-        if there is one.
-        """
-        ...
+        """Take one optimizer step on a mini-batch of the plan, of policy and critic (if any)."""
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """The static layout of the policy's weights under their Hugging Face names; the same on
-        every rank.
+        """Return the fixed layout of the policy's weights under their Hugging Face names.
+
+        It is the same on every rank.
         """
-        ...
 
     def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
-        """Each bucket in order, gathered from the ranks that hold its parts: uint8 [num_bytes] on
-        rank 0, else None.
+        """Yield the buckets in order, each gathered from the ranks that hold its parts.
+
+        The bytes are uint8 [num_bytes] on rank 0, None elsewhere.
         """
-        ...
 
     def offload(self) -> None:
-        """Move everything into host memory and give the device's memory back; the loaded batch is
-        given up.
+        """Move everything to host memory, free the device, and drop the loaded batch.
 
-        Everything but a batch's passes still works, and brings what it needs for as long as it
-        takes.
+        Everything except the passes over a batch still works: it moves what it needs to the device
+        for as long as it runs.
         """
-        ...
 
     def onload(self) -> None:
-        """The inverse of `offload`: on the device for good. No effect without it."""
-        ...
+        """Move everything back to the device. No effect without `offload`."""
 
     def release_cache(self) -> None:
-        """Give back what this process keeps of the device's memory for its next passes: other
-        processes need it now.
-        """
-        ...
+        """Free the device memory that this process keeps for its next passes."""
 
     def save(self, folder: Path) -> None:
-        """Model, optimizer and schedule as a distributed checkpoint in `folder`."""
-        ...
+        """Save model, optimizer and schedule as a distributed checkpoint in `folder`."""
 
     def start_save(self, folder: Path) -> None:
-        """As `save`, but returns when the state is copied; it is written while training goes on. At
-        most one at a time.
+        """Copy the state and return; threads write it to `folder` while training goes on.
+
+        At most one such save runs at a time.
         """
-        ...
 
     def save_seconds(self) -> float | None:
-        """Seconds that this rank has written for, None while it still does. No communication.
+        """Return the seconds that this rank wrote for, None while it still does. No communication.
 
-        Raises RunFailed naming the folder and the reason where it could not be written.
+        Raises:
+            RunFailed: it could not write; names the folder and the reason.
         """
-        ...
 
     def finish_save(self) -> None:
-        """Complete what `start_save` began, once every rank has written."""
-        ...
+        """Complete the save that `start_save` began, once every rank has written."""
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`, under any layout that the checkpoint can be resharded to."""
-        ...
+        """Load a checkpoint, under any layout that it can be resharded to."""
 
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder (safetensors shards, config, tokenizer)."""
-        ...
 
     def describe(self) -> dict[str, str]:
-        """Choices that were made (attention, layer spec, optimizer, layout), printed at the start
-        of a run.
-        """
-        ...
+        """Return the choices that were made (attention, optimizer, layout), for the run's start."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give everything back."""
 
 
 # --- generation -----------------------------------------------------------------------------------
 
 
 class WeightExpectation(Protocol):
-    """What an engine should say of its weights when it took every bucket."""
+    """The checksum that an engine must return once it has taken every bucket."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """A tensor that is sent. It is read now, and may be overwritten afterwards."""
-        ...
+        """Add a tensor that is sent. It is read now, and may be overwritten afterwards."""
 
     def problem(self, said: Any) -> str | None:
-        """What is wrong with an engine whose `checksum` said this; None where its weights are what
-        was sent.
-        """
-        ...
+        """Return what is wrong with an engine whose checksum is `said`, None if nothing is."""
 
 
 class RolloutEngine(Protocol):
-    """An engine: generates, and takes new weights by the steps of a publication.
+    """An inference engine. It generates, and takes new weights in the steps of a publication.
 
-    What goes wrong with one engine, and might not with another, is EngineFailed.
+    A failure of one engine, which another engine might not have, is EngineFailed.
     """
 
     name: str
-    transports: tuple[str, ...]  # by which weights can reach it, the preferred one first
-    # we started it; else somebody did, and to kill and start it is to leave it and connect anew
+    transports: tuple[str, ...]  # ways in which weights can reach it, the preferred one first
+    # True if rlcore started it. Else `kill` only disconnects from it, and `start` connects anew.
     managed: bool
 
     @property
     def ended(self) -> asyncio.Future[Any] | None:
-        """Done when its process is gone; None where it has none of ours."""
-        ...
+        """Done when its process is gone; None if rlcore did not start a process for it."""
 
     async def start(self) -> None:
-        """Ready to answer, within `rollout.engine.start_timeout_s`. Again after `kill`, without
-        weights then.
+        """Make it ready to answer, within `rollout.engine.start_timeout_s`.
+
+        After `kill` it may be started again, then without weights.
         """
-        ...
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        """`n` completions a request, in order."""
-        ...
+        """Return `n` completions for each request, in order."""
 
-    async def pause(self, mode: PauseMode) -> None: ...
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating; `mode` says what becomes of running requests."""
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Generate again after `pause`."""
 
     async def abort(self) -> None:
-        """Stop all requests now; their completions end with finish reason "abort"."""
-        ...
+        """Stop all requests now; their completions end with the finish reason "abort"."""
 
-    async def begin_update(self, buckets: Sequence[Bucket]) -> None: ...
+    async def begin_update(self, buckets: Sequence[Bucket]) -> None:
+        """Prepare for the weights of a publication, in this layout."""
 
     async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
-        """Take one bucket: `flat` by copy inside one process, None when it comes over the process
-        group.
+        """Take one bucket.
+
+        Args:
+            flat: its bytes, inside one process; None if they come over the process group.
         """
-        ...
 
     async def end_update(self) -> None:
-        """All buckets came; the new weights are in force but carry no version yet."""
-        ...
+        """End the update: the new weights are in force, but carry no version yet."""
 
-    async def set_version(self, version: int) -> None: ...
+    async def set_version(self, version: int) -> None:
+        """Name the version of its weights, which its completions then carry."""
 
     def expectation(self) -> WeightExpectation:
-        """A fresh one, to be told what is sent. Raises ConfigError where this engine's weights
-        cannot be verified.
+        """Make a new expectation, to which the tensors that are sent are added.
+
+        Raises:
+            ConfigError: the weights of this engine cannot be verified.
         """
-        ...
 
     async def checksum(self) -> Any:
-        """A digest of its weights, for `WeightExpectation.problem`."""
-        ...
+        """Return a digest of its weights, for `WeightExpectation.problem`."""
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Give the device's memory back; the engine is paused. Caches are empty afterwards, weights
-        gone.
-        """
-        ...
+        """Free device memory while paused. Caches are empty afterwards; weights are gone."""
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Take it again. Released weights take a whole publication before the engine generates."""
-        ...
+        """Take the memory again. Weights that were released need a whole publication first."""
 
     async def health(self) -> dict[str, Any]:
-        """At least `name`, and `version` (None without whole weights).
+        """Return at least `name`, and `version` (None without whole weights).
 
-        Raises EngineFailed: it does not run, or answers nothing within
-            `rollout.engine.health_timeout_s`.
+        Raises:
+            EngineFailed: it does not run, or does not answer within
+                `rollout.engine.health_timeout_s`.
         """
-        ...
 
     async def kill(self) -> None:
-        """End it at once, whatever it is doing, hung and stopped ones too. May be called at any
-        time.
-        """
-        ...
+        """End it at once, at any time, even if it hangs or is stopped."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End it in good order."""
 
 
 class Workflow(Protocol):
-    """From a prompt to its samples, unscored. May call `generate` any number of times.
+    """Makes the unscored samples of a prompt. It may call `generate` any number of times.
 
-    It may give process rewards, as `sample.token_rewards`. For evaluation, and for an estimator's
-    greedy baseline, it is built once more with the sampling and the number of samples of those.
+    It may give process rewards as `sample.token_rewards`. For evaluation, and for an estimator's
+    greedy baseline, it is built once more, with their sampling and number of samples.
     """
 
-    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]: ...
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        """Return the samples of one drawing of `prompt`."""
 
 
 # --- reward ---------------------------------------------------------------------------------------
 
 
 class Reward(Protocol):
-    """A reward function that users write: any callable `(sample) -> float`, by
-    `package.module:function`.
+    """A reward function that users write, given by its `package.module:function`.
 
-    It sees `sample.prompt_text`, `sample.response_text`, `sample.label`, `sample.metadata`; it runs
-    in a worker process under `reward.timeout_s`.
+    It reads `sample.prompt_text`, `sample.response_text`, `sample.label` and `sample.metadata`, and
+    runs in a worker process under `reward.timeout_s`.
     """
 
-    def __call__(self, sample: Sample) -> float: ...
+    def __call__(self, sample: Sample) -> float:
+        """Score one sample."""
 
 
 # --- the loop's other partners (rank 0) -----------------------------------------------------------
 
 
 class RolloutSource(Protocol):
-    """Where batches come from: the rollout service, the labels of a data set (sft), or a recording.
-    Rank 0 only.
-    """
+    """The source of batches on rank 0: the rollout service, a labelled data set, a recording."""
 
     def start(self) -> None:
-        """Start what generates, once; waits until it is ready."""
-        ...
+        """Start the engines, once, and wait until they are ready."""
 
     def next_step(self, step: int) -> StepRollouts | None:
-        """The samples of step `step` (1-based). Waits at most `rollout.timeout_s`.
+        """Return the samples of step `step` (from 1). Waits at most `rollout.timeout_s`.
 
-        None: an engine that was started again waits for the weights. The work goes on; bring them,
-            and ask again.
+        None means that an engine was started again and needs the weights. Generation goes on;
+        bring the weights and call again.
         """
-        ...
 
     def evaluate(self) -> tuple[dict[str, float], list[Sample]] | None:
-        """Score the evaluation prompts with the current weights. None as above."""
-        ...
+        """Score the evaluation prompts with the current weights. None as in `next_step`."""
 
     def published(self, step: int, version: int, incarnation: int) -> None:
-        """Weights of policy step `step`, the number of updates behind them, are in force at the
-        engines as `version`.
+        """Take note that `version` is in force at the engines: the weights after `step` updates.
 
-        Said after each publication that succeeded, but not of a catch-up.
+        Called after each publication that succeeded, but not after a catch-up.
         """
-        ...
 
     def snapshot(self) -> dict[str, Any]:
-        """The consistent cut after the newest hand-over, JSON-able, from which `restore` goes on:
-        cursor, ledger, buffer.
-        """
-        ...
+        """Return the state after the newest hand-over: cursor, ledger, buffer. JSON-able."""
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a snapshot, None being the one before the first draw.
+        """Continue from a snapshot; None is the state before the first draw.
 
-        A source that has gone on since, with a trainer that is no more, gives up what was made by
-        later weights.
+        If the source has gone on since, for a trainer that is lost, samples of later weights are
+        dropped.
         """
-        ...
 
     def keep_ledger(self, path: Path) -> None:
-        """From here on append every draw's transitions to `path`, which `restore` has gone back to
-        the cut of a step in.
+        """Append every draw's transitions to `path` from here on.
 
-        Where nothing is drawn, there is nothing to write.
+        The file is first taken back to the state that `restore` gave. A source without draws
+        writes nothing.
         """
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop generation and end the engines."""
 
 
 class WeightSink(Protocol):
-    """All engines of a publication, seen by the trainer's rank 0; blocking, each call with a
-    deadline.
-    """
+    """All engines of a publication, as rank 0 sees them. Calls block, each with a deadline."""
 
     def prepare(self, buckets: Sequence[Bucket], *, only_stale: bool = False) -> None:
-        """Pause, agree on the members and the layout, open the update.
+        """Pause the engines, agree on participants and layout, open the update.
 
         Args:
-            only_stale: those engines alone that wait for weights; the others go on serving.
+            only_stale: take only the engines that wait for weights; the others go on serving.
         """
-        ...
 
-    def send(self, bucket: Bucket, flat: Tensor) -> None: ...
+    def send(self, bucket: Bucket, flat: Tensor) -> None:
+        """Send the bytes of one bucket, uint8 [num_bytes]."""
 
     def finish(self, version: int) -> None:
         """Close the update, verify, set the version, resume."""
-        ...
 
     def cancel(self) -> None:
-        """Give up this publication; the engines that took part are stale."""
-        ...
+        """Give up this publication; the participants are then without whole weights."""
 
 
 class EngineMemory(Protocol):
-    """Device memory of all engines, seen by the rank 0 of a trainer that takes turns with them;
-    each call with a deadline.
+    """The device memory of all engines that share GPUs with the trainer, as rank 0 sees it.
 
-    An engine that fails is out, as in a publication.
+    Each call has a deadline. An engine that fails is out, as in a publication.
     """
 
     def release(self, tags: Sequence[MemoryTag]) -> None:
-        """Every engine is idle and has given back what `tags` name; none starts or generates until
-        it is restored.
+        """Make every engine idle and free the memory that `tags` name.
+
+        None starts or generates until it is restored.
         """
-        ...
 
     def restore(self, tags: Sequence[MemoryTag]) -> None:
-        """Every engine has its memory again, and generates if nothing else is missing.
+        """Give every engine its memory again; it generates if nothing else is missing.
 
-        When nothing is released any more, engines that died start again. Raises RunFailed when none
-        can.
+        Once nothing is released any more, engines that died start again.
+
+        Raises:
+            RunFailed: no engine can.
         """
-        ...
 
-    def anyone(self) -> bool:
+    def any_running(self) -> bool:
         """Whether an engine runs."""
-        ...
 
 
 class Tracker(Protocol):
+    """Records and shows the progress of a run (rank 0)."""
+
     @property
     def url(self) -> str | None:
-        """Where the run can be seen, if anywhere."""
-        ...
+        """The address at which the run can be seen, if any."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step."""
 
-    def show_samples(self, step: int, samples: Sequence[Sample]) -> None: ...
+    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Show a few samples of a step."""
 
     def note(self, line: str) -> None:
-        """One line for the people who watch."""
-        ...
+        """Show one line to the people who watch."""
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs (wandb's run id)."""
-        ...
+        """Return what a resumed run needs, JSON-able (wandb's run id)."""
 
-    def close(self, status: str) -> None: ...
+    def close(self, status: str) -> None:
+        """End with the status of the run."""

@@ -1,6 +1,4 @@
-"""How weights travel: Hugging Face names, a static layout cut once into flat buckets of bytes,
-digests to compare ends.
-"""
+"""The form in which weights travel: Hugging Face names, flat buckets of bytes, and digests."""
 
 from __future__ import annotations
 
@@ -17,12 +15,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class TensorSpec:
+    """Name, shape and type of one tensor."""
+
     name: str  # Hugging Face name
     shape: tuple[int, ...]
     dtype: str  # "float32" | "bfloat16", as torch prints it
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The type; a ValueError if torch does not know it."""
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{self.name}: {self.dtype!r} is not a torch dtype")
@@ -30,20 +31,24 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
+        """The size of the tensor."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Bucket:
+    """Tensors that travel together, one behind the other, as one flat vector of bytes."""
+
     index: int
     tensors: tuple[TensorSpec, ...]
 
     @property
     def num_bytes(self) -> int:
+        """The size of all tensors."""
         return sum(t.num_bytes for t in self.tensors)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(name, view) of each tensor in `flat`, uint8 [num_bytes]."""
+        """Yield name and view of each tensor in `flat`, uint8 [num_bytes]."""
         if flat.dtype != torch.uint8 or flat.shape != (self.num_bytes,):
             raise ValueError(
                 f"bucket {self.index}: got {flat.dtype} {tuple(flat.shape)}, expected uint8"
@@ -57,10 +62,10 @@ class Bucket:
 
 
 def cut_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Buckets of at most `bucket_bytes`, in the order given; a larger tensor gets a bucket of its
-    own.
+    """Cut tensors into buckets of at most `bucket_bytes`, in order.
 
-    A bucket never mixes dtypes of different sizes, so that every view is aligned.
+    A larger tensor gets a bucket of its own. A bucket never mixes dtypes of different sizes: every
+    view is aligned.
     """
     buckets: list[Bucket] = []
     pending: list[TensorSpec] = []
@@ -78,9 +83,7 @@ def cut_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket,
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a model's folder holds beside its parameters: the bias of a sigmoid router,
-    for one.
-    """
+    """Yield the buffers that a model's folder holds, such as the bias of a sigmoid router."""
     for prefix, owner in module.named_modules():
         for name, buffer in owner.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
@@ -88,23 +91,23 @@ def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in row-major order, on the host: a view where they lie there like that."""
+    """Return the bytes of a tensor in row-major order on the host, as a view where possible."""
     return tensor.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy().data
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's type, shape and bytes."""
+    """Return the SHA-256 of a tensor's type, shape and bytes."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     digest.update(raw_bytes(tensor))
     return digest.hexdigest()
 
 
 def combine_fingerprints(fingerprints: Mapping[str, str]) -> str:
-    """One digest of `{name: fingerprint}`, whatever the order in which they came."""
+    """Return one digest of `{name: fingerprint}`, whatever the order."""
     lines = "".join(f"{name} {fingerprints[name]}\n" for name in sorted(fingerprints))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """One digest of named tensors: equal exactly when names, types, shapes and all bytes are."""
+    """Return one digest of named tensors: equal if and only if names, types, shapes, bytes are."""
     return combine_fingerprints({name: fingerprint(tensor) for name, tensor in named})

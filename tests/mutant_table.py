@@ -251,7 +251,7 @@ MUTANTS = [
      "tests/unit/trainer/test_objective.py::test_without_a_correction_the_terms_simply_add_up"),
     ("loss KL never unbiased", "rlcore/trainer/objective.py", "inputs.old_logprobs if self.kl_unbiased else None", "None",
      "tests/unit/trainer/test_objective.py::test_the_unbiased_kl_is_weighed_by_the_ratio_to_the_old_policy"),
-    ("advantages are always whitened", "rlcore/trainer/credit.py", "inputs.group_ids, self.normalization)", 'inputs.group_ids, "batch")',
+    ("advantages are always whitened", "rlcore/trainer/credit.py", "inputs.group_ids, self.normalization", 'inputs.group_ids, "batch"',
      "tests/unit/trainer/test_credit.py::test_advantages_are_normalised_as_configured"),
     ("age counted from the newest sample", "rlcore/trainer/credit.py", 'stale_tokens(batch.vectors["versions"], batch.version, limit)',
      'stale_tokens(batch.vectors["versions"], int(batch.vectors["versions"].max()), limit)',

@@ -1,4 +1,4 @@
-"""The ragged tensors of one step, and how they are cut."""
+"""The batch of one step as ragged tensors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ PER_SEQUENCE = frozenset(
 
 
 def ragged_index(cu: Tensor, sequences: Tensor) -> Tensor:
-    """int64 [m]: flat positions of the chosen `sequences` [b] of a ragged vector with offsets `cu`
-    [B+1], in order.
+    """Return the flat positions of chosen sequences in a ragged vector, in order, int64 [m].
+
+    Args:
+        cu: offsets of the vector, [B+1].
+        sequences: the chosen ones, [b].
     """
     starts = cu[sequences]
     lengths = cu[sequences + 1] - cu[sequences]
@@ -33,8 +36,9 @@ def ragged_index(cu: Tensor, sequences: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BatchSamplingMasks:
-    """The tokens among which each of M tokens was drawn, one set behind the other; an empty set
-    stands for the whole vocabulary. A token is in its own set.
+    """The tokens among which each of M tokens was drawn, as one flat vector of sets.
+
+    An empty set stands for the whole vocabulary. A token is in its own set.
     """
 
     tokens: Tensor  # int32 or int64 [K], on any device
@@ -43,24 +47,25 @@ class BatchSamplingMasks:
 
     @classmethod
     def of(cls, sets: SamplingMasks) -> BatchSamplingMasks:
+        """Make tensors of the sets."""
         offsets = torch.zeros(len(sets.counts) + 1, dtype=torch.int64)
         torch.cumsum(torch.from_numpy(sets.counts), 0, out=offsets[1:])
         return cls(torch.from_numpy(sets.tokens), offsets)
 
     def select(self, rows: Tensor) -> BatchSamplingMasks:
-        """The sets of the tokens `rows`, int64 [m], in that order."""
+        """Return the sets of the tokens `rows`, int64 [m], in that order."""
         offsets = torch.zeros(len(rows) + 1, dtype=torch.int64)
         torch.cumsum(self.offsets.diff()[rows], 0, out=offsets[1:])
         return BatchSamplingMasks(self.tokens[ragged_index(self.offsets, rows)], offsets)
 
     def to(self, device: torch.device) -> BatchSamplingMasks:
-        """With the tokens on `device`."""
+        """Return the same sets with the tokens on `device`."""
         return BatchSamplingMasks(self.tokens.to(device), self.offsets)
 
 
 @dataclass
 class RolloutBatch:
-    """B sequences of T tokens, of which M are trainable. Everything is on the CPU.
+    """B sequences of T tokens, M of them trainable. Everything is on the CPU.
 
     `vectors` holds what is known of each trainable token ([M]: rollout_logprobs, versions,
     advantages, ...) or of each sequence ([B]: the names in PER_SEQUENCE).
@@ -70,9 +75,9 @@ class RolloutBatch:
     cu_tokens: Tensor  # int64 [B+1]
     loss_mask: Tensor  # bool [T]
     vectors: dict[str, Tensor] = field(default_factory=dict)
-    # of the policy that is about to be trained on it, counted as `vectors["versions"]` are
+    # Of the policy that will be trained on the batch, counted as in `vectors["versions"]`.
     version: int | None = None
-    # of the M trainable tokens; None: all were drawn from the whole vocabulary
+    # Of the M trainable tokens. None: all were drawn from the whole vocabulary.
     sampling_mask: BatchSamplingMasks | None = None
     # int16 [T, layers with experts, k], -1 where the engine recorded none
     routed_experts: Tensor | None = None
@@ -99,42 +104,39 @@ class RolloutBatch:
             raise ValueError(f"batch.{name} has shape {tuple(value.shape)}, expected ({expected},)")
 
     def set(self, name: str, value: Tensor) -> None:
+        """Store a vector, after a check of its shape."""
         self._check(name, value)
         self.vectors[name] = value
 
     @property
     def num_sequences(self) -> int:
+        """The number of sequences, B."""
         return len(self.cu_tokens) - 1
 
     @property
     def num_trainable(self) -> int:
+        """The number of trainable tokens, M."""
         return int(self.cu_seqlens[-1])
 
     @property
     def num_trainable_each(self) -> list[int]:
-        """B numbers: trainable tokens of each sequence."""
+        """The number of trainable tokens of each sequence."""
         counts: list[int] = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
         return counts
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [B]: tokens of each sequence, prompt included."""
+        """The number of tokens of each sequence, prompt included, int64 [B]."""
         return self.cu_tokens[1:] - self.cu_tokens[:-1]
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> RolloutBatch:
-        """One batch, in order: with `baseline_rewards` if every sample has one, with
-        `token_rewards` if any does (else 0).
+        """Make one batch of `samples`, in order.
 
-        With `keep_sets` if any has them; the tokens of the others were drawn from the whole
-        vocabulary. With `routed_experts` if any has them; the others have no record.
+        Optional fields: `baseline_rewards` if every sample has one; `token_rewards` if any does
+        (else 0); sampling masks if any has them (the others' tokens were drawn from the whole
+        vocabulary); `routed_experts` if any has them (the others have no record).
         """
-
-        def flat(arrays: list[Any], dtype: Any) -> Tensor:
-            return (
-                torch.from_numpy(np.concatenate(arrays).astype(dtype)) if arrays else torch.zeros(0)
-            )
-
         lengths = np.array([0] + [len(s.tokens) for s in samples], dtype=np.int64)
         optional: dict[str, Tensor] = {}
         if samples and all(s.baseline_reward is not None for s in samples):
@@ -147,30 +149,12 @@ class RolloutBatch:
                 for s in samples
             ]
             optional["token_rewards"] = flat(given, np.float32)
-        sampling_mask = None
-        if any(s.sampling_mask is not None for s in samples):
-            sets = [
-                SamplingMasks.whole(s.num_trainable) if s.sampling_mask is None else s.sampling_mask
-                for s in samples
-            ]
-            sampling_mask = BatchSamplingMasks.of(SamplingMasks.joined(sets))
-        records = [
-            s.routed_experts
-            for s in samples
-            if s.routed_experts is not None and len(s.routed_experts)
-        ]
-        routed = None
-        if records:
-            shape = records[0].shape[1:]
-            routed = flat(
-                [pad_experts(s.routed_experts, len(s.tokens), shape) for s in samples], np.int16
-            )
         return cls(
             tokens=flat([s.tokens for s in samples], np.int32),
             cu_tokens=torch.from_numpy(lengths.cumsum()),
             loss_mask=flat([s.loss_mask for s in samples], np.bool_),
-            sampling_mask=sampling_mask,
-            routed_experts=routed,
+            sampling_mask=_sampling_mask(samples),
+            routed_experts=_routed_experts(samples),
             vectors={
                 "rewards": torch.tensor([s.reward for s in samples], dtype=torch.float32),
                 "group_ids": torch.tensor([s.group_id for s in samples], dtype=torch.int64),
@@ -183,7 +167,7 @@ class RolloutBatch:
         )
 
     def select(self, sequences: Tensor | Sequence[int]) -> RolloutBatch:
-        """The chosen sequences (int64 [b]), in the order given."""
+        """Return the batch of the chosen sequences (int64 [b]), in the order given."""
         rows = torch.as_tensor(sequences, dtype=torch.int64)
         model = ragged_index(self.cu_tokens, rows)
         trainable = ragged_index(self.cu_seqlens, rows)
@@ -201,3 +185,28 @@ class RolloutBatch:
             sampling_mask,
             routed,
         )
+
+
+def flat(arrays: list[Any], dtype: Any) -> Tensor:
+    """Concatenate arrays to one tensor of type `dtype`."""
+    if not arrays:
+        return torch.zeros(0)
+    return torch.from_numpy(np.concatenate(arrays).astype(dtype))
+
+
+def _sampling_mask(samples: Sequence[Sample]) -> BatchSamplingMasks | None:
+    if all(s.sampling_mask is None for s in samples):
+        return None
+    sets = [
+        SamplingMasks.whole(s.num_trainable) if s.sampling_mask is None else s.sampling_mask
+        for s in samples
+    ]
+    return BatchSamplingMasks.of(SamplingMasks.joined(sets))
+
+
+def _routed_experts(samples: Sequence[Sample]) -> Tensor | None:
+    records = [r for s in samples if (r := s.routed_experts) is not None and len(r)]
+    if not records:
+        return None
+    shape = records[0].shape[1:]
+    return flat([pad_experts(s.routed_experts, len(s.tokens), shape) for s in samples], np.int16)

@@ -1,4 +1,4 @@
-"""Requests to engines and their answers."""
+"""Requests to engines and their completions, and how an engine pauses and frees memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from rlcore.data.sampling_masks import SamplingMasks
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is drawn. Log-probs are those of `logits / temperature` over the full
-    vocabulary; `temperature` 0 is greedy, with log-probs at temperature 1.
+    """How one response is sampled.
 
-    With `keep_sets` they are those of the distribution that was drawn from, over the tokens that
-    top-k and top-p left, and the completion says which these are; greedy responses stay as they
-    are. With `routed_experts` it says what experts the routers chose for every token that the
-    engine was fed: the prompt, and the response but its last token.
+    Log-probs are those of `logits / temperature` over the full vocabulary; `temperature` 0 is
+    greedy, with log-probs at temperature 1.
+
+    With `sampling_mask` log-probs are those of the distribution that was sampled, over the tokens
+    that top-k and top-p left, and the completion holds these tokens; greedy responses stay as they
+    are. With `routed_experts` the completion holds the experts that the routers chose for every
+    token that the engine was fed: the prompt, and the response except its last token.
     """
 
     max_new_tokens: int
@@ -37,20 +39,21 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Prefix:
-    """What there is of a response that was cut."""
+    """The tokens that an interrupted response has so far."""
 
     sample: int
-    tokens: NDArray[np.int32]  # [p]; empty where it was cut before its first token
+    tokens: NDArray[np.int32]  # [p]; empty if it was interrupted before its first token
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One prompt, `n` samples. The address (seed, draw, sample, turn, token position) fixes every
-    random number.
+    """One prompt and `n` samples of it.
 
-    With `prefixes` the samples are those of the prefixes, and go on behind them: a completion holds
-        what is new. Positions
-    and `max_new_tokens` count from the beginning of the response, as if it had never been cut.
+    The address (seed, draw, sample, turn, token position) fixes every random number.
+
+    With `prefixes` the samples are those of the prefixes, which they continue: a completion holds
+    the new tokens only. Positions and `max_new_tokens` count from the beginning of the response, as
+    if it had never been interrupted.
     """
 
     prompt: NDArray[np.int32]  # [P]
@@ -64,6 +67,7 @@ class GenerateRequest:
 
     @property
     def rid(self) -> str:
+        """The id of the request: the address of its first random number."""
         return f"{self.seed}-{self.draw}-{self.first_sample}-{self.turn}"
 
     @property
@@ -74,17 +78,17 @@ class GenerateRequest:
         return range(self.first_sample, self.first_sample + self.n)
 
     def made(self, place: int) -> NDArray[np.int32]:
-        """[p]: what there is of the response number `place` of the n."""
+        """Return the tokens that response number `place` of the n has so far, [p]."""
         return self.prefixes[place].tokens if self.prefixes else np.zeros(0, dtype=np.int32)
 
     def going_on(self, prefixes: Sequence[Prefix]) -> GenerateRequest:
-        """The request for the rest of some of its responses."""
+        """Return the request that continues some of its responses."""
         return replace(
             self, n=len(prefixes), first_sample=prefixes[0].sample, prefixes=tuple(prefixes)
         )
 
     def alone(self, place: int) -> GenerateRequest:
-        """The request for the response number `place` of the n."""
+        """Return the request for response number `place` of the n alone."""
         return replace(
             self, n=1, first_sample=self.samples[place], prefixes=self.prefixes[place : place + 1]
         )
@@ -92,19 +96,20 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Completion:
+    """The completion of one sample of a request."""
+
     tokens: NDArray[np.int32]  # [m], the stop token included
     logprobs: NDArray[np.float32]  # [m]
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]  # cover [0, m)
-    # m sets, where `SamplingParams.sampling_mask` asked for them
+    # m sets, if `SamplingParams.sampling_mask` asked for them
     sampling_mask: SamplingMasks | None = None
-    routed_experts: Experts | None = None  # [at most P + m - 1, layers with experts, k], likewise
+    # [at most P + m - 1, layers with experts, k], if `SamplingParams.routed_experts` asked for them
+    routed_experts: Experts | None = None
 
 
 PauseMode = Literal["drain", "retract", "in_place", "abort"]
 
-
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]  # what an engine keeps on its device
-
 
 Generate = Callable[[GenerateRequest], Awaitable[list[Completion]]]

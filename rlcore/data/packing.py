@@ -1,5 +1,6 @@
-"""Which sequence goes to which optimizer step, data-parallel rank and micro-batch. Pure functions
-of the lengths.
+"""The plan of a step: which sequence goes to which optimizer step, rank and micro-batch.
+
+Pure functions of the lengths.
 """
 
 from __future__ import annotations
@@ -15,24 +16,28 @@ from rlcore.planning.shape import CostModel
 
 @dataclass(frozen=True)
 class MinibatchPlan:
-    """`microbatches[d][k]`: the sequences of micro-batch k on data-parallel rank d. Every rank has
-    the same number.
+    """The layout of one optimizer step.
+
+    `microbatches[d][k]` holds the sequences of micro-batch k on data-parallel rank d. Every rank
+    has the same number of micro-batches.
     """
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
 
     def sequences(self, rank: int) -> tuple[int, ...]:
+        """Return all sequences of a rank."""
         return tuple(i for micro in self.microbatches[rank] for i in micro)
 
 
 def padded_length(num_tokens: int, multiple: int) -> int:
-    """The next multiple; 0 stays 0."""
+    """Return the next multiple; 0 stays 0."""
     return -(-num_tokens // multiple) * multiple
 
 
 def balance(costs: Sequence[float], bins: int) -> list[list[int]]:
-    """Longest processing time first onto the lightest bin (Graham 1969); every item is placed, bins
-    may stay empty.
+    """Put every item onto the lightest bin, the longest first (LPT, Graham 1969).
+
+    Bins may stay empty.
     """
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
     placed = [[item] for item in order[:bins]] + [[] for _ in range(bins - len(costs))]
@@ -46,9 +51,7 @@ def balance(costs: Sequence[float], bins: int) -> list[list[int]]:
 
 
 def fill(lengths: Sequence[int], items: Sequence[int], limit: int, bins: int) -> list[list[int]]:
-    """Micro-batches of at most `limit` tokens, at least `bins` of them: first fit on lengths in
-    decreasing order.
-    """
+    """Fill at least `bins` micro-batches of at most `limit` tokens, the longest sequence first."""
     loads: list[int] = [0] * bins
     out: list[list[int]] = [[] for _ in range(bins)]
     for i in sorted(items, key=lambda i: (-lengths[i], i)):
@@ -66,8 +69,9 @@ def fill(lengths: Sequence[int], items: Sequence[int], limit: int, bins: int) ->
 def split_minibatches(
     num_sequences: int, minibatches: int, group_ids: torch.Tensor, *, seed: int
 ) -> list[list[int]]:
-    """Sequences of each optimizer step: whole groups, shuffled by `seed`, as even in number as
-    groups allow.
+    """Choose the sequences of each optimizer step: whole groups, shuffled by `seed`.
+
+    The steps are as even in number of sequences as groups allow.
     """
     if minibatches == 1:
         return [list(range(num_sequences))]
@@ -75,10 +79,10 @@ def split_minibatches(
     for i, group in enumerate(group_ids.tolist()):
         groups.setdefault(group, []).append(i)
     generator = torch.Generator().manual_seed(seed)
-    members = list(groups.values())
-    order = torch.randperm(len(members), generator=generator).tolist()
-    parts = balance([float(len(members[g])) for g in order], minibatches)
-    return [sorted(i for k in part for i in members[order[k]]) for part in parts]
+    rows = list(groups.values())
+    order = torch.randperm(len(rows), generator=generator).tolist()
+    parts = balance([float(len(rows[g])) for g in order], minibatches)
+    return [sorted(i for k in part for i in rows[order[k]]) for part in parts]
 
 
 def plan_minibatch(
@@ -90,16 +94,14 @@ def plan_minibatch(
     cost: CostModel,
     multiple: int = 1,
 ) -> MinibatchPlan:
-    """Balance one optimizer step over data-parallel ranks and cut each rank's share into
-    micro-batches.
+    """Balance one optimizer step over data-parallel ranks, and cut each share into micro-batches.
 
     Args:
         sequences: indices into `lengths`.
-        lengths: tokens of every sequence as it will stand in a pack (padding inside the pack
-            included).
+        lengths: tokens of every sequence as it stands in a pack, padding inside the pack included.
         max_tokens: budget of a micro-batch; a single longer sequence gets one of its own.
         multiple: the number of micro-batches is rounded up to a multiple of this (the interleaved
-            schedule wants PP).
+            schedule needs a multiple of PP).
     """
     shares = [
         [sequences[i] for i in part]

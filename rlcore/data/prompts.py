@@ -6,7 +6,7 @@ import hashlib
 import logging
 from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -20,22 +20,33 @@ from rlcore.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-from dataclasses import field
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """One row of the data, tokenised."""
+
+    prompt_id: str
+    tokens: NDArray[np.int32]
+    text: str
+    label: Any = None
+    row: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class PromptSet:
-    """All prompts of a run, in file order. Tokens lie in one array, so that a million prompts are a
-    few objects.
+    """All prompts of a run, in file order.
+
+    Tokens lie in one array, so that a million prompts are a few objects.
     """
 
     examples: Sequence[Example]
     texts: Sequence[str]
     tokens: NDArray[np.int32]  # [sum of lengths]
     offsets: NDArray[np.int64]  # [N+1]
-    excluded: Sequence[str] = ()  # "file:line" of the prompts that were too long
+    excluded: Sequence[str] = ()  # "file:line" of prompts that were too long
 
     @classmethod
     def load(
@@ -48,8 +59,9 @@ class PromptSet:
         max_prompt_tokens: int | None = None,
         max_prompts: int | None = None,
     ) -> PromptSet:
-        """Read and tokenise `paths`; prompts of more than `max_prompt_tokens` are left out, counted
-        and logged.
+        """Read and tokenise `paths`.
+
+        Prompts of more than `max_prompt_tokens` are left out, counted and logged.
 
         Raises:
             DataError: a bad row (with file and line), or no prompt is left.
@@ -68,6 +80,7 @@ class PromptSet:
         paths: Sequence[str],
         max_prompt_tokens: int | None,
     ) -> PromptSet:
+        """Tokenise rows that were read. As `load` otherwise."""
         examples = list(rows)
         if not examples:
             raise DataError(f"{', '.join(paths) or 'data.paths'}: no rows")
@@ -78,12 +91,12 @@ class PromptSet:
                     f"{example.where}: the prompt has no tokens; nothing would predict its first"
                     " answer token"
                 )
-        limit = (
-            max_prompt_tokens if max_prompt_tokens is not None else max(len(ids) for ids in tokens)
-        )
-        kept = [i for i, ids in enumerate(tokens) if len(ids) <= limit]
+        limit = max_prompt_tokens
+        if limit is None:
+            limit = max(len(ids) for ids in tokens)
+        chosen = [i for i, ids in enumerate(tokens) if len(ids) <= limit]
         excluded = [example.where for example, ids in zip(examples, tokens) if len(ids) > limit]
-        if not kept:
+        if not chosen:
             raise DataError(
                 f"{', '.join(paths)}: all {len(examples)} prompts have more than"
                 f" data.max_prompt_tokens = {limit} tokens (the shortest has"
@@ -99,10 +112,10 @@ class PromptSet:
                 excluded[0],
             )
         return cls(
-            examples=[examples[i] for i in kept],
-            texts=[texts[i] for i in kept],
-            tokens=np.concatenate([tokens[i] for i in kept]),
-            offsets=np.cumsum([0] + [len(tokens[i]) for i in kept], dtype=np.int64),
+            examples=[examples[i] for i in chosen],
+            texts=[texts[i] for i in chosen],
+            tokens=np.concatenate([tokens[i] for i in chosen]),
+            offsets=np.cumsum([0] + [len(tokens[i]) for i in chosen], dtype=np.int64),
             excluded=excluded,
         )
 
@@ -116,13 +129,11 @@ class PromptSet:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """int64 [N]: tokens of each prompt."""
+        """The number of tokens of each prompt, int64 [N]."""
         return np.diff(self.offsets)
 
     def fingerprint(self) -> str:
-        """A digest of every prompt's tokens: a resumed run must find the same prompts in the same
-        order.
-        """
+        """Return a digest of all tokens: a resumed run must find the same prompts, in order."""
         digest = hashlib.blake2b(self.tokens.tobytes(), digest_size=8)
         digest.update(self.offsets.tobytes())
         return digest.hexdigest()
@@ -131,18 +142,16 @@ class PromptSet:
 def tokenize_prompts(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], list[NDArray[np.int32]]]:
-    """Text and tokens of each prompt; chats are rendered up to where the assistant starts to speak."""
+    """Return text and tokens of each prompt; chats are rendered up to the assistant's turn."""
     texts = [
-        (
-            example.prompt
-            if isinstance(example.prompt, str)
-            else render_chat(tokenizer, example.prompt, example.where, add_generation_prompt=True)
-        )
+        example.prompt
+        if isinstance(example.prompt, str)
+        else render_chat(tokenizer, example.prompt, example.where, add_generation_prompt=True)
         for example in examples
     ]
     tokens = encode(tokenizer, texts, [example.where for example in examples])
     bos = leading_bos(tokenizer)
-    if bos:  # a chat template writes its own
+    if bos:  # not for chats: a template writes its own
         tokens = [
             np.array([*bos, *ids], dtype=np.int32) if isinstance(example.prompt, str) else ids
             for example, ids in zip(examples, tokens)
@@ -152,7 +161,7 @@ def tokenize_prompts(
 
 @lru_cache(maxsize=2)
 def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """int64 [size]: the order of pass `epoch`, a pure function of its arguments.
+    """Return the order of pass `epoch`, int64 [size]: a pure function of the arguments.
 
     Philox words are sorted instead of calling numpy's `permutation`, whose algorithm may change
     between versions.
@@ -166,8 +175,8 @@ def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
 class PromptStream:
     """Endless draws from `size` rows: draw d is row `d mod size` of the order of pass `d // size`.
 
-    The order is addressed, not consumed, so the whole state is the next draw and the draws that
-    came back.
+    The order is addressed, not consumed: the whole state is the next draw and the draws that were
+    given back.
     """
 
     def __init__(
@@ -183,12 +192,12 @@ class PromptStream:
         self._requeued: list[int] = []  # sorted; drawn again before new ones
 
     def row(self, draw: int) -> int:
-        """Which row draw `draw` is."""
+        """Return the row of a draw."""
         epoch, at = divmod(draw, self.size)
         return int(permutation(self.size, self.seed, epoch)[at]) if self.shuffle else at
 
     def take(self, count: int) -> list[int]:
-        """The next `count` draws, in increasing order."""
+        """Return the next `count` draws, in increasing order."""
         again = self._requeued[:count]
         self._requeued = self._requeued[count:]
         new = range(self.cursor, self.cursor + count - len(again))
@@ -196,9 +205,7 @@ class PromptStream:
         return again + list(new)
 
     def requeue(self, draw: int) -> None:
-        """Give `draw` back: it is the next to be taken, under the same number and so with the same
-        randomness.
-        """
+        """Give `draw` back. It is taken next, under its number and so with the same randomness."""
         if not 0 <= draw < self.cursor or draw in self._requeued:
             raise ValueError(
                 f"draw {draw} was not taken: the stream has made {self.cursor} draws,"
@@ -208,10 +215,11 @@ class PromptStream:
 
     @property
     def epoch(self) -> float:
-        """Passes over the rows so far."""
+        """The number of passes over the rows so far."""
         return (self.cursor - len(self._requeued)) / self.size
 
     def snapshot(self) -> dict[str, Any]:
+        """Return the state, JSON-able."""
         return {
             "cursor": self.cursor,
             "requeued": list(self._requeued),
@@ -233,14 +241,3 @@ class PromptStream:
             )
         self.cursor = int(state["cursor"])
         self._requeued = sorted(state["requeued"])
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One row of the data, tokenised."""
-
-    prompt_id: str
-    tokens: NDArray[np.int32]
-    text: str
-    label: Any = None
-    row: dict[str, Any] = field(default_factory=dict)

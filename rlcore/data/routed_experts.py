@@ -1,9 +1,7 @@
-"""The experts that an engine sent tokens to, as one array: int16 [t, layers with experts, experts a
-token], -1: not recorded.
+"""Recorded expert choices of an engine: int16 [t, layers with experts, experts a token].
 
-Row i belongs to token i of a sequence, prompt included. A record may end before the sequence does:
-    the last token of a
-response is never fed to the engine.
+-1 means not recorded. Row i belongs to token i of a sequence, prompt included. A record may end
+before the sequence does: the last token of a response is never fed to the engine.
 """
 
 from __future__ import annotations
@@ -19,11 +17,10 @@ Experts = NDArray[np.int16]
 
 
 def join_experts(records: Sequence[Experts]) -> Experts:
-    """Of a sample with several turns, from the records of its completions: a token's first, with
-    which it was made.
+    """Join the records of the completions of a sample with several turns.
 
-    A completion that was aborted before its first token has an empty record, which knows neither
-    layers nor experts.
+    A token's first record counts, with which it was made. A completion that was aborted before its
+    first token has an empty record, which knows neither layers nor experts.
     """
     joined = records[0]
     for record in records[1:]:
@@ -33,7 +30,7 @@ def join_experts(records: Sequence[Experts]) -> Experts:
 
 
 def pad_experts(record: Experts | None, num_tokens: int, shape: tuple[int, ...]) -> Experts:
-    """[num_tokens, *shape], -1 behind the record's end."""
+    """Pad a record to [num_tokens, *shape], with -1 behind its end."""
     padded = np.full((num_tokens, *shape), -1, dtype=np.int16)
     if record is not None and len(record):
         padded[: len(record)] = record
@@ -41,7 +38,7 @@ def pad_experts(record: Experts | None, num_tokens: int, shape: tuple[int, ...])
 
 
 def encode_experts(record: Experts) -> dict[str, Any]:
-    """As JSON-able values: base64 of little-endian bytes."""
+    """Encode a record as JSON-able values: base64 of little-endian bytes."""
     return {
         "shape": list(record.shape),
         "data": base64.b64encode(record.astype("<i2").tobytes()).decode(),
@@ -49,5 +46,6 @@ def encode_experts(record: Experts) -> dict[str, Any]:
 
 
 def decode_experts(value: dict[str, Any]) -> Experts:
+    """Decode what `encode_experts` made."""
     flat = np.frombuffer(base64.b64decode(value["data"]), dtype="<i2")
     return flat.astype(np.int16).reshape(value["shape"])

@@ -1,6 +1,4 @@
-"""Rows of JSONL and parquet files, checked one by one: a bad row is an error that names its file
-and line.
-"""
+"""Rows of JSONL and parquet files. A bad row is an error that names its file and line."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class Example:
 def read_examples(
     paths: Sequence[str], *, prompt_key: str, label_key: str | None
 ) -> Iterator[Example]:
-    """Every row of `paths`, in order.
+    """Yield every row of `paths`, in order.
 
     Raises:
         DataError: a file cannot be read, or a row is not an object, lacks a key or holds the wrong
@@ -43,13 +41,13 @@ def read_examples(
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("file:line", row) of each row of one file."""
+    """Yield ("file:line", row) for each row of one file."""
     check_file(path)
     return _parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
 
 
 def check_file(path: Path) -> None:
-    """Raises DataError for a file that is not there or is of no known kind; reads nothing."""
+    """Refuse a file that is not there or is of no known kind (DataError); reads nothing."""
     if not path.is_file():
         raise DataError(f"data: {path} is not a file; expected JSONL or parquet, one row a prompt")
     if path.suffix not in (".parquet", *JSONL_SUFFIXES):
@@ -68,8 +66,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            # orjson counts lines and columns inside the row; only the column means something to the
-            # reader.
+            # orjson counts lines inside the row too; only the column means something to the reader.
             reason = re.sub(r": line \d+ column (\d+) \(char \d+\)", r" at column \1", str(error))
             text = _shorten(line.decode(errors="replace"))
             raise DataError(
@@ -122,14 +119,14 @@ def _example(where: str, row: dict[str, Any], prompt_key: str, label_key: str | 
 
 
 def _message(where: str, prompt_key: str, message: Any) -> Message:
-    # Parquet gives every message every field of the column: those that are null were never there.
-    kept = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
-    if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content"), str):
+    # Parquet gives every message every field of the column: a field that is null was never there.
+    given = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
+    if not isinstance(given.get("role"), str) or not isinstance(given.get("content"), str):
         raise DataError(
             f"{where}: each message of {prompt_key!r} must be {{role: text, content: text}}; got"
             f" {_shorten(message)}"
         )
-    return kept
+    return given
 
 
 def _keys(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The one record that crosses process borders: a finished response with everything training needs."""
+"""The sample: a finished response with all that training needs, as it crosses processes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ from rlcore.data.routed_experts import Experts, decode_experts, encode_experts
 from rlcore.data.sampling_masks import SamplingMasks
 
 ARRAYS = ("tokens", "loss_mask", "rollout_logprobs", "token_rewards")  # of a sample
+SAMPLING_MASK_KEY = "keep_sets"  # of a sampling mask in records: files keep their first name for it
 FinishReason = Literal["stop", "length", "abort"]
-
-SAMPLING_MASK_KEY = (
-    "keep_sets"  # of a sampling mask in records: the name that files have had from the start
-)
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Trainable tokens `[start, end)` of a sample (counted over trainable tokens) were made by
-    policy `version`.
-    """
+    """The policy version that made trainable tokens `[start, end)` of a sample."""
 
     version: int
     start: int
@@ -41,8 +36,7 @@ class Sample:
         rollout_logprobs            .. .. ..      one per trainable token
     """
 
-    # the draw of the prompt from the data stream: unique in a run, the ledger's key
-    draw: int
+    draw: int  # the drawing of the prompt from the data: unique in a run, the ledger's key
     index: int  # which sample of that draw
     prompt_id: str  # the row: "file:line"
     group_id: int  # equal for samples of one draw
@@ -59,13 +53,13 @@ class Sample:
     response_text: str = ""
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    # of the greedy response to the same prompt, where the estimator needs it
+    # Reward of the greedy response to the same prompt, if the estimator needs it.
     baseline_reward: float | None = None
-    # [m], process rewards, where the workflow gives them
+    # [m]: process rewards, if the workflow gives them.
     token_rewards: NDArray[np.float32] | None = None
-    # m sets: what each trainable token was drawn from, where the engine recorded it
+    # m sets: the tokens among which each trainable token was drawn, if the engine recorded them.
     sampling_mask: SamplingMasks | None = None
-    # [t <= T, layers, k]: where the engine's routers sent the tokens, if it says
+    # [t <= T, layers, k]: the experts of each token, if the engine recorded them.
     routed_experts: Experts | None = None
 
     def __post_init__(self) -> None:
@@ -126,8 +120,9 @@ class Sample:
             )
 
     def check_token_rewards(self) -> None:
-        """Raises ValueError unless they are finite and one a trainable token; a workflow sets them
-        after construction.
+        """Refuse token rewards that are not finite and one a trainable token (ValueError).
+
+        A workflow sets them after construction.
         """
         given = self.token_rewards
         if given is None:
@@ -151,27 +146,26 @@ class Sample:
 
     @property
     def num_trainable(self) -> int:
+        """The number of trainable tokens, m."""
         return int(self.loss_mask.sum())
 
     @property
     def sequence_id(self) -> int:
-        """Who this sample is, wherever it stands in a batch: unique in a run for up to 2^20 samples
-        a draw.
-        """
+        """The identity of the sample: unique in a run for up to 2^20 samples a draw."""
         return (self.draw << 20) + self.index
 
     def token_versions(self) -> NDArray[np.int64]:
-        """int64 [m]: the policy version that made each trainable token."""
+        """Return the policy version that made each trainable token, int64 [m]."""
         lengths = [span.end - span.start for span in self.versions]
         return np.repeat(
             np.array([span.version for span in self.versions], dtype=np.int64), lengths
         )
 
     def to_record(self, *, arrays: bool = False) -> dict[str, Any]:
-        """Everything as JSON-able values, for `rollouts/step_*.jsonl.zst` and the run checkpoint.
+        """Return everything as JSON-able values, for recorded samples and checkpoints.
 
         Args:
-            arrays: what is an array stays one, for who writes these faster than lists.
+            arrays: leave arrays as they are, for a writer that is faster with them than with lists.
         """
         record = {name: getattr(self, name) for name in self.__slots__}
         for name in () if arrays else ARRAYS:
@@ -186,7 +180,7 @@ class Sample:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Sample:
-        """The inverse of `to_record`; keys that a file adds (an advantage, say) are ignored."""
+        """Make a sample of a record; keys that a file adds (an advantage, say) are ignored."""
         known = {name: record[name] for name in cls.__slots__ if name in record}
         known["tokens"] = np.asarray(record["tokens"], dtype=np.int32)
         known["loss_mask"] = np.asarray(record["loss_mask"], dtype=np.uint8)

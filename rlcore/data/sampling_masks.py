@@ -1,6 +1,4 @@
-"""Ragged sets of tokens, one for each token that was drawn: what top-k and top-p had left to draw
-from.
-"""
+"""Sampling masks: for each generated token the set that top-k and top-p left to draw from."""
 
 from __future__ import annotations
 
@@ -14,11 +12,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class SamplingMasks:
-    """m sets, one behind the other; a count of 0 stands for the whole vocabulary, which is never
-    written out.
+    """m sets of tokens, one behind the other. A count of 0 stands for the whole vocabulary.
 
         counts   2      0     1
-        tokens   a c    .     b       the first token was drawn from {a, c}, the second from all, the third was certain
+        tokens   a c    .     b
+
+    Here the first token was drawn from {a, c}, the second from all, and the third was certain.
     """
 
     tokens: NDArray[np.int32]  # [counts.sum()], ascending inside a set
@@ -39,12 +38,12 @@ class SamplingMasks:
 
     @classmethod
     def whole(cls, size: int) -> SamplingMasks:
-        """`size` times the whole vocabulary."""
+        """Make `size` sets of the whole vocabulary."""
         return cls(np.zeros(0, dtype=np.int32), np.zeros(size, dtype=np.int32))
 
     @classmethod
     def joined(cls, parts: Sequence[SamplingMasks]) -> SamplingMasks:
-        """All sets in order: of a sample with several turns, say."""
+        """Join sets in order, of a sample with several turns, say."""
         if not parts:
             return cls.whole(0)
         return cls(
@@ -53,7 +52,7 @@ class SamplingMasks:
         )
 
     def missing(self, drawn: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Which of the `drawn` tokens [m] are not in their own set."""
+        """Return which of the `drawn` tokens [m] are not in their own set."""
         hits = self.tokens == np.repeat(drawn, self.counts)
         found = np.bincount(
             np.repeat(np.arange(len(self.counts)), self.counts),
@@ -63,9 +62,10 @@ class SamplingMasks:
         return ((self.counts > 0) & (found == 0)).nonzero()[0]
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON-able values."""
+        """Return the sets as JSON-able values."""
         return {"tokens": self.tokens.tolist(), "counts": self.counts.tolist()}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> SamplingMasks:
+        """Make the sets of a record."""
         return cls(*(np.asarray(record[name], dtype=np.int32) for name in ("tokens", "counts")))

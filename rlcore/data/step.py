@@ -1,4 +1,4 @@
-"""What one training step is given and what it reports."""
+"""The records of one training step: its rollouts, and the report of an optimizer step."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from rlcore.data.sample import Sample
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one optimizer step reports; the same on every rank."""
+    """The report of one optimizer step; the same on every rank."""
 
     # loss/policy_avg, policy/approxkl_avg, train/grad_norm, lr, ... by public name
     metrics: dict[str, float]
-    moments: Moments  # what the token means among them were made of
-    skipped: bool = False  # no step was taken (non-finite gradients)
+    moments: Moments  # sums behind the token means among the metrics
+    skipped: bool = False  # whether no step was taken (non-finite gradients)
 
 
 @dataclass(frozen=True)
 class StepRollouts:
+    """The samples of one step, and what their source knows of them."""
+
     samples: list[Sample]
-    metrics: dict[str, float]  # rollout/*, time/generation: what only the source knows
+    metrics: dict[str, float]  # rollout/*, time/generation: known to the source alone
     epoch: float  # passes over the prompts so far
-    # right after this step's hand-over, JSON-able: as the source's, without a buffer
-    snapshot: dict[str, Any]
-    # draw -> the engine that answered it, where that is known
-    engines: Mapping[int, str] = field(default_factory=dict)
-    # version in `samples` -> updates behind those weights
+    snapshot: dict[str, Any]  # of the source right after this step, without its buffer; JSON-able
+    engines: Mapping[int, str] = field(default_factory=dict)  # draw -> its engine, if known
+    # Version in `samples` -> updates behind those weights.
     policy_steps: Mapping[int, int] = field(default_factory=dict)
-    recorded_step: int | None = None  # of a replay: the step that these samples were made for
-    # ... and the version of the weights that were trained on them
+    # In a replay: the step that was recorded, and the version of the weights that it trained.
+    recorded_step: int | None = None
     recorded_version: int | None = None

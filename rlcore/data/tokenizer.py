@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, and the few things we do with it in bulk."""
+"""The tokenizer of a model folder, and its use in bulk."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from rlcore.errors import DataError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# texts a call: bounds the Python lists that the tokenizer returns
-ENCODE_CHUNK = 4096
+ENCODE_CHUNK = 4096  # texts a call: bounds the Python lists that the tokenizer returns
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The Hugging Face tokenizer in `folder`; nothing is downloaded.
+    """Load the Hugging Face tokenizer in `folder`; nothing is downloaded.
 
     Raises:
         ModelError: the folder does not exist, or holds no tokenizer that transformers can load.
     """
-    from transformers import AutoTokenizer  # slow to import: only who needs a tokenizer pays
+    from transformers import AutoTokenizer  # slow to import
 
     if not Path(folder).is_dir():
         raise ModelError(
@@ -43,8 +42,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"tokenizer: {folder} holds none that can be loaded ({type(error).__name__}: {reason})"
         ) from error
-    # Without the files transformers makes the model's kind of tokenizer, with nothing but its
-    # special tokens.
+    # Without tokenizer files transformers makes one of the model's kind, with special tokens alone.
     if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}:
         raise ModelError(
             f"tokenizer: {folder} holds none: no tokenizer.json, tokenizer.model or vocab.json in"
@@ -54,7 +52,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def leading_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """`[bos]` if the tokenizer puts one before plain text, else `[]`."""
+    """Return `[bos]` if the tokenizer puts one before plain text, else `[]`."""
     bos = tokenizer.bos_token_id
     if bos is None:
         return []
@@ -64,7 +62,7 @@ def leading_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def encode(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], where: Sequence[str]
 ) -> list[NDArray[np.int32]]:
-    """int32 [n] for each text. No special token is added: an EOS would end a prompt.
+    """Encode each text, int32 [n]. No special token is added: an EOS would end a prompt.
 
     Raises:
         DataError: a text that the tokenizer refuses; names its row, from `where`.
@@ -74,7 +72,8 @@ def encode(
         chunk = list(texts[start : start + ENCODE_CHUNK])
         try:
             encoded = _encode(tokenizer, chunk)
-        except Exception:  # noqa: BLE001 - tokenizers raises no narrower one; whose text it is shows one by one
+        # tokenizers raises no narrower error; one by one shows which text it is
+        except Exception:  # noqa: BLE001
             encoded = [_encode_row(tokenizer, text, row) for text, row in zip(chunk, where[start:])]
         out += [np.array(ids, dtype=np.int32) for ids in encoded]
     return out
@@ -102,7 +101,7 @@ def render_chat(
     *,
     add_generation_prompt: bool,
 ) -> str:
-    """The messages as the tokenizer's chat template writes them, special tokens included.
+    """Render messages by the tokenizer's chat template, special tokens included.
 
     Raises:
         DataError: there is no template, or it refuses these messages; names the row `where`.
@@ -123,7 +122,7 @@ def render_chat(
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[NDArray[np.int32]]) -> list[str]:
-    """The text of each sequence without special tokens, exactly as the tokens spell it."""
+    """Decode each sequence without special tokens, exactly as the tokens spell it."""
     return list(
         tokenizer.batch_decode(
             [ids.tolist() for ids in sequences],
@@ -136,7 +135,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[NDArray[np.in
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, extra: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's EOS and `extra`, in increasing order.
+    """Return the tokens that end a response: the tokenizer's EOS and `extra`, in increasing order.
 
     Raises:
         ModelError: there is none, so that no response could ever stop.

@@ -10,9 +10,10 @@ from rlcore.errors import DataError, RunFailed, UserError, exit_code
 from rlcore.launch.attempts import mark_ended
 from rlcore.launch.process import Process
 from rlcore.runs.directory import Status
+from rlcore.tracking.hub import push_run
 from rlcore.trainer.loop import Trainer
 from rlcore.trainer.rank0 import FINISHED, Outcome, RankZero
-from rlcore.trainer.rank_sync import in_one_line
+from rlcore.trainer.rank_sync import in_one_line, on_rank0
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +41,17 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
         raise
 
     def conclude() -> None:
-        trainer.main.conclude(outcome.status)
+        on_rank0(rank0).conclude(outcome.status)
         # who is started again from here on has nothing to do
         mark_ended(process.sync.store, exit_code(outcome.status))
 
-    process.sync.run_on_rank0("the result of the run", conclude, timeout_s=trainer.patience)
+    process.sync.run_on_rank0("the result of the run", conclude)
     # the other ranks may leave meanwhile: an upload can take longer than they would wait
     if rank0 is not None:
         if process.heartbeat is not None:
             process.heartbeat.alone()
         if outcome.status in FINISHED and config.tracking.hub.repo:
-            rank0.push(folder)
+            push_run(config.tracking.hub, folder, rank0.directory, rank0.tracker)
         rank0.tracker.close(outcome.status)
     return outcome
 

@@ -82,7 +82,8 @@ def join(config: Config) -> Iterator[Process]:
             with _among_ranks(config, log) as process:
                 yield process
         else:
-            with _signals(sync := RankSync(LocalStore(), 0, 1)):
+            timeout_s = config.cluster.collective_timeout_s
+            with _signals(sync := RankSync(LocalStore(), 0, 1, timeout_s=timeout_s)):
                 yield Process(0, 1, 0, pick_device(0), sync, log)
 
 
@@ -108,7 +109,7 @@ def _among_ranks(config: Config, log: RankLog) -> Iterator[Process]:
         device, cluster.start_timeout_s, cluster.collective_timeout_s
     )
     store = dist.PrefixStore(attempt.prefix, launcher)
-    sync = RankSync(store, rank, world_size)
+    sync = RankSync(store, rank, world_size, timeout_s=cluster.collective_timeout_s)
     watched = [0] if rank else range(1, world_size)
     last_words: list[Callable[[Failure], None]] = [log.dump_stacks]
     if rank == 0 and not supervised():

@@ -91,7 +91,7 @@ def open_run(
     )
     stack.callback(directory.close)
     checkpoints = CheckpointStore(directory.checkpoints, keep=config.checkpoint.keep)
-    found = checkpoints.latest() if directory.resumed else None
+    found = latest_checkpoint(checkpoints.folder) if directory.resumed else None
     run = OpenRun(directory, checkpoints, found)
     stack.push(lambda _, error, __: run.leave(error) if error is not None else None)
     if found is not None:

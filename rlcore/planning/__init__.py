@@ -1,5 +1,4 @@
-"""What a run would need and how long a step would take, from numbers alone: no weights, no torch,
-no GPU.
+"""Estimates of the memory and time that a run needs, without weights, torch or a GPU.
 
 docs/planning.md has the model behind the estimates.
 """

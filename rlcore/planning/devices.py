@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """Bandwidths are what one GPU can send, in bytes/s: to those of its node, and to other nodes."""
+    """A GPU. Bandwidths are what one GPU can send, in bytes/s, inside its node and to others."""
 
     name: str
     bf16_flops: float
@@ -29,20 +29,21 @@ GPUS: dict[str, Gpu] = {
     )
 }
 
-# By the words of `torch.cuda.get_device_name`: the entry with most of them counts. NVIDIA's data
-# sheets; those that give only figures with sparsity are halved.
+# Found by the words of `torch.cuda.get_device_name`: of the entries that fit, the longest counts.
+# From NVIDIA's data sheets; figures with sparsity are halved.
 _PEAKS: tuple[tuple[str, float], ...] = (
     ("A100", 312e12), ("A800", 312e12),
-    ("H100", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H800", 989e12), ("H20", 148e12),
-    ("H200", 989e12), ("H200 NVL", 835e12), ("GH200", 989e12),
+    ("H100", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H800", 989e12),
+    ("H20", 148e12), ("H200", 989e12), ("H200 NVL", 835e12), ("GH200", 989e12),
     ("B200", 2250e12), ("GB200", 2500e12),
     ("L40S", 362e12), ("L4", 121e12), ("A10", 125e12),
 )  # fmt: skip
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU such as "NVIDIA H100 80GB HBM3"; None for one that is not in the
-    table, or a part of one.
+    """Return the dense bf16 FLOP/s of a GPU such as "NVIDIA H100 80GB HBM3".
+
+    None for a GPU that is not in the table, or a part of one.
     """
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     if "MIG" in words:

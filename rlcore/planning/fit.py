@@ -1,4 +1,4 @@
-"""What a layout needs on its fullest rank, and whether that fits."""
+"""The memory that a layout needs on its fullest rank, and whether that fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlcore.planning.memory import (
 from rlcore.planning.shape import ModelShape
 
 GIB = 1 << 30
-# of the GPU: CUDA's context, buffers of NCCL and matmuls, what the allocator cannot hand out
+# Share of a GPU for CUDA's context, buffers of NCCL and matmuls, and fragments of the allocator.
 RESERVED = 0.08
 
 
@@ -28,25 +28,26 @@ class Trained:
     name: str
     shape: ModelShape
     value_head: bool = False
-    offload: bool = False  # the model between its passes; its optimizer too
+    offload: bool = False  # the model between its passes, and its optimizer
     offload_optimizer: bool = False
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """A model that is only scored. Offloaded it takes room in its passes alone; a `guest` takes the
-    policy's.
+    """A model that is only scored.
+
+    Offloaded it takes room in its passes alone; with `swapped_in` it takes the policy's.
     """
 
     name: str
     shape: ModelShape
     offload: bool = False
-    guest: bool = False
+    swapped_in: bool = False
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes on one rank, by part; what stays all step long, and the most that a phase adds to it."""
+    """The bytes on one rank: parts that stay for the whole step, and what each phase adds."""
 
     stage: int
     resident: dict[str, int]
@@ -54,17 +55,19 @@ class Needs:
 
     @property
     def peak(self) -> int:
+        """The most that the rank ever needs."""
         return sum(self.resident.values()) + max(self.phases.values())
 
     @property
     def largest_phase(self) -> str:
+        """The phase that adds most."""
         return max(self.phases, key=self.phases.__getitem__)
 
 
 def needs(
     layout: Layout, load: Load, trained: tuple[Trained, ...], frozen: tuple[Frozen, ...]
 ) -> Needs:
-    """Of the stage that needs most."""
+    """Estimate the needs of the pipeline stage that needs most."""
     return max(
         (_stage_needs(layout, load, trained, frozen, k) for k in range(layout.pipeline)),
         key=lambda n: n.peak,
@@ -72,7 +75,7 @@ def needs(
 
 
 def policy_weights(layout: Layout, shape: ModelShape, load: Load) -> Weights:
-    """Of the stage that holds most."""
+    """Return the weights of the pipeline stage that holds most."""
     stages = (
         rank_weights(shape, layout, k, vocab_multiple=load.vocab_multiple)
         for k in range(layout.pipeline)
@@ -81,7 +84,7 @@ def policy_weights(layout: Layout, shape: ModelShape, load: Load) -> Weights:
 
 
 def kv_bytes_per_token(shape: ModelShape, layout: Layout, *, dtype_bytes: int) -> float:
-    """Of an engine that is cut as the trainer's tensor parallelism is: K and V of every layer."""
+    """Return the bytes of K and V of a token, in an engine cut as the trainer's TP is."""
     return (
         2
         * shape.layers
@@ -126,7 +129,7 @@ def _stage_needs(
             b * rank_weights(other.shape, layout, stage, vocab_multiple=load.vocab_multiple).total
         )
         if other.offload:
-            phases[f"{other.name} pass"] = 0 if other.guest else size
+            phases[f"{other.name} pass"] = 0 if other.swapped_in else size
         else:
             resident[f"{other.name} weights"] = size
     return Needs(stage, resident, phases)

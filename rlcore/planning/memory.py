@@ -1,5 +1,6 @@
-"""Bytes of one rank: weights, gradients, optimizer, saved activations, head. Checked against real
-tensors in tests/parity.
+"""Bytes of one rank: weights, gradients, optimizer, saved activations, head.
+
+Checked against real tensors in tests/parity.
 """
 
 from __future__ import annotations
@@ -11,13 +12,21 @@ from typing import Literal
 from rlcore.planning.shape import ModelShape
 
 Recompute = Literal[
-    "none", "core_attn", "mlp", "moe", "core_attn+mlp", "core_attn+moe", "mlp+moe", "core_attn+mlp+moe", "full"
-]  # fmt: skip
+    "none",
+    "core_attn",
+    "mlp",
+    "moe",
+    "core_attn+mlp",
+    "core_attn+moe",
+    "mlp+moe",
+    "core_attn+mlp+moe",
+    "full",
+]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one model is cut, and how its training step is run."""
+    """The parallel layout of a model, and how its training step runs."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -33,20 +42,22 @@ class Layout:
 
     @property
     def gpus(self) -> int:
+        """The number of GPUs."""
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
     def expert_data(self) -> int:
-        """Ranks that hold copies of the same experts."""
+        """The number of ranks that hold copies of the same experts."""
         return self.gpus // (self.expert_tensor * self.expert * self.pipeline)
 
     def stage_layers(self, shape: ModelShape, stage: int) -> int:
+        """Return the number of layers of a pipeline stage."""
         return self.stages[stage] if self.stages else shape.layers // self.pipeline
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a micro-batch is."""
+    """The size of a micro-batch."""
 
     tokens: int  # slots of a pack, over all context-parallel ranks
     micro_batches: int  # of an optimizer step
@@ -54,19 +65,20 @@ class Load:
     dtype_bytes: int = 2
     vocab_multiple: int = 1
     chunk_elements: int = 1 << 22
-    # as torch's RMSNorm is on a CPU: it keeps the normalised rows too, in fp32
+    # Whether norms are composed, as torch's RMSNorm on a CPU: they keep normalised rows, in fp32.
     composed_norm: bool = False
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Elements of one rank's parameters: those that data parallelism copies, and the experts'."""
+    """The parameters of one rank: those that data parallelism copies, and the experts'."""
 
     dense: int
     expert: int
 
     @property
     def total(self) -> int:
+        """All parameters of the rank."""
         return self.dense + self.expert
 
 
@@ -78,12 +90,13 @@ def rank_weights(
     vocab_multiple: int = 1,
     value_head: bool = False,
 ) -> Weights:
-    """Of a rank of pipeline stage `stage`. A critic has a value head [H + 1], on every
-    tensor-parallel rank, and no LM head.
+    """Return the parameters of a rank of pipeline stage `stage`.
+
+    A critic has a value head [H + 1], on every tensor-parallel rank, and no LM head.
     """
     layers = layout.stage_layers(shape, stage)
     tp = layout.tensor
-    # where they are not spread evenly this is an average
+    # An average, if the layers with experts are not spread evenly.
     moe = layers * shape.moe_layers / shape.layers
     dense = layers * (shape.attention / tp + shape.norms) + (layers - moe) * shape.mlp / tp
     dense += moe * (shape.shared / tp + shape.router)
@@ -99,6 +112,7 @@ def rank_weights(
 
 
 def padded_vocab(shape: ModelShape, layout: Layout, multiple: int) -> int:
+    """Return the size of the vocabulary, padded so that tensor parallelism can cut it."""
     return -(-shape.vocab // (multiple * layout.tensor)) * multiple * layout.tensor
 
 
@@ -108,8 +122,9 @@ def gradient_bytes(weights: Weights) -> int:
 
 
 def optimizer_bytes(weights: Weights, layout: Layout, *, dtype_bytes: int) -> int:
-    """Two fp32 moments, and fp32 weights beside bf16 ones; cut over the ranks that hold copies if
-    distributed.
+    """Return the bytes of two fp32 moments, and of fp32 weights beside bf16 ones.
+
+    A distributed optimizer cuts them over the ranks that hold copies.
     """
     each = 8 + (4 if dtype_bytes < 4 else 0)
     if not layout.distributed:
@@ -124,16 +139,13 @@ def optimizer_bytes(weights: Weights, layout: Layout, *, dtype_bytes: int) -> in
 
 
 def activation_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> int:
-    """What the forward passes in flight save for the backward pass, on a rank of `stage` at its
-    fullest, head included.
-    """
+    """Return what the forward passes in flight save for the backward pass, the head included."""
     per_layer = _layer_bytes(shape, layout, load)
     in_flight = layers_in_flight(shape, layout, load.micro_batches, stage)
     total = per_layer * in_flight
     packs = in_flight / max(layout.stage_layers(shape, stage), 1)
     total += _rotary_bytes(shape, layout, load) * packs
-    # What a layer computes again is held while it runs backward, when the head's part is gone
-    # already.
+    # What a layer recomputes exists while it runs backward; the head's part is gone by then.
     again = 0.0
     if layout.recompute != "none":
         again = _layer_bytes(shape, layout, load, recompute="none") - per_layer * (
@@ -144,8 +156,9 @@ def activation_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) 
 
 
 def layers_in_flight(shape: ModelShape, layout: Layout, micro_batches: int, stage: int) -> float:
-    """Layers whose activations wait at once: those of one micro-batch times the micro-batches that
-    the schedule is ahead.
+    """Return the number of layers whose activations exist at once.
+
+    These are the layers of one micro-batch times the micro-batches that the schedule runs ahead.
     """
     layers = layout.stage_layers(shape, stage)
     behind = layout.pipeline - stage - 1
@@ -156,12 +169,11 @@ def layers_in_flight(shape: ModelShape, layout: Layout, micro_batches: int, stag
 
 
 def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
-    """What exists only while the head runs backward: tiles of logits, the gradients of its weight
-    and of the hidden states.
+    """Return what exists only while the head runs backward: logits in tiles, and gradients.
 
-    Two tiles, the hidden states' gradient and a tile's columns of the weight's are fp32. Where the
-    model is not, a third tile, what a product adds to them, and the finished gradients are in its
-    dtype. [T, V] never exists.
+    Two tiles, the hidden states' gradient and a tile's columns of the weight's are fp32. If the
+    model is not fp32, a third tile, what a product adds to them, and the finished gradients are in
+    its dtype. [T, V] never exists.
     """
     b = load.dtype_bytes
     hidden = shape.hidden
@@ -176,8 +188,9 @@ def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
 def _layer_bytes(
     shape: ModelShape, layout: Layout, load: Load, recompute: Recompute | None = None
 ) -> float:
-    """Of one layer and one pack. s: this rank's rows of the residual stream; t: its rows inside
-    attention and MLP.
+    """Return the bytes of one layer and one pack.
+
+    s: this rank's rows of the residual stream; t: its rows inside attention and MLP.
     """
     recompute = recompute or layout.recompute
     b = load.dtype_bytes
@@ -187,15 +200,15 @@ def _layer_bytes(
     if recompute == "full":
         return residual
     share = shape.moe_layers / shape.layers
-    # the two norms' inputs and 1 / rms
+    # The inputs of two norms, and 1 / rms.
     total = 2 * (residual + 4 * s + _normalised(s * shape.hidden, load))
-    # the input of the QKV projection
+    # The input of the QKV projection.
     total += residual
     total += _attention_bytes(shape, layout, load, t, again="core_attn" in recompute)
-    # the input of the MLP
+    # The input of the MLP.
     total += residual
     if "mlp" not in recompute:
-        # before and after SwiGLU
+        # The rows before and after SwiGLU.
         total += (1 - share) * b * t * 3 * shape.ffn / layout.tensor
     return total if "moe" in recompute else total + share * _experts_bytes(shape, layout, load, s)
 
@@ -208,38 +221,38 @@ def _attention_bytes(
     d = shape.head_dim
     query = shape.heads * d / tp
     keys = shape.groups * d / tp
-    # the projection; `value` is a view of it
+    # The projection; `value` is a view of it.
     total = b * t * (query + 2 * keys)
     if shape.heads > shape.groups > tp and (shape.qk_norm or again):
-        # several groups' queries, copied out of it
+        # The queries of several groups are copied out of the projection.
         total += b * t * query
     if shape.qk_norm:
         total += 4 * t * (shape.heads + shape.groups) / tp + _normalised(t * (query + keys), load)
-        # the norms' outputs, to be rotated again
+        # The outputs of the norms, which are rotated again.
         total += b * t * (query + keys) * again
-    # what the output projection reads
+    # The input of the output projection.
     total += b * t * query
     if again:
         return total
     total += b * t * (query + keys)  # rotated
-    # gathered keys and values of both chunks; the parts of the output, put together
+    # Gathered keys and values of both chunks, and the joined parts of the output.
     if layout.context > 1:
         total += b * (load.tokens * (1 + 0.5 / layout.context) * 2 * keys - t * keys + t * query)
     total += 4 * t * shape.heads / tp  # log-sum-exp
-    # sine and cosine in the model's dtype, twice
+    # Sine and cosine in the model's dtype, twice.
     return total + (2 * b * t * d if b < 4 else 0)
 
 
 def _normalised(elements: float, load: Load) -> float:
-    """What a composed norm keeps beside its input: the normalised rows, and the input in fp32 in
-    place of bf16.
-    """
+    """Return what a composed norm keeps: normalised rows, and the input in fp32 instead of bf16."""
     return (8 - load.dtype_bytes) * elements * load.composed_norm
 
 
 def _experts_bytes(shape: ModelShape, layout: Layout, load: Load, s: float) -> float:
-    """Tokens evenly routed: rows gathered by expert, before and after SwiGLU and weighted; router
-    logits and probabilities.
+    """Return the bytes of a layer's experts, with tokens evenly routed.
+
+    Rows gathered by expert, before and after SwiGLU and weighted; router logits and
+    probabilities.
     """
     b = load.dtype_bytes
     rows = s * shape.topk * layout.expert_tensor
@@ -249,18 +262,18 @@ def _experts_bytes(shape: ModelShape, layout: Layout, load: Load, s: float) -> f
     shared = (
         s * (layout.tensor if layout.sequence else 1) * 3 * shape.shared_ffn / layout.tensor * b
     )
-    # what the gate multiplies
+    # The output that the gate multiplies.
     shared += s * shape.hidden * b * shape.shared_gate
     return routed + shared + s * shape.experts * (4 + 4 + 1)
 
 
 def _rotary_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
-    """fp32 sine and cosine of a pack, shared by its layers."""
+    """Return the bytes of fp32 sine and cosine of a pack, shared by its layers."""
     return 4 * load.tokens / layout.context * shape.head_dim
 
 
 def _head_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
-    """The last norm's input, its output at trainable positions, and three numbers a row."""
+    """Return the bytes of the last norm's input and output, and of three numbers a row."""
     t = load.tokens / layout.context
     rows = load.trainable / layout.context
     s = t / layout.tensor if layout.sequence else t

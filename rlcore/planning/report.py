@@ -1,4 +1,4 @@
-"""What `rlcore plan` prints."""
+"""The text that `rlcore plan` prints."""
 
 from __future__ import annotations
 
@@ -16,12 +16,21 @@ SHOWN = 8
 
 
 def gib(num_bytes: float) -> str:
+    """Format a number of bytes."""
     return f"{num_bytes / GIB:.1f} GiB"
 
 
 def describe(layout: Layout) -> str:
-    sizes = [("TP", layout.tensor), ("PP", layout.pipeline), ("VPP", layout.virtual_pipeline), ("CP", layout.context),
-             ("EP", layout.expert), ("ETP", layout.expert_tensor), ("DP", layout.data)]  # fmt: skip
+    """Name a layout: "TP 2 x DP 4, SP, distributed optimizer"."""
+    sizes = [
+        ("TP", layout.tensor),
+        ("PP", layout.pipeline),
+        ("VPP", layout.virtual_pipeline),
+        ("CP", layout.context),
+        ("EP", layout.expert),
+        ("ETP", layout.expert_tensor),
+        ("DP", layout.data),
+    ]
     own = layout.expert_tensor != layout.tensor  # else the configuration need not name it
     text = (
         " x ".join(f"{name} {size}" for name, size in sizes if (own if name == "ETP" else size > 1))
@@ -35,7 +44,7 @@ def describe(layout: Layout) -> str:
 def report(
     job: Job, gpus: int, capacity: int, gpu: Gpu, own: Option | str, found: Sequence[Option]
 ) -> Iterator[str]:
-    """Lines of text.
+    """Yield the lines of the report.
 
     Args:
         own: the configuration's layout, or why it is refused.
@@ -47,8 +56,10 @@ def report(
         f"{shape.parameters / 1e9:.2f} B parameters{active}; {gpus} x {gpu.name} of"
         f" {gib(capacity)}, {RESERVED:.0%} reserved"
     )
-    yield (f"a step: {job.sequences} sequences of {job.length} tokens, packs of {job.pack_tokens}, "
-           f"{job.scoring_passes} scoring passes")  # fmt: skip
+    yield (
+        f"a step: {job.sequences} sequences of {job.length} tokens, packs of {job.pack_tokens},"
+        f" {job.scoring_passes} scoring passes"
+    )
     yield ""
     yield "The configuration's layout:"
     if isinstance(own, str):
@@ -76,7 +87,7 @@ def report(
 
 
 def distinct(options: Sequence[Option]) -> list[Option]:
-    """The first option of each cut: those that differ in what they recompute alone are one."""
+    """Keep the first of the options that differ only in what they recompute."""
     first: dict[Layout, Option] = {}
     for option in options:
         first.setdefault(replace(option.layout, recompute="none"), option)
@@ -84,9 +95,7 @@ def distinct(options: Sequence[Option]) -> list[Option]:
 
 
 def breakdown(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int) -> Iterator[str]:
-    """Each part of the fullest rank, what is left for an engine's KV cache, and each part of the
-    time.
-    """
+    """Yield the parts of the fullest rank, the room for an engine, and parts of the time."""
     needs = option.needs
     time = option.time
     for name, size in needs.resident.items():
@@ -100,24 +109,26 @@ def breakdown(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int
 
 
 def _colocated(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int) -> Iterator[str]:
-    """What an engine could do on the same GPUs, taking turns: with the trainer offloaded, and when
-    it takes its weights.
+    """Yield the room for an engine on the same GPUs.
+
+    It takes its KV cache while the trainer is offloaded, its weights beside the trainer's state.
     """
     weights = shape.parameters * dtype_bytes / option.layout.tensor
     left = usable(capacity) - weights
-    who = f"a colocated engine of TP {option.layout.tensor}"
+    engine = f"a colocated engine of TP {option.layout.tensor}"
     over = sum(option.needs.resident.values()) - left
     if over > 0:
         yield (
-            f"{'none':>10}  for {who}: its weights ({gib(weights)}) beside the trainer's state are"
-            f" {gib(over)} too much"
+            f"{'none':>10}  for {engine}: its weights ({gib(weights)}) beside the trainer's state"
+            f" are {gib(over)} too much"
         )
     else:
         per_token = kv_bytes_per_token(shape, option.layout, dtype_bytes=dtype_bytes)
-        yield f"{gib(left):>10}  left for KV of {who}: {left / per_token:,.0f} tokens"
+        yield f"{gib(left):>10}  left for KV of {engine}: {left / per_token:,.0f} tokens"
 
 
 def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
+    """Yield the layout that comes nearest to fitting, and what would make it fit."""
     if not found:
         yield "No layout of so many GPUs suits the model."
         return
@@ -147,7 +158,7 @@ def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:
 
 
 def _saved(option: Option, size: int) -> int:
-    """What the peak loses if `size` bytes stay away but in a phase of their own."""
+    """Return by how much the peak drops if `size` bytes are there only in a phase of their own."""
     return size - max(0, size - max(option.needs.phases.values()))
 
 

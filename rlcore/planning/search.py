@@ -1,6 +1,4 @@
-"""Every layout of a number of GPUs that a model admits, with what it needs and how long a step
-would take.
-"""
+"""The search over all layouts that a model admits: what each needs and how long a step takes."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from rlcore.planning.speed import GPUS_PER_NODE, StepTime, Work, step_time
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned: the models, and one optimizer step's work."""
+    """The models to plan for, and the work of one optimizer step."""
 
     trained: tuple[Trained, ...]  # the policy first
     frozen: tuple[Frozen, ...]
@@ -30,6 +28,7 @@ class Job:
     chunk_elements: int
 
     def load(self, layout: Layout) -> Load:
+        """Return the size of a micro-batch under `layout`."""
         tokens = max(self.pack_tokens, self.length)
         return Load(
             tokens=tokens,
@@ -42,15 +41,16 @@ class Job:
 
     @property
     def in_pack(self) -> int:
-        """Whole sequences that a pack takes."""
+        """The number of whole sequences in a pack."""
         return max(1, self.pack_tokens // self.length)
 
     @property
     def micro_tokens(self) -> int:
+        """The number of tokens in a pack."""
         return self.in_pack * self.length
 
     def micro_batches(self, layout: Layout) -> int:
-        """Of each replica, all of one length."""
+        """Return the number of micro-batches of each replica, with sequences of one length."""
         packs = -(-max(1, -(-self.sequences // layout.data)) // self.in_pack)
         multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
         return -(-packs // multiple) * multiple
@@ -58,27 +58,35 @@ class Job:
 
 @dataclass(frozen=True)
 class Option:
-    """One layout, judged."""
+    """One layout with its needs and its time."""
 
     layout: Layout
     needs: Needs
     time: StepTime
 
     def fits(self, capacity: int) -> bool:
+        """Whether it fits on GPUs of `capacity` bytes."""
         return self.needs.peak <= usable(capacity)
 
 
 def usable(capacity: int) -> int:
+    """Return the part of a GPU's memory that tensors can use."""
     return round(capacity * (1 - RESERVED))
 
 
 def judge(layout: Layout, job: Job, gpu: Gpu) -> Option:
+    """Estimate the needs and the time of a layout."""
     load = job.load(layout)
     shape = job.trained[0].shape
     work = Work(
-        sequences=job.sequences, length=job.length, trainable=job.trainable, scoring_passes=job.scoring_passes,
-        micro_batches=load.micro_batches, micro_tokens=job.micro_tokens, dtype_bytes=job.dtype_bytes,
-    )  # fmt: skip
+        sequences=job.sequences,
+        length=job.length,
+        trainable=job.trainable,
+        scoring_passes=job.scoring_passes,
+        micro_batches=load.micro_batches,
+        micro_tokens=job.micro_tokens,
+        dtype_bytes=job.dtype_bytes,
+    )
     weights = policy_weights(layout, shape, load)
     return Option(
         layout,
@@ -88,10 +96,10 @@ def judge(layout: Layout, job: Job, gpu: Gpu) -> Option:
 
 
 def options(job: Job, gpus: int, gpu: Gpu, admits: Callable[[Layout], bool]) -> list[Option]:
-    """All admissible layouts, the fastest first.
+    """Return all admissible layouts, the fastest first.
 
     Args:
-        admits: whether the model and the backend take a layout.
+        admits: whether the model and the backend accept a layout.
     """
     judged = [judge(layout, job, gpu) for layout in _layouts(gpus, job) if admits(layout)]
     return sorted(judged, key=lambda option: (option.time.total, option.needs.peak))
@@ -111,12 +119,18 @@ def _layouts(gpus: int, job: Job) -> Iterator[Layout]:
                 data = gpus // tensor // pipeline // context
                 if data > job.sequences:
                     continue
-                # Experts are cut over expert ranks alone: as many whole ones a rank as there are.
+                # Experts are spread over expert-parallel ranks alone, whole.
                 for expert in _divisors(gpus // pipeline, limit=experts) if experts else (1,):
                     base = Layout(
-                        tensor=tensor, pipeline=pipeline, context=context, data=data, expert=expert,
-                        expert_tensor=1 if expert > 1 else tensor, sequence=tensor > 1, distributed=data * context > 1,
-                    )  # fmt: skip
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        context=context,
+                        data=data,
+                        expert=expert,
+                        expert_tensor=1 if expert > 1 else tensor,
+                        sequence=tensor > 1,
+                        distributed=data * context > 1,
+                    )
                     yield from (replace(base, recompute=recompute) for recompute in recomputed)
 
 

@@ -1,4 +1,4 @@
-"""The sizes of a transformer, and what follows from them: parameters and FLOPs."""
+"""The sizes of a transformer, and the parameters and FLOPs that follow from them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CostModel:
-    """FLOPs of a sequence of n tokens, up to a factor: `linear * n + quadratic * n^2` (the
-    attention term).
+    """The FLOPs of a sequence of n tokens, up to a factor: `linear * n + quadratic * n^2`.
+
+    The quadratic term is attention.
     """
 
     linear: float = 1.0
@@ -20,8 +21,9 @@ class CostModel:
     def of_transformer(
         cls, *, parameters: int, layers: int, heads: int, head_dim: int
     ) -> CostModel:
-        """Forward FLOPs: 2 a parameter and token; causal attention 2 * 2 * heads * head_dim * n / 2
-        a layer and token.
+        """Count forward FLOPs: 2 a parameter and token, and causal attention.
+
+        Attention takes 2 * 2 * heads * head_dim * n / 2 a layer and token.
         """
         return cls(2.0 * parameters, 2.0 * layers * heads * head_dim)
 
@@ -31,9 +33,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder with rotary attention over grouped heads and gated MLPs; some layers may hold
-    experts instead.
-    """
+    """A decoder with rotary attention over grouped heads and gated MLPs, or experts, in layers."""
 
     layers: int
     hidden: int
@@ -51,14 +51,13 @@ class ModelShape:
     shared_ffn: int = 0  # width of the shared expert
     shared_gate: bool = False
     moe_layers: int = 0  # how many of the layers hold experts
-    # weights of one layer's latent attention (MLA), in place of Q, K, V and output projection
-    latent: int = 0
+    latent: int = 0  # weights of a layer's latent attention (MLA), in place of Q, K, V and output
 
     @classmethod
     def of_fields(
         cls, fields: Mapping[str, Any], *, vocab: int, tied: bool, latent: int = 0
     ) -> ModelShape:
-        """From keyword arguments of megatron.core's `TransformerConfig`."""
+        """Make a shape of keyword arguments of megatron.core's `TransformerConfig`."""
         layers = int(fields["num_layers"])
         experts = int(fields.get("num_moe_experts") or 0)
         every = fields.get("moe_layer_freq", 1)
@@ -86,25 +85,27 @@ class ModelShape:
 
     @property
     def qkv_width(self) -> int:
+        """Columns of the QKV projection."""
         return (self.heads + 2 * self.groups) * self.head_dim
 
     @property
     def attention_matrices(self) -> int:
-        """Entries of one layer's attention projections."""
+        """Entries of the attention projections of one layer."""
         return self.latent or self.hidden * (self.qkv_width + self.heads * self.head_dim)
 
     @property
     def attention(self) -> int:
-        """Weights of one layer's attention that tensor parallelism cuts."""
+        """Weights of the attention of one layer that tensor parallelism cuts."""
         return self.attention_matrices + self.qkv_width * self.qkv_bias
 
     @property
     def norms(self) -> int:
-        """Weights of one layer's norms, which every tensor-parallel rank holds whole."""
+        """Weights of the norms of one layer, which every tensor-parallel rank holds whole."""
         return 2 * self.hidden + 2 * self.head_dim * self.qk_norm
 
     @property
     def mlp(self) -> int:
+        """Weights of the dense MLP of one layer."""
         return 3 * self.hidden * self.ffn
 
     @property
@@ -114,16 +115,17 @@ class ModelShape:
 
     @property
     def shared(self) -> int:
+        """Weights of the shared expert of one layer."""
         return 3 * self.hidden * self.shared_ffn
 
     @property
     def router(self) -> int:
-        """Of one layer, with the shared expert's gate: every tensor-parallel rank holds it whole."""
+        """Weights of a layer's router with the shared gate, whole on each tensor-parallel rank."""
         return self.hidden * (self.experts + self.shared_gate)
 
     @property
     def chosen(self) -> int:
-        """Entries of the matrices that a token passes in one layer's experts."""
+        """Entries of the matrices that a token passes through in the experts of one layer."""
         return self.topk * 3 * self.hidden * self.expert_ffn + self.shared + self.router
 
     @property
@@ -136,29 +138,27 @@ class ModelShape:
 
     @property
     def layer_matrices(self) -> int:
-        """Entries of the layers' matrices that one token passes through; norms and biases cost
-        nothing.
-        """
+        """Entries of all layers' matrices that a token passes; norms and biases cost nothing."""
         dense = self.layers - self.moe_layers
         matrices = self.layers * self.attention_matrices + dense * self.mlp
         return matrices + self.moe_layers * self.chosen
 
     @property
     def active_parameters(self) -> int:
-        """Entries of all matrices that one token passes through, LM head included; the embedding
-        costs nothing.
-        """
+        """Entries of all matrices that a token passes, LM head included and embedding not."""
         return self.layer_matrices + self.vocab * self.hidden
 
     def forward_flops(self, lengths: Iterable[int], trainable: int) -> float:
-        """Of one forward pass, nothing computed twice: the layers at every token, causal attention
-        inside each sequence, the LM head at trainable positions alone. A backward pass costs twice
-        as much.
+        """Count the FLOPs of one forward pass. A backward pass is twice that.
+
+        Nothing is computed twice: the layers at every token, causal attention inside each sequence,
+        the LM head at trainable positions alone.
         """
-        tokens = squares = 0
+        tokens = 0
+        squares = 0
         for length in lengths:
-            tokens = tokens + length
-            squares = squares + length * length
+            tokens += length
+            squares += length * length
         return (
             2.0 * (tokens * self.layer_matrices + trainable * self.vocab * self.hidden)
             + self.cost.quadratic * squares
@@ -166,7 +166,7 @@ class ModelShape:
 
     @property
     def cost(self) -> CostModel:
-        """Forward FLOPs of a sequence: what balances a batch and what a plan counts."""
+        """Forward FLOPs of a sequence, by which a batch is balanced and a plan counts."""
         return CostModel.of_transformer(
             parameters=self.active_parameters,
             layers=self.layers,

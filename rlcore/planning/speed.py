@@ -1,7 +1,6 @@
-"""An estimate of one optimizer step's time: arithmetic of the slowest stage, and what the ranks
-send one another.
+"""An estimate of an optimizer step's time: arithmetic of the slowest stage, and communication.
 
-docs/planning.md writes the model down. Communication is taken as not overlapped with arithmetic.
+docs/planning.md has the model. Communication is taken as not overlapped with arithmetic.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from rlcore.planning.shape import ModelShape
 GPUS_PER_NODE = 8
 ARITHMETIC = 0.5  # share of the peak that large bf16 matmuls and attention reach together
 BANDWIDTH = 0.7  # share of a link's figure that collectives reach
-# rows and columns of a product that one multiprocessor works out at a time
-TILE = (128, 256)
+TILE = (128, 256)  # rows and columns of a product that a multiprocessor computes at a time
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one optimizer step does."""
+    """The work of one optimizer step."""
 
     sequences: int
     length: int  # tokens of each
@@ -35,12 +33,13 @@ class Work:
 
     @property
     def tokens(self) -> int:
+        """All tokens of the step."""
         return self.sequences * self.length
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds."""
+    """The parts of an optimizer step's time, in seconds."""
 
     arithmetic: float
     tensor: float
@@ -51,6 +50,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
+        """The whole time."""
         return (
             self.arithmetic + self.tensor + self.context + self.expert + self.data + self.pipeline
         )
@@ -59,23 +59,23 @@ class StepTime:
 def step_time(
     shape: ModelShape, layout: Layout, work: Work, weights: Weights, gpu: Gpu
 ) -> StepTime:
-    """Of one optimizer step, scoring passes before it included. `weights` are those of the fullest
-    rank.
+    """Estimate the time of one optimizer step, with the scoring passes before it.
+
+    Args:
+        weights: those of the fullest rank.
     """
     arithmetic = _arithmetic(shape, layout, work, gpu)
 
-    # Of this rank: its replica's tokens, cut by CP, through the layers of the stage that has most.
+    # Of one rank: the tokens of its replica, cut by CP, and the layers of the largest stage.
     tokens = work.tokens / layout.data / layout.context
     layers = _most_layers(shape, layout)
     b = work.dtype_bytes
-    # times that the layers' collectives run
+    # How many times the collectives of the layers run.
     sweeps = 2.0 + work.scoring_passes + (layout.recompute == "full")
     routings = sweeps + ("moe" in layout.recompute)
 
     def seconds(num_bytes: float, ranks: int, span: int) -> float:
-        """A ring that gathers or scatters `num_bytes` over `ranks` which lie in a span of so many
-        GPUs.
-        """
+        """Time a ring that gathers or scatters `num_bytes` over `ranks` in a span of GPUs."""
         return num_bytes * (ranks - 1) / ranks / (_bandwidth(gpu, span) * BANDWIDTH)
 
     tp = layout.tensor
@@ -83,7 +83,7 @@ def step_time(
     ep = layout.expert
     pp = layout.pipeline
     # Two all-reduces a layer and sweep, each a gather and a scatter; sequence parallelism gathers
-    # once more going backward.
+    # once more in the backward pass.
     tensor = seconds(
         layers * tokens * shape.hidden * b * (4 * sweeps + 2 * layout.sequence), tp, tp
     )
@@ -108,10 +108,9 @@ def step_time(
 
 
 def _arithmetic(shape: ModelShape, layout: Layout, work: Work, gpu: Gpu) -> float:
-    """Seconds of the stage that computes longest: the one with most layers, or the last one, which
-    has the LM head too.
+    """Time the stage that computes longest: the largest, or the last, which has the LM head too.
 
-    The head works its logits out again in the backward pass, whatever the layers recompute.
+    The head recomputes its logits in the backward pass, whatever the layers recompute.
     """
     head = 2.0 * work.sequences * work.trainable * shape.vocab * shape.hidden
     of_layers = shape.forward_flops([work.length], 0) * work.sequences / shape.layers
@@ -127,9 +126,7 @@ def _arithmetic(shape: ModelShape, layout: Layout, work: Work, gpu: Gpu) -> floa
 
 
 def fullness(shape: ModelShape, layout: Layout, micro_tokens: int, gpu: Gpu) -> float:
-    """Share of the multiprocessors that the layers' matmuls keep busy: small products leave some
-    without a tile.
-    """
+    """Return the share of multiprocessors that the matmuls keep busy: small ones leave gaps."""
     products = list(_products(shape, layout, micro_tokens))
     return sum(flops for _, _, flops in products) / sum(
         flops / _wave_share(rows, width, gpu) for rows, width, flops in products
@@ -139,8 +136,9 @@ def fullness(shape: ModelShape, layout: Layout, micro_tokens: int, gpu: Gpu) -> 
 def _products(
     shape: ModelShape, layout: Layout, micro_tokens: int
 ) -> Iterator[tuple[float, float, float]]:
-    """(rows, columns of the result, weight entries) of a layer's matmuls on one rank; each expert
-    is a product of its own.
+    """Yield (rows, columns of the result, weight entries) of a layer's matmuls on one rank.
+
+    Each expert is a product of its own.
     """
     t = micro_tokens / layout.context
     tp = layout.tensor
@@ -173,7 +171,7 @@ def _bandwidth(gpu: Gpu, span: int) -> float:
 
 
 def _again(shape: ModelShape, layout: Layout, work: Work) -> float:
-    """Forward passes of the layers that recomputation adds."""
+    """Return the forward passes of the layers that recomputation adds."""
     if layout.recompute == "full":
         return 1.0
     whole = shape.forward_flops([work.length], 0)

@@ -1,12 +1,12 @@
-"""Checkpoints of a run: each is one folder, made whole by one rename.
+"""Checkpoints of a run: each is one folder, which one rename makes valid.
 
     checkpoints/step_000010/state.json       step, version, source snapshot, tracker state, ...
                             manifest.json    size of every file, checksum of all but the largest
                             model/           shards, written by the ranks
-                .step_000020.tmp/            being written; swept at the next start if a kill left it
+                .step_000020.tmp/            being written; the next start deletes it
 
-A kill at any moment leaves the last committed checkpoint loadable. One that was damaged later (a
-lost shard, a truncated file) is found by its manifest and passed over for the one before it.
+A kill at any moment leaves the last committed checkpoint loadable. A checkpoint that was damaged
+later (a lost shard, a truncated file) is found by its manifest, and the one before it is used.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ logger = logging.getLogger(__name__)
 STATE = "state.json"
 MANIFEST = "manifest.json"
 MODEL = "model"
-# bytes; larger files are checked by size alone, to keep opening quick
-CHECKSUM_LIMIT = 64 << 20
-NEARLY_FULL = 16 << 20  # bytes free: torch reports a full disk without saying so
+CHECKSUM_LIMIT = 64 << 20  # bytes; larger files are checked by size alone, to open quickly
+NEARLY_FULL = 16 << 20  # bytes free: torch's error for a full disk does not say that it is full
 _STEP = re.compile(r"step_(\d+)")
 _REPLACED = re.compile(r"\.(step_\d+)\.replaced")
 _DISCARDED = re.compile(r"discarded_step_(\d+)")
 
 
 class DamagedCheckpoint(RunFailed):
-    """A checkpoint's files are not what was committed; the message names the file."""
+    """A checkpoint's files differ from what was committed; the message names the file."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint: its files were compared with the manifest."""
+    """A whole checkpoint: its files agree with the manifest."""
 
     step: int
     folder: Path
@@ -55,14 +54,15 @@ class Checkpoint:
 
     @property
     def model(self) -> Path:
+        """The folder of the shards."""
         return self.folder / MODEL
 
 
 class CheckpointStore:
-    """The checkpoints of one run, newest last. Rank 0 alone begins, commits and prunes.
+    """The checkpoints of one run. Rank 0 alone begins, commits and prunes.
 
-    Making one sweeps what killed writes left, so only the run's owner may make it on a live run;
-    readers use `read_checkpoint`.
+    Making a store deletes what killed writes left, so on a live run only the run's owner may make
+    one; readers use `read_checkpoint`.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
@@ -76,7 +76,7 @@ class CheckpointStore:
     # --- writing ----------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Path:
-        """Open an empty folder aside for `step`, with `model/` in it for the shards."""
+        """Make an empty temporary folder for `step`, with `model/` in it for the shards."""
         aside = self.aside(step)
         with self._plain_errors(step):
             shutil.rmtree(aside, ignore_errors=True)
@@ -84,17 +84,19 @@ class CheckpointStore:
         return aside
 
     def aside(self, step: int) -> Path:
+        """Return the temporary folder of `step`."""
         return self.folder / f".{_name(step)}.tmp"
 
     def write_state(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write the run's state beside the shards; see `encode_state` for what it may hold."""
+        """Write the run's state beside the shards; `encode_state` says what it may hold."""
         with self._plain_errors(step):
             write_atomic(self.aside(step) / STATE, encode_state(state))
 
     def commit(self, step: int) -> Path:
-        """All ranks have written: make the checkpoint the newest one, then prune to `keep`.
+        """Make the checkpoint of `step` the newest, once all ranks have written; then prune.
 
-        Raises `RunFailed` when the disk is full or failing; the previous checkpoint is intact then.
+        Raises:
+            RunFailed: the disk is full or failing; the previous checkpoint is intact.
         """
         aside = self.aside(step)
         final = self.path(step)
@@ -115,36 +117,19 @@ class CheckpointStore:
         return final
 
     def abort(self, step: int) -> None:
-        """Give up the checkpoint of `step` that is being written, and its disk space."""
+        """Delete the checkpoint of `step` that is being written."""
         shutil.rmtree(self.aside(step), ignore_errors=True)
 
-    # --- reading ----------------------------------------------------------------------------------
-
-    def steps(self) -> list[int]:
-        """Steps with a committed checkpoint, whole or damaged, in order."""
-        return committed_steps(self.folder)
-
     def path(self, step: int) -> Path:
+        """Return the folder of a committed checkpoint."""
         return self.folder / _name(step)
 
-    def latest(self) -> Checkpoint | None:
-        """See `latest_checkpoint`."""
-        return latest_checkpoint(self.folder)
-
-    def load_state(self, step: int) -> dict[str, Any]:
-        """The state of `step`, after its files were compared with the manifest.
-
-        Raises `DamagedCheckpoint` naming what is missing or wrong.
-        """
-        return read_checkpoint(self.path(step)).state
-
     def rewind(self, step: int) -> None:
-        """The run goes on from `step`: set later checkpoints aside as `discarded_step_*`, deleted
-        at a later commit.
+        """Go back to `step`: later checkpoints become `discarded_step_*` until a commit.
 
-        Older ones are pruned, as by the commit of `step`, which may have been killed before that.
+        Older ones are pruned as the commit of `step` would have, if a kill came before that.
         """
-        for later in self.steps():
+        for later in committed_steps(self.folder):
             if later > step:
                 discarded = self.folder / f"discarded_{_name(later)}"
                 if discarded.exists():
@@ -165,10 +150,9 @@ class CheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _prune(self, newest: int) -> None:
-        """Delete all but the `keep` newest checkpoints up to `newest`, and what it replaced or
-        passed.
-        """
-        doomed = [self.path(step) for step in self.steps() if step <= newest][: -self.keep]
+        """Delete replaced and discarded checkpoints, and all but the `keep` newest to `newest`."""
+        steps = [step for step in committed_steps(self.folder) if step <= newest]
+        doomed = [self.path(step) for step in steps[: -self.keep]]
         for path in self.folder.iterdir():
             match = _DISCARDED.fullmatch(path.name)
             if _REPLACED.fullmatch(path.name) or (match and int(match[1]) <= newest):
@@ -191,10 +175,12 @@ class CheckpointStore:
 
 
 def write_failure(folder: Path, step: int, error: BaseException) -> RunFailed:
-    """What to tell the user when the checkpoint of `step` in a run's `checkpoints/`, or its shards,
-    failed with `error`.
+    """Make the error for the checkpoint of `step`, or its shards, that failed with `error`.
 
-    Reads only: every rank may ask.
+    It only reads the disk: every rank may call it.
+
+    Args:
+        folder: the run's `checkpoints/`.
     """
     earlier = [s for s in committed_steps(folder) if s != step]
     intact = (
@@ -202,7 +188,7 @@ def write_failure(folder: Path, step: int, error: BaseException) -> RunFailed:
         if earlier
         else "there is no earlier checkpoint"
     )
-    # By its words: what a rank met reaches us wrapped, or pickled by torch without its cause.
+    # Recognised by its words: a rank's error comes wrapped, or pickled by torch without its cause.
     full = any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
     full = full or shutil.disk_usage(folder).free < NEARLY_FULL
     advice = (
@@ -215,7 +201,7 @@ def write_failure(folder: Path, step: int, error: BaseException) -> RunFailed:
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """Steps that have a folder `step_*` in a run's `checkpoints/`, in order."""
+    """Return the steps that have a folder in a run's `checkpoints/`, whole or damaged, in order."""
     if not folder.is_dir():
         return []
     return sorted(
@@ -224,11 +210,12 @@ def committed_steps(folder: Path) -> list[int]:
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest whole checkpoint in a run's `checkpoints/`, or None if there never was one. Reads
-    only.
+    """Return the newest whole checkpoint in a run's `checkpoints/`, None if there never was one.
 
-    A damaged checkpoint is named in a warning and passed over.
-    Raises `UserError` when there are checkpoints and all are damaged.
+    It only reads the disk. A damaged checkpoint is named in a warning and skipped.
+
+    Raises:
+        UserError: there are checkpoints, and all are damaged.
     """
     damages = []
     for step in reversed(committed_steps(folder)):
@@ -250,9 +237,10 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in `folder`, its files compared with the manifest.
+    """Read the checkpoint in `folder` and compare its files with the manifest.
 
-    Raises `DamagedCheckpoint` naming what is missing or wrong.
+    Raises:
+        DamagedCheckpoint: naming what is missing or wrong.
     """
     manifest = _read_json(folder, MANIFEST)
     files = manifest.get("files")
@@ -270,7 +258,7 @@ def _name(step: int) -> str:
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, int]]:
-    """Relative path -> {"bytes": size, "crc32": checksum, unless the file is large}."""
+    """Describe files: relative path -> {"bytes": size, "crc32": checksum, unless it is large}."""
     files = {}
     for path in files_in(folder):
         recorded = {"bytes": path.stat().st_size}
@@ -281,7 +269,7 @@ def _manifest(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def _compare(path: Path, recorded: Mapping[str, int]) -> str:
-    """What is wrong with a file, or nothing."""
+    """Return what is wrong with a file, "" for nothing."""
     try:
         size = path.stat().st_size
         if size != recorded["bytes"]:

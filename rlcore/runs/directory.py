@@ -1,4 +1,4 @@
-"""A run's directory: who may write there, and what lies where.
+"""A run's directory: its files, and the lock that one process holds.
 
 runs/<name>/config.yaml                        resolved, with the origin of each value
             metrics.jsonl                      one object a step
@@ -18,26 +18,20 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rlcore.config.render import render_config
-from rlcore.data.sample import Sample
 from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.runs.files import remove_tree, write_atomic
-from rlcore.runs.rollouts import write_rollouts
 
 Status = Literal["completed", "early_stopped", "failed", "interrupted"]
 
 LOCK = ".lock"
 LOCK_POLL_S = 0.5
-# A folder that holds only these was made by a launcher ahead of the run, not by a run.
+# A folder that holds only these was made by a launcher before the run began.
 _NOT_A_RUN = frozenset({LOCK, "logs"})
 _MARKS_OF_A_RUN = frozenset({"config.yaml", "metrics.jsonl", "result.json", "checkpoints"})
 _ROLLOUT = re.compile(r"step_(\d+)\.jsonl\.zst")
@@ -45,27 +39,27 @@ _ROLLOUT = re.compile(r"step_(\d+)\.jsonl\.zst")
 
 @dataclass
 class RunDirectory:
-    """`path` and what is in it. `create` makes it on rank 0; elsewhere `RunDirectory(path)` finds
-    its files.
-    """
+    """The files of a run. Rank 0 makes the folder by `create`; others use `RunDirectory(path)`."""
 
     path: Path
-    resumed: bool = False  # `create` found an earlier part of the run
-    has_ended: bool = False  # this process has written the result
+    resumed: bool = False  # whether `create` found an earlier part of the run
+    has_ended: bool = False  # whether this process has written the result
     _lock: int | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def create(
         cls, root: Path | str, name: str, *, resume: bool = False, overwrite: bool = False
     ) -> RunDirectory:
-        """Make `<root>/<name>/`, or enter it, and hold it for this process until `close` or the
-        process's end.
+        """Make or enter `<root>/<name>/` and lock it until `close` or the end of this process.
 
-        `resume` enters an existing run and also accepts a new name, so that one command serves a
-        first start and every restart. `overwrite` deletes what is there.
+        Args:
+            resume: enter an existing run. A new name is accepted too, so that one command serves a
+                first start and every restart.
+            overwrite: delete what is there.
 
-        Raises `UserError` for a name that exists (without either flag) or is no plain name, and
-        when another process holds the run.
+        Raises:
+            UserError: the name exists (without either flag) or is no plain name, or another process
+                holds the run.
         """
         existing = check_run_name(root, name, resume=resume, overwrite=overwrite)
         path = Path(root) / name
@@ -83,85 +77,80 @@ class RunDirectory:
 
     @property
     def name(self) -> str:
+        """The name of the run."""
         return self.path.name
 
     @property
     def config_path(self) -> Path:
+        """The resolved configuration."""
         return self.path / "config.yaml"
 
     @property
     def metrics_path(self) -> Path:
+        """The metrics, a line a step."""
         return self.path / "metrics.jsonl"
 
     @property
     def versions_path(self) -> Path:
+        """The journal of published versions."""
         return self.path / "versions.jsonl"
 
     @property
     def ledger_path(self) -> Path:
+        """The journal of the ledger."""
         return self.path / "ledger.jsonl"
 
     @property
     def result_path(self) -> Path:
+        """The result, once the run has ended."""
         return self.path / "result.json"
 
     @property
     def logs(self) -> Path:
+        """The folder of logs."""
         return self.path / "logs"
 
     @property
     def rollouts(self) -> Path:
+        """The folder of recorded samples."""
         return self.path / "rollouts"
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
         return self.path / "checkpoints"
 
     def rollouts_path(self, step: int) -> Path:
+        """Return the file of a step's samples."""
         return self.rollouts / f"step_{step:06d}.jsonl.zst"
 
     def recorded_steps(self) -> list[int]:
-        """Steps whose samples were recorded, in order."""
-        found = (
-            (_ROLLOUT.fullmatch(path.name) for path in self.rollouts.iterdir())
-            if self.rollouts.is_dir()
-            else ()
-        )
+        """Return the steps whose samples were recorded, in order."""
+        if not self.rollouts.is_dir():
+            return []
+        found = (_ROLLOUT.fullmatch(path.name) for path in self.rollouts.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
     def write_config(
         self, values: Mapping[str, Any], origins: Mapping[str, object] | None = None
     ) -> None:
-        """Write the resolved configuration; `origins` maps dotted keys to where their values came
-        from.
+        """Write the resolved configuration.
+
+        Args:
+            origins: where each value came from, by dotted key.
         """
         write_atomic(self.config_path, render_config(values, origins or {}).encode())
 
-    def write_rollouts(
-        self,
-        step: int,
-        samples: Sequence[Sample],
-        advantages: Sequence[NDArray[np.float32]] | None = None,
-        *,
-        version: int | None = None,
-        policy_steps: Mapping[int, int] = MappingProxyType({}),
-    ) -> Path:
-        """Write every sample of `step`, with its advantages (float32 [m] each), and of which
-        weights: see `write_rollouts`.
-        """
-        path = self.rollouts_path(step)
-        write_rollouts(path, step, samples, advantages, version=version, policy_steps=policy_steps)
-        return path
-
     def write_result(self, status: Status, steps: int, reason: str = "", **details: Any) -> None:
-        """Say how the run ended. `details` are JSON-able: `objective_kl`, `target_kl`, ..."""
+        """Write how the run ended. `details` are JSON-able: `objective_kl`, `target_kl`, ..."""
         result = {"status": status, "steps": steps, "reason": reason, **details}
         write_atomic(self.result_path, json.dumps(result, indent=2).encode() + b"\n")
         self.has_ended = True
 
     def read_result(self, *, since: float = 0.0) -> dict[str, Any] | None:
-        """What `write_result` left, `since` seconds from the epoch or later; None while the run
-        goes on or was killed.
+        """Read what `write_result` wrote, `since` seconds from the epoch or later.
+
+        Returns None while the run goes on, or if it was killed.
         """
         if not (self.result_path.exists() and self.result_path.stat().st_mtime >= since):
             return None
@@ -169,8 +158,9 @@ class RunDirectory:
         return result
 
     def rewind(self, step: int) -> None:
-        """Remove what belongs to later steps, and the result: the run goes on from `step`. Metrics
-        and checkpoints have their own `rewind`.
+        """Delete the samples of later steps and the result: the run goes on from `step`.
+
+        Metrics and checkpoints have their own `rewind`.
         """
         self.result_path.unlink(missing_ok=True)
         for path in self.rollouts.iterdir():
@@ -179,15 +169,17 @@ class RunDirectory:
                 path.unlink()
 
     def close(self) -> None:
-        """Let another process take the run."""
+        """Release the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
 def check_run_name(root: Path | str, name: str, *, resume: bool, overwrite: bool) -> bool:
-    """Whether there is a run of that name already; touches nothing. Raises UserError as
-    `RunDirectory.create` does.
+    """Whether a run of that name exists. It changes nothing.
+
+    Raises:
+        UserError: as in `RunDirectory.create`.
     """
     if resume and overwrite:
         raise UserError("--resume and --overwrite contradict each other: keep the run or delete it")
@@ -219,10 +211,10 @@ def _check_is_run(path: Path) -> None:
 
 
 def _lock(path: Path) -> int:
-    """A lock that the operating system gives back when this process dies, however it dies.
+    """Take the lock, which the operating system releases however this process ends.
 
-    A record lock, not flock: forked children do not inherit it, so a worker that outlives its run
-        blocks nobody.
+    It is a record lock, not flock: forked children do not inherit it, so a worker that outlives its
+    run blocks nobody.
     """
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     if (holder := _taken_by_another(descriptor)) is not None:
@@ -238,9 +230,9 @@ def _lock(path: Path) -> int:
 def wait_until_free(
     path: Path, *, limit_s: float, key: str, tick: Callable[[], None] = lambda: None
 ) -> None:
-    """Until nobody holds the run in `path`; not for a process that holds it itself.
+    """Wait until no process holds the run in `path`; not for a process that holds it itself.
 
-    A network file system keeps the lock of a machine that was lost until its lease has run out.
+    A network file system keeps the lock of a lost machine until its lease has run out.
 
     Args:
         key: the configuration's key that sets the limit.
@@ -262,7 +254,7 @@ def wait_until_free(
 
 
 def _holder(path: Path) -> str | None:
-    """Who holds the run, or None."""
+    """Return the holder of the run, None if it is free."""
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         return _taken_by_another(descriptor)
@@ -271,7 +263,7 @@ def _holder(path: Path) -> str | None:
 
 
 def _taken_by_another(descriptor: int) -> str | None:
-    """Take the lock; else who has it."""
+    """Take the lock. Returns the holder if another process has it."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

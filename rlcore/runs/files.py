@@ -11,9 +11,7 @@ BLOCK = 1 << 16  # bytes that are read at a time
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one rename. A kill at any moment leaves the old file or the
-    new one.
-    """
+    """Replace `path` by `content` in one rename; a kill leaves either the old or the new file."""
     aside = path.with_name(f".{path.name}.tmp")
     with open(aside, "wb") as file:
         file.write(content)
@@ -24,12 +22,14 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cut off what stands behind the last newline of a file of lines: a kill tore it apart, so it
-    was never relied on.
+    """Cut off what follows the last newline of a file of lines.
+
+    A kill tore this last line, so nothing relied on it.
     """
     with open(path, "r+b") as file:
-        size = whole = file.seek(0, os.SEEK_END)
-        while whole > 0:  # from behind: it may be larger than memory
+        size = file.seek(0, os.SEEK_END)
+        whole = size
+        while whole > 0:  # from the end: the file may be larger than memory
             begin = max(0, whole - BLOCK)
             file.seek(begin)
             newline = file.read(whole - begin).rfind(b"\n")
@@ -41,9 +41,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until the file or folder is on the disk; for a folder this means its names, not the
-    files in it.
-    """
+    """Wait until a file, or the names in a folder (not the files), are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -60,16 +58,14 @@ def sync_tree(folder: Path) -> None:
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """Every regular file below `folder`, in sorted order."""
+    """Yield every regular file below `folder`, in sorted order."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             yield path
 
 
 def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Delete a folder so that no half of it is ever seen under its own name: renamed to
-    `.<name>.trash` first.
-    """
+    """Delete a folder. It is renamed to `.<name>.trash` first, so half of it is never seen."""
     trash = folder.with_name(f".{folder.name.lstrip('.')}.trash")
     shutil.rmtree(trash, ignore_errors=True)
     os.rename(folder, trash)

@@ -16,9 +16,7 @@ from rlcore.runs.files import cut_torn_line, write_atomic
 
 
 class MetricsFile:
-    """The metrics file of a run, for its one writer. A torn last line, left by a kill, is cut off
-    here.
-    """
+    """The metrics file of a run, for its one writer. A last line that a kill tore is cut off."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,17 +30,19 @@ class MetricsFile:
             file.write(_line(row))
 
     def rewind(self, step: int) -> None:
-        """Forget every line after `step`, in one rename: the run goes on from there."""
+        """Delete every line after `step`, in one rename: the run goes on from there."""
         rows = read_metrics(self.path)
         if rows and rows[-1]["step"] > step:
             write_atomic(self.path, b"".join(_line(row) for row in rows if row["step"] <= step))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows, in file order. A last line without its newline is left out: it is being written, or
-    was torn by a kill.
+    """Read all rows, in file order.
 
-    Raises `DataError` naming the line that is not a JSON object with a `step`.
+    A last line without its newline is left out: it is being written, or was torn by a kill.
+
+    Raises:
+        DataError: a line is not a JSON object with a `step`; names it.
     """
     if not path.exists():
         return []

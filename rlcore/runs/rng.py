@@ -1,4 +1,4 @@
-"""The process's global random number generators. Samplers need none of them; third-party code may."""
+"""The global random number generators of the process, for third-party code that uses them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 
 
 def rng_state() -> dict[str, Any]:
-    """State of python's, numpy's and, where it is loaded, torch's generators (CPU and CUDA), fit
-    for `encode_state`.
+    """Return the state of python's, numpy's and, if loaded, torch's generators (CPU and CUDA).
+
+    It is fit for `encode_state`.
     """
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
     state: dict[str, Any] = {
@@ -35,7 +36,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def seed_rng(seed: int) -> None:
-    """Start every generator of `rng_state` from `seed`."""
+    """Seed every generator of `rng_state`."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     if "torch" in sys.modules:
@@ -45,7 +46,7 @@ def seed_rng(seed: int) -> None:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """The inverse of `rng_state`. A CUDA device that the state does not know keeps its generator."""
+    """Restore the state. A CUDA device that the state lacks keeps its generator."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     saved = state["numpy"]

@@ -1,6 +1,4 @@
-"""rollouts/step_000001.jsonl.zst: every sample of a step, one JSON object a line,
-zstandard-compressed.
-"""
+"""Recorded samples: rollouts/step_000001.jsonl.zst, one JSON object a line, compressed."""
 
 from __future__ import annotations
 
@@ -33,11 +31,15 @@ def write_rollouts(
     version: int | None = None,
     policy_steps: Mapping[int, int] = MappingProxyType({}),
 ) -> None:
-    """Write all samples of `step`; `advantages` holds float32 [m] for each, m its trainable tokens.
+    """Write all samples of `step` to `path`.
 
-    A line is `Sample.to_record()` with `step`, `policy_version` (the one trained), `policy_steps`
-    (one for each of its spans of versions, where they are given by version) and `advantages`.
-    Written aside and renamed: a kill leaves no half file. On the disk when this returns.
+    A line is `Sample.to_record()` with `step`, `policy_version`, `policy_steps` and `advantages`.
+    The file is written aside and renamed: a kill leaves no half file. It is on the disk on return.
+
+    Args:
+        advantages: of each sample, float32 [m] for its m trainable tokens.
+        version: of the policy that was trained.
+        policy_steps: version -> updates behind those weights; written for each span of versions.
     """
     if advantages is not None and len(advantages) != len(samples):
         raise ValueError(
@@ -48,15 +50,8 @@ def write_rollouts(
     with open(aside, "wb") as file:
         with compressor.stream_writer(file, closefd=False) as stream:
             for row, sample in enumerate(samples):
-                stream.write(
-                    _line(
-                        step,
-                        sample,
-                        None if advantages is None else advantages[row],
-                        version,
-                        policy_steps,
-                    )
-                )
+                given = None if advantages is None else advantages[row]
+                stream.write(_line(step, sample, given, version, policy_steps))
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
@@ -64,10 +59,12 @@ def write_rollouts(
 
 
 def read_rollouts(path: Path | str) -> list[dict[str, Any]]:
-    """The records of one step; `Sample.from_record(record)` gives a sample back,
-    `record["advantages"]` its credit.
+    """Read the records of one step.
 
-    Raises `DataError` when the file is missing, damaged or not a rollout file.
+    `Sample.from_record(record)` gives the sample, `record["advantages"]` its advantages.
+
+    Raises:
+        DataError: the file is missing, damaged or not a rollout file.
     """
     try:
         decompressor = zstandard.ZstdDecompressor().decompressobj()
@@ -80,15 +77,13 @@ def read_rollouts(path: Path | str) -> list[dict[str, Any]]:
 
 
 def encode_samples(samples: Sequence[Sample]) -> bytes:
-    """The same format for samples that no step was trained on yet; `decode_samples` gives them
-    back.
-    """
+    """Encode samples that no step was trained on yet, in the same format."""
     lines = b"".join(_encoded(sample.to_record(arrays=True)) for sample in samples)
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(lines)
 
 
 def decode_samples(content: bytes) -> list[Sample]:
-    """The inverse of `encode_samples`. Raises ValueError for what it has not made."""
+    """Decode what `encode_samples` made; ValueError for anything else."""
     try:
         lines = zstandard.ZstdDecompressor().decompress(content)
     except zstandard.ZstdError as error:
@@ -117,14 +112,13 @@ def _line(
 
 
 def _encoded(record: dict[str, Any]) -> bytes:
-    # As arrays, float32 is written with its own shortest digits: a third of the size, and it reads
-    # back exactly.
+    # From arrays, float32 is written with its own shortest digits: a third of the size, and exact.
     record |= {
         name: np.ascontiguousarray(record[name]) for name in ARRAYS if record[name] is not None
     }
     try:
         return orjson.dumps(record, default=str, option=_OPTIONS)
-    except TypeError:  # orjson takes no integer beyond 64 bits; a label may hold one
+    except TypeError:  # orjson refuses integers beyond 64 bits, which a label may hold
         return json.dumps(record, default=_jsonable).encode() + b"\n"
 
 

@@ -1,6 +1,4 @@
-"""Run state as JSON: exact for floats (non-finite ones too) and for numpy arrays, strict about
-keys.
-"""
+"""Run state as JSON: exact for all floats and for numpy arrays, strict about keys."""
 
 from __future__ import annotations
 
@@ -15,17 +13,17 @@ _ARRAY = "__ndarray__"
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
-    """JSON of nested mappings, lists, tuples (which come back as lists), scalars and numpy arrays.
+    """Encode nested mappings, lists, tuples (which come back as lists), scalars and numpy arrays.
 
-    Raises `TypeError` naming the place of anything else, and of a key that is no string: JSON would
-        turn it into
-    one, and a resumed run would look it up in vain.
+    Raises:
+        TypeError: anything else, named by its place. Also a key that is no string: JSON would turn
+            it into one, and a resumed run would look it up in vain.
     """
     return json.dumps(_plain(state, "state")).encode()
 
 
 def decode_state(content: bytes) -> dict[str, Any]:
-    """The inverse of `encode_state`. Raises `ValueError` for what is not a JSON object."""
+    """Decode what `encode_state` made; ValueError for anything but a JSON object."""
     state = json.loads(content, object_hook=_restore)
     if not isinstance(state, dict):
         raise ValueError(f"expected a JSON object, got {type(state).__name__}")
@@ -41,7 +39,7 @@ def _plain(value: Any, where: str) -> Any:
                 raise TypeError(f"{where}: key {key!r} must be a string")
         return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        # tokens, log-probs: long, and nothing to look into
+        # Tokens and log-probs are long lists of plain numbers: no need to look at each.
         if all(type(item) in (int, float) for item in value):
             return list(value)
         return [_plain(item, f"{where}[{row}]") for row, item in enumerate(value)]

@@ -1,4 +1,4 @@
-"""versions.jsonl: which weights were published as which version."""
+"""Published versions of the weights: versions.jsonl."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rlcore.runs.files import cut_torn_line, sync
 
 @dataclass(frozen=True)
 class Version:
-    # a counter of publications: it never goes back, not even when training does
-    version: int
-    step: int  # the optimizer has done this many training steps
-    incarnation: int  # how often the trainer was started before in this run
+    """One publication of weights."""
+
+    version: int  # counts publications: it never goes back, not even when training does
+    step: int  # number of training steps behind these weights
+    incarnation: int  # number of earlier starts of the trainer in this run
 
 
 def read_versions(path: Path) -> list[Version]:
-    """Every version that a run took, in order. A last line that a kill tore apart was never used,
-    and is left out.
+    """Read every version of a run, in order. A torn last line was never used and is left out.
 
     Raises:
         DataError: a line is no version; names it.
@@ -34,11 +34,11 @@ def read_versions(path: Path) -> list[Version]:
 
 
 class VersionJournal:
-    """Every version that was ever published by a run, one line each (rank 0).
+    """Records every version that a run ever published, a line each (rank 0).
 
     Args:
-        newest: known to be taken, whatever `path` says: of the checkpoint that the run goes on
-            from.
+        newest: a version that was taken whatever `path` says: that of the checkpoint from which the
+            run goes on.
     """
 
     def __init__(self, path: Path, *, newest: int = 0) -> None:
@@ -50,8 +50,9 @@ class VersionJournal:
         self.incarnation = known[-1].incarnation + 1 if known else 0
 
     def next(self, step: int) -> Version:
-        """Taken, on the disk, before the first byte moves: a version that failed half-way is never
-        used again.
+        """Take the next version. It is on the disk before the first byte of weights moves.
+
+        A version that failed half-way is therefore never used again.
         """
         entry = Version(self.last + 1, step, self.incarnation)
         is_new = not self.path.exists()

@@ -1,4 +1,4 @@
-"""The trackers of a run, behind one."""
+"""All trackers of a run behind one, and how they are made from the configuration."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from numpy.typing import NDArray
 from rlcore.config import Config
 from rlcore.data.sample import Sample
 from rlcore.runs.directory import RunDirectory
-from rlcore.tracking.base import BaseTracker
-from rlcore.tracking.jsonl import JsonlTracker
+from rlcore.tracking.base import BaseTracker, JsonlTracker
 from rlcore.tracking.progress import open_progress
 
 logger = logging.getLogger(__name__)
 
 
 class Trackers(BaseTracker):
-    """Tells several trackers the same.
+    """Passes every call on to several trackers.
 
-    `required` ones end the run when they fail: without metrics.jsonl nobody knows what it did. An
-        `optional` one that
-    fails (a service that is down, a full disk) is closed out with a warning, and the run goes on.
+    A `required` one ends the run when it fails: without metrics.jsonl nobody knows what the run
+    did. An `optional` one that fails (a service that is down, a full disk) is dropped with a
+    warning, and the run goes on.
     """
 
     def __init__(
@@ -35,47 +34,45 @@ class Trackers(BaseTracker):
         self._optional = dict(optional or {})
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (*self._required, *self._optional)
-
-    @property
     def url(self) -> str | None:  # type: ignore[override]
-        everyone = (*self._required.values(), *self._optional.values())
-        return next((tracker.url for tracker in everyone if tracker.url), None)
+        """The first address that a tracker has."""
+        return next((tracker.url for tracker in self._all().values() if tracker.url), None)
 
     def start(self, description: Mapping[str, str]) -> None:
-        self._tell(lambda tracker: tracker.start(description))
+        self._each(lambda tracker: tracker.start(description))
 
     def show_prompt_lengths(self, lengths: NDArray[np.int64]) -> None:
-        self._tell(lambda tracker: tracker.show_prompt_lengths(lengths))
+        self._each(lambda tracker: tracker.show_prompt_lengths(lengths))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._tell(lambda tracker: tracker.log(step, metrics))
+        self._each(lambda tracker: tracker.log(step, metrics))
 
     def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        self._tell(lambda tracker: tracker.show_samples(step, samples))
+        self._each(lambda tracker: tracker.show_samples(step, samples))
 
     def note(self, line: str) -> None:
-        logger.info("%s", line)  # the terminal's scroll may be gone when somebody asks why
-        self._tell(lambda tracker: tracker.note(line))
+        """Pass the line on, and log it: the terminal's history may be gone when it is needed."""
+        logger.info("%s", line)
+        self._each(lambda tracker: tracker.note(line))
 
     def state(self) -> dict[str, Any]:
-        """The state of each tracker that has one, by its name."""
-        states = {
-            name: tracker.state() for name, tracker in {**self._required, **self._optional}.items()
-        }
+        """Return the state of each tracker that has one, by its name."""
+        states = {name: tracker.state() for name, tracker in self._all().items()}
         return {name: state for name, state in states.items() if state}
 
     def close(self, status: str) -> None:
-        self._tell(lambda tracker: tracker.close(status))
+        self._each(lambda tracker: tracker.close(status))
 
-    def _tell(self, what: Callable[[BaseTracker], None]) -> None:
+    def _all(self) -> dict[str, BaseTracker]:
+        return self._required | self._optional
+
+    def _each(self, call: Callable[[BaseTracker], None]) -> None:
         for tracker in self._required.values():
-            what(tracker)
+            call(tracker)
         for name, tracker in list(self._optional.items()):
             try:
-                what(tracker)
-            except Exception as error:  # noqa: BLE001  anything from a service: the run goes on without this tracker
+                call(tracker)
+            except Exception as error:  # noqa: BLE001  from a service; the run goes on without it
                 del self._optional[name]
                 logger.warning(
                     "%s failed and is left out from here on: %s: %s",
@@ -93,12 +90,14 @@ def build_trackers(
     total_steps: int,
     stream: TextIO | None = None,
 ) -> Trackers:
-    """What `tracking` asks for: metrics.jsonl and the progress display always, TensorBoard and
-    wandb if enabled.
+    """Make the trackers that `tracking` asks for; metrics.jsonl and progress are always among them.
 
-    `resume_state` is what `Trackers.state` returned in the process before; without it a resumed run
-    finds its wandb run by a file in its directory. Raises `UserError` when a package is missing or
-    wandb refuses.
+    Args:
+        resume_state: what `Trackers.state` returned in the process before. Without it a resumed run
+            finds its wandb run by a file in its directory.
+
+    Raises:
+        UserError: a package is missing, or wandb refuses.
     """
     required: dict[str, BaseTracker] = {
         "jsonl": JsonlTracker(directory.metrics_path),

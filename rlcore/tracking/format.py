@@ -1,8 +1,9 @@
-"""Numbers and texts as people read them: three significant digits, one unit."""
+"""Numbers, durations and samples in the form in which people read them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from rlcore.data.sample import Sample
 
@@ -10,7 +11,7 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def number(value: float) -> str:
-    """0.412, 3.21, 1.23k, 4.56M, 3.1e-05."""
+    """Format a number to three digits: 0.412, 3.21, 1.23k, 4.56M, 3.1e-05."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     size = abs(value)
@@ -25,7 +26,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.42 s, 8.3 s, 42 s, 3m20s, 2h05m, 3d04h."""
+    """Format a duration: 0.42 s, 8.3 s, 42 s, 3m20s, 2h05m, 3d04h."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
     if seconds < 9.95:
@@ -40,8 +41,21 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
+def pick_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """Pick `count` samples spread evenly from the best reward to the worst.
+
+    A step's first samples would all answer one prompt.
+    """
+    ranked = sorted(samples, key=lambda sample: -sample.reward)
+    if count >= len(ranked):
+        return ranked
+    if count <= 1:
+        return ranked[:count]
+    return [ranked[row * (len(ranked) - 1) // (count - 1)] for row in range(count)]
+
+
 def sample_lines(sample: Sample, *, limit: int = 400) -> list[str]:
-    """A sample as a head line, then prompt and response, each cut to `limit` characters."""
+    """Format a sample as a head line, its prompt and its response, cut to `limit` characters."""
     parts = "".join(f", {name} {number(value)}" for name, value in sample.reward_parts.items())
     head = f"reward {number(sample.reward)}{parts if len(sample.reward_parts) > 1 else ''}"
     head += f", {sample.num_trainable} tokens, ended by {sample.finish_reason}"
@@ -55,9 +69,7 @@ def sample_lines(sample: Sample, *, limit: int = 400) -> list[str]:
 
 
 def clipped(text: str, limit: int) -> str:
-    """The first and the last part of a text that is longer than `limit` characters: both ends of a
-    response matter.
-    """
+    """Shorten a text to its two ends, of `limit / 2` characters each: both ends matter."""
     if len(text) <= limit:
         return text
     half = limit // 2

@@ -5,19 +5,32 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import yaml
 
 from rlcore.config.sections.training import HubConfig
 from rlcore.errors import RunFailed, UserError
+from rlcore.runs.directory import RunDirectory
 from rlcore.runs.files import write_atomic
+from rlcore.runs.metrics import read_metrics
 from rlcore.tracking.format import number
+
+if TYPE_CHECKING:
+    from rlcore.interfaces import Tracker
 
 CARD = "README.md"
 BEGIN = "<!-- rlcore: begin -->"
 END = "<!-- rlcore: end -->"
 TAGS = ("rlcore", "reinforcement-learning")
+CARD_METRICS = (
+    "step",
+    "eval/accuracy",
+    "eval/score",
+    "rollout/reward",
+    "objective/kl",
+    "loss/policy_avg",
+)
 _FRONT_MATTER = re.compile(r"\A---\n(.*?)^---\n", re.DOTALL | re.MULTILINE)
 _SECTION = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END) + r"\n?", re.DOTALL)
 
@@ -25,14 +38,15 @@ _SECTION = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END) + r"\n?", re.DOT
 class HubClient(Protocol):
     """The part of `huggingface_hub.HfApi` that is used here."""
 
-    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> Any: ...
+    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> Any:
+        """Make a repository and return its address."""
 
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> Any: ...
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> Any:
+        """Upload all files of a folder."""
 
 
 def reach_hub(config: HubConfig, *, client: HubClient | None = None) -> None:
-    """Make the repository, or find that it is there: what is wrong with it shows before a run
-    begins and not at its end.
+    """Make the repository unless it exists, so that a wrong one shows before the run begins.
 
     Raises:
         UserError: huggingface_hub is missing, or the hub refuses.
@@ -48,6 +62,31 @@ def reach_hub(config: HubConfig, *, client: HubClient | None = None) -> None:
         ) from error
 
 
+def push_run(config: HubConfig, folder: Path, directory: RunDirectory, tracker: Tracker) -> None:
+    """Upload the final model of a run, its card linked with the tracked run.
+
+    A hub that refuses does not undo the run: `result.json` and the terminal say what is missing.
+    """
+    result = directory.read_result()
+    assert config.repo is not None
+    assert result is not None
+    last = read_metrics(directory.metrics_path)[-1]
+    try:
+        result["hub"] = push_to_hub(
+            folder,
+            config.repo,
+            private=config.private,
+            run_name=directory.name,
+            run_url=tracker.url,
+            metrics={name: last[name] for name in CARD_METRICS if name in last},
+        )
+        tracker.note(f"pushed {folder} to {result['hub']}")
+    except RunFailed as error:
+        result["hub_error"] = str(error)
+        tracker.note(str(error))
+    directory.write_result(**result)
+
+
 def push_to_hub(
     folder: Path,
     repo: str,
@@ -60,9 +99,11 @@ def push_to_hub(
 ) -> str:
     """Upload the Hugging Face folder `folder` to `repo` and return the address of the repository.
 
-    The card in the folder gets a section on the run first; see `write_card`. Raises `UserError`
-    when there is no model in `folder` or huggingface_hub is missing, `RunFailed` when the hub
-    refuses: the folder stays as it is.
+    The card in the folder gets a section on the run first; see `write_card`.
+
+    Raises:
+        UserError: there is no model in `folder`, or huggingface_hub is missing.
+        RunFailed: the hub refuses; the folder stays as it is.
     """
     if not (folder / "config.json").exists():
         raise UserError(
@@ -94,8 +135,9 @@ def write_card(
     run_url: str | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> Path:
-    """Put a section on the run into the model card: the link, the last metrics, our tags. Other
-    text is left as it is, and a section from an earlier push is replaced.
+    """Write a section on the run into the model card: the link, the last metrics, our tags.
+
+    It replaces the section of an earlier push and leaves other text as it is.
     """
     path = folder / CARD
     text = path.read_text(encoding="utf-8") if path.exists() else f"# {run_name}\n"
@@ -125,7 +167,7 @@ def _section(run_name: str, run_url: str | None, metrics: Mapping[str, float]) -
 
 
 def _split(path: Path, text: str) -> tuple[dict[str, Any], str]:
-    """The card's YAML front matter and what follows it."""
+    """Split a card into its YAML front matter and the text after it."""
     match = _FRONT_MATTER.match(text)
     if not match:
         return {}, text

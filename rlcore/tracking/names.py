@@ -1,6 +1,4 @@
-"""Which metrics people watch first, under the names that a run may give them; the first one present
-counts.
-"""
+"""The metrics that people watch first. Each may have several names; the first present counts."""
 
 from __future__ import annotations
 
@@ -16,13 +14,13 @@ ACCURACY = ("eval/accuracy", "eval/score")
 
 
 def first(metrics: Mapping[str, float], names: Sequence[str]) -> float | None:
-    """The value of the first of `names` that `metrics` holds."""
+    """Return the value of the first of `names` that `metrics` holds."""
     return next((metrics[name] for name in names if name in metrics), None)
 
 
 def curve(
     rows: Sequence[Mapping[str, float]], names: Sequence[str]
 ) -> tuple[list[int], list[float]]:
-    """Steps and values of the rows that hold one of `names`."""
+    """Return steps and values of the rows that hold one of `names`."""
     points = [(int(row["step"]), value) for row in rows if (value := first(row, names)) is not None]
     return [step for step, _ in points], [value for _, value in points]

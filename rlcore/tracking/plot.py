@@ -1,4 +1,4 @@
-"""The curves of a run as a PNG: reward, evaluation, KL; the loss of a run without a reward."""
+"""The curves of a run as a PNG: reward, evaluation, KL; or the loss of a run without a reward."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ GRID = "#e5e7eb"
 
 @dataclass(frozen=True)
 class Panel:
+    """One curve of the plot."""
+
     title: str
     names: tuple[str, ...]
     color: str
@@ -39,7 +41,8 @@ LOSS_PANEL = Panel("loss", names.LOSS, "#2563eb")
 def plot_run(metrics_path: Path, out: Path, *, title: str = "") -> Path:
     """Write a PNG of the curves in `metrics_path` to `out` and return its path.
 
-    Raises `UserError` when matplotlib is missing or there is nothing to draw.
+    Raises:
+        UserError: matplotlib is missing, or there is nothing to draw.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -73,9 +76,7 @@ def plot_run(metrics_path: Path, out: Path, *, title: str = "") -> Path:
 
 
 def smoothed(values: Sequence[float], window: int) -> NDArray[np.float64]:
-    """The mean of each value and up to `window - 1` before it; values that are no finite number do
-    not count.
-    """
+    """Return the mean of each value and up to `window - 1` before it; only finite values count."""
     padded = np.asarray(values, dtype=np.float64)
     good = np.isfinite(padded)
     totals = np.concatenate([[0.0], np.where(good, padded, 0.0).cumsum()])
@@ -106,6 +107,13 @@ def _draw(axis: Any, panel: Panel, steps: list[int], values: list[float]) -> Non
         last = float(line[-1])
     if np.isfinite(last):
         axis.annotate(
-            f"{last:.3g}", (steps[-1], last), xytext=(6, 0), textcoords="offset points", va="center",
-            fontsize=9, color=panel.color, fontweight="bold", annotation_clip=False,
-        )  # fmt: skip
+            f"{last:.3g}",
+            (steps[-1], last),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=panel.color,
+            fontweight="bold",
+            annotation_clip=False,
+        )

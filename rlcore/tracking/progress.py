@@ -1,7 +1,6 @@
-"""What a run shows while it goes: a line for each step that takes its time, a bar below on a
-terminal.
+"""The progress display: a line for a step, and a bar below on a terminal.
 
-    step  12/40 | reward 0.412 | kl 0.0031 | length 3.21 | 1.23k tok/s | 2.1 s/step | 1m02s left
+step  12/40 | reward 0.412 | kl 0.0031 | length 3.21 | 1.23k tok/s | 2.1 s/step | 1m02s left
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from rlcore.tracking.format import duration, number, sample_lines
 from rlcore.tracking.names import first
 
 WINDOW = 20  # steps over which the time left is estimated
-# quick steps share a line: the first, the last, evaluations, and else one in so many seconds
+# The first step, the last, and steps with an evaluation are always shown; of the others at most one
+# in this time, so that quick steps do not flood the terminal.
 QUIET_S = 2.0
 Clock = Callable[[], float]
 
@@ -36,7 +36,7 @@ ENDINGS = {
 
 
 def open_progress(name: str, total_steps: int, stream: TextIO) -> Progress:
-    """The display that suits `stream`: rich on a terminal, plain lines otherwise."""
+    """Choose the display for `stream`: rich on a terminal, plain lines otherwise."""
     if stream.isatty():
         return TerminalProgress(name, total_steps, stream)
     return Progress(name, total_steps, stream)
@@ -52,13 +52,15 @@ class Progress(BaseTracker):
         self.total_steps = total_steps
         self.stream = stream
         self._clock = clock
-        self._began = self._last = clock()
+        self._began = clock()
+        self._last = self._began
         self._intervals: deque[float] = deque(maxlen=WINDOW)
         self._step = 0
-        self._shown: float | None = None  # when a step's line was last written
-        self._withheld = ""  # the line of the last step, while it is not
+        self._shown: float | None = None  # time at which a step's line was last written
+        self._withheld = ""  # the line of the last step, until it is written
 
     def start(self, description: Mapping[str, str]) -> None:
+        """Show what was chosen, as a table."""
         width = max((len(key) for key in description), default=0)
         self.write(f"run {self.name}")
         for key, value in description.items():
@@ -66,6 +68,7 @@ class Progress(BaseTracker):
         self._last = self._clock()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the step, unless another was shown a moment ago."""
         now = self._clock()
         if step > 0:  # step 0 is the evaluation before training: no measure of a step's time
             self._intervals.append(now - self._last)
@@ -82,6 +85,7 @@ class Progress(BaseTracker):
             self._show_step()
 
     def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Show the samples, indented below their step."""
         self._show_step()
         for sample in samples:
             head, *texts = sample_lines(sample)
@@ -90,10 +94,12 @@ class Progress(BaseTracker):
                 self.write("    " + text.replace("\n", "\n    "))
 
     def note(self, line: str) -> None:
+        """Show the line below the last step."""
         self._show_step()
         self.write(line)
 
     def close(self, status: str) -> None:
+        """Show how the run ended."""
         self._show_step()
         spent = duration(self._clock() - self._began)
         self.write(
@@ -103,21 +109,23 @@ class Progress(BaseTracker):
 
     @property
     def seconds_left(self) -> float | None:
-        """An estimate from the last steps, evaluations and checkpoints between them included; None
-        before the first.
+        """The time left, estimated from the last steps; None before the first.
+
+        Evaluations and checkpoints between the steps are included.
         """
         if not self._intervals:
             return None
         return sum(self._intervals) / len(self._intervals) * max(self.total_steps - self._step, 0)
 
     def _show_step(self) -> None:
-        """Write the line of the last step, unless that was done: what follows is about that step."""
+        """Write the line of the last step unless it was written. Other lines refer to that step."""
         if self._withheld:
             self.write(self._withheld)
             self._shown = self._last
             self._withheld = ""
 
     def write(self, line: str) -> None:
+        """Write one line at once."""
         print(line, file=self.stream, flush=True)
 
     def _position(self) -> str:
@@ -125,12 +133,12 @@ class Progress(BaseTracker):
         return f"step {self._step:>{width}}/{self.total_steps}"
 
     def _fields(self, metrics: Mapping[str, float]) -> list[str]:
-        reward, accuracy, kl = (
-            first(metrics, keys) for keys in (names.REWARD, names.ACCURACY, names.KL)
-        )
-        loss, length, speed = (
-            first(metrics, keys) for keys in (names.LOSS, names.LENGTH, names.TOKENS_PER_SECOND)
-        )
+        reward = first(metrics, names.REWARD)
+        accuracy = first(metrics, names.ACCURACY)
+        kl = first(metrics, names.KL)
+        loss = first(metrics, names.LOSS)
+        length = first(metrics, names.LENGTH)
+        speed = first(metrics, names.TOKENS_PER_SECOND)
         fields = []
         if reward is not None:
             fields.append(f"reward {number(reward)}")
@@ -173,26 +181,28 @@ class TerminalProgress(Progress):
         self._task = self._bar.add_task(name, total=total_steps, left="")
 
     def start(self, description: Mapping[str, str]) -> None:
+        """Show what was chosen, then the bar."""
         super().start(description)
         self._bar.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the step, and move the bar."""
         super().log(step, metrics)
         left = "" if self.seconds_left is None else f"{duration(self.seconds_left)} left"
         self._bar.update(self._task, completed=step, left=left)
 
     def close(self, status: str) -> None:
+        """Remove the bar, then show how the run ended."""
         self._bar.stop()
         super().close(status)
 
     def write(self, line: str) -> None:
+        """Write one line above the bar."""
         self.console.print(_styled(line), soft_wrap=True)
 
 
 def _styled(line: str) -> Text:
-    """Steps stand out, samples recede. Made of plain text: what a model generated is never read as
-    markup.
-    """
+    """Highlight steps and dim samples. Generated text stays plain: it is never read as markup."""
     text = Text(line)
     text.highlight_regex(r"^step +\d+/\d+", "bold cyan")
     text.highlight_regex(r"\breward [^ ]+", "green")

@@ -9,13 +9,13 @@ from typing import Any
 from rlcore.tracking import names
 from rlcore.tracking.format import duration, number
 
-# Totals, a part of generation, and what goes on beside the training.
+# Totals, a part of generation, and work beside the training: not phases of a step.
 NOT_PHASES = frozenset({"time/step", "time/from_scratch", "time/engine", "time/checkpoint_write"})
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run did, from its metrics; None where a run has no such metric."""
+    """A run summed up from its metrics; None for a metric that the run does not have."""
 
     steps: int
     reward_first: float | None = None
@@ -35,11 +35,11 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
     for row in rows:
         for name, value in row.items():
             if name.startswith("time/") and name not in NOT_PHASES:
-                phases[name.removeprefix("time/")] = (
-                    phases.get(name.removeprefix("time/"), 0.0) + value
-                )
+                phase = name.removeprefix("time/")
+                phases[phase] = phases.get(phase, 0.0) + value
     speeds = sorted(names.curve(rows, names.TOKENS_PER_SECOND)[1])
-    rewards, losses = (names.curve(rows, keys)[1] for keys in (names.REWARD, names.LOSS))
+    rewards = names.curve(rows, names.REWARD)[1]
+    losses = names.curve(rows, names.LOSS)[1]
     accuracies = names.curve(rows, names.ACCURACY)[1]
     return RunSummary(
         steps=max((int(row["step"]) for row in rows), default=0),
@@ -58,7 +58,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
 def format_report(
     summary: RunSummary, *, title: str = "", result: Mapping[str, Any] | None = None
 ) -> str:
-    """The summary as lines of text; `result` is the content of result.json."""
+    """Format the summary as a table; `result` is the content of result.json."""
     rows: list[tuple[str, str]] = []
     if result is not None:
         reason = f" ({result['reason']})" if result.get("reason") else ""
@@ -83,15 +83,8 @@ def format_report(
 def _change(name: str, before: float | None, after: float | None) -> list[tuple[str, str]]:
     if before is None or after is None:
         return []
-    return [
-        (
-            name,
-            (
-                f"{number(before)} -> {number(after)} "
-                f" ({'+' if after >= before else ''}{number(after - before)})"
-            ),
-        )
-    ]
+    sign = "+" if after >= before else ""
+    return [(name, f"{number(before)} -> {number(after)}  ({sign}{number(after - before)})")]
 
 
 def _at(values: Sequence[float], index: int) -> float | None:

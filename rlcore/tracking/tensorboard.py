@@ -28,15 +28,18 @@ class TensorboardTracker(BaseTracker):
         self._prompt_lengths: NDArray[np.int64] | None = None
 
     def show_prompt_lengths(self, lengths: NDArray[np.int64]) -> None:
+        """Keep the lengths for the histogram that is written with the first step."""
         self._prompt_lengths = lengths
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a scalar for each metric."""
         writer = self._open(step)
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
         writer.flush()
 
     def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write the samples as text."""
         blocks = [
             "\n".join(f"    {line}" for text in sample_lines(s) for line in text.split("\n"))
             for s in samples
@@ -44,15 +47,16 @@ class TensorboardTracker(BaseTracker):
         self._open(step).add_text("samples", "\n\n---\n\n".join(blocks), step)
 
     def close(self, status: str) -> None:
+        """Write the status and close the file."""
         if self._writer is not None:
             self._writer.add_text("status", status)
             self._writer.close()
 
     def _open(self, step: int) -> Any:
-        """The writer, made when the first step is known: TensorBoard drops what an earlier process
-        wrote from there on.
+        """Return the writer, made when the first step is known.
 
-        Nothing may be written before, or a resumed run would lose all its curves.
+        TensorBoard then drops what an earlier process wrote of that step and later ones. If
+        anything were written before, a resumed run would lose all its curves.
         """
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter

@@ -1,4 +1,4 @@
-"""Weights & Biases. `mode: offline` needs no account: `wandb sync` uploads the run's folder later."""
+"""Weights & Biases. With `mode: offline` it needs no account: `wandb sync` uploads later."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rlcore.tracking.base import BaseTracker
 
 ID_FILE = "wandb_run_id"
 TABLE_ROWS = 200  # newest samples in the table
-UPLOAD_TIMEOUT_S = 300.0  # at the end of a run; what is not uploaded by then stays on the disk
+UPLOAD_TIMEOUT_S = 300.0  # at the end of a run; the rest stays on the disk
 COLUMNS = ("step", "prompt", "response", "reward", "finish_reason", "tokens", "label")
 
 
 class WandbTracker(BaseTracker):
-    """One wandb run for one rlcore run, whatever the number of processes it took.
+    """One wandb run for one rlcore run, however many processes it took.
 
     The run id comes from the checkpoint (`state`), else from a file in the run's folder: a run that
     was killed before its first checkpoint goes on under its id too.
@@ -39,7 +39,8 @@ class WandbTracker(BaseTracker):
         settings: Mapping[str, Any],
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self._wandb = wandb = _import_wandb()
+        wandb = _import_wandb()
+        self._wandb = wandb
         self._offline = config.mode == "offline"
         id_file = folder / ID_FILE
         known = (state or {}).get("id") or (
@@ -55,7 +56,7 @@ class WandbTracker(BaseTracker):
                 entity=config.entity,
                 name=name,
                 id=self.id,
-                # Offline there is no server to ask; runs of one id are joined by `wandb sync`.
+                # Offline there is no server to ask; `wandb sync` joins runs of one id.
                 resume=None if self._offline else "allow",
                 mode=config.mode,
                 tags=config.tags or None,
@@ -69,8 +70,8 @@ class WandbTracker(BaseTracker):
                 "or set tracking.wandb.mode=offline, or tracking.wandb.enabled=false"
             ) from error
         write_atomic(id_file, self.id.encode())
-        # Its own step must never go back, so a resumed run would lose the steps that it repeats; a
-        # metric may.
+        # wandb's own step must never go back: a resumed run would lose the steps that it repeats. A
+        # metric may go back, so ours is the step.
         self.run.define_metric("step", hidden=True)
         self.run.define_metric("*", step_metric="step")
         self._rows: deque[list[Any]] = deque(maxlen=TABLE_ROWS)
@@ -78,9 +79,11 @@ class WandbTracker(BaseTracker):
 
     @property
     def url(self) -> str | None:  # type: ignore[override]
+        """The run's page, unless offline."""
         return None if self._offline else self.run.url
 
     def show_prompt_lengths(self, lengths: NDArray[np.int64]) -> None:
+        """Log a histogram, in the first process of a run only."""
         if self._new and len(lengths):
             counts = np.histogram(lengths, bins=min(64, int(np.ptp(lengths)) + 1))
             self.run.log(
@@ -88,32 +91,24 @@ class WandbTracker(BaseTracker):
             )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics under our step."""
         self.run.log({**metrics, "step": step})
 
     def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Add the samples to the table of the newest ones."""
         for s in samples:
             label = "" if s.label is None else str(s.label)
-            row = [
-                step,
-                s.prompt_text,
-                s.response_text,
-                s.reward,
-                s.finish_reason,
-                s.num_trainable,
-                label,
-            ]
-            self._rows.append(row)
-        self.run.log(
-            {
-                "samples": self._wandb.Table(columns=list(COLUMNS), data=list(self._rows)),
-                "step": step,
-            }
-        )
+            texts = [step, s.prompt_text, s.response_text]
+            self._rows.append([*texts, s.reward, s.finish_reason, s.num_trainable, label])
+        table = self._wandb.Table(columns=list(COLUMNS), data=list(self._rows))
+        self.run.log({"samples": table, "step": step})
 
     def state(self) -> dict[str, Any]:
+        """Return the id of the wandb run."""
         return {"id": self.id}
 
     def close(self, status: str) -> None:
+        """End the wandb run with the status."""
         self.run.summary["status"] = status
         self.run.finish(exit_code=0 if status in ("completed", "early_stopped") else 1)
 

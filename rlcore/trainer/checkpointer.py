@@ -1,10 +1,9 @@
-"""Checkpoints as one rank makes them: every rank's shards beside rank 0's state, committed by one
-rename.
+"""Checkpoints: every rank writes its shards, rank 0 its state, and one rename commits them.
 
-In the background, a step's state is copied to host memory, and while threads write the copy
-training goes on. Rank 0's state is written before, so both are of one step. At each later step's
-border the ranks tell rank 0 through the store how far they are; when all have written, it commits.
-Until then the checkpoint before is the last one.
+A checkpoint in the background copies the state of a step to host memory; training goes on while
+threads write the copy. Rank 0 writes its own state first, so both are of one step. After each later
+step the ranks report their progress to rank 0, which commits when all have written. Until then the
+earlier checkpoint is the newest.
 """
 
 from __future__ import annotations
@@ -18,53 +17,50 @@ from rlcore.errors import RunFailed
 from rlcore.interfaces import PolicyBackend
 from rlcore.runs.checkpoints import write_failure
 from rlcore.trainer.rank0 import RankZero
-from rlcore.trainer.rank_sync import RankSync
+from rlcore.trainer.rank_sync import RankSync, on_rank0
 
 COMMIT = "commit"
 WAIT = "wait"
-GOING_ON = json.dumps({"seconds": None})  # what a rank says that has not written everything
+STILL_WRITING = json.dumps({"seconds": None})  # a rank's report until it has written everything
 
 
 class Checkpointer:
-    """Every method is called by all ranks, in the same order; a failure is RunFailed and names what
-    is intact, on every rank.
+    """Saves checkpoints. All ranks call every method in the same order.
+
+    A failure is RunFailed on every rank; its message names the checkpoint that is intact.
 
     Args:
         rank0: on rank 0.
-        timeout_s: how long one rank waits for another, and all of them for a checkpoint on its way.
     """
 
-    def __init__(
-        self, sync: RankSync, backend: PolicyBackend, rank0: RankZero | None, *, timeout_s: float
-    ) -> None:
+    def __init__(self, sync: RankSync, backend: PolicyBackend, rank0: RankZero | None) -> None:
         self._sync = sync
         self._backend = backend
         self._rank0 = rank0
-        self._timeout_s = timeout_s
-        # step of the newest checkpoint, whole or being written; 0: there is none
-        self.newest = 0
+        self.newest = 0  # step of the newest checkpoint, whole or being written; 0: there is none
         self._step: int | None = None  # of the checkpoint that is being written
-        self._folder = Path()  # of the newest shards, inside that of all checkpoints
-        self._slowest = 0.0  # seconds that its last rank wrote for (rank 0)
+        self._folder = Path()  # of the newest shards: checkpoints/<step>/model
+        self._slowest = 0.0  # seconds that the slowest rank wrote for (rank 0)
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is on its way to the disk."""
+        """Whether a checkpoint is being written in the background."""
         return self._step is not None
 
     def save(self, step: int, *, in_background: bool) -> float | None:
-        """Save `step`, after the checkpoint that is on its way, if any. Returns what `poll` would
-        of that one.
+        """Save `step`. A checkpoint that is still being written is completed first.
+
+        Returns:
+            The seconds that this earlier one took, as `poll` does.
         """
         seconds = self._wait()
         self._folder = Path(
             self._sync.broadcast(
                 "opening a checkpoint",
-                lambda: str(self._main.begin_checkpoint(step)),
-                timeout_s=self._timeout_s,
+                lambda: str(on_rank0(self._rank0).begin_checkpoint(step)),
             )
         )
-        with self._explained(step):
+        with self._naming_what_is_intact(step):
             if in_background:
                 self._backend.start_save(self._folder)
             else:
@@ -76,10 +72,8 @@ class Checkpointer:
         self.newest = step
         return seconds
 
-    def keep(self, step: int) -> str:
-        """See that a checkpoint holds `step`, the last that was trained, before the run fails. Says
-        what is kept.
-        """
+    def save_before_failing(self, step: int) -> str:
+        """Save the last trained step, unless it is saved. Returns what to tell the user."""
         if step == self.newest:
             self._wait()
         else:
@@ -91,87 +85,79 @@ class Checkpointer:
         )
 
     def poll(self) -> float | None:
-        """Commit the checkpoint on its way if every rank has written it. Returns the slowest rank's
-        seconds (on rank 0).
+        """Commit the checkpoint that is being written, if every rank has written it.
 
-        None where none is on its way, or not all have written. Raises RunFailed where a rank could
-        not write.
+        Returns:
+            The seconds of the slowest rank (on rank 0). None if nothing is being written, or not
+            all ranks have finished.
+
+        Raises:
+            RunFailed: a rank could not write.
         """
         if self._step is None:
             return None
-        words = self._sync.gather(
-            "the state of the checkpoint", self._progress(), timeout_s=self._timeout_s
+        reports = self._sync.gather("the state of the checkpoint", self._progress())
+        decision = self._sync.broadcast(
+            "whether to commit the checkpoint", lambda: self._decide(reports)
         )
-        verdict = self._sync.broadcast(
-            "whether to commit the checkpoint",
-            lambda: self._judge(words),
-            timeout_s=self._timeout_s,
-        )
-        if verdict == WAIT:
+        if decision == WAIT:
             return None
         step = self._step
         self._step = None
-        with self._explained(step):
+        with self._naming_what_is_intact(step):
             self._backend.finish_save()
         self._commit(step)
         return self._slowest
 
     def _wait(self) -> float | None:
-        """Until the checkpoint on its way is committed; what `poll` returned."""
+        """Wait until the checkpoint that is being written is committed. Returns as `poll` does."""
         if self._step is None:
             return None
         what = (
             f"its part of the checkpoint of step {self._step} to be written;"
             " cluster.collective_timeout_s is the limit"
         )
-        self._sync.wait_until(lambda: self._progress() != GOING_ON, what, timeout_s=self._timeout_s)
+        self._sync.wait_until(lambda: self._progress() != STILL_WRITING, what)
         return self.poll()
 
     def _progress(self) -> str:
-        """How far this rank is, for rank 0."""
+        """Report to rank 0 how far this rank is."""
         try:
             return json.dumps({"seconds": self._backend.save_seconds()})
         except RunFailed as error:
             return json.dumps({"error": str(error)})
 
-    def _judge(self, words: Sequence[str]) -> str:
-        """On rank 0, from every rank's `_progress`: `COMMIT` or `WAIT`. Raises RunFailed with what
-        a rank could not do.
+    def _decide(self, reports: Sequence[str]) -> str:
+        """Return `COMMIT` or `WAIT` from every rank's report (rank 0).
+
+        Raises:
+            RunFailed: a rank could not write.
         """
         assert self._step is not None
-        told = [json.loads(word) for word in words]
-        for rank, report in enumerate(told):
-            if "error" in report:
-                raise self._main.checkpoint_failure(
-                    self._step, RunFailed(f"rank {rank}: {report['error']}")
-                )
-        if GOING_ON in words:
+        for rank, report in enumerate(reports):
+            if "error" in (told := json.loads(report)):
+                raise self._failure(self._step, RunFailed(f"rank {rank}: {told['error']}"))
+        if STILL_WRITING in reports:
             return WAIT
-        self._slowest = max(report["seconds"] for report in told)
+        self._slowest = max(json.loads(report)["seconds"] for report in reports)
         return COMMIT
 
     def _commit(self, step: int) -> None:
         self._sync.run_on_rank0(
-            "committing a checkpoint",
-            lambda: self._main.commit_checkpoint(step),
-            timeout_s=self._timeout_s,
+            "committing a checkpoint", lambda: on_rank0(self._rank0).checkpoints.commit(step)
         )
 
     @contextmanager
-    def _explained(self, step: int) -> Iterator[None]:
-        """Around what writes shards: the failure says what is intact, whichever rank is the first
-        to tell of it.
-
-        Rank 0 deletes what was written.
-        """
+    def _naming_what_is_intact(self, step: int) -> Iterator[None]:
+        """Around the writing of shards: any rank may be the first to report a failure."""
         try:
             yield
         except RunFailed as error:
-            if self._rank0 is None:
-                raise write_failure(self._folder.parents[1], step, error) from error
-            raise self._rank0.checkpoint_failure(step, error) from error
+            raise self._failure(step, error) from error
 
-    @property
-    def _main(self) -> RankZero:
-        assert self._rank0 is not None, "only rank 0 has it"
-        return self._rank0
+    def _failure(self, step: int, error: RunFailed) -> RunFailed:
+        """Make the error to raise. Rank 0 also deletes what was written of `step`."""
+        failure = write_failure(self._folder.parents[1], step, error)
+        if self._rank0 is not None:
+            self._rank0.checkpoints.abort(step)
+        return failure

@@ -1,8 +1,7 @@
-"""Rank 0's arithmetic between the rollouts and the optimizer: KL, advantages, token weights, and
-what is logged of them.
+"""Credit assignment on rank 0: KL, advantages and loss weights, between rollouts and optimizer.
 
-Everything works on the whole batch, on compact vectors of trainable tokens; no rank, no mask, no
-padding is in sight.
+All of it works on the whole batch, on compact vectors of trainable tokens: no ranks, masks or
+padding appear here.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from rlcore.errors import EmptyBatch, RunFailed
 from rlcore.trainer.objective import Objective, rules_of
 
 INPUT_FIELDS = (
-    "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "baseline_rewards", "teacher_logprobs",
-    "versions", "rollout_ids",
+    "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values",
+    "baseline_rewards", "teacher_logprobs", "versions", "rollout_ids",
 )  # fmt: skip
 LOSS_FIELDS = (
-    "logprobs", "old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs", "versions", "weights",
-    "sequence_ids",
+    "logprobs", "old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs",
+    "versions", "weights", "sequence_ids",
 )  # fmt: skip
 
 
 class CreditAssignment:
-    """Which passes a step needs, and what becomes of their results."""
+    """Says which scoring passes a step needs, and turns their results into credit."""
 
     def __init__(self, config: Config, objective: Objective) -> None:
         self.config = config
@@ -72,7 +71,7 @@ class CreditAssignment:
     def assign(
         self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
     ) -> dict[str, Tensor]:
-        """Per-token vectors for the optimizer, from the scores that `batch.vectors` already holds.
+        """Compute the per-token vectors for the optimizer from the scores in `batch.vectors`.
 
         Raises:
             EmptyBatch: no sequence of the batch has a trainable token.
@@ -102,7 +101,7 @@ class CreditAssignment:
         )
 
     def advantages(self, batch: RolloutBatch) -> Advantages:
-        """What the estimator makes of the scores in `batch.vectors`, normalised as configured.
+        """Run the estimator on the scores in `batch.vectors` and normalise its advantages.
 
         Where the batch has both log-probs, their raw KL is stored as `batch.vectors["kl"]`; nothing
         changes it later. Raises RunFailed as `assign` does.
@@ -140,9 +139,7 @@ class CreditAssignment:
         return replace(result, advantages=normalized)
 
     def _weights(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> Tensor:
-        """One weight a token, taken over the optimizer step that the token belongs to; then 0 where
-        the token is too old.
-        """
+        """Return the loss weight of each token within its optimizer step; 0 for a token too old."""
         loss = self.config.algorithm.loss
         weights = torch.zeros(batch.num_trainable)
         for rows in minibatches:
@@ -165,9 +162,7 @@ class CreditAssignment:
     def _batch_stats(
         self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
     ) -> dict[str, Tensor]:
-        """What the loss asks to know of each optimizer step as a whole, as
-        `batch_stats/<minibatch>/<name>`.
-        """
+        """Return the loss's statistics of each optimizer step: `batch_stats/<minibatch>/<name>`."""
         if not self.objective.loss.has_batch_stats:
             return {}
         stats: dict[str, Tensor] = {}

@@ -1,6 +1,4 @@
-"""When a run stops early because the policy has moved too far: the decision, and the lines that
-tell of it.
-"""
+"""Early stopping: end the run after a step in which the policy has moved too far."""
 
 from __future__ import annotations
 
@@ -19,14 +17,15 @@ class EarlyStopping:
 
     @classmethod
     def of(cls, training: TrainingConfig) -> EarlyStopping | None:
-        """None unless `training.early_stopping` arms it."""
+        """Make it from `training.early_stopping`; None unless that is armed."""
         if not training.early_stopping or not training.target_kl:
             return None
         return cls(training.target_kl)
 
     def trips(self, kl: float | None) -> bool:
-        """Whether a step with this `objective/kl` is the last one. Equal does not trip, nor does a
-        step without one.
+        """Whether a step with this `objective/kl` is the last one.
+
+        A KL equal to the target does not trip, nor does None.
 
         Raises:
             RunFailed: the KL is not a number.
@@ -42,12 +41,14 @@ class EarlyStopping:
 
     @property
     def armed(self) -> str:
+        """The line that says at the start of a run that early stopping is on."""
         return (
             f"early stopping is armed: objective/kl above training.target_kl {self.target_kl:g}"
             " ends the run after that step"
         )
 
     def tripped(self, step: int, kl: float) -> str:
+        """Return the line that says why the run stops."""
         return (
             f"early stopping: objective/kl {kl:.6g} of step {step} is above training.target_kl"
             f" {self.target_kl:g}; the model is saved and the run ends as a success"

@@ -1,6 +1,4 @@
-"""Whether the engines sample from the policy that is trained: their log-probs against the trainer's
-own.
-"""
+"""A check that engines sample from the trained policy: their log-probs against the trainer's."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from rlcore.config.derived import generates
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.sample import Sample
 
-PASS = "checked_"  # before the names of what a pass made for this check alone
-# nats, mean over tokens: well above rounding, well below what the causes make
+PASS = "checked_"  # prefix of what a pass computed for this check alone
+# nats, mean over tokens: well above rounding, well below what the causes below produce
 LIMITS = {"fp32": 1e-3, "bf16": 0.1}
 
 CAUSES = (
@@ -29,12 +27,10 @@ CAUSES = (
 
 
 class EngineCheck:
-    """Compares log-probs on the first step of a process, before anything is trained, and then every
-    few steps.
+    """Compares log-probs at the first step of a process, before it trains, and then periodically.
 
-    Only tokens of the weights that are about to be trained count: older ones may differ. Where
-        there are none, as may be when
-    generation runs ahead, nothing is compared.
+    Only tokens made by the weights that are about to be trained count: older tokens may differ.
+    Without such tokens, as may happen with asynchronous generation, nothing is compared.
     """
 
     def __init__(self, limit: float, every: int, kind: str) -> None:
@@ -45,7 +41,7 @@ class EngineCheck:
 
     @classmethod
     def of(cls, config: Config) -> EngineCheck | None:
-        """None where nothing generates, or `rollout.engine.logprobs_every` is 0."""
+        """Make it from `rollout.engine`; None if nothing generates or `logprobs_every` is 0."""
         engine = config.rollout.engine
         if not generates(config) or not engine.logprobs_every:
             return None
@@ -54,7 +50,7 @@ class EngineCheck:
         )
 
     def is_due(self, step: int) -> bool:
-        """Whether `step` is compared; the first step that is asked for always is."""
+        """Whether `step` is compared. The first step that is asked for always is."""
         if self._first is None:
             self._first = step
         return self.is_first(step) or step % self.every == 0
@@ -66,14 +62,15 @@ class EngineCheck:
     def compare(
         self, batch: RolloutBatch, samples: Sequence[Sample], engines: Mapping[int, str]
     ) -> tuple[dict[str, float], str]:
-        """The metrics of the difference, {} without a token of the batch's version; and what is
-        wrong, "" for nothing.
-
-        Every engine's own mean is held against the limit.
+        """Compare each engine's mean difference with the limit.
 
         Args:
             samples: those of the batch, in its order.
-            engines: draw -> the engine that made its samples; {} where they are not told apart.
+            engines: draw -> the engine that made its samples; {} if engines are not told apart.
+
+        Returns:
+            The metrics of the difference ({} without a token of the batch's version), and what is
+            wrong ("" for nothing).
         """
         vectors = batch.vectors
         trainer = vectors["logprobs" if "logprobs" in vectors else f"{PASS}logprobs"]
@@ -89,26 +86,24 @@ class EngineCheck:
             batch.cu_seqlens,
             [engines.get(sample.draw, self.kind) for sample in samples],
         )
-        wrong = {name: mean for name, mean in means.items() if not mean <= self.limit}  # NaN is
+        wrong = {name: mean for name, mean in means.items() if not mean <= self.limit}  # NaN too
         if not wrong:
             return metrics, ""
         worst = samples[int(torch.searchsorted(batch.cu_seqlens, gaps.argmax(), right=True)) - 1]
         by = ", ".join(f"those of engine {name} by {mean:.3g}" for name, mean in wrong.items())
-        return (
-            metrics,
-            (
-                f"log-probs differ from the trainer's: {by} nats on average over its tokens of"
-                f" policy step {batch.version}, at most {self.limit:g} is expected"
-                " (rollout.engine.max_logprob_diff); the largest difference,"
-                f" {float(gaps.max()):.3g}, is in {worst.response_text[:40]!r}, a response to"
-                f" {worst.prompt_id}. Likely causes: {CAUSES}"
-            ),
+        trouble = (
+            f"log-probs differ from the trainer's: {by} nats on average over its tokens of"
+            f" policy step {batch.version}, at most {self.limit:g} is expected"
+            " (rollout.engine.max_logprob_diff); the largest difference,"
+            f" {float(gaps.max()):.3g}, is in {worst.response_text[:40]!r}, a response to"
+            f" {worst.prompt_id}. Likely causes: {CAUSES}"
         )
+        return metrics, trouble
 
     def _means(
         self, gaps: Tensor, current: Tensor, cu_seqlens: Tensor, names: Sequence[str]
     ) -> dict[str, float]:
-        """Mean gap of each engine's current tokens; those that made none are left out."""
+        """Return the mean gap over each engine's current tokens, if it made any."""
         totals: dict[str, float] = {}
         counts: Counter[str] = Counter()
         per_sequence = zip(

@@ -1,13 +1,14 @@
-"""Who has the GPUs that trainer and engines share, and in which order their memory changes hands.
+"""Trainer and engines on the same GPUs: the phases, and the order in which memory changes hands.
 
-    GENERATING ----- release all, onload -----> TRAINING        At most one side has its bulk on the device: in a handover
-      ^    |                                       |            the engines have their weights alone, to be written to, and
-      |    +- release all but weights, onload -+   |            the trainer all that a checkpoint holds.
+    GENERATING ----- release all, onload -----> TRAINING
+      ^    |                                       |
+      |    +- release all but weights, onload -+   |
       |                                        v   v restore weights
       +------ offload, restore the rest ------- HANDOVER
 
-A phase begins when it is needed and not before: a checkpoint right after a publication moves
-    nothing.
+At most one side has all its memory on the device. In a handover the engines have their weights
+alone, to be written to, and the trainer has all that a checkpoint holds. A phase begins when it is
+needed and not before: a checkpoint right after a publication moves nothing.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from enum import Enum
 
 from rlcore.data.generation import MemoryTag
 from rlcore.interfaces import EngineMemory, PolicyBackend
-from rlcore.trainer.rank_sync import RankSync
+from rlcore.trainer.rank_sync import RankSync, on_rank0
 
 
 class GpuPhase(str, Enum):
-    # engines have weights and caches, the trainer is offloaded in host memory
+    """Which side has the GPUs."""
+
+    # The engines have weights and caches; the trainer is offloaded to host memory.
     GENERATING = "generating"
-    # the trainer is on the device, engines have nothing there: their weights are gone
+    # The trainer is on the device; the engines have nothing there, not even their weights.
     TRAINING = "training"
-    HANDOVER = "handover"  # the trainer is on the device, engines have their weights
+    # The trainer is on the device; the engines have their weights.
+    HANDOVER = "handover"
 
 
 @dataclass(frozen=True)
 class Release:
-    """The engines give memory back; they are idle then, and stay so."""
+    """The engines give memory back. They are idle, and stay so."""
 
     tags: tuple[MemoryTag, ...]
 
@@ -43,28 +47,30 @@ class Restore:
     tags: tuple[MemoryTag, ...]
 
 
-class Trainer(str, Enum):
+class TrainerMove(str, Enum):
+    """The trainer moves its state, or gives back the memory of its last passes."""
+
     OFFLOAD = "offload"
     ONLOAD = "onload"
-    RELEASE_CACHE = "release_cache"  # what was kept of the last passes' memory
+    RELEASE_CACHE = "release_cache"
 
 
-Move = Release | Restore | Trainer
+Move = Release | Restore | TrainerMove
 
 CACHES: tuple[MemoryTag, ...] = ("kv_cache", "cuda_graph")
 MOVES: Mapping[tuple[GpuPhase, GpuPhase], tuple[Move, ...]] = {
-    (GpuPhase.GENERATING, GpuPhase.TRAINING): (Release((*CACHES, "weights")), Trainer.ONLOAD),
-    (GpuPhase.GENERATING, GpuPhase.HANDOVER): (Release(CACHES), Trainer.ONLOAD),
-    (GpuPhase.TRAINING, GpuPhase.HANDOVER): (Trainer.RELEASE_CACHE, Restore(("weights",))),
-    (GpuPhase.HANDOVER, GpuPhase.GENERATING): (Trainer.OFFLOAD, Restore(CACHES)),
+    (GpuPhase.GENERATING, GpuPhase.TRAINING): (Release((*CACHES, "weights")), TrainerMove.ONLOAD),
+    (GpuPhase.GENERATING, GpuPhase.HANDOVER): (Release(CACHES), TrainerMove.ONLOAD),
+    (GpuPhase.TRAINING, GpuPhase.HANDOVER): (TrainerMove.RELEASE_CACHE, Restore(("weights",))),
+    (GpuPhase.HANDOVER, GpuPhase.GENERATING): (TrainerMove.OFFLOAD, Restore(CACHES)),
 }
 
 
 class GpuSharing:
-    """One object a rank; `switch_to` is called by all ranks in the same order.
+    """Shares the GPUs. Every rank has one; all call `switch_to` in the same order.
 
-    It begins with the engines' phase: the trainer is offloaded at once, and they may start when
-    every rank has come so far.
+    The first phase is GENERATING: the trainer is offloaded at once. The engines may start when
+    every rank has made this object.
 
     Args:
         memory: on rank 0.
@@ -87,57 +93,56 @@ class GpuSharing:
         backend.offload()
 
     def switch_to(self, phase: GpuPhase) -> None:
-        """Make it `phase`; nothing moves where it is already.
+        """Begin `phase`; nothing moves if it is the present one.
 
         Raises:
-            ValueError: engines would generate with weights that are gone, as nothing was published:
-                a defect of ours.
+            ValueError: a defect of ours: engines would generate although nothing was published
+                since they gave their weights back.
         """
         if phase is self.phase:
             return
-        self._pass_on(phase)
-        if phase is GpuPhase.HANDOVER and not self._anyone():
-            # engines start again, where the trainer is not in their way
-            self._pass_on(GpuPhase.GENERATING)
-            self._pass_on(GpuPhase.HANDOVER)  # ... or none does, as the publication will say
+        self._change_to(phase)
+        if phase is GpuPhase.HANDOVER and not self._an_engine_runs():
+            # Engines start again only while the trainer is offloaded. If none does, the
+            # publication that follows reports it.
+            self._change_to(GpuPhase.GENERATING)
+            self._change_to(GpuPhase.HANDOVER)
 
-    def _pass_on(self, phase: GpuPhase) -> None:
+    def _change_to(self, phase: GpuPhase) -> None:
         if (self.phase, phase) not in MOVES:
             raise ValueError(f"{phase.value} cannot follow {self.phase.value}")
         for move in MOVES[self.phase, phase]:
-            self._make(move)
+            self._apply(move)
         self.phase = phase
 
-    def _anyone(self) -> bool:
-        """Whether there is an engine to hand over to; every rank learns it."""
+    def _an_engine_runs(self) -> bool:
         answer = self._sync.broadcast(
-            "whether an engine runs", lambda: str(self._engines.anyone()), timeout_s=self._timeout_s
+            "whether an engine runs",
+            lambda: str(on_rank0(self._memory).any_running()),
+            timeout_s=self._timeout_s,
         )
         return answer == str(True)
 
-    def _make(self, move: Move) -> None:
-        """Rank 0 assembles the others before it lets an engine take what they give back."""
+    def _apply(self, move: Move) -> None:
+        """Make one move. All ranks have given memory back before an engine takes it."""
         match move:
             case Release(tags):
-                what = f"the engines to release {' and '.join(tags)}"
                 self._sync.run_on_rank0(
-                    what, lambda: self._engines.release(tags), timeout_s=self._timeout_s
+                    f"the engines to release {' and '.join(tags)}",
+                    lambda: on_rank0(self._memory).release(tags),
+                    timeout_s=self._timeout_s,
                 )
             case Restore(tags):
-                what = f"the engines to restore {' and '.join(tags)}"
                 self._sync.run_on_rank0(
-                    what, lambda: self._engines.restore(tags), timeout_s=self._timeout_s
+                    f"the engines to restore {' and '.join(tags)}",
+                    lambda: on_rank0(self._memory).restore(tags),
+                    timeout_s=self._timeout_s,
                 )
-            case Trainer.ONLOAD:
+            case TrainerMove.ONLOAD:
                 self._backend.onload()
-            case Trainer.OFFLOAD:
+            case TrainerMove.OFFLOAD:
                 self._backend.offload()
                 self._sync.barrier("offloading the trainer", timeout_s=self._timeout_s)
-            case Trainer.RELEASE_CACHE:
+            case TrainerMove.RELEASE_CACHE:
                 self._backend.release_cache()
                 self._sync.barrier("releasing the trainer's cache", timeout_s=self._timeout_s)
-
-    @property
-    def _engines(self) -> EngineMemory:
-        assert self._memory is not None, "only rank 0 reaches the engines"
-        return self._memory

@@ -1,5 +1,6 @@
-"""The training loop. Every rank runs this page; rank 0 alone, at its `RankZero`, meets the
-rollouts, the disk and the trackers.
+"""The training loop. Every rank runs it.
+
+Rollouts, the disk and the trackers are met on rank 0 alone, through `RankZero`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.engine_check import PASS, EngineCheck
 from rlcore.trainer.gpu_sharing import GpuPhase, GpuSharing
 from rlcore.trainer.rank0 import CATCH_UP, CONTINUE, FINISHED, READY, Outcome, RankZero
-from rlcore.trainer.rank_sync import RankSync
+from rlcore.trainer.rank_sync import RankSync, on_rank0
 from rlcore.trainer.weight_publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
-# rank 0 keeps the limit of rollouts itself, and knows which engine it waits for
+# Added for the other ranks: rank 0 keeps the limit itself, and can name the engine that is late.
 GRACE_S = 60.0
 
 
@@ -45,24 +46,21 @@ class Trainer:
     total_steps: int
     publisher: WeightPublisher | None  # None: nothing generates (sft, replay)
     rank0: RankZero | None  # rank 0 only
-    # None: the engines, if there are any, have GPUs of their own
-    sharing: GpuSharing | None = None
-    # since the last row of the log, by phase
-    seconds: dict[str, float] = field(default_factory=dict)
-    # why engines cannot go on, on every rank; what was trained is saved then
-    stranded: str = ""
+    sharing: GpuSharing | None = None  # None: the engines, if any, have GPUs of their own
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase, since the last log row
+    # Why no engine can go on, the same on every rank; "" while engines run.
+    no_engines_reason: str = ""
     checkpointer: Checkpointer = field(init=False)
     engine_check: EngineCheck | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.engine_check = EngineCheck.of(self.config)
-        self.checkpointer = Checkpointer(
-            self.sync, self.backend, self.rank0, timeout_s=self.patience
-        )
+        self.checkpointer = Checkpointer(self.sync, self.backend, self.rank0)
 
     # --- the loop ---------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
+        """Train until the last step, an early stop, a signal, or until no engine is left."""
         self.switch_to(GpuPhase.TRAINING)
         step, status = self.resume()
         if status == CONTINUE:
@@ -71,10 +69,10 @@ class Trainer:
             self.evaluate(0)
             self.log(0)
         self.seconds = {}
-        while status == CONTINUE and not self.stranded:
+        while status == CONTINUE and not self.no_engines_reason:
             with self.clock("step"):
                 batch = self.load_rollouts(step + 1)
-                if self.stranded:
+                if self.no_engines_reason:
                     break
                 step += 1
                 self.score(step, batch)
@@ -96,32 +94,35 @@ class Trainer:
                 self.save(
                     step, in_background=status == CONTINUE and self.config.checkpoint.async_save
                 )
-        if self.stranded:
-            self.give_up(step, status)
+        if self.no_engines_reason:
+            self.end_without_engines(step, status)
         return Outcome(cast(Status, status), step)
 
     # --- its parts --------------------------------------------------------------------------------
 
     def load_rollouts(self, step: int) -> RolloutBatch | None:
-        """The step's samples, laid out over the ranks; the whole batch on rank 0."""
+        """Lay the samples of the step out over the ranks. Returns the whole batch on rank 0."""
         self.switch_to(GpuPhase.GENERATING)
         with self.clock("generation"):
-            self.wait_for_engines(f"the rollouts of step {step}", lambda: self.main.generated(step))
-        if self.stranded:
+            self.wait_for_engines(
+                f"the rollouts of step {step}", lambda: on_rank0(self.rank0).generate(step)
+            )
+        if self.no_engines_reason:
             return None
         self.switch_to(GpuPhase.TRAINING)
         with self.clock("transfer"):
             batch = self.sync.run_on_rank0(
                 f"the batch of step {step}",
-                lambda: self.main.rollouts(step, self.version),
-                timeout_s=self.patience,
+                lambda: on_rank0(self.rank0).build_batch(step, self.version),
             )
-            plans = None if batch is None else self.backend.plan(batch, self.main.minibatches)
+            plans = None
+            if batch is not None:
+                plans = self.backend.plan(batch, on_rank0(self.rank0).minibatches)
             self.backend.load_batch(batch, plans)
         return batch
 
     def score(self, step: int, batch: RolloutBatch | None) -> None:
-        """The passes that must come before the update, and only those."""
+        """Run the scoring passes that the update needs, and no others."""
         with self.clock("logprobs"):
             if self.credit.needs_logprobs:
                 put(batch, self.backend.score("policy", entropy=True))
@@ -135,18 +136,20 @@ class Trainer:
                 put(batch, self.backend.score("critic"))
 
     def assign_credit(self, step: int, batch: RolloutBatch | None) -> None:
+        """Compute advantages and loss weights on rank 0 and hand them to the ranks."""
+
         def assign() -> dict[str, Tensor]:
-            self.main.compare_logprobs(step, present(batch), self.engine_check)
-            return self.credit.assign(present(batch), self.main.minibatches)
+            rank0 = on_rank0(self.rank0)
+            rank0.compare_logprobs(step, on_rank0(batch), self.engine_check)
+            return self.credit.assign(on_rank0(batch), rank0.minibatches)
 
         with self.clock("advantages"):
-            self.backend.assign(
-                self.sync.run_on_rank0("the advantages", assign, timeout_s=self.patience)
-            )
+            self.backend.assign(self.sync.run_on_rank0("the advantages", assign))
 
     def update(self, step: int) -> list[UpdateResult]:
-        """Epochs x mini-batches of optimizer steps; `training.max_update_kl` ends them early, on
-        all ranks alike.
+        """Take epochs x mini-batches optimizer steps.
+
+        `training.max_update_kl` ends them early, on all ranks alike.
         """
         algorithm = self.config.algorithm
         limit = self.config.training.max_update_kl
@@ -166,124 +169,118 @@ class Trainer:
         return results
 
     def publish(self, step: int) -> None:
+        """Send the weights after `step` to all engines, if there are any."""
         if self.publisher is not None:
             self.switch_to(GpuPhase.HANDOVER)
             with self.clock("publish"):
-                self.stranded = self.publisher.publish(step)
+                self.no_engines_reason = self.publisher.publish(step)
 
     def evaluate(self, step: int) -> None:
-        if self.config.evaluation.paths and self.publisher is not None and not self.stranded:
-            self.switch_to(GpuPhase.GENERATING)
-            with self.clock("evaluation"):
-                self.wait_for_engines(
-                    f"the evaluation after step {step}", lambda: self.main.evaluated()
-                )
+        """Score the held-out prompts with the weights after `step`."""
+        if not self.config.evaluation.paths or self.publisher is None or self.no_engines_reason:
+            return
+        self.switch_to(GpuPhase.GENERATING)
+        with self.clock("evaluation"):
+            self.wait_for_engines(
+                f"the evaluation after step {step}", lambda: on_rank0(self.rank0).evaluate()
+            )
 
     def wait_for_engines(self, what: str, wait: Callable[[], str]) -> None:
-        """Rank 0 waits for generation; an engine that was started again gets the weights meanwhile."""
+        """Wait for generation on rank 0, and bring the weights to engines that restarted meanwhile.
+
+        Args:
+            wait: answers `READY`, `CATCH_UP` if a restarted engine needs the weights, or why no
+                engine is left.
+        """
         limit = self.config.rollout.timeout_s + GRACE_S
-        while (word := self.sync.broadcast(what, wait, timeout_s=limit)) == CATCH_UP:
+        while (answer := self.sync.broadcast(what, wait, timeout_s=limit)) == CATCH_UP:
             assert self.publisher is not None
             self.switch_to(GpuPhase.HANDOVER)
-            if why := self.publisher.catch_up():
-                word = why
+            if reason := self.publisher.catch_up():
+                answer = reason
                 break
             self.switch_to(GpuPhase.GENERATING)
-        self.stranded = "" if word == READY else word
+        self.no_engines_reason = "" if answer == READY else answer
 
-    def give_up(self, step: int, status: str) -> None:
-        """Engines cannot go on: keep what was trained, then fail with the reason. Nobody needs them
-        where all is done.
-        """
+    def end_without_engines(self, step: int, status: str) -> None:
+        """Save what was trained, then fail. A run that is complete gets a warning instead."""
+        reason = self.no_engines_reason
         if status in FINISHED and not self.config.evaluation.paths:
-            note = f"WARNING no engine has the weights of step {step}, the last: {self.stranded}"
-            self.sync.run_on_rank0(
-                "a last word", lambda: self.main.tracker.note(note), timeout_s=self.patience
-            )
+            note = f"WARNING no engine has the weights of step {step}, the last: {reason}"
+            self.sync.run_on_rank0("a last word", lambda: on_rank0(self.rank0).tracker.note(note))
             return
         self.switch_to(GpuPhase.HANDOVER)
-        kept = self.checkpointer.keep(step)
+        saved = self.checkpointer.save_before_failing(step)
 
         def fail() -> None:
-            raise RunFailed(f"{self.stranded}; {kept}")
+            raise RunFailed(f"{reason}; {saved}")
 
-        self.sync.run_on_rank0("the end without engines", fail, timeout_s=self.patience)
+        self.sync.run_on_rank0("the end without engines", fail)
 
     def end_step(self, step: int, batch: RolloutBatch | None, updates: list[UpdateResult]) -> str:
-        """Measure the step; every rank learns whether to go on."""
+        """Measure the step. Returns `CONTINUE`, or the status that the run ends with."""
         self.sync.announce_interrupt()
         return self.sync.broadcast(
             f"the end of step {step}",
-            lambda: self.main.end_step(step, present(batch), updates, self.seconds),
-            timeout_s=self.patience,
+            lambda: on_rank0(self.rank0).end_step(step, on_rank0(batch), updates, self.seconds),
         )
 
     def log(self, step: int) -> None:
+        """Write the metrics of `step` and its evaluation."""
         self.sync.run_on_rank0(
-            f"the log of step {step}",
-            lambda: self.main.log(step, self.seconds),
-            timeout_s=self.patience,
+            f"the log of step {step}", lambda: on_rank0(self.rank0).log(step, self.seconds)
         )
 
     def save(self, step: int, *, in_background: bool) -> None:
+        """Save a checkpoint of `step`."""
         self.switch_to(GpuPhase.HANDOVER)
         with self.clock("checkpoint"):
             self.count_write(self.checkpointer.save(step, in_background=in_background))
 
     def poll_checkpoint(self) -> None:
+        """Commit the checkpoint that is written in the background, if every rank has finished."""
         if self.checkpointer.is_writing:
             with self.clock("checkpoint"):
                 self.count_write(self.checkpointer.poll())
 
     def count_write(self, seconds: float | None) -> None:
+        """Add the time that a checkpoint in the background took, once it is known."""
         if seconds is not None:
             self.seconds["checkpoint_write"] = self.seconds.get("checkpoint_write", 0.0) + seconds
 
     def resume(self) -> tuple[int, str]:
-        """The step to continue after, 0 or that of the newest whole checkpoint, whose weights are
-        loaded; and whether to.
+        """Load the newest whole checkpoint, if there is one.
+
+        Returns:
+            The step to continue after (0 without a checkpoint), and `CONTINUE` or the status of a
+            run that has no step left to train.
         """
         folder = self.sync.broadcast(
-            "looking for a checkpoint", lambda: self.main.restore(), timeout_s=self.patience
+            "looking for a checkpoint", lambda: on_rank0(self.rank0).restore()
         )
         if folder:
             self.backend.load(Path(folder))
-        # Only now, when nothing can be refused any more, is what came after the checkpoint given
-        # up.
-        step, status = self.sync.broadcast(
-            "going on", lambda: self.main.go_on(), timeout_s=self.patience
-        ).split()
+        # Records of later steps are deleted only now, when nothing can be refused any more.
+        step, status = self.sync.broadcast("going on", lambda: on_rank0(self.rank0).begin()).split()
         self.checkpointer.newest = int(step)
         return int(step), status
 
     # --- small things -----------------------------------------------------------------------------
 
     @property
-    def main(self) -> RankZero:
-        if self.rank0 is None:
-            raise AssertionError(
-                "only rank 0 has it; call it inside RankSync.main or RankSync.decide"
-            )
-        return self.rank0
-
-    @property
     def version(self) -> int | None:
-        """Of the policy as it is before the update, on rank 0; None where nothing is published."""
+        """The version of the weights before the update, on rank 0; None if nothing publishes."""
         return None if self.publisher is None else self.publisher.version
 
-    @property
-    def patience(self) -> float:
-        """Seconds that other ranks wait for rank 0 where it only computes or writes."""
-        return self.config.cluster.collective_timeout_s
-
     def switch_to(self, phase: GpuPhase) -> None:
-        """Make it `phase` on GPUs that trainer and engines share."""
+        """Give the GPUs to `phase`, where trainer and engines share them."""
         if self.sharing is not None:
             with self.clock("handover"):
                 self.sharing.switch_to(phase)
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
+        """Add the time of the block to `seconds[phase]`."""
         self.sync.doing = phase
         start = time.perf_counter()
         yield
@@ -291,19 +288,14 @@ class Trainer:
 
 
 def every(step: int, period: int) -> bool:
+    """Whether `step` is a multiple of `period`; a period of 0 means never."""
     return period > 0 and step % period == 0
-
-
-def present(batch: RolloutBatch | None) -> RolloutBatch:
-    """The batch, on the one rank that has it."""
-    if batch is None:
-        raise AssertionError("only rank 0 holds the whole batch")
-    return batch
 
 
 def put(
     batch: RolloutBatch | None, scores: Mapping[str, Tensor] | None, *, prefix: str = ""
 ) -> None:
+    """Store the results of a scoring pass in the batch, on rank 0."""
     if batch is not None and scores is not None:
         for name, value in scores.items():
             batch.set(prefix + name, value)

@@ -1,4 +1,4 @@
-"""`perf/mfu`: the share of the GPUs' peak that the policy's arithmetic made in a step."""
+"""Model FLOPs utilisation (`perf/mfu`): the share of the GPUs' peak that a step used."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from rlcore.planning.shape import ModelShape
 
 @dataclass(frozen=True)
 class Utilization:
-    """What the policy computes in a step, nothing counted twice: recomputation is lost time, not
-    work.
-    """
+    """Counts the policy's arithmetic in a step. Recomputation does not count: it is lost time."""
 
     shape: ModelShape
     peak: float  # FLOP/s of all GPUs of the trainer together
@@ -26,8 +24,9 @@ class Utilization:
         minibatches: Sequence[Sequence[int]],
         updates: Sequence[UpdateResult],
     ) -> float:
-        """Model FLOPs: a scoring pass, and forward and backward (three times as much) of each
-        update that trained the policy.
+        """Count model FLOPs: a scoring pass, and forward and backward of each policy update.
+
+        A backward pass costs twice a forward pass.
 
         Args:
             minibatches: the sequences of each optimizer step; `updates` went through them in order,
@@ -58,5 +57,5 @@ class Utilization:
         *,
         seconds: float,
     ) -> float:
-        """`flops` by what the GPUs' peak allows in `seconds`."""
+        """Divide `flops` by what the GPUs could do at their peak in `seconds`."""
         return self.flops(batch, minibatches, updates) / (seconds * self.peak)

@@ -1,6 +1,4 @@
-"""What one optimizer step minimises, token by token: the policy loss, corrected for the engine, KL
-and an entropy bonus.
-"""
+"""The objective per token: the policy loss with its correction, a KL term, an entropy bonus."""
 
 from __future__ import annotations
 
@@ -33,13 +31,14 @@ READ_BY = {
 
 
 class Objective:
-    """What is minimised of each token, unreduced:
+    """The quantity that is minimised, per token and unreduced:
 
-        correction weight * loss(inputs) + kl_coef * KL(policy || reference) - entropy_coef * entropy
+        correction weight * loss(inputs) + kl_coef * KL(policy || reference)
+            - entropy_coef * entropy
 
-    and nothing of a token that the correction does not keep. Every term goes through the same loss
-    weights, which were fixed from the whole optimizer step, so no split can change the gradient and
-    no dropped token a denominator.
+    It is 0 for a token that the correction drops. Every term goes through the same loss weights,
+    which were fixed from the whole optimizer step: no split can change the gradient, and no dropped
+    token a denominator.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -52,17 +51,17 @@ class Objective:
         self.entropy_coef = config.entropy_coef
 
     def batch_stats(self, inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
-        """What the loss needs from the whole optimizer step, before it is split; empty for most
-        losses.
-        """
+        """Compute what the loss needs from a whole optimizer step; {} for most losses."""
         return self.loss.batch_stats(inputs) if self.loss.has_batch_stats else {}
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
-        """The metrics are the loss's, the correction's, and those of the policy against reference
-        and engine.
+        """Compute the objective.
 
-        Raises RunFailed where the loss broke a rule: it wrote into its inputs, or returned a wrong
-            shape.
+        The metrics are those of loss and correction, and the policy's distances to reference and
+        engine.
+
+        Raises:
+            RunFailed: the loss broke a rule: it wrote into its inputs, or returned a wrong shape.
         """
         with rules_of("algorithm.loss"):
             out = self.loss(inputs)
@@ -73,7 +72,7 @@ class Objective:
             found = self.correction(
                 inputs.old_logprobs, _present(inputs, "rollout_logprobs"), inputs.cu_seqlens
             )
-            policy = found.weights * policy  # 0 where the token is not kept
+            policy = found.weights * policy  # 0 where the correction drops the token
             others = None if others is None else found.keep * others
             metrics |= found.metrics
         if inputs.weights is not None:
@@ -83,7 +82,7 @@ class Objective:
         )
 
     def _regularisers(self, inputs: PolicyLossInputs) -> Tensor | None:
-        """The terms beside the policy loss, [M]; None without any."""
+        """Return the sum of KL term and entropy bonus, [M]; None without either."""
         terms: list[Tensor] = []
         if self.kl_coef:
             old = inputs.old_logprobs if self.kl_unbiased else None
@@ -96,7 +95,7 @@ class Objective:
         return sum(terms[1:], terms[0]) if terms else None
 
     def _distances(self, inputs: PolicyLossInputs) -> dict[str, Tensor]:
-        """Of the policy as it is now to the reference and to the engine, where there is one."""
+        """Measure the present policy against the reference and the engine, if they are given."""
         logprobs = inputs.logprobs.detach()
         metrics = dict[str, Tensor]()
         if inputs.ref_logprobs is not None:
@@ -108,14 +107,12 @@ class Objective:
 
 
 def build_correction(config: CorrectionConfig) -> Correction | None:
-    """None where none is configured."""
+    """Make the correction for the engine's log-probs; None if none is configured."""
     return None if config.name == "none" else Correction(config.name, **config.options)
 
 
 def _present(inputs: PolicyLossInputs, name: str) -> Tensor:
-    """A field that a term of the objective reads; a ValueError that names its config key where it
-    is missing.
-    """
+    """Return a field that the objective reads, or raise ValueError naming its config key."""
     value: Tensor | None = getattr(inputs, name)
     if value is None:
         raise ValueError(f"{READ_BY[name]}, but the inputs have no {name}")
@@ -124,9 +121,7 @@ def _present(inputs: PolicyLossInputs, name: str) -> Tensor:
 
 @contextmanager
 def rules_of(key: str) -> Iterator[None]:
-    """A plugin that breaks a rule while training ends the run in one plain line, which begins with
-    its config key.
-    """
+    """Turn a plugin's broken rule into RunFailed, in one line that begins with its config key."""
     try:
         yield
     except AlgorithmError as error:

@@ -1,11 +1,11 @@
-"""How ranks agree without waiting inside a collective.
+"""Ranks agree through a key-value store, without waiting inside a collective.
 
-Generation can take longer than any collective may, so rank 0 does its part alone and posts the
-outcome in a key-value store; the other ranks poll it, each wait with a deadline. Early stop,
-SIGTERM and errors travel the same way: all ranks leave at the same step.
+Generation can take longer than any collective may, so rank 0 works alone and posts the outcome in
+the store; the other ranks poll it, each wait with a deadline. Early stopping, SIGTERM and errors
+travel the same way: all ranks leave at the same step.
 
-An error anywhere ends the run. The first rank that fails says so under one key, where every wait
-looks; a rank that breaks in a collective because a peer is gone finds the reason there too.
+An error anywhere ends the run. The first rank that fails posts its failure under one key, which
+every wait reads. A rank whose collective broke because a peer is gone finds the reason there too.
 """
 
 from __future__ import annotations
@@ -26,37 +26,42 @@ from rlcore.errors import DeadlineExceeded, FailedElsewhere, RlcoreError, RunFai
 T = TypeVar("T")
 POLL_S = 0.002
 POLL_MAX_S = 0.05
-BLAME_S = 3.0  # for a peer's failure to become known, once a collective broke
+# After a collective broke, a peer's failure may take this long to appear in the store.
+BLAME_S = 3.0
 _FAILED = "failed"
 
 
 class Store(Protocol):
     """The part of torch.distributed.Store that is used here."""
 
-    def set(self, key: str, value: str, /) -> None: ...
+    def set(self, key: str, value: str, /) -> None:
+        """Store `value`, in place of an earlier one."""
 
-    def get(self, key: str, /) -> bytes: ...
+    def get(self, key: str, /) -> bytes:
+        """Return the value; a real store blocks until there is one."""
 
-    def check(self, keys: list[str], /) -> bool: ...
+    def check(self, keys: list[str], /) -> bool:
+        """Whether every key is set."""
 
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set `desired` if the value is `expected` (or unset). Return the value afterwards."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended the run: the first rank that failed, and its error in a line or two."""
+    """The failure that ended the run: the first rank that failed, and its error in brief."""
 
     rank: int
     error: str
     bad_input: bool = False
-    waited: bool = False  # it waited for a peer until its deadline: the peer is to blame
+    waited: bool = False  # the rank waited for a peer until its deadline: the peer is to blame
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed: {self.error}"
 
 
 class PeerFailed(RunFailed):
-    """Another rank failed; the message is that rank's."""
+    """Another rank failed; the message is the one of that rank."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
@@ -64,59 +69,73 @@ class PeerFailed(RunFailed):
 
 
 def post_failure(store: Store, failure: Failure) -> None:
-    """Say what ended the run, unless something else is said already."""
+    """Post what ended the run, unless a failure is posted already."""
     store.compare_set(_FAILED, "", json.dumps(asdict(failure)))
 
 
 def read_failure(store: Store) -> Failure | None:
+    """Return the failure that was posted first, None if there is none."""
     return Failure(**json.loads(store.get(_FAILED))) if store.check([_FAILED]) else None
 
 
+def on_rank0(value: T | None) -> T:
+    """Return what rank 0 alone holds; for work that runs there."""
+    if value is None:
+        raise AssertionError("only rank 0 holds this: use it inside RankSync.run_on_rank0")
+    return value
+
+
 class RankSync:
-    """One object a rank. `run_on_rank0`, `broadcast`, `barrier` and `gather` are called by all
-    ranks in the same order.
+    """Agreement between ranks. Every rank has one and makes the same calls in the same order.
+
+    Args:
+        timeout_s: how long a call waits for another rank, where the call gives no other limit.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, *, timeout_s: float) -> None:
         self.store = store
         self.rank = rank
         self.world_size = world_size
-        self.doing = "starting"  # for those who ask where this rank is stuck
+        self.timeout_s = timeout_s
+        self.doing = "starting"  # reported with each heartbeat: shows where a rank is stuck
         self._count = 0
         self._interrupted = threading.Event()
 
     # --- agreement --------------------------------------------------------------------------------
 
-    def run_on_rank0(self, what: str, work: Callable[[], T], *, timeout_s: float) -> T | None:
-        """Rank 0 runs `work` and returns its value; the others wait until it is done and return
-        None.
+    def run_on_rank0(
+        self, what: str, work: Callable[[], T], *, timeout_s: float | None = None
+    ) -> T | None:
+        """Run `work` on rank 0 and return its value there; the others wait for it and get None.
 
         An exception of `work` is raised on every rank: on rank 0 itself, elsewhere as `PeerFailed`.
         """
         key = self._next_key(what)
         if self.rank == 0:
-            value = self._lead(work)
+            value = self._post_failure_of(work)
             self.store.set(key, "")
             return value
         self._wait(key, f"rank 0: {what}", timeout_s)
         return None
 
-    def broadcast(self, what: str, work: Callable[[], str], *, timeout_s: float) -> str:
-        """As `run_on_rank0`, but every rank gets the string that rank 0's `work` returned."""
+    def broadcast(
+        self, what: str, work: Callable[[], str], *, timeout_s: float | None = None
+    ) -> str:
+        """Run `work` on rank 0, as `run_on_rank0`, and return its string on every rank."""
         key = self._next_key(what)
         if self.rank == 0:
-            value = self._lead(work)
+            value = self._post_failure_of(work)
             self.store.set(key, value)
             return value
         self._wait(key, f"rank 0: {what}", timeout_s)
         return self.store.get(key).decode()
 
-    def barrier(self, what: str, *, timeout_s: float) -> None:
-        """Rank 0 waits here until every rank has come here; the others go on. Errors as `gather`."""
+    def barrier(self, what: str, *, timeout_s: float | None = None) -> None:
+        """Hold rank 0 until every rank has come here; the others go on. Errors as in `gather`."""
         self.gather(what, "", timeout_s=timeout_s)
 
-    def gather(self, what: str, word: str, *, timeout_s: float) -> list[str]:
-        """Rank 0 gets every rank's word, in their order; the others an empty list at once.
+    def gather(self, what: str, word: str, *, timeout_s: float | None = None) -> list[str]:
+        """Return every rank's word in rank order on rank 0; the others get [] at once.
 
         Raises:
             UserError: a rank was given bad input (rank 0).
@@ -132,63 +151,67 @@ class RankSync:
             words.append(self.store.get(f"{key}/{rank}").decode())
         return words
 
-    def wait_until(self, ready: Callable[[], bool], what: str, *, timeout_s: float) -> None:
-        """Wait for what this process does by itself, with an ear for the others.
+    def wait_until(
+        self, ready: Callable[[], bool], what: str, *, timeout_s: float | None = None
+    ) -> None:
+        """Wait until `ready` returns True; stop when another rank fails.
 
         Raises:
             DeadlineExceeded: naming `what`.
             UserError, PeerFailed: another rank failed meanwhile.
         """
-        deadline = time.monotonic() + timeout_s
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
         pause = POLL_S
         while not ready():
             self.announce_interrupt()
             if (failure := read_failure(self.store)) is not None:
                 raise self._peer_error(failure)
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"rank {self.rank} waited {timeout_s:.0f} s for {what}")
+                raise DeadlineExceeded(f"rank {self.rank} waited {limit_s:.0f} s for {what}")
             time.sleep(pause)
             pause = min(pause * 1.5, POLL_MAX_S)
 
     def _next_key(self, what: str) -> str:
         self.doing = what
         self._count += 1
-        return f"main/{self._count}"
+        return f"sync/{self._count}"
 
-    def _lead(self, work: Callable[[], T]) -> T:
+    def _post_failure_of(self, work: Callable[[], T]) -> T:
         try:
             return work()
-        except BaseException as error:  # told at once: closing what is open may take a while
+        except BaseException as error:  # posted at once: closing what is open may take a while
             self.fail(error)
             raise
 
-    def _wait(self, key: str, what: str, timeout_s: float) -> None:
+    def _wait(self, key: str, what: str, timeout_s: float | None) -> None:
         self.wait_until(lambda: self.store.check([key]), what, timeout_s=timeout_s)
 
     # --- a clean end ------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """Ask for a clean end at the next decision (signal handlers, any rank)."""
+        """Ask for a clean end after this step (signal handlers, any rank)."""
         self._interrupted.set()
 
     def announce_interrupt(self) -> None:
-        """Tell rank 0, from ordinary code: a signal handler must not enter the store."""
+        """Tell rank 0 of `interrupt`. A signal handler itself must not enter the store."""
         if self._interrupted.is_set():
             self.store.set("interrupt", str(self.rank))
 
     @property
     def interrupt_requested(self) -> bool:
+        """Whether any rank was asked to end (rank 0)."""
         return self._interrupted.is_set() or self.store.check(["interrupt"])
 
     @property
     def was_signalled(self) -> bool:
-        """This very process was asked to end."""
+        """Whether this very process was asked to end."""
         return self._interrupted.is_set()
 
     # --- failures ---------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Leave this rank's last words where the others find them."""
+        """Post the error of this rank, for the others to find."""
         if isinstance(error, PeerFailed):
             return
         with suppress(DistError):  # the store's host may be what failed
@@ -203,7 +226,7 @@ class RankSync:
             )
 
     def explain(self, error: BaseException) -> BaseException:
-        """The failure of another rank where that is what made `error`, or `error` itself."""
+        """Return the failure of another rank if it may have caused `error`, else `error`."""
         if (
             self.world_size == 1
             or not isinstance(error, RuntimeError | RunFailed)
@@ -219,14 +242,14 @@ class RankSync:
         return error if failure is None or failure.rank == self.rank else self._peer_error(failure)
 
     def _peer_error(self, failure: Failure) -> RlcoreError:
-        """Rank 0 speaks for all: what a peer refused as bad input is bad input for the run."""
+        """Make the error to raise. Bad input of a peer is bad input of the run, on rank 0."""
         if failure.bad_input and self.rank == 0:
             return UserError(f"rank {failure.rank}: {failure.error}")
         return PeerFailed(failure)
 
 
 def in_one_line(error: BaseException) -> str:
-    """The message of what we raise on purpose; for the rest the type, the message and the place."""
+    """Return the message of an RlcoreError; for other errors the type, message and place."""
     if isinstance(error, RlcoreError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
@@ -235,21 +258,25 @@ def in_one_line(error: BaseException) -> str:
 
 
 class LocalStore:
-    """The store of a run with one process."""
+    """The store of a run with one process, in memory."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
 
     def set(self, key: str, value: str, /) -> None:
+        """As `Store.set`."""
         self._values[key] = value
 
     def get(self, key: str, /) -> bytes:
+        """As `Store.get`, without blocking."""
         return self._values[key].encode()
 
     def check(self, keys: list[str], /) -> bool:
+        """As `Store.check`."""
         return all(key in self._values for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """As `Store.compare_set`."""
         if self._values.get(key, "") == expected:
             self._values[key] = desired
         return self._values[key].encode()

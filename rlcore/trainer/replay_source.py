@@ -1,6 +1,4 @@
-"""Train again on a step that was recorded: the samples of a `rollouts/step_*.jsonl.zst` file, as
-they were.
-"""
+"""Replay: train again on the samples of one recorded step (`rollouts/step_*.jsonl.zst`)."""
 
 from __future__ import annotations
 
@@ -18,12 +16,15 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class ReplaySource:
-    """A `RolloutSource` that gives the same recorded samples at every step.
+    """A `RolloutSource` that returns the same recorded samples at every step.
 
-    Raises DataError for a file that holds no samples, with `greedy_baseline` for samples without a
-    `baseline_reward`, and for samples without a field that `recorded` names (with the key that asks
-    for it), and for those with keep-sets where it does not: their log-probs are of what was
-    recorded.
+    Args:
+        greedy_baseline: the estimator needs a `baseline_reward` of every sample.
+        recorded: fields that every sample must have, each with the key that asks for it.
+
+    Raises:
+        DataError: the file holds no samples, or one lacks a field that is needed. Also for samples
+            with a sampling mask that `recorded` does not name: their log-probs depend on it.
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class ReplaySource:
             if any(getattr(sample, name) is None for sample in self.samples):
                 file_name = SAMPLING_MASK_KEY if name == "sampling_mask" else name
                 raise DataError(
-                    f"training.replay: {path} was recorded without {file_name}, which {key} needs: turn"
-                    " it off"
+                    f"training.replay: {path} was recorded without {file_name}, which {key} needs:"
+                    " turn it off"
                 )
         if "sampling_mask" not in recorded and any(
             sample.sampling_mask is not None for sample in self.samples
@@ -67,28 +68,32 @@ class ReplaySource:
         }
 
     def start(self) -> None:
-        pass
+        """Nothing generates in a replay."""
 
     def next_step(self, step: int) -> StepRollouts:
+        """Return the recorded samples again; `step` does not matter."""
         return StepRollouts(
             list(self.samples), {}, epoch=float(step), snapshot={}, policy_steps=self._policy_steps,
             recorded_step=self.recorded_step, recorded_version=self.recorded_version,
         )  # fmt: skip
 
     def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
+        """Never called."""
         raise AssertionError("a replay has no engine to evaluate with")
 
     def published(self, step: int, version: int, incarnation: int) -> None:
+        """Never called."""
         raise AssertionError("a replay has no engine to publish to")
 
     def snapshot(self) -> dict[str, Any]:
+        """A replay has no state."""
         return {}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        pass
+        """A replay has no state."""
 
     def keep_ledger(self, path: Path) -> None:
-        """Nothing is drawn."""
+        """Nothing is drawn, so there is no ledger."""
 
     def close(self) -> None:
-        pass
+        """Nothing is open."""

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 class SFTSource:
-    """Implements `rlcore.interfaces.RolloutSource`: `training.batch_size` rows a step, trained on
-    label and EOS.
+    """A `RolloutSource` of `training.batch_size` rows a step, trained on label and EOS.
 
     A chat row's label becomes the assistant's message; where `data.label_key` is null, its last
     message is the label.
@@ -52,10 +51,10 @@ class SFTSource:
         )
 
     def start(self) -> None:
-        """Nothing generates here."""
+        """Nothing generates in SFT."""
 
     def next_step(self, step: int) -> StepRollouts:
-        """The next `training.batch_size` rows; `step` does not matter, the cursor does."""
+        """Return the next `training.batch_size` rows, by the cursor; `step` does not matter."""
         samples = [self._sample(draw) for draw in self._stream.take(self._batch_size)]
         return StepRollouts(samples, {}, self._stream.epoch, self.snapshot())
 
@@ -82,33 +81,36 @@ class SFTSource:
         )
 
     def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
-        """Nothing generates here: no metrics, no samples."""
+        """Return no metrics and no samples: nothing generates in SFT."""
         return {}, []
 
     def published(self, step: int, version: int, incarnation: int) -> None:
+        """Never called."""
         raise AssertionError("nothing generates here, so nothing is published")
 
     def snapshot(self) -> dict[str, Any]:
+        """Return the position in the data."""
         return {"stream": self._stream.snapshot()}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Continue at the position of `snapshot`."""
         if state is not None:
             self._stream.restore(state["stream"])
 
     def keep_ledger(self, path: Path) -> None:
-        """Labels are taken in order, each once an epoch: nothing can be lost that the step does not
-        say.
-        """
+        """There is no ledger: labels are taken in order, so the step says which were trained."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def _with_label(example: Example) -> Example:
-    """The row with its answer in `label`, as text that is not empty."""
+    """Return the row with its answer in `label`, as text that is not empty."""
     prompt = example.prompt
     label = example.label
     if label is None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        prompt, label = prompt[:-1], prompt[-1]["content"]
+        label = prompt[-1]["content"]
+        prompt = prompt[:-1]
     if not isinstance(label, str) or not label or not prompt:
         raise DataError(
             f"{example.where}: sft needs a prompt and a text label (data.label_key), or chat"
@@ -120,7 +122,7 @@ def _with_label(example: Example) -> Example:
 def label_tokens(
     prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, *, add_eos: bool
 ) -> list[NDArray[np.int32]]:
-    """int32 [n] of each row: what the policy is trained to say, up to its EOS.
+    """Return of each row the tokens that the policy learns, int32 [n], up to its EOS.
 
     Raises:
         DataError: a label without tokens, no EOS token for `add_eos`, or a chat template that
@@ -133,7 +135,7 @@ def label_tokens(
     tokens = encode(tokenizer, answers, [example.where for example in prompts.examples])
     out = []
     for example, ids in zip(prompts.examples, tokens):
-        # a chat template writes its own, and often a line break after it
+        # A chat template writes an EOS of its own, and often a line break after it.
         if eos is not None and eos in ids:
             ids = ids[: int(np.flatnonzero(ids == eos)[0])]
         if not len(ids):

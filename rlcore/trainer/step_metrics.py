@@ -1,6 +1,4 @@
-"""What metrics.jsonl says of a step, from the rollouts, the batch and the optimizer's reports.
-`METRICS` defines each name.
-"""
+"""The metrics of a step, from rollouts, batch and updates. `METRICS` defines each name."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def step_metrics(
     *,
     episodes: int,
 ) -> dict[str, float]:
-    """All metrics of a step but its evaluation and its times.
+    """Compute all metrics of a step except those of its evaluation and its times.
 
     Args:
         seconds: wall clock of the phases so far; "step" is the whole.
@@ -52,11 +50,10 @@ def step_metrics(
 def update_metrics(
     updates: Sequence[UpdateResult], batch: RolloutBatch, *, one_update: bool
 ) -> dict[str, float]:
-    """Token means over all optimizer steps of the step; norms and rates of the last one.
+    """Average over the tokens of all optimizer steps; norms and rates are those of the last one.
 
-    With one optimizer step and no pass before it, what the update saw of the batch is what the
-    policy was before the step: its KL and entropy are the batch's. With several, later ones see a
-    policy that has moved.
+    With one optimizer step and no pass before it, the update saw the policy as it was before the
+    step: its KL and entropy are the batch's. With several, later ones see a policy that has moved.
     """
     if not updates:
         return {}

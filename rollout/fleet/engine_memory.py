@@ -44,7 +44,7 @@ class FleetMemory:
     def restore(self, tags: Sequence[MemoryTag]) -> None:
         self._call(self._restore(tags), "restoring the engines' memory")
 
-    def anyone(self) -> bool:
+    def any_running(self) -> bool:
         return bool(self._fleet.running)
 
     async def _release(self, tags: Sequence[MemoryTag]) -> None:

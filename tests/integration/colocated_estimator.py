@@ -1,6 +1,4 @@
-"""An estimator for test_colocated.py, by import path: it ends the engine's process while the
-trainer has the device.
-"""
+"""An estimator for test_colocated.py that kills the engine while the trainer has the GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ from rlcore.algorithms.estimators.grpo import GRPO
 
 
 class EngineKiller:
-    """GRPO; at its second call every engine that is a child of this process is killed, once for
-    each `marker`.
-    """
+    """GRPO that kills every engine of this process at its second call, once for each `marker`."""
 
     def __init__(self, marker: str) -> None:
         self.exact = GRPO()

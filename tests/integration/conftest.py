@@ -1,3 +1,5 @@
+"""Fixtures of the integration tests: a workspace, and runs in other processes."""
+
 from __future__ import annotations
 
 import sys
@@ -7,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # lab
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for workspace.py and the like
 
-from lab import Lab
 from rank_runs import RankRuns
 from torchrun_runs import Launcher
+from workspace import Workspace
 
 from tests.integration.resume_runs import Runs
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Lab]:
+def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Workspace]:
     threads = torch.get_num_threads()
-    yield Lab(tmp_path_factory.mktemp("lab"), tiny_model)
+    yield Workspace(tmp_path_factory.mktemp("workspace"), tiny_model)
     torch.set_num_threads(threads)
 
 
@@ -34,14 +36,14 @@ def runs(
 
 
 @pytest.fixture(scope="session")
-def rank_runs(tmp_path_factory: pytest.TempPathFactory, lab: Lab) -> Iterator[RankRuns]:
-    runs = RankRuns(tmp_path_factory.mktemp("rank_runs"), lab.base, lab.folder / "runs")
+def rank_runs(tmp_path_factory: pytest.TempPathFactory, workspace: Workspace) -> Iterator[RankRuns]:
+    runs = RankRuns(tmp_path_factory.mktemp("rank_runs"), workspace.base, workspace.folder / "runs")
     yield runs
     runs.close()
 
 
 @pytest.fixture
-def launcher(lab: Lab, tmp_path: Path) -> Iterator[Launcher]:
-    made = Launcher(lab, tmp_path)
+def launcher(workspace: Workspace, tmp_path: Path) -> Iterator[Launcher]:
+    made = Launcher(workspace, tmp_path)
     yield made
     made.close()

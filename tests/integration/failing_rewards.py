@@ -1,4 +1,4 @@
-"""Rewards that go wrong. Without torch: worker processes import this."""
+"""Rewards that go wrong. They need no torch: worker processes import this."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAYS = {
 
 
 def one_way_each(sample: Sample) -> Any:
-    """Each sample of a prompt fails in another way; those after the sixth get 1."""
+    """Fail in another way for each sample of a prompt; samples after the sixth get 1."""
     return WAYS.get(sample.index, lambda _: 1.0)(sample)
 
 

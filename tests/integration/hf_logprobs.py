@@ -1,4 +1,4 @@
-"""What transformers says, in float64, of samples that a run has recorded."""
+"""Log-probs by transformers, in float64, of samples that a run has recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlcore.data.sample import Sample
 
 @torch.no_grad()
 def logprobs(folder: Path, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
-    """[m] of each sample at its trainable tokens, with the weights in `folder`."""
+    """Compute the log-probs of each sample's trainable tokens [m], with the weights in `folder`."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)

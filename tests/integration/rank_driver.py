@@ -1,15 +1,15 @@
-"""Runs `rlcore ARGUMENTS` with several ranks without paying for the imports again: `python
-rank_driver.py`, a job a line.
+"""Runs `rlcore ARGUMENTS` with several ranks, a job a line, without importing again for each.
 
-Everything is imported here once; each job is forked from this process, and so are its ranks, ahead
-of time: the supervisor then hands them the environment and the arguments with which it would have
+Everything is imported here once. Each job is forked from this process, and so are its ranks, in
+advance: the supervisor then hands them the environment and the arguments with which it would have
 started `python -m rlcore`. A rank is the supervisor's child, as always. The answer to a job says
-how it ended and which processes it left behind.
+how it ended and which processes it left behind:
 
-    {"arguments": [...], "ranks": 2, "log": PATH}    ->  {"code": 1, "orphans": [], "orphans_seconds": 0.1}
+    {"arguments": [...], "ranks": 2, "log": PATH}
+    {"code": 1, "orphans": [], "orphans_seconds": 0.1}
 
-PATH gets what the job and its ranks write to the terminal, PATH.pids the process ids: the
-    supervisor's, then the ranks'.
+PATH gets what the job and its ranks write to the terminal. PATH.pids gets the process ids: the
+supervisor's, then the ranks'.
 """
 
 from __future__ import annotations
@@ -165,9 +165,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def orphans() -> list[str]:
-    """What still runs below this process, which inherits every orphan; none of it survives this
-    call.
-    """
+    """Return what still runs below this process, which inherits every orphan, and end it."""
     deadline = time.monotonic() + ORPHANS_S
     left = psutil.Process().children(recursive=True)
     while left and time.monotonic() < deadline:

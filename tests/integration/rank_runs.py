@@ -1,6 +1,4 @@
-"""The test's side of rank_driver.py: runs with several ranks, and what is done to them while they
-go.
-"""
+"""The tests' side of rank_driver.py: runs with several ranks, and signals to them."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ ANSWER_S = 130.0  # above the driver's own limit
 
 
 class InFolder:
-    """What a run leaves in its folder."""
+    """The files that a run leaves in its folder."""
 
     folder: Path
 
@@ -42,7 +40,7 @@ class InFolder:
 
 @dataclass(frozen=True)
 class Ended(InFolder):
-    """How a run with several ranks ended."""
+    """The end of a run with several ranks."""
 
     code: int
     said: str  # on the terminal, by all ranks
@@ -59,13 +57,13 @@ class Ended(InFolder):
 
 @dataclass(frozen=True)
 class Going:
-    """The processes of a run that goes."""
+    """The processes of a live run."""
 
     supervisor: int
     ranks: list[int]
 
     def child(self, word: str) -> psutil.Process:
-        """The process below rank 0 with `word` in its command line."""
+        """Return the process below rank 0 with `word` in its command line."""
         below = psutil.Process(self.ranks[0]).children(recursive=True)
         return next(process for process in below if any(word in part for part in process.cmdline()))
 
@@ -82,19 +80,18 @@ def to_child(word: str, number: signal.Signals) -> Act:
 
 
 class RankRuns:
-    """`rlcore train` with two ranks or more, in processes forked from one that has imported
-    everything.
-    """
+    """Runs `rlcore train` with several ranks, forked from a process that has imported all."""
 
     def __init__(self, folder: Path, base: Path, runs: Path) -> None:
         self.folder = folder
         self.base = base
         self.runs = runs
         self._count = 0
+        python_path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
         self._driver = subprocess.Popen(
             [sys.executable, str(HERE / "rank_driver.py")],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])},
+            env={**os.environ, "PYTHONPATH": python_path},
         )  # fmt: skip
         assert self._answer() == {"ready": True}
 
@@ -106,7 +103,7 @@ class RankRuns:
         act: Act | None = None,
         after_steps: int = 2,
     ) -> Ended:
-        """Run to the end; once `after_steps` steps are in metrics.jsonl, do `act`."""
+        """Run to the end, and do `act` once `after_steps` steps are in metrics.jsonl."""
         self._count += 1
         log = self.folder / f"{self._count}.log"
         folder = self.runs / name

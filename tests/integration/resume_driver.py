@@ -1,10 +1,9 @@
-"""Runs `rlcore train` again and again without paying for the imports again: `python
-resume_driver.py`, a job a line.
+"""Runs `rlcore train` as `python resume_driver.py`, a job a line, without importing again for each.
 
-Each job is forked from a process that has imported everything and started no thread. It may name a
-point and a call of it at which its processes are killed with SIGKILL, or a file by whose growth,
-and seconds after which, they are. The answer is a line too: how the job ended, and which processes
-it left behind. How often it passed each point goes to a file beside its log.
+Each job is forked from a process that has imported everything and started no thread. A job may name
+a point and a call of it at which its processes are killed with SIGKILL, or a file after whose
+growth, and some seconds, they are. The answer is a line too: how the job ended, and which processes
+it left behind. A file beside its log gets how often it passed each point.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import psutil
 from tests.limits import forbid_large_files
 from tests.ports import free_port
 
-# Every stage that a kill could leave half done: name -> (module, what is called there).
+# Every stage that a kill could leave half done: name -> (module, function in it).
 POINTS = {
     "rollouts": ("rollout.service", "RolloutService.next_step"),
     "score": ("backends.megatron.backend", "MegatronBackend.score"),
@@ -39,7 +38,7 @@ POINTS = {
     "publish": ("rollout.weight_sync.publication", "WeightPublication.send"),
     "evaluation": ("rollout.service", "RolloutService.evaluate"),
     "metrics": ("rlcore.runs.metrics", "MetricsFile.append"),
-    "samples": ("rlcore.runs.directory", "RunDirectory.write_rollouts"),
+    "samples": ("rlcore.trainer.rank0", "write_rollouts"),
     "begin": ("rlcore.runs.checkpoints", "CheckpointStore.begin"),
     "shards": ("backends.megatron.checkpoint.save_load", "write_sharded"),
     "copy": ("backends.megatron.checkpoint.save_load", "plan_sharded"),
@@ -93,9 +92,7 @@ ACTIONS = {
 
 
 def watch(passed: Counter[str], spec: dict[str, Any]) -> None:
-    """Count every point; at call number `call` (from 1) of `point`, before or `after` it, do what
-    `action` says.
-    """
+    """Count every point. At call number `call` (from 1) of `point`, do what `action` says."""
     act = ACTIONS[spec.get("action", "kill")]
 
     def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,8 +201,8 @@ def start(job: dict[str, Any]) -> list[int]:
             os.setpgid(0, pids[0] if pids else 0)
             if ranks > 1:
                 os.environ.update(
-                    RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-                    MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                    RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                    LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                 )  # fmt: skip
             os._exit(run_forked(job))
         # the child was quicker, or is gone already
@@ -216,9 +213,7 @@ def start(job: dict[str, Any]) -> list[int]:
 
 
 def strike(pids: list[int], who: str, number: int) -> None:
-    """Send a signal to "all", "first" (the launcher alone, where there is one), or "rank N" of a
-    launcher's ranks.
-    """
+    """Send a signal to "all", to "first" (the launcher, if there is one), or to "rank N"."""
     if who == "all":
         os.killpg(pids[0], number)
     elif who == "first":
@@ -236,8 +231,9 @@ def lines_in(path: str) -> int:
 
 
 def wait(pids: list[int], outside: dict[str, Any] | None) -> dict[int, int]:
-    """Exit codes by process. `outside`: `who` gets `signal` so many `seconds` after `file` has so
-    many `lines`.
+    """Wait for the processes and return their exit codes.
+
+    `outside`: `who` gets `signal` so many `seconds` after `file` has so many `lines`.
     """
     began = time.monotonic()
     ended = dict[int, int]()
@@ -266,9 +262,7 @@ def wait(pids: list[int], outside: dict[str, Any] | None) -> dict[int, int]:
 
 
 def orphans() -> list[str]:
-    """What is still running below this process, which inherits every orphan; none of it survives
-    this call.
-    """
+    """Return what still runs below this process, which inherits every orphan, and end it."""
     deadline = time.monotonic() + ORPHANS_S
     while time.monotonic() < deadline:
         with suppress(ChildProcessError):

@@ -12,7 +12,7 @@ from rlcore.algorithms.estimators.grpo import GRPO
 
 
 class NoisyGRPO:
-    """GRPO with noise from every global generator: a resumed run has to find them where they were."""
+    """GRPO with noise from every global generator: a resume has to restore their state."""
 
     def __init__(self) -> None:
         self.exact = GRPO()

@@ -1,4 +1,4 @@
-"""The rewards of the runs in test_resume.py. Their worker process imports this and no torch."""
+"""The rewards of test_resume.py. Their worker process imports this and no torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from rlcore.data.sample import Sample
 
 
 def share_of_digits(sample: Sample) -> float:
-    """How much of the response is digits: differs between the samples of an untrained model."""
+    """Return the share of digits: it differs between samples of an untrained model."""
     return sum(symbol.isdigit() for symbol in sample.response_text) / max(
         len(sample.response_text), 1
     )
 
 
 def stalling_share_of_digits(sample: Sample) -> float:
-    """As above, until the file named by STALL_FILE has STALL_LINES lines; then no answer comes for
-    minutes.
-    """
+    """Return the same, but stall for minutes once STALL_FILE has STALL_LINES lines."""
     watched = Path(os.environ["STALL_FILE"])
     if watched.exists() and watched.read_bytes().count(b"\n") >= int(os.environ["STALL_LINES"]):
         time.sleep(300)

@@ -1,4 +1,4 @@
-"""What test_resume.py runs, and how it compares two runs."""
+"""The runs of test_resume.py, and comparisons of two runs."""
 
 from __future__ import annotations
 
@@ -127,7 +127,11 @@ class Runs:
             stdout=subprocess.PIPE,
             text=True,
             env={
-                **{key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
+                **{
+                    key: value
+                    for key, value in os.environ.items()
+                    if key not in ("RANK", "WORLD_SIZE")
+                },
                 "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
             },
         )  # fmt: skip
@@ -139,8 +143,9 @@ class Runs:
     def train(
         self, name: str, *overrides: str, algorithm: str = "ppo", resume: bool = False, **job: Any
     ) -> Ended:
-        """Run `rlcore train` once. `job` holds the driver's fields: ranks, at, outside, module,
-        environment.
+        """Run `rlcore train` once.
+
+        `job` holds the driver's fields: ranks, at, outside, module, environment.
         """
         log = self.folder / f"{name}.log"
         before = log.stat().st_size if log.exists() else 0
@@ -223,9 +228,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def assert_same_run(run: Path, reference: Path) -> None:
-    """Bit for bit: every metric, every sample, all weights, optimizers, generators and the book of
-    the prompts.
-    """
+    """Compare bit for bit: metrics, samples, weights, optimizers, generators, prompt accounting."""
     rows = metrics_of(run)
     expected = metrics_of(reference)
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
@@ -288,8 +291,9 @@ def _state(run: Path) -> str:
 
 
 def _samples(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """The records of every step, but for versions: those count publications, of which a resumed run
-    makes more.
+    """Return the records of every step without versions.
+
+    Versions count publications, of which a resumed run makes more.
     """
     return {
         path.name: [

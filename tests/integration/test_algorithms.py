@@ -1,6 +1,4 @@
-"""What a run records as advantages is what its estimator makes of the recorded samples, for each
-that ships.
-"""
+"""The recorded advantages are those of the estimator on the recorded samples, for each one."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from lab import LEARNING, Lab
+from workspace import LEARNING, Workspace
 
 from rlcore.algorithms import EstimatorInputs, build_estimator, estimator_names
 from rlcore.data.batch import RolloutBatch
@@ -34,12 +32,10 @@ FROM_SAMPLES = {"rollout_logprobs", "versions", "rollout_ids", "baseline_rewards
         for name in estimator_names()
     ],
 )
-def test_recorded_advantages_are_the_estimators_own(lab: Lab, name: str) -> None:
-    """A critic's values are in no recording: of estimators that need them it is said only that they
-    train.
-    """
+def test_recorded_advantages_are_the_estimators_own(workspace: Workspace, name: str) -> None:
+    """Recordings lack a critic's values: estimators that need them are only seen to train."""
     estimator = build_estimator(name)
-    run = lab.train(f"estimator {name}", *SHORT, f"algorithm.estimator.name={name}")
+    run = workspace.train(f"estimator {name}", *SHORT, f"algorithm.estimator.name={name}")
     assert run.code == 0, run.err
     for step in (1, 2):
         records = read_rollouts(run.rollouts(step))

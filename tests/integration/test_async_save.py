@@ -1,6 +1,4 @@
-"""Checkpoints written in the background: training goes on, and whatever ends the run leaves a whole
-one to resume from.
-"""
+"""Checkpoints in the background: training goes on, and a whole one is left whatever happens."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ def committed(runs: Runs, name: str) -> list[int]:
 
 
 def test_training_goes_on_meanwhile(runs: Runs, reference: Path) -> None:
-    """The write of step 2 stalls, so it is committed late; but it holds what the weights and
-    moments were then.
-    """
+    """Step 2 is committed late, as its write stalls, with the weights and moments of step 2."""
     ended = runs.train(
         "stalled", ASYNC, KEEP, at={"point": "write shard", "call": IN_STEP_2, "action": "stall"}
     )
@@ -110,9 +106,7 @@ def test_asked_to_end_in_a_write(runs: Runs, reference: Path) -> None:
     [("disk full", "No space left on device"), ("file limit", "File too large")],
 )
 def test_a_disk_that_is_full(runs: Runs, reference: Path, action: str, reason: str) -> None:
-    """Injected, and by the system itself: the run ends at the next step's border, the checkpoint
-    before is intact.
-    """
+    """Injected, and by the system: the run ends after the next step; the earlier one is intact."""
     name = action.replace(" ", "_")
     ended = runs.train(
         name, ASYNC, KEEP, at={"point": "write shard", "call": IN_STEP_4, "action": action}
@@ -142,7 +136,7 @@ def test_a_disk_that_refuses_large_files_while_training_waits(runs: Runs, refere
 
 @pytest.mark.parametrize("action", ["disk full", "file limit"])
 def test_an_export_to_a_full_disk(runs: Runs, reference: Path, action: str) -> None:
-    """The trained weights are in the last checkpoint; resumed, the run has only its export to do."""
+    """The last checkpoint has the trained weights; resumed, the run has only its export to do."""
     name = f"export_{action.replace(' ', '_')}"
     ended = runs.train(name, KEEP, at={"point": "write export", "call": 1, "action": action})
     assert_failed(
@@ -181,12 +175,11 @@ def test_a_rank_that_cannot_write_is_named(runs: Runs, how: str, found_by: str) 
 
 @pytest.mark.full
 def test_two_ranks_with_a_distributed_optimizer(runs: Runs) -> None:
-    """What must be gathered is gathered before the thread starts: killed in a write, and the end as
-    without.
-    """
+    """All gathers come before the thread starts: killed in a write, the run ends as without."""
     options = (
-        "cluster.launcher=torchrun", "policy.optimizer.distributed=true", "critic.optimizer.distributed=true",
-        "policy.optimizer.eps=1e-2", "critic.optimizer.eps=1e-2",
+        "cluster.launcher=torchrun", "policy.optimizer.distributed=true",
+        "critic.optimizer.distributed=true", "policy.optimizer.eps=1e-2",
+        "critic.optimizer.eps=1e-2",
     )  # fmt: skip
     ended = runs.train("calm", "policy.optimizer.eps=1e-2", "critic.optimizer.eps=1e-2")
     assert ended.codes == [0], ended.output

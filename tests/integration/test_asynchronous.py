@@ -1,6 +1,4 @@
-"""Generation ahead of training, through the whole loop: it learns, no token is too old, nothing is
-lost, and time is saved.
-"""
+"""Asynchronous generation in whole runs: it learns, within the staleness bound, and saves time."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab import LEARNING, Lab, Run
+from workspace import LEARNING, Run, Workspace
 
 from benchmarks.long_tails import long_tailed
 from rlcore.runs.directory import RunDirectory
@@ -20,7 +18,7 @@ from rlcore.runs.rollouts import read_rollouts
 from rlcore.runs.versions import read_versions
 from rollout.accounting.audit import audit
 from rollout.engines.embedded.decoding import Decoding
-from tests.integration.ahead_books import ages, check
+from tests.integration.async_checks import check_async_run, sample_staleness
 from tests.integration.resume_runs import UPDATES, Runs, result_of
 
 MODES = ("drain", pytest.param("retract", marks=pytest.mark.full), "in_place", "abort")
@@ -43,19 +41,20 @@ def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_run_ahead_of_its_trainer_learns(lab: Lab, staleness: int) -> None:
-    run = lab.train(
-        f"ahead {staleness}", *LEARNING, *CORRECTED, "training.steps=32", f"rollout.max_staleness={staleness}",
-        "rollout.on_update=in_place", "rollout.samples_per_prompt=8",
+def test_a_run_ahead_of_its_trainer_learns(workspace: Workspace, staleness: int) -> None:
+    run = workspace.train(
+        f"async {staleness}", *LEARNING, *CORRECTED, "training.steps=32",
+        f"rollout.max_staleness={staleness}", "rollout.on_update=in_place",
+        "rollout.samples_per_prompt=8",
     )  # fmt: skip
     assert run.code == 0, run.err
-    seen = check(run.folder, steps=32, staleness=staleness)
+    seen = check_async_run(run.folder, steps=32, staleness=staleness)
     assert max(seen) == staleness
     rewards = [row["rollout/reward"] for row in run.metrics]
     assert statistics.fmean(rewards[-8:]) > statistics.fmean(rewards[:8]) + 0.8
     for step in range(1, 33):
         row = run.rows[step]
-        parts = [age for parts in ages(run.folder, step) for age in parts]
+        parts = [age for parts in sample_staleness(run.folder, step) for age in parts]
         assert row["rollout/staleness_max"] == max(parts), "counted in policy steps"
         assert min(parts) <= row["rollout/staleness_mean"] <= max(parts)
         assert 0.0 <= row["perf/engine_idle_fraction"] <= 1.0
@@ -68,14 +67,14 @@ def test_a_run_ahead_of_its_trainer_learns(lab: Lab, staleness: int) -> None:
     assert states["consumed"] == sum(states.values()) == 32 * 4
 
 
-def test_a_step_trained_on_older_tokens_is_replayed_to_the_bit(lab: Lab) -> None:
+def test_a_step_trained_on_older_tokens_is_replayed_to_the_bit(workspace: Workspace) -> None:
     every = (
         "checkpoint.every=1",
         "checkpoint.keep=9",
         "algorithm.correction={name: tis, max_staleness: 0}",
     )
-    run = lab.train(
-        "ahead, recorded", *LEARNING, *every, "training.steps=5", "rollout.max_staleness=2"
+    run = workspace.train(
+        "async, recorded", *LEARNING, *every, "training.steps=5", "rollout.max_staleness=2"
     )
     assert run.code == 0, run.err
     row = run.rows[4]
@@ -83,13 +82,14 @@ def test_a_step_trained_on_older_tokens_is_replayed_to_the_bit(lab: Lab) -> None
     assert row["correction/stale_fraction"] > 0, (
         "the bound of the correction counts policy steps too"
     )
-    again = lab.command(
-        "train", str(run.folder / "config.yaml"), "run.name=replayed ahead", "training.debug=train_only", "training.steps=1",
-        f"training.replay={run.rollouts(4)}", f"training.replay_from={run.checkpoint(3)}", name="replayed ahead",
+    again = workspace.command(
+        "train", str(run.folder / "config.yaml"), "run.name=replayed async",
+        "training.debug=train_only", "training.steps=1", f"training.replay={run.rollouts(4)}",
+        f"training.replay_from={run.checkpoint(3)}", name="replayed async",
     )  # fmt: skip
     assert again.code == 0, again.err
-    for name in ("loss/policy_avg", "train/grad_norm", "rollout/staleness_mean", "rollout/staleness_max",
-                 "correction/stale_fraction"):  # fmt: skip
+    for name in ("loss/policy_avg", "train/grad_norm", "rollout/staleness_mean",
+                 "rollout/staleness_max", "correction/stale_fraction"):  # fmt: skip
         assert again.rows[1][name] == row[name], name
 
 
@@ -98,13 +98,19 @@ def test_a_step_trained_on_older_tokens_is_replayed_to_the_bit(lab: Lab) -> None
 
 @pytest.mark.usefixtures("slow_tokens")
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_publication_does_to_responses_in_flight(lab: Lab, mode: str) -> None:
-    run = lab.train(
-        f"ahead {mode}", *LEARNING, *CORRECTED, "training.steps=6", "rollout.max_staleness=1", f"rollout.on_update={mode}",
+def test_what_a_publication_does_to_responses_in_flight(workspace: Workspace, mode: str) -> None:
+    run = workspace.train(
+        f"async {mode}", *LEARNING, *CORRECTED, "training.steps=6", "rollout.max_staleness=1",
+        f"rollout.on_update={mode}",
     )  # fmt: skip
     assert run.code == 0, run.err
-    check(run.folder, steps=6, staleness=1)
-    crossed = [parts for step in range(1, 7) for parts in ages(run.folder, step) if len(parts) > 1]
+    check_async_run(run.folder, steps=6, staleness=1)
+    crossed = [
+        parts
+        for step in range(1, 7)
+        for parts in sample_staleness(run.folder, step)
+        if len(parts) > 1
+    ]
     if mode == "drain":
         assert crossed == []
     else:
@@ -118,14 +124,15 @@ def test_what_a_publication_does_to_responses_in_flight(lab: Lab, mode: str) -> 
 # --- filters, evaluation --------------------------------------------------------------------------
 
 
-def test_filters_refill_and_over_sampling_loses_nothing(lab: Lab) -> None:
+def test_filters_refill_and_over_sampling_loses_nothing(workspace: Workspace) -> None:
     digits = "reward.parts={digits: {function: 'tests.integration.resume_rewards:share_of_digits'}}"
-    run = lab.train(
-        "ahead, filtered", *LEARNING, *CORRECTED, digits, "reward.workers=1", "rollout.filters=[zero_variance]",
-        "rollout.oversample=1.5", "rollout.max_staleness=2", "training.steps=8",
+    run = workspace.train(
+        "async, filtered", *LEARNING, *CORRECTED, digits, "reward.workers=1",
+        "rollout.filters=[zero_variance]", "rollout.oversample=1.5", "rollout.max_staleness=2",
+        "training.steps=8",
     )  # fmt: skip
     assert run.code == 0, run.err
-    check(run.folder, steps=8, staleness=2)
+    check_async_run(run.folder, steps=8, staleness=2)
     states = audit(RunDirectory(run.folder)).states
     assert states["consumed"] == 32
     assert all(row["rollout/zero_std_groups"] == 0 for row in run.metrics)
@@ -134,16 +141,16 @@ def test_filters_refill_and_over_sampling_loses_nothing(lab: Lab) -> None:
 
 
 @pytest.mark.usefixtures("slow_tokens")
-def test_an_evaluation_beside_uses_the_newest_weights(lab: Lab, tmp_path: Path) -> None:
-    heldout = f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]"
-    given = (heldout, "evaluation.max_prompts=8", "evaluation.temperature=1.0", "evaluation.every=2", "checkpoint.every=2",
-             "checkpoint.keep=9")  # fmt: skip
-    run = lab.train(
-        "ahead, evaluated", *LEARNING, *given, "rollout.max_staleness=1", "training.steps=3"
+def test_an_evaluation_beside_uses_the_newest_weights(workspace: Workspace, tmp_path: Path) -> None:
+    heldout = f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]"
+    given = (heldout, "evaluation.max_prompts=8", "evaluation.temperature=1.0",
+             "evaluation.every=2", "checkpoint.every=2", "checkpoint.keep=9")  # fmt: skip
+    run = workspace.train(
+        "async, evaluated", *LEARNING, *given, "rollout.max_staleness=1", "training.steps=3"
     )
     assert run.code == 0, run.err
     output = ("--output", str(tmp_path / "scores.json"))
-    scored = lab.command(
+    scored = workspace.command(
         "eval", str(run.folder / "config.yaml"), "--model", str(run.checkpoint(2)), *output
     )
     assert scored.code == 0, scored.err
@@ -162,22 +169,22 @@ def test_an_evaluation_beside_uses_the_newest_weights(lab: Lab, tmp_path: Path) 
 AHEAD = ("rollout.max_staleness=2", "rollout.on_update=retract", "training.steps=8")
 
 
-def test_an_early_stop_leaves_books_that_balance(lab: Lab) -> None:
+def test_an_early_stop_leaves_books_that_balance(workspace: Workspace) -> None:
     armed = (
         "training.early_stopping=true",
         "training.target_kl=1e-9",
         "algorithm.kl.reward_kind=k3",
         "training.steps=8",
     )
-    run = lab.train("ahead, stopped", *LEARNING, *armed, "rollout.max_staleness=2")
+    run = workspace.train("async, stopped", *LEARNING, *armed, "rollout.max_staleness=2")
     assert run.code == 0, run.err
     assert (run.result["status"], run.result["steps"]) == ("early_stopped", 2)
-    check(run.folder, steps=2, staleness=2)
+    check_async_run(run.folder, steps=2, staleness=2)
     states = audit(RunDirectory(run.folder)).states
     assert states["consumed"] == 8
     assert states["in flight"] == 0
     assert states["finished"] + states["requeued"] > 0, (
-        "what was made ahead is there, or is drawn again"
+        "what was made in advance is there, or is drawn again"
     )
 
 
@@ -190,9 +197,9 @@ def test_asked_to_end_while_groups_are_made_it_saves_and_goes_on(runs: Runs) -> 
         "interrupted",
         3,
     )
-    check(runs.path("asked"), steps=3, staleness=2)
+    check_async_run(runs.path("asked"), steps=3, staleness=2)
     runs.finish("asked", *AHEAD)
-    assert max(check(runs.path("asked"), steps=8, staleness=2)) > 0
+    assert max(check_async_run(runs.path("asked"), steps=8, staleness=2)) > 0
 
 
 @pytest.mark.full
@@ -221,7 +228,7 @@ def test_killed_while_groups_are_made_it_goes_on(runs: Runs, at: dict[str, Any])
     ended = runs.train(name, *AHEAD, at=at)
     assert ended.killed, ended.output
     runs.finish(name, *AHEAD)
-    check(runs.path(name), steps=8, staleness=2)
+    check_async_run(runs.path(name), steps=8, staleness=2)
 
 
 # --- time -----------------------------------------------------------------------------------------
@@ -232,24 +239,27 @@ def one_in_eight(draw: int) -> float:
     return 0.5 if random.Random(draw).random() < 0.125 else 0.05
 
 
-def slow_run(lab: Lab, staleness: int) -> Run:
-    return lab.train(
-        f"long-tailed {staleness}", *LEARNING, *CORRECTED, "training.steps=16", f"rollout.max_staleness={staleness}",
-        "rollout.on_update=in_place", "checkpoint.export_hf=false",
+def slow_run(workspace: Workspace, staleness: int) -> Run:
+    return workspace.train(
+        f"long-tailed {staleness}", *LEARNING, *CORRECTED, "training.steps=16",
+        f"rollout.max_staleness={staleness}", "rollout.on_update=in_place",
+        "checkpoint.export_hf=false",
     )  # fmt: skip
 
 
-def test_with_long_tails_running_ahead_takes_less_time_for_the_same_steps(lab: Lab) -> None:
+def test_with_long_tails_running_ahead_takes_less_time_for_the_same_steps(
+    workspace: Workspace,
+) -> None:
     with long_tailed(one_in_eight):
-        lock_step = slow_run(lab, 0)
-        ahead = slow_run(lab, 2)
-    for run, staleness in ((lock_step, 0), (ahead, 2)):
+        lock_step = slow_run(workspace, 0)
+        asynchronous = slow_run(workspace, 2)
+    for run, staleness in ((lock_step, 0), (asynchronous, 2)):
         assert run.code == 0, run.err
-        check(run.folder, steps=16, staleness=staleness)
-    seconds = [sum(row["time/step"] for row in run.metrics) for run in (lock_step, ahead)]
+        check_async_run(run.folder, steps=16, staleness=staleness)
+    seconds = [sum(row["time/step"] for row in run.metrics) for run in (lock_step, asynchronous)]
     idle = [
         statistics.fmean(row["perf/trainer_idle_fraction"] for row in run.metrics)
-        for run in (lock_step, ahead)
+        for run in (lock_step, asynchronous)
     ]
     print(
         f"16 steps in {seconds[0]:.2f} s and {seconds[1]:.2f} s; the trainer waits {idle[0]:.2f}"
@@ -259,6 +269,6 @@ def test_with_long_tails_running_ahead_takes_less_time_for_the_same_steps(lab: L
     assert idle[1] < idle[0]
     draws = [
         sorted({r["draw"] for s in range(1, 17) for r in read_rollouts(run.rollouts(s))})
-        for run in (lock_step, ahead)
+        for run in (lock_step, asynchronous)
     ]
     assert draws[0] == draws[1] == list(range(64)), "long answers are trained on as short ones are"

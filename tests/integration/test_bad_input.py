@@ -1,6 +1,4 @@
-"""Bad input ends a command with exit code 2 and one or two lines that say what was got and what to
-do; nothing is lost.
-"""
+"""Bad input ends a command with code 2 and a line or two on what was got and what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab import Lab, Run
+from workspace import Run, Workspace
 
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
@@ -24,14 +22,14 @@ ROW = '{"prompt": "1+1=", "label": "2"}\n'
 
 @dataclass(frozen=True)
 class Scene:
-    """The lab, and a folder with what is wrong."""
+    """The workspace, and a folder with what is wrong."""
 
-    lab: Lab
+    workspace: Workspace
     wrong: Path
 
     @property
     def runs(self) -> Path:
-        return self.lab.folder / "runs"
+        return self.workspace.folder / "runs"
 
 
 def copy_model(model: Path, folder: Path, *, without: str = "-", **config: Any) -> None:
@@ -41,13 +39,15 @@ def copy_model(model: Path, folder: Path, *, without: str = "-", **config: Any) 
 
 
 @pytest.fixture(scope="module")
-def scene(lab: Lab) -> Scene:
-    wrong = lab.folder / "wrong"
+def scene(workspace: Workspace) -> Scene:
+    wrong = workspace.folder / "wrong"
     wrong.mkdir()
-    copy_model(lab.model, wrong / "no_weights", without="*.safetensors")
-    copy_model(lab.model, wrong / "no_tokenizer", without="tok*")
-    copy_model(lab.model, wrong / "gpt2", model_type="gpt2", architectures=["GPT2LMHeadModel"])
-    copy_model(lab.reward_model, wrong / "large_reward_model", vocab_size=40)
+    copy_model(workspace.model, wrong / "no_weights", without="*.safetensors")
+    copy_model(workspace.model, wrong / "no_tokenizer", without="tok*")
+    copy_model(
+        workspace.model, wrong / "gpt2", model_type="gpt2", architectures=["GPT2LMHeadModel"]
+    )
+    copy_model(workspace.reward_model, wrong / "large_reward_model", vocab_size=40)
     init_model(wrong / "large", ModelSpec(**TINY, alphabet="0123456789+=-abcdefghijklmnopqrs"))
     init_model(wrong / "wide", ModelSpec(**TINY | {"hidden": 48}))
     (wrong / "no_json").mkdir()
@@ -69,11 +69,11 @@ def scene(lab: Lab) -> Scene:
         ),
     }.items():
         (wrong / name).write_text(content)
-    assert lab.train("kept", "training.steps=1").code == 0
-    assert lab.train("unsaved", "training.steps=1", "checkpoint.export_hf=false").code == 0
-    shutil.rmtree(lab.folder / "runs" / "unsaved" / "checkpoints" / "step_000001")
-    assert lab.train("wide", "training.steps=1", f"model.path={wrong / 'wide'}").code == 0
-    return Scene(lab, wrong)
+    assert workspace.train("kept", "training.steps=1").code == 0
+    assert workspace.train("unsaved", "training.steps=1", "checkpoint.export_hf=false").code == 0
+    shutil.rmtree(workspace.folder / "runs" / "unsaved" / "checkpoints" / "step_000001")
+    assert workspace.train("wide", "training.steps=1", f"model.path={wrong / 'wide'}").code == 0
+    return Scene(workspace, wrong)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -109,44 +109,61 @@ def given(*arguments: str) -> Arguments:
 
 REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
     # configuration
-    "mistyped key": (given("policy.optimizr.lr=1"), ("policy.optimizr", "unknown key", "did you mean policy.optimizer?")),
+    "mistyped key": (given("policy.optimizr.lr=1"),
+                     ("policy.optimizr", "unknown key", "did you mean policy.optimizer?")),
     "mistyped key in a file": (
-        given("{wrong}/mistyped.yaml"), ("algorithm.los ", "mistyped.yaml:4", "did you mean algorithm.loss?")),
-    "wrong type": (given("policy.optimizer.lr=fast"), ("policy.optimizer.lr", "'fast'", "expected a number")),
+        given("{wrong}/mistyped.yaml"),
+        ("algorithm.los ", "mistyped.yaml:4", "did you mean algorithm.loss?")),
+    "wrong type": (given("policy.optimizer.lr=fast"),
+                   ("policy.optimizer.lr", "'fast'", "expected a number")),
     "no length": (given("training.steps=null"), ("how long to train is missing", "training.steps")),
-    "unknown estimator": (given("algorithm.estimator.name=gropo"), ("'gropo'", "known: dr_grpo, ", "did you mean 'grpo'")),
+    "unknown estimator": (given("algorithm.estimator.name=gropo"),
+                          ("'gropo'", "known: dr_grpo, ", "did you mean 'grpo'")),
     "estimator's keyword": (
-        given("algorithm.estimator={name: ppo, lamda: 0.9}"), ("algorithm.estimator.lamda", "did you mean", ".lam?")),
+        given("algorithm.estimator={name: ppo, lamda: 0.9}"),
+        ("algorithm.estimator.lamda", "did you mean", ".lam?")),
     "plugin's keyword": (
-        given("algorithm.estimator={name: 'failing_parts:Zero', scael: 2}"),
+        given("algorithm.estimator={name: 'failing_plugins:Zero', scael: 2}"),
         ("algorithm.estimator.scael", "did you mean algorithm.estimator.scale?")),
     "plugin's keyword of a wrong type": (
-        given("algorithm.estimator={name: 'failing_parts:Zero', scale: big}"), ("scale", "expected float", "'big'")),
-    "unknown loss": (given("algorithm.loss.name=ppo_clap"), ("'ppo_clap'", "did you mean 'ppo_clip'")),
+        given("algorithm.estimator={name: 'failing_plugins:Zero', scale: big}"),
+        ("scale", "expected float", "'big'")),
+    "unknown loss": (given("algorithm.loss.name=ppo_clap"),
+                     ("'ppo_clap'", "did you mean 'ppo_clip'")),
     "unknown megatron field": (
-        given("policy.megatron.num_layrs=4"), ("policy.megatron.num_layrs", "no such field", "did you mean 'num_layers'")),
+        given("policy.megatron.num_layrs=4"),
+        ("policy.megatron.num_layrs", "no such field", "did you mean 'num_layers'")),
     "megatron field of the model": (
-        given("policy.megatron.num_layers=4"), ("policy.megatron.num_layers", "the model folder decides it")),
+        given("policy.megatron.num_layers=4"),
+        ("policy.megatron.num_layers", "the model folder decides it")),
     "value that megatron refuses": (
         given("policy.megatron.recompute_granularity=some"),
         ("policy.megatron.recompute_granularity", "'some'", "expected full or selective")),
     # models
-    "no such model": (given("model.path={wrong}/nowhere"), ("{wrong}/nowhere", "no such folder", "Hugging Face folder")),
-    "model without weights": (given("model.path={wrong}/no_weights"), ("no_weights", "no weights", "*.safetensors")),
+    "no such model": (given("model.path={wrong}/nowhere"),
+                      ("{wrong}/nowhere", "no such folder", "Hugging Face folder")),
+    "model without weights": (given("model.path={wrong}/no_weights"),
+                              ("no_weights", "no weights", "*.safetensors")),
     "architecture": (
         given("model.path={wrong}/gpt2"),
-        ("GPT2LMHeadModel is not converted", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")),
+        ("GPT2LMHeadModel is not converted", "LlamaForCausalLM", "Qwen2ForCausalLM",
+         "Qwen3ForCausalLM")),
     "config.json": (given("model.path={wrong}/no_json"), ("no_json/config.json", "not valid JSON")),
-    "no tokenizer": (given("model.path={wrong}/no_tokenizer"), ("no_tokenizer holds none", "set model.tokenizer")),
-    "tokenizer of another model": (given("model.tokenizer={wrong}/large"), ("vocabulary of 31", "34")),
+    "no tokenizer": (given("model.path={wrong}/no_tokenizer"),
+                     ("no_tokenizer holds none", "set model.tokenizer")),
+    "tokenizer of another model": (given("model.tokenizer={wrong}/large"),
+                                   ("vocabulary of 31", "34")),
     "critic's vocabulary": (
-        given("algorithm.estimator.name=ppo", "critic.path={wrong}/large"), ("critic.path", "vocabulary of 34", "has 31")),
+        given("algorithm.estimator.name=ppo", "critic.path={wrong}/large"),
+        ("critic.path", "vocabulary of 34", "has 31")),
     "reference's vocabulary": (
-        given("algorithm.kl.loss_coef=0.1", "reference.path={wrong}/large"), ("reference.path", "vocabulary of 34", "has 31")),
+        given("algorithm.kl.loss_coef=0.1", "reference.path={wrong}/large"),
+        ("reference.path", "vocabulary of 34", "has 31")),
     "reward model's vocabulary": (
         given("reward.parts={r: {model: {path: {wrong}/large_reward_model}}}"),
         ("reward.parts.r.model.path", "vocabulary of 40", "the policy one of 31")),
-    "reward model that is none": (given("reward.parts={r: {model: {path: {wrong}/large}}}"), ("reward.parts.r.model.path",)),
+    "reward model that is none": (given("reward.parts={r: {model: {path: {wrong}/large}}}"),
+                                  ("reward.parts.r.model.path",)),
     # layout
     "heads": (
         given("policy.parallel.tensor=3", "cluster.processes_per_node=3"),
@@ -154,46 +171,68 @@ REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
     "KV groups": (
         given("policy.parallel.tensor=4", "cluster.processes_per_node=4"),
         ("policy.parallel.tensor: 4 does not divide", "KV groups (2)")),
-    "layers": (given("policy.parallel.pipeline=4", "cluster.processes_per_node=4"), ("pipeline 4", "2 layers")),
+    "layers": (given("policy.parallel.pipeline=4", "cluster.processes_per_node=4"),
+               ("pipeline 4", "2 layers")),
     "world size": (
-        given("policy.parallel.tensor=2", "cluster.processes_per_node=3"), ("3 processes do not divide into models of 2",)),
+        given("policy.parallel.tensor=2", "cluster.processes_per_node=3"),
+        ("3 processes do not divide into models of 2",)),
     "too few processes": (
-        given("policy.parallel.tensor=2"), ("needs 2 processes", "cluster.processes_per_node=2", "cluster.launcher=torchrun")),
-    "torchrun alone": (given("cluster.launcher=torchrun"), ("no RANK", "torchrun ... -m rlcore train")),
+        given("policy.parallel.tensor=2"),
+        ("needs 2 processes", "cluster.processes_per_node=2", "cluster.launcher=torchrun")),
+    "torchrun alone": (given("cluster.launcher=torchrun"),
+                       ("no RANK", "torchrun ... -m rlcore train")),
     # data
-    "row that is not JSON": (given("data.paths={wrong}/torn.jsonl"), ("torn.jsonl:2", "not JSON", '{"prompt": "1+1=", "lab')),
-    "row that is a list": (given("data.paths={wrong}/list.jsonl"), ("list.jsonl:2", "expected a JSON object, got list")),
+    "row that is not JSON": (given("data.paths={wrong}/torn.jsonl"),
+                             ("torn.jsonl:2", "not JSON", '{"prompt": "1+1=", "lab')),
+    "row that is a list": (given("data.paths={wrong}/list.jsonl"),
+                           ("list.jsonl:2", "expected a JSON object, got list")),
     "row without prompt": (
-        given("data.paths={wrong}/no_prompt.jsonl"), ("no_prompt.jsonl:3", "no key 'prompt'", "data.prompt_key", "'promt'")),
-    "row without label": (given("data.paths={wrong}/no_label.jsonl"), ("no_label.jsonl:2", "no key 'label'", "data.label_key")),
+        given("data.paths={wrong}/no_prompt.jsonl"),
+        ("no_prompt.jsonl:3", "no key 'prompt'", "data.prompt_key", "'promt'")),
+    "row without label": (given("data.paths={wrong}/no_label.jsonl"),
+                          ("no_label.jsonl:2", "no key 'label'", "data.label_key")),
     "label of a wrong type": (
         given("data.paths={wrong}/label_list.jsonl", "reward.parts={a: {function: exact_match}}"),
         ("label_list.jsonl:2", "text or a number", "list")),
-    "empty prompt": (given("data.paths={wrong}/empty_prompt.jsonl"), ("empty_prompt.jsonl:2", "not empty")),
+    "empty prompt": (given("data.paths={wrong}/empty_prompt.jsonl"),
+                     ("empty_prompt.jsonl:2", "not empty")),
     "no rows": (given("data.paths={wrong}/no_rows.jsonl"), ("no_rows.jsonl: no rows",)),
-    "no such file": (given("data.paths={wrong}/nothing.jsonl"), ("nothing.jsonl is not a file", "JSONL or parquet")),
+    "no such file": (given("data.paths={wrong}/nothing.jsonl"),
+                     ("nothing.jsonl is not a file", "JSONL or parquet")),
     "suffix": (given("data.paths={wrong}/rows.csv"), ("'.csv'", ".parquet")),
-    "symbol": (given("data.paths={wrong}/strange_symbol.jsonl"), ("strange_symbol.jsonl:2", "cannot encode", "1±1=")),
+    "symbol": (given("data.paths={wrong}/strange_symbol.jsonl"),
+               ("strange_symbol.jsonl:2", "cannot encode", "1±1=")),
     "every prompt too long": (
         given("data.paths={wrong}/long.jsonl", "data.max_prompt_tokens=2"),
         ("all 5 prompts have more than data.max_prompt_tokens = 2", "the shortest has 4")),
-    "evaluation row": (given("evaluation.paths=[{wrong}/torn.jsonl]"), ("torn.jsonl:2", "not JSON")),
+    "evaluation row": (given("evaluation.paths=[{wrong}/torn.jsonl]"),
+                       ("torn.jsonl:2", "not JSON")),
     # rewards and the rest
-    "reward module": (given("reward.parts={a: {function: 'no_such_module:f'}}"), ("reward.parts.a.function", "no module")),
+    "reward module": (given("reward.parts={a: {function: 'no_such_module:f'}}"),
+                      ("reward.parts.a.function", "no module")),
     "reward function": (
-        given("reward.parts={a: {function: 'failing_rewards:slown'}}"), ("has no attribute 'slown'", "did you mean 'slow'?")),
-    "reward name": (given("reward.parts={a: {function: exact}}"), ("'exact' is unknown", "exact_match", "math")),
-    "workflow": (given("rollout.workflow=multi"), ("rollout.workflow", "'multi' is unknown", "single_turn")),
-    "filter": (given("rollout.filters=[zero]"), ("rollout.filters", "'zero' is unknown", "zero_variance")),
+        given("reward.parts={a: {function: 'failing_rewards:slown'}}"),
+        ("has no attribute 'slown'", "did you mean 'slow'?")),
+    "reward name": (given("reward.parts={a: {function: exact}}"),
+                    ("'exact' is unknown", "exact_match", "math")),
+    "workflow": (given("rollout.workflow=multi"),
+                 ("rollout.workflow", "'multi' is unknown", "single_turn")),
+    "filter": (given("rollout.filters=[zero]"),
+               ("rollout.filters", "'zero' is unknown", "zero_variance")),
     "replay": (
-        given("training.debug=train_only", "training.replay={wrong}/step.jsonl.zst"), ("step.jsonl.zst", "No such file")),
+        given("training.debug=train_only", "training.replay={wrong}/step.jsonl.zst"),
+        ("step.jsonl.zst", "No such file")),
     # checkpoints
     "no such checkpoint": (
-        given("policy.checkpoint={wrong}/nowhere"), ("policy.checkpoint", "does not exist", "expected a run, a checkpoint")),
-    "run without checkpoint": (given("policy.checkpoint={runs}/unsaved"), ("policy.checkpoint", "unsaved has no checkpoint")),
-    "folder that is no checkpoint": (given("policy.checkpoint={wrong}/empty"), ("wrong/empty", "not a complete checkpoint")),
+        given("policy.checkpoint={wrong}/nowhere"),
+        ("policy.checkpoint", "does not exist", "expected a run, a checkpoint")),
+    "run without checkpoint": (given("policy.checkpoint={runs}/unsaved"),
+                               ("policy.checkpoint", "unsaved has no checkpoint")),
+    "folder that is no checkpoint": (given("policy.checkpoint={wrong}/empty"),
+                                     ("wrong/empty", "not a complete checkpoint")),
     "checkpoint of another architecture": (
-        given("policy.checkpoint={runs}/wide"), ("policy was saved with hidden_size 48", "this model has 32")),
+        given("policy.checkpoint={runs}/wide"),
+        ("policy was saved with hidden_size 48", "this model has 32")),
 }  # fmt: skip
 
 
@@ -201,11 +240,11 @@ REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
 def test_bad_input_is_refused_and_nothing_is_lost(scene: Scene, case: str) -> None:
     arguments, says = REFUSED[case]
     expected = [text.replace("{wrong}", str(scene.wrong)) for text in says]
-    assert_refused(scene.lab.train("fresh", *arguments(scene)), *expected)
+    assert_refused(scene.workspace.train("fresh", *arguments(scene)), *expected)
     assert not (scene.runs / "fresh").exists(), "the name of the run stays free"
 
     before = contents(scene.runs / "kept")
-    assert_refused(scene.lab.train("kept", *arguments(scene), "--overwrite"), *expected)
+    assert_refused(scene.workspace.train("kept", *arguments(scene), "--overwrite"), *expected)
     assert contents(scene.runs / "kept") == before, (
         "the run that was to be overwritten is still there"
     )
@@ -231,9 +270,9 @@ def test_bad_input_is_refused_and_nothing_is_lost(scene: Scene, case: str) -> No
 def test_a_run_that_cannot_be_started_stays_as_it_is(
     scene: Scene, name: str, arguments: list[str], says: list[str]
 ) -> None:
-    data = f"data.paths={scene.lab.folder / 'data' / 'train.jsonl'}"
+    data = f"data.paths={scene.workspace.folder / 'data' / 'train.jsonl'}"
     before = contents(scene.runs / "kept")
-    assert_refused(scene.lab.train(name, data, "training.steps=1", *arguments), *says)
+    assert_refused(scene.workspace.train(name, data, "training.steps=1", *arguments), *says)
     after = contents(scene.runs / "kept")
     assert {k: v for k, v in after.items() if not k.startswith("logs/")} == {
         k: v for k, v in before.items() if not k.startswith("logs/")
@@ -244,7 +283,9 @@ def test_overwrite_spares_a_folder_that_is_no_run(scene: Scene) -> None:
     (scene.runs / "thesis").mkdir()
     (scene.runs / "thesis" / "chapter1.tex").write_text("years of work")
     assert_refused(
-        scene.lab.train("thesis", "--overwrite"), "does not look like a run", "delete it yourself"
+        scene.workspace.train("thesis", "--overwrite"),
+        "does not look like a run",
+        "delete it yourself",
     )
     assert (scene.runs / "thesis" / "chapter1.tex").read_text() == "years of work"
 
@@ -254,7 +295,7 @@ def test_overwrite_spares_a_folder_that_is_no_run(scene: Scene) -> None:
 
 def test_prompts_that_are_too_long_are_counted_and_reported(scene: Scene) -> None:
     paths = f"data.paths={scene.wrong / 'long.jsonl'}"
-    run = scene.lab.train("long", paths, "data.max_prompt_tokens=5", "training.steps=1")
+    run = scene.workspace.train("long", paths, "data.max_prompt_tokens=5", "training.steps=1")
     assert run.code == 0
     said = (
         "1 of 5 prompts have more than data.max_prompt_tokens = 5 tokens and are left out (the"
@@ -267,8 +308,8 @@ def test_prompts_that_are_too_long_are_counted_and_reported(scene: Scene) -> Non
 
 
 def test_an_empty_batch_after_filters(scene: Scene) -> None:
-    run = scene.lab.train(
-        "empty", "rollout.filters=['failing_parts:drops_all']", "rollout.prompts_per_step=2"
+    run = scene.workspace.train(
+        "empty", "rollout.filters=['failing_plugins:drops_all']", "rollout.prompts_per_step=2"
     )
     assert_refused(run, "step 1 has 0 of 2 groups", "drops_all dropped 32", "fewer rollout.filters")
     assert run.result["status"] == "failed"
@@ -276,9 +317,10 @@ def test_an_empty_batch_after_filters(scene: Scene) -> None:
 
 
 def test_a_reward_that_fails_has_a_defined_score_and_is_counted(scene: Scene) -> None:
-    run = scene.lab.train(
-        "reward", "reward.parts={mine: {function: 'failing_rewards:one_way_each'}}", "reward.on_error=-0.5",
-        "reward.timeout_s=0.7", "training.steps=1", "rollout.prompts_per_step=1", "rollout.samples_per_prompt=8",
+    run = scene.workspace.train(
+        "reward", "reward.parts={mine: {function: 'failing_rewards:one_way_each'}}",
+        "reward.on_error=-0.5", "reward.timeout_s=0.7", "training.steps=1",
+        "rollout.prompts_per_step=1", "rollout.samples_per_prompt=8",
     )  # fmt: skip
     assert run.code == 0, run.err
     assert run.rows[1]["rollout/reward_errors"] == 5

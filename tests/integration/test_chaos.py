@@ -1,15 +1,13 @@
-"""Twenty steps with two engines of which one fails every third step: the run is the one that it
-would have been anyway.
-"""
+"""Twenty steps with two engines, one failing every third step: the run is as undisturbed."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from accounts import check_accounts, samples_of
-from lab import LEARNING, Lab, Run
-from sabotage import Sabotage
+from accounting_checks import check_accounting, samples_of
+from engine_faults import FaultInjector
+from workspace import LEARNING, Run, Workspace
 
 from rlcore.errors import NoEngineLeft, RunFailed
 from rollout.engines.embedded.client import RemoteEngine
@@ -33,37 +31,38 @@ REASONS = {
     "slow": r"did not answer .*within 8 s \(rollout.engine.request_timeout_s\)",
 }
 TWO = (
-    *LEARNING, f"training.steps={STEPS}", "rollout.engine.count=2", "rollout.engine.threads=1", "rollout.engine.device=cpu",
-    "rollout.engine.request_timeout_s=8", "rollout.engine.health_every_s=0.5", "rollout.engine.health_timeout_s=4",
+    *LEARNING, f"training.steps={STEPS}", "rollout.engine.count=2", "rollout.engine.threads=1",
+    "rollout.engine.device=cpu", "rollout.engine.request_timeout_s=8",
+    "rollout.engine.health_every_s=0.5", "rollout.engine.health_timeout_s=4",
     "rollout.engine.restart={backoff_s: 0.1, max_backoff_s: 1.0}",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def calm(lab: Lab) -> Run:
-    return lab.train("calm", *TWO)
+def calm(workspace: Workspace) -> Run:
+    return workspace.train("calm", *TWO)
 
 
 @pytest.fixture
-def sabotage(monkeypatch: pytest.MonkeyPatch) -> Sabotage:
-    sabotage = Sabotage(dict(PLAN), settle=STEPS)  # type: ignore[arg-type]
-    sabotage.install(monkeypatch, RemoteEngine)
-    return sabotage
+def faults(monkeypatch: pytest.MonkeyPatch) -> FaultInjector:
+    faults = FaultInjector(dict(PLAN), settle=STEPS)  # type: ignore[arg-type]
+    faults.install(monkeypatch, RemoteEngine)
+    return faults
 
 
 def test_a_run_under_faults_is_the_run_without_them(
-    lab: Lab, calm: Run, sabotage: Sabotage
+    workspace: Workspace, calm: Run, faults: FaultInjector
 ) -> None:
-    run = lab.train("chaos", *TWO)
+    run = workspace.train("chaos", *TWO)
     assert run.code == 0, run.err
-    assert sabotage.done == [fault for _, fault in PLAN.values()]
+    assert faults.done == [fault for _, fault in PLAN.values()]
     assert run.result["status"] == "completed"
-    check_accounts(run, steps=STEPS)
+    check_accounting(run, steps=STEPS)
     failures = re.findall(
         r"engine (engine-\d) failed: (.*)", (run.folder / "logs" / "rank_0.log").read_text()
     )
     assert [name for name, _ in failures] == [f"engine-{number}" for number, _ in PLAN.values()]
-    for (_, why), fault in zip(failures, sabotage.done, strict=True):
+    for (_, why), fault in zip(failures, faults.done, strict=True):
         assert re.search(REASONS[fault], why), (fault, why)
     rows = [run.rows[step] for step in range(1, STEPS + 1)]
     assert [row["episode"] for row in rows] == [16 * step for step in range(1, STEPS + 1)]
@@ -82,17 +81,17 @@ def test_a_run_under_faults_is_the_run_without_them(
 
 
 def test_when_all_engines_die_the_run_saves_what_it_has(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sabotage = Sabotage({4: (0, "SIGKILL")}, hit_s=0)
-    sabotage.install(monkeypatch, RemoteEngine)
+    faults = FaultInjector({4: (0, "SIGKILL")}, hit_s=0)
+    faults.install(monkeypatch, RemoteEngine)
     given = (
         *LEARNING,
         "training.steps=6",
         "rollout.engine.in_process=false",
         "rollout.engine.threads=1",
     )
-    run = lab.train("doomed", *given, "rollout.engine.restart.limit=0")
+    run = workspace.train("doomed", *given, "rollout.engine.restart.limit=0")
     assert run.code == 1
     assert run.result["status"] == "failed"
     assert run.result["steps"] == 3
@@ -107,20 +106,18 @@ def test_when_all_engines_die_the_run_saves_what_it_has(
         assert text in run.err
         assert text in run.result["reason"]
     monkeypatch.undo()
-    again = lab.train("doomed", *given, "--resume")
+    again = workspace.train("doomed", *given, "--resume")
     assert again.code == 0, again.err
-    check_accounts(again, steps=6)
+    check_accounting(again, steps=6)
 
 
 @pytest.mark.parametrize(
     "where", ["publication", "evaluation", "the publication before the first step"]
 )
 def test_engines_that_end_between_the_rollouts_cost_no_step(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, where: str
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """The step at hand is trained, logged and saved, though nobody takes its weights or can be
-    asked what they are worth.
-    """
+    """The current step is trained, logged and saved, though no engine takes its weights."""
     calls = []
     owner, name = (
         (RolloutService, "evaluate") if where == "evaluation" else (WeightPublication, "prepare")
@@ -138,9 +135,10 @@ def test_engines_that_end_between_the_rollouts_cost_no_step(
     monkeypatch.setattr(owner, name, fail)
     run_name = f"burnt in the {where}"
     steps = 0 if fatal == 1 else 2
-    given = (*LEARNING, "training.steps=4", "evaluation.every=1", "evaluation.max_prompts=4", "checkpoint.every=1",
-             "checkpoint.async_save=true", f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]")  # fmt: skip
-    run = lab.train(run_name, *given)
+    given = (*LEARNING, "training.steps=4", "evaluation.every=1", "evaluation.max_prompts=4",
+             "checkpoint.every=1", "checkpoint.async_save=true",
+             f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]")  # fmt: skip
+    run = workspace.train(run_name, *given)
     assert run.code == 1
     kept = (
         f"the run is saved after step {steps}: continue with --resume"
@@ -155,9 +153,9 @@ def test_engines_that_end_between_the_rollouts_cost_no_step(
     assert "eval/score" not in run.rows[2]
     assert run.checkpoint(2).is_dir()
     monkeypatch.undo()
-    again = lab.train(run_name, *given, "--resume")
+    again = workspace.train(run_name, *given, "--resume")
     assert again.code == 0, again.err
-    check_accounts(again, steps=4)
+    check_accounting(again, steps=4)
 
 
 def fails_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int, error: Exception) -> None:
@@ -176,10 +174,10 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int, error: Excep
 
 @pytest.mark.parametrize("name", ["prepare", "finish"])
 def test_weights_that_cannot_be_written_cost_no_step(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     fails_at(monkeypatch, name, 3, RunFailed("no room for the weights"))
-    run = lab.train(f"no room to {name}", *LEARNING, "training.steps=4")
+    run = workspace.train(f"no room to {name}", *LEARNING, "training.steps=4")
     assert run.code == 1
     assert (
         "no room for the weights; the run is saved after step 2: continue with --resume" in run.err
@@ -189,17 +187,19 @@ def test_weights_that_cannot_be_written_cost_no_step(
 
 
 def test_a_run_that_is_done_does_not_need_its_engines_any_more(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails_at(monkeypatch, "prepare", 3, NoEngineLeft("all engines burnt"))
-    run = lab.train("burnt at the end", *LEARNING, "training.steps=2")
+    run = workspace.train("burnt at the end", *LEARNING, "training.steps=2")
     assert run.code == 0, run.err
     assert run.lines("WARNING no engine has the weights of step 2, the last: all engines burnt")
     assert (run.result["status"], run.result["steps"]) == ("completed", 2)
     assert run.checkpoint(2).is_dir()
     assert (run.folder / "hf" / "model.safetensors").is_file()
     fails_at(monkeypatch, "prepare", 3, NoEngineLeft("all engines burnt"))
-    held_out = f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]"
-    run = lab.train("burnt before the last evaluation", *LEARNING, "training.steps=2", held_out)
+    held_out = f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]"
+    run = workspace.train(
+        "burnt before the last evaluation", *LEARNING, "training.steps=2", held_out
+    )
     assert run.code == 1
     assert run.lines("all engines burnt; the run is saved after step 2")

@@ -1,6 +1,4 @@
-"""Runs whose trainer and engine take turns: the same to the bit as runs whose engine has a device
-of its own.
-"""
+"""Runs whose trainer and engine share a device, bit-equal to runs with a device for each."""
 
 from __future__ import annotations
 
@@ -8,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from lab import LEARNING, Lab, Run
 from rank_runs import RankRuns
 from safetensors.torch import load_file
+from workspace import LEARNING, Run, Workspace
 
 from rollout.engines.embedded.engine import EmbeddedEngine
 
@@ -18,14 +16,15 @@ COLOCATED = "rollout.engine.colocated=true"
 # Everything that has a turn: two models and a reference, two optimizer steps, checkpoints, those in
 # the background too.
 PPO = (
-    *LEARNING, "algorithm.estimator.name=ppo", "algorithm.kl.reward_coef=0.01", "algorithm.minibatches=2",
-    "critic.optimizer.lr=1e-3", "checkpoint.every=1", "checkpoint.keep=9", "evaluation.every=2", "evaluation.max_prompts=4",
+    *LEARNING, "algorithm.estimator.name=ppo", "algorithm.kl.reward_coef=0.01",
+    "algorithm.minibatches=2", "critic.optimizer.lr=1e-3", "checkpoint.every=1",
+    "checkpoint.keep=9", "evaluation.every=2", "evaluation.max_prompts=4",
 )  # fmt: skip
 TIMES = ("time/", "perf/")
 
 
-def heldout(lab: Lab) -> str:
-    return f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]"
+def heldout(workspace: Workspace) -> str:
+    return f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]"
 
 
 def measured(run: Run) -> list[dict[str, Any]]:
@@ -46,14 +45,16 @@ def assert_same(run: Run, other: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def apart(lab: Lab) -> Run:
-    run = lab.train("colocated apart", *PPO, heldout(lab))
+def apart(workspace: Workspace) -> Run:
+    run = workspace.train("colocated apart", *PPO, heldout(workspace))
     assert run.code == 0, run.err
     return run
 
 
-def test_taking_turns_changes_no_bit(lab: Lab, apart: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[int] = []
+def test_taking_turns_changes_no_bit(
+    workspace: Workspace, apart: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_bytes: list[int] = []
 
     class Watched(EmbeddedEngine):
         """Keeps how many bytes of weights it held when it had given memory back."""
@@ -61,73 +62,77 @@ def test_taking_turns_changes_no_bit(lab: Lab, apart: Run, monkeypatch: pytest.M
         async def release_memory(self, tags: Any) -> None:
             await super().release_memory(tags)
             assert self._weights is not None
-            held.append(sum(t.untyped_storage().nbytes() for t in self._weights.tensors.values()))
+            held_bytes.append(
+                sum(t.untyped_storage().nbytes() for t in self._weights.tensors.values())
+            )
 
     monkeypatch.setattr("rollout.engines.embedded.engine.EmbeddedEngine", Watched)
-    together = lab.train("colocated", *PPO, heldout(lab), COLOCATED)
-    assert together.code == 0, together.err
-    assert_same(together, apart)
-    assert all(row["time/handover"] > 0 for row in together.metrics)
+    colocated = workspace.train("colocated", *PPO, heldout(workspace), COLOCATED)
+    assert colocated.code == 0, colocated.err
+    assert_same(colocated, apart)
+    assert all(row["time/handover"] > 0 for row in colocated.metrics)
     # Before training and in each of 3 steps everything goes; after the two evaluations a checkpoint
     # needs room for the trainer.
-    assert [size == 0 for size in held] == [True, True, True, False, True, False]
+    assert [size == 0 for size in held_bytes] == [True, True, True, False, True, False]
     assert not any("time/handover" in row for row in apart.metrics)
 
 
-def test_it_resumes_and_is_evaluated(lab: Lab, apart: Run) -> None:
-    cut = lab.train("colocated cut", *PPO, heldout(lab), COLOCATED, "training.steps=2")
+def test_it_resumes_and_is_evaluated(workspace: Workspace, apart: Run) -> None:
+    cut = workspace.train("colocated cut", *PPO, heldout(workspace), COLOCATED, "training.steps=2")
     assert cut.code == 0, cut.err
-    resumed = lab.train("colocated cut", *PPO, heldout(lab), COLOCATED, "--resume")
+    resumed = workspace.train("colocated cut", *PPO, heldout(workspace), COLOCATED, "--resume")
     assert resumed.code == 0, resumed.err
     assert measured(resumed)[-1] == measured(apart)[-1]
     assert all(torch.equal(w, weights(apart)[name]) for name, w in weights(resumed).items())
-    scored = lab.command("eval", str(resumed.folder / "config.yaml"), COLOCATED)
+    scored = workspace.command("eval", str(resumed.folder / "config.yaml"), COLOCATED)
     assert scored.code == 0, scored.err
     assert scored.lines("eval/accuracy")
 
 
 @pytest.mark.full
-def test_an_engine_that_dies_while_the_trainer_has_the_device_comes_back_after_it(lab: Lab) -> None:
-    killer = f"{{name: 'colocated_estimator:EngineKiller', marker: {lab.folder / 'killed'}}}"
-    run = lab.train(
-        "colocated killed", *LEARNING, COLOCATED, "rollout.engine.in_process=false", "training.steps=4",
-        f"algorithm.estimator={killer}", "rollout.engine.restart.backoff_s=0.01",
+def test_an_engine_that_dies_while_the_trainer_has_the_device_comes_back_after_it(
+    workspace: Workspace,
+) -> None:
+    killer = f"{{name: 'colocated_estimator:EngineKiller', marker: {workspace.folder / 'killed'}}}"
+    run = workspace.train(
+        "colocated killed", *LEARNING, COLOCATED, "rollout.engine.in_process=false",
+        "training.steps=4", f"algorithm.estimator={killer}",
+        "rollout.engine.restart.backoff_s=0.01",
     )  # fmt: skip
     assert run.code == 0, run.err
     assert [row["rollout/engine_restarts"] for row in run.metrics] == [0, 0, 1, 0]
-    plain = lab.train("colocated unharmed", *LEARNING, "training.steps=4")
+    plain = workspace.train("colocated unharmed", *LEARNING, "training.steps=4")
     ours = [row["loss/policy_avg"] for row in run.metrics]
     assert ours == [row["loss/policy_avg"] for row in plain.metrics]
 
 
-def test_when_none_can_be_started_again_what_was_trained_is_kept(lab: Lab) -> None:
-    killer = (
-        f"{{name: 'colocated_estimator:EngineKiller', marker: {lab.folder / 'killed for good'}}}"
-    )
-    run = lab.train(
-        "colocated lost", *LEARNING, COLOCATED, "rollout.engine.in_process=false", f"algorithm.estimator={killer}",
-        "rollout.engine.restart.limit=0",
+def test_when_none_can_be_started_again_what_was_trained_is_kept(workspace: Workspace) -> None:
+    marker = workspace.folder / "killed for good"
+    killer = f"{{name: 'colocated_estimator:EngineKiller', marker: {marker}}}"
+    run = workspace.train(
+        "colocated lost", *LEARNING, COLOCATED, "rollout.engine.in_process=false",
+        f"algorithm.estimator={killer}", "rollout.engine.restart.limit=0",
     )  # fmt: skip
     assert run.code == 1
     assert run.lines("no engine is left, and none can be started again (rollout.engine.restart)")
     assert run.lines("the run is saved after step 2: continue with --resume")
-    resumed = lab.train("colocated lost", *LEARNING, COLOCATED, "--resume")
+    resumed = workspace.train("colocated lost", *LEARNING, COLOCATED, "--resume")
     assert resumed.code == 0, resumed.err
     assert resumed.result["steps"] == 3
 
 
 @pytest.mark.full
-def test_two_ranks_and_an_engine_of_its_own(lab: Lab, rank_runs: RankRuns) -> None:
+def test_two_ranks_and_an_engine_of_its_own(workspace: Workspace, rank_runs: RankRuns) -> None:
     layout = (
-        heldout(lab),
+        heldout(workspace),
         "policy.parallel.tensor=2",
         "policy.parallel.sequence=true",
         "rollout.engine.in_process=false",
     )
     apart = rank_runs.train("colocated-ranks-apart", *PPO, *layout)
-    together = rank_runs.train("colocated-ranks", *PPO, *layout, COLOCATED)
-    assert (apart.code, together.code) == (0, 0), together.said
-    for row, other in zip(together.rows, apart.rows, strict=True):
+    colocated = rank_runs.train("colocated-ranks", *PPO, *layout, COLOCATED)
+    assert (apart.code, colocated.code) == (0, 0), colocated.said
+    for row, other in zip(colocated.rows, apart.rows, strict=True):
         assert {k: v for k, v in row.items() if not k.startswith(TIMES)} == {
             k: v for k, v in other.items() if not k.startswith(TIMES)
         }

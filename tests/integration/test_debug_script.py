@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from lab import ROOT, Lab
+from workspace import ROOT, Workspace
 
 from rlcore.runs.metrics import read_metrics
 
@@ -15,12 +15,13 @@ COMPOSE = ROOT / "rlcore" / "launch" / "compose.py"
 RECIPE = ROOT / "examples" / "recipes" / "qwen2.5-7b-grpo-2nodes.yaml"
 
 
-def test_a_recipe_runs_in_one_process_under_the_debugger(lab: Lab) -> None:
+def test_a_recipe_runs_in_one_process_under_the_debugger(workspace: Workspace) -> None:
     smaller = [
-        f"model.path={lab.model}", f"data.paths={lab.folder / 'data' / 'train.jsonl'}", "data.label_key=label",
-        "rollout.sampling.max_new_tokens=4", "rollout.filters=[]", "reward.parts={correct: {function: exact_match}}",
-        "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "training.steps=1", "checkpoint.export_hf=false",
-        f"run.dir={lab.folder / 'runs'}", "run.name=debugged",
+        f"model.path={workspace.model}", f"data.paths={workspace.folder / 'data' / 'train.jsonl'}",
+        "data.label_key=label", "rollout.sampling.max_new_tokens=4", "rollout.filters=[]",
+        "reward.parts={correct: {function: exact_match}}", "rollout.prompts_per_step=2",
+        "rollout.samples_per_prompt=2", "training.steps=1", "checkpoint.export_hf=false",
+        f"run.dir={workspace.folder / 'runs'}", "run.name=debugged",
     ]  # fmt: skip
     place = [line.strip() for line in COMPOSE.read_text().splitlines()].index(
         "objective, credit = build_algorithm(config)"
@@ -28,10 +29,12 @@ def test_a_recipe_runs_in_one_process_under_the_debugger(lab: Lab) -> None:
     done = subprocess.run(
         [str(ROOT / "scripts" / "debug.sh"), "--pdb", str(RECIPE), *smaller],
         input=f"tbreak {COMPOSE}:{place}\ncontinue\nprint(process.world_size)\ncontinue\nquit\n",
-        env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=150,
+        env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, timeout=150,
     )  # fmt: skip
     assert f"> {COMPOSE}({place})run_rank()" in done.stdout, done.stdout + done.stderr
     assert "1 cpu rank" in done.stdout
     assert [
-        row["step"] for row in read_metrics(lab.folder / "runs" / "debugged" / "metrics.jsonl")
+        row["step"]
+        for row in read_metrics(workspace.folder / "runs" / "debugged" / "metrics.jsonl")
     ] == [1]

@@ -1,14 +1,12 @@
-"""`run.deterministic: true`: a rerun on the same layout gives the same metrics, samples and
-weights, bit for bit.
-"""
+"""`run.deterministic: true`: a rerun on the same layout is equal bit for bit."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
-from lab import LEARNING
 from rank_runs import RankRuns
+from workspace import LEARNING
 
 from rlcore.config.sections.run import RunConfig
 from rlcore.launch.process import DETERMINISTIC_LIBRARIES, _set_up_torch
@@ -23,8 +21,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_a_rerun_is_bit_equal(rank_runs: RankRuns, layout: str) -> None:
     options = (
-        *LAYOUTS[layout], *LEARNING, "run.deterministic=true", "training.steps=3", "algorithm.minibatches=2",
-        "algorithm.epochs=2", "algorithm.kl.loss_coef=0.01", "checkpoint.every=1",
+        *LAYOUTS[layout], *LEARNING, "run.deterministic=true", "training.steps=3",
+        "algorithm.minibatches=2", "algorithm.epochs=2", "algorithm.kl.loss_coef=0.01",
+        "checkpoint.every=1",
     )  # fmt: skip
     first, second = (
         rank_runs.train(f"deterministic_{layout}_{number}", *options) for number in (1, 2)
@@ -53,9 +52,7 @@ def test_a_rerun_is_bit_equal(rank_runs: RankRuns, layout: str) -> None:
 
 
 def test_the_libraries_of_a_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cuBLAS, NCCL and Transformer Engine read from the environment; a value that the user
-    gave stays.
-    """
+    """The environment of cuBLAS, NCCL and Transformer Engine; a user's value stays."""
     import torch
 
     for name in DETERMINISTIC_LIBRARIES:

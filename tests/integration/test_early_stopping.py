@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lab import LEARNING, Lab, Run
 from rank_runs import RankRuns
 from safetensors.torch import load_file, save_file
+from workspace import LEARNING, Run, Workspace
 
 # k3 is never negative, and the runs are bit-equal up to the step at which they stop.
 SHARED = (*LEARNING, "algorithm.kl.reward_kind=k3", "training.steps=6")
@@ -24,8 +24,8 @@ def armed(target: float) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def completed(lab: Lab) -> Run:
-    return lab.train("armed", *armed(1e6))
+def completed(workspace: Workspace) -> Run:
+    return workspace.train("armed", *armed(1e6))
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,10 @@ def kl(completed: Run) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def stopped(lab: Lab, kl: dict[int, float]) -> Run:
+def stopped(workspace: Workspace, kl: dict[int, float]) -> Run:
     """Stops after step 3: step 2 is exactly at the target."""
-    heldout = f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]"
-    return lab.train("stopped", *armed(kl[2]), heldout, "evaluation.max_prompts=4")
+    heldout = f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]"
+    return workspace.train("stopped", *armed(kl[2]), heldout, "evaluation.max_prompts=4")
 
 
 def test_below_the_target_a_run_completes(completed: Run, kl: dict[int, float]) -> None:
@@ -65,12 +65,14 @@ def test_equal_goes_on_and_above_stops_as_a_success(stopped: Run, kl: dict[int, 
     assert "eval/score" in stopped.rows[3], "the last step of a run is evaluated, however it ends"
 
 
-def test_the_smallest_number_below_trips(lab: Lab, kl: dict[int, float]) -> None:
-    run = lab.train("just above", *armed(math.nextafter(kl[2], 0.0)), "checkpoint.export_hf=false")
+def test_the_smallest_number_below_trips(workspace: Workspace, kl: dict[int, float]) -> None:
+    run = workspace.train(
+        "just above", *armed(math.nextafter(kl[2], 0.0)), "checkpoint.export_hf=false"
+    )
     assert (run.code, run.result["status"], run.result["steps"]) == (0, "early_stopped", 2)
 
 
-def test_an_early_stopped_run_is_saved(stopped: Run, lab: Lab) -> None:
+def test_an_early_stopped_run_is_saved(stopped: Run, workspace: Workspace) -> None:
     from transformers import AutoModelForCausalLM
 
     assert stopped.checkpoint(3).is_dir()
@@ -80,15 +82,15 @@ def test_an_early_stopped_run_is_saved(stopped: Run, lab: Lab) -> None:
     moved = load_file(stopped.folder / "hf" / "model.safetensors")
     assert any(
         not torch.equal(moved[name], tensor)
-        for name, tensor in load_file(lab.model / "model.safetensors").items()
+        for name, tensor in load_file(workspace.model / "model.safetensors").items()
     )
 
 
 def test_resuming_an_early_stopped_run_says_so_and_touches_nothing(
-    lab: Lab, stopped: Run, kl: dict[int, float]
+    workspace: Workspace, stopped: Run, kl: dict[int, float]
 ) -> None:
     before = snapshot(stopped.folder)
-    again = lab.train("stopped", *armed(kl[2]), "--resume")
+    again = workspace.train("stopped", *armed(kl[2]), "--resume")
     assert again.code == 2
     (line,) = again.err.strip().splitlines()
     assert (
@@ -100,10 +102,10 @@ def test_resuming_an_early_stopped_run_says_so_and_touches_nothing(
 
 
 def test_with_a_higher_target_it_goes_on(
-    lab: Lab, stopped: Run, kl: dict[int, float], completed: Run
+    workspace: Workspace, stopped: Run, kl: dict[int, float], completed: Run
 ) -> None:
-    shutil.copytree(stopped.folder, lab.folder / "runs" / "continued")
-    run = lab.train("continued", *armed(kl[6] * 2), "--resume")
+    shutil.copytree(stopped.folder, workspace.folder / "runs" / "continued")
+    run = workspace.train("continued", *armed(kl[6] * 2), "--resume")
     assert (run.code, run.result["status"], run.result["steps"]) == (0, "completed", 6)
     assert [row["step"] for row in run.metrics] == [0, 1, 2, 3, 4, 5, 6]
     assert [run.rows[step]["objective/kl"] for step in (4, 5, 6)] == [kl[4], kl[5], kl[6]]
@@ -111,13 +113,13 @@ def test_with_a_higher_target_it_goes_on(
 
 
 def test_killed_before_its_result_it_only_ends(
-    lab: Lab, stopped: Run, kl: dict[int, float]
+    workspace: Workspace, stopped: Run, kl: dict[int, float]
 ) -> None:
     """The checkpoint is written first: a kill behind it must not train on, nor lose the export."""
-    shutil.copytree(stopped.folder, lab.folder / "runs" / "killed")
-    (lab.folder / "runs" / "killed" / "result.json").unlink()
-    shutil.rmtree(lab.folder / "runs" / "killed" / "hf")
-    run = lab.train("killed", *armed(kl[2]), "--resume")
+    shutil.copytree(stopped.folder, workspace.folder / "runs" / "killed")
+    (workspace.folder / "runs" / "killed" / "result.json").unlink()
+    shutil.rmtree(workspace.folder / "runs" / "killed" / "hf")
+    run = workspace.train("killed", *armed(kl[2]), "--resume")
     assert (run.code, run.result["status"], run.result["steps"]) == (0, "early_stopped", 3)
     assert run.result["objective_kl"] == kl[3]
     assert [row["step"] for row in run.metrics] == [0, 1, 2, 3]
@@ -127,8 +129,10 @@ def test_killed_before_its_result_it_only_ends(
 
 
 @pytest.mark.parametrize("switch", ["'off'", "0"])
-def test_without_the_switch_a_target_is_ignored_in_one_line(lab: Lab, switch: str) -> None:
-    run = lab.train(
+def test_without_the_switch_a_target_is_ignored_in_one_line(
+    workspace: Workspace, switch: str
+) -> None:
+    run = workspace.train(
         "ignored",
         *LEARNING,
         f"training.early_stopping={switch}",
@@ -142,8 +146,8 @@ def test_without_the_switch_a_target_is_ignored_in_one_line(lab: Lab, switch: st
     )
 
 
-def test_no_positive_target_is_refused_before_anything_starts(lab: Lab) -> None:
-    run = lab.train("refused", "training.early_stopping=yes", "training.target_kl=0")
+def test_no_positive_target_is_refused_before_anything_starts(workspace: Workspace) -> None:
+    run = workspace.train("refused", "training.early_stopping=yes", "training.target_kl=0")
     assert run.code == 2
     (line,) = run.err.strip().splitlines()
     assert "training.target_kl" in line
@@ -151,13 +155,13 @@ def test_no_positive_target_is_refused_before_anything_starts(lab: Lab) -> None:
     assert not run.folder.exists()
 
 
-def test_a_kl_that_is_no_number_fails_the_run(lab: Lab) -> None:
-    broken = lab.folder / "broken reference"
-    shutil.copytree(lab.model, broken)
+def test_a_kl_that_is_no_number_fails_the_run(workspace: Workspace) -> None:
+    broken = workspace.folder / "broken reference"
+    shutil.copytree(workspace.model, broken)
     weights = load_file(broken / "model.safetensors")
     weights["model.norm.weight"][0] = math.nan
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    run = lab.train("nan", *armed(0.1), f"reference.path={broken}")
+    run = workspace.train("nan", *armed(0.1), f"reference.path={broken}")
     assert run.code == 1
     (line,) = [line for line in run.err.splitlines() if line.startswith("rlcore:")]
     assert "objective/kl is NaN" in line
@@ -167,12 +171,12 @@ def test_a_kl_that_is_no_number_fails_the_run(lab: Lab) -> None:
     assert not (run.folder / "hf").exists()
 
 
-def test_max_update_kl_ends_the_updates_of_a_step(lab: Lab) -> None:
+def test_max_update_kl_ends_the_updates_of_a_step(workspace: Workspace) -> None:
     several = (*LEARNING, "algorithm.epochs=2", "algorithm.minibatches=2", "training.steps=2")
-    free = lab.train("free", *several)
+    free = workspace.train("free", *several)
     assert [row["train/optimizer_steps"] for row in free.metrics] == [4, 4]
     assert max(row["policy/approxkl_avg"] for row in free.metrics) > 1e-6
-    limited = lab.train("limited", *several, "training.max_update_kl=1e-12")
+    limited = workspace.train("limited", *several, "training.max_update_kl=1e-12")
     assert limited.code == 0
     # The first update of a batch sees a ratio of 1; the second one is the first that can exceed the
     # limit.
@@ -180,12 +184,10 @@ def test_max_update_kl_ends_the_updates_of_a_step(lab: Lab) -> None:
 
 
 def test_all_ranks_stop_at_the_same_step(rank_runs: RankRuns) -> None:
-    """Two data-parallel ranks: the limit of an update and the end of the run are the same for both,
-    or one would hang.
-    """
+    """Two data-parallel ranks reach limit and end together, or one would hang."""
     run = rank_runs.train(
-        "stopped-ranks", *armed(1e-9), "training.max_update_kl=1e-12", "algorithm.minibatches=2", "algorithm.epochs=2",
-        "rollout.engine.in_process=true", "cluster.collective_timeout_s=60",
+        "stopped-ranks", *armed(1e-9), "training.max_update_kl=1e-12", "algorithm.minibatches=2",
+        "algorithm.epochs=2", "rollout.engine.in_process=true", "cluster.collective_timeout_s=60",
     )  # fmt: skip
     assert run.code == 0, run.said
     assert (run.result["status"], run.result["steps"]) == ("early_stopped", 2)

@@ -1,6 +1,4 @@
-"""torchrun starts ranks that failed again (`--max-restarts`): the run goes on from its last
-checkpoint, as if undisturbed.
-"""
+"""torchrun restarts failed ranks (`--max-restarts`): the run continues as if undisturbed."""
 
 from __future__ import annotations
 
@@ -8,15 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from accounts import faults_of
-from lab import LEARNING
+from accounting_checks import accounting_faults
 from rank_runs import Ended, RankRuns
 from safetensors.torch import load_file
 from torchrun_runs import Launched, Launcher
+from workspace import LEARNING
 
 STEPS = 12
 SETTINGS = (
-    "policy.parallel.tensor=2", *LEARNING, "rollout.engine.in_process=true", f"training.steps={STEPS}", "checkpoint.every=3",
+    "policy.parallel.tensor=2", *LEARNING, "rollout.engine.in_process=true",
+    f"training.steps={STEPS}", "checkpoint.every=3",
 )  # fmt: skip
 
 
@@ -91,17 +90,17 @@ def test_a_first_start_on_an_existing_run_stays_refused_however_often_it_is_trie
 def test_a_run_ahead_of_its_trainer_loses_nothing_when_it_is_started_again(
     launcher: Launcher,
 ) -> None:
-    ahead = (
+    asynchronous = (
         "rollout.max_staleness=2",
         "rollout.on_update=retract",
         "algorithm.correction={name: tis}",
     )
-    run = launcher.two_nodes("ahead-comes-back", *SETTINGS, *ahead, restarts=1)
+    run = launcher.two_nodes("async-comes-back", *SETTINGS, *asynchronous, restarts=1)
     run.reach(5)
     run.rank(1).kill()
     assert run.wait() == [0, 0], run.said
     assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
-    assert faults_of(run.folder, steps=STEPS, max_staleness=2) == []
+    assert accounting_faults(run.folder, steps=STEPS, max_staleness=2) == []
     assert run.processes() == []
 
 

@@ -1,6 +1,4 @@
-"""A run whose engine does not sample from the policy that is trained: refused at its first step,
-warned about later.
-"""
+"""A run whose engine does not sample from the trained policy: refused, or warned of later."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from lab import LEARNING, Lab
+from workspace import LEARNING, Workspace
 
 from rlcore.data.generation import Completion, GenerateRequest
 from rollout.engines.embedded.engine import EmbeddedEngine
@@ -39,10 +37,10 @@ def falsify(monkeypatch: pytest.MonkeyPatch, *, from_call: int) -> None:
 
 
 def test_log_probs_of_another_temperature_end_the_run_before_anything_is_trained(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     falsify(monkeypatch, from_call=1)
-    run = lab.train("falsified", *LEARNING)
+    run = workspace.train("falsified", *LEARNING)
     assert run.code == 1
     assert run.result["status"] == "failed"
     (said,) = [line for line in run.err.splitlines() if line.startswith("rlcore: ")]
@@ -52,14 +50,14 @@ def test_log_probs_of_another_temperature_end_the_run_before_anything_is_trained
     assert "rollout.sampling.temperature" in said
     assert not run.metrics
     monkeypatch.undo()
-    assert lab.train("falsified", *LEARNING, "--overwrite").code == 0
+    assert workspace.train("falsified", *LEARNING, "--overwrite").code == 0
 
 
 def test_what_goes_wrong_later_is_a_warning_in_the_steps_that_are_compared(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     falsify(monkeypatch, from_call=2)
-    run = lab.train(
+    run = workspace.train(
         "falsified later",
         *LEARNING,
         *SEVERAL,
@@ -78,19 +76,23 @@ def test_what_goes_wrong_later_is_a_warning_in_the_steps_that_are_compared(
     assert {f"{GAP}_max", f"{GAP}_kl"} < set(run.rows[2])
 
 
-def test_a_resumed_run_compares_its_first_step(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_compares_its_first_step(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = (*LEARNING, *SEVERAL, "checkpoint.every=2")
-    assert lab.train("falsified on resume", *given, "training.steps=2").code == 0
+    assert workspace.train("falsified on resume", *given, "training.steps=2").code == 0
     falsify(monkeypatch, from_call=1)
-    again = lab.train("falsified on resume", *given, "training.steps=4", "--resume")
+    again = workspace.train("falsified on resume", *given, "training.steps=4", "--resume")
     assert again.code == 1
     assert "step 3: log-probs differ from the trainer's: those of engine embedded" in again.err
 
 
-def test_the_comparison_changes_no_bit(lab: Lab) -> None:
+def test_the_comparison_changes_no_bit(workspace: Workspace) -> None:
     """It may cost a pass, which no step of the optimizer sees."""
     often, never = (
-        lab.train(f"compared every {steps}", *LEARNING, f"rollout.engine.logprobs_every={steps}")
+        workspace.train(
+            f"compared every {steps}", *LEARNING, f"rollout.engine.logprobs_every={steps}"
+        )
         for steps in (1, 0)
     )
     for step in (1, 2, 3):

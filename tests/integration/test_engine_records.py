@@ -1,42 +1,45 @@
-"""What the engine records per token: keep-sets under top-p, and the experts of its routers; over
-the wire too, for both.
-"""
+"""The engine's records per token, over HTTP too: sampling masks under top-p, routed experts."""
 
 from __future__ import annotations
 
 import pytest
-from lab import LEARNING, Lab, Run
+from workspace import LEARNING, Run, Workspace
 
 from rlcore.data.sample import Sample
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
 
-TOP_P = (*LEARNING, "rollout.sampling.top_p=0.6", "rollout.sampling.top_k=12", "algorithm.minibatches=2", "training.steps=2",
-         "algorithm.kl.loss_coef=0.1", "algorithm.estimator.name=remax")  # fmt: skip
+TOP_P = (*LEARNING, "rollout.sampling.top_p=0.6", "rollout.sampling.top_k=12",
+         "algorithm.minibatches=2", "training.steps=2", "algorithm.kl.loss_coef=0.1",
+         "algorithm.estimator.name=remax")  # fmt: skip
 KEEP = "policy.logprobs.keep_sets=true"
 GAP = "rollout/train_rollout_logprob_diff"
 LOGPROBS = "rollout_logprobs"
 
 
 @pytest.fixture(scope="module")
-def kept(lab: Lab) -> Run:
-    run = lab.train("keep_sets", *TOP_P, KEEP, "checkpoint.every=1", "checkpoint.keep=9")
+def with_masks(workspace: Workspace) -> Run:
+    run = workspace.train("keep_sets", *TOP_P, KEEP, "checkpoint.every=1", "checkpoint.keep=9")
     assert run.code == 0, run.err
     return run
 
 
-def test_the_trainer_agrees_with_the_engine_on_truncated_responses(lab: Lab, kept: Run) -> None:
-    whole = lab.train("no_keep_sets", *TOP_P, "training.steps=1")
+def test_the_trainer_agrees_with_the_engine_on_truncated_responses(
+    workspace: Workspace, with_masks: Run
+) -> None:
+    whole = workspace.train("no_keep_sets", *TOP_P, "training.steps=1")
     assert whole.lines("trained on as if they came from the whole one")
-    assert all(row[GAP] < 1e-5 for row in kept.metrics)
+    assert all(row[GAP] < 1e-5 for row in with_masks.metrics)
     # The same responses, since they do not depend on what is told of them; over fewer tokens each
     # is more probable.
-    pairs = zip(read_rollouts(kept.rollouts(1)), read_rollouts(whole.rollouts(1)), strict=True)
+    pairs = zip(
+        read_rollouts(with_masks.rollouts(1)), read_rollouts(whole.rollouts(1)), strict=True
+    )
     assert all(
         a["tokens"] == b["tokens"] and sum(a[LOGPROBS]) > sum(b[LOGPROBS]) + 0.1 for a, b in pairs
     )
-    assert kept.rows[1]["policy/entropy_avg"] < whole.rows[1]["policy/entropy_avg"] - 0.1
-    samples = [Sample.from_record(record) for record in read_rollouts(kept.rollouts(2))]
+    assert with_masks.rows[1]["policy/entropy_avg"] < whole.rows[1]["policy/entropy_avg"] - 0.1
+    samples = [Sample.from_record(record) for record in read_rollouts(with_masks.rollouts(2))]
     assert all(
         sample.sampling_mask is not None and sample.sampling_mask.counts.max(initial=0) <= 12
         for sample in samples
@@ -46,27 +49,28 @@ def test_the_trainer_agrees_with_the_engine_on_truncated_responses(lab: Lab, kep
     )
 
 
-def test_a_replay_scores_the_recorded_sets(lab: Lab, kept: Run) -> None:
-    given = ("training.debug=train_only", "training.steps=1", f"training.replay={kept.rollouts(2)}",
-             f"training.replay_from={kept.checkpoint(1)}")  # fmt: skip
-    replay = lab.command(
+def test_a_replay_scores_the_recorded_sets(workspace: Workspace, with_masks: Run) -> None:
+    given = ("training.debug=train_only", "training.steps=1",
+             f"training.replay={with_masks.rollouts(2)}",
+             f"training.replay_from={with_masks.checkpoint(1)}")  # fmt: skip
+    replay = workspace.command(
         "train",
-        str(kept.folder / "config.yaml"),
+        str(with_masks.folder / "config.yaml"),
         "run.name=keep_sets_again",
         *given,
         name="keep_sets_again",
     )
     assert replay.code == 0, replay.err
     for name in (GAP, "loss/policy_avg", "train/grad_norm", "rollout/kl", "policy/entropy_avg"):
-        assert replay.rows[1][name] == kept.rows[2][name], name
-    refused = lab.train("keep_sets_refused", *TOP_P, *given)
+        assert replay.rows[1][name] == with_masks.rows[2][name], name
+    refused = workspace.train("keep_sets_refused", *TOP_P, *given)
     assert refused.code == 2
     assert "recorded with keep_sets: set policy.logprobs.keep_sets to true" in refused.err
 
 
 @pytest.mark.full
-def test_the_experts_of_the_engine_are_replayed(lab: Lab) -> None:
-    folder = lab.folder / "routed"
+def test_the_experts_of_the_engine_are_replayed(workspace: Workspace) -> None:
+    folder = workspace.folder / "routed"
     init_model(
         folder,
         ModelSpec(
@@ -74,7 +78,7 @@ def test_the_experts_of_the_engine_are_replayed(lab: Lab) -> None:
         ),
     )
     model = (f"model.path={folder}", "policy.routing_replay=engine")
-    run = lab.train("routed", *TOP_P, *model, KEEP, "rollout.engine.in_process=false")
+    run = workspace.train("routed", *TOP_P, *model, KEEP, "rollout.engine.in_process=false")
     assert run.code == 0, run.err
     assert all(row[GAP] < 1e-5 for row in run.metrics)
     # Two optimizer steps a batch: the weights of the second are not the engine's any more.
@@ -85,9 +89,9 @@ def test_the_experts_of_the_engine_are_replayed(lab: Lab) -> None:
         for one in samples
     )
     given = ("training.debug=train_only", "training.steps=1", f"training.replay={run.rollouts(1)}")
-    replay = lab.train("routed again", *TOP_P, *model, KEEP, *given)
+    replay = workspace.train("routed again", *TOP_P, *model, KEEP, *given)
     assert replay.code == 0, replay.err
     assert replay.rows[1]["train/grad_norm"] == run.rows[1]["train/grad_norm"]
-    dense = lab.train("dense", *TOP_P, "policy.routing_replay=engine")
+    dense = workspace.train("dense", *TOP_P, "policy.routing_replay=engine")
     assert dense.code == 2
     assert "the qwen3 model has no experts to replay" in dense.err

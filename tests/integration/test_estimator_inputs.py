@@ -1,5 +1,4 @@
-"""What estimators need beyond the outcome reward, in whole runs: greedy baselines, a teacher,
-process rewards.
+"""Inputs of estimators beyond the outcome reward: greedy baselines, a teacher, process rewards.
 
 Each is compared with transformers in float64 on the weights that made the samples.
 """
@@ -13,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from hf_logprobs import logprobs
-from lab import LEARNING, Lab, Run, same
 from rank_runs import Ended, RankRuns
 from torch import Tensor
+from workspace import LEARNING, Run, Workspace, same
 
 from rlcore.data.sample import Sample
 from rlcore.launch.commands.init_model import ALPHABETS, ModelSpec, init_model
@@ -48,23 +47,23 @@ def advantages_of(run: Run | Ended, step: int) -> list[Tensor]:
     ]
 
 
-def policy_before(lab: Lab, run: Run, step: int) -> Path:
+def policy_before(workspace: Workspace, run: Run, step: int) -> Path:
     """A Hugging Face folder of the weights that made the samples of `step`."""
     if step == 1:
-        return lab.model
-    folder = lab.folder / "exports" / run.folder.name / str(step - 1)
+        return workspace.model
+    folder = workspace.folder / "exports" / run.folder.name / str(step - 1)
     if not folder.exists():
-        assert lab.command("export", str(run.checkpoint(step - 1)), str(folder)).code == 0
+        assert workspace.command("export", str(run.checkpoint(step - 1)), str(folder)).code == 0
     return folder
 
 
-def replay(lab: Lab, run: Run, step: int, *arguments: str) -> Run:
+def replay(workspace: Workspace, run: Run, step: int, *arguments: str) -> Run:
     """The same step once more from its recording, on the weights that it was made with."""
     name = f"replay of {run.folder.name} {step}"
     start = (f"training.replay_from={run.checkpoint(step - 1)}",) if step > 1 else ()
-    return lab.command(
-        "train", str(run.folder / "config.yaml"), f"run.name={name}", "training.debug=train_only", "training.steps=1",
-        f"training.replay={run.rollouts(step)}", *start, *arguments, name=name,
+    return workspace.command(
+        "train", str(run.folder / "config.yaml"), f"run.name={name}", "training.debug=train_only",
+        "training.steps=1", f"training.replay={run.rollouts(step)}", *start, *arguments, name=name,
     )  # fmt: skip
 
 
@@ -72,8 +71,8 @@ def replay(lab: Lab, run: Run, step: int, *arguments: str) -> Run:
 
 
 @pytest.fixture(scope="module")
-def remax(lab: Lab) -> Run:
-    return lab.train("remax", *REMAX)
+def remax(workspace: Workspace) -> Run:
+    return workspace.train("remax", *REMAX)
 
 
 @torch.no_grad()
@@ -101,11 +100,13 @@ def prompt_of(sample: Sample) -> tuple[int, ...]:
     return tuple(sample.tokens[sample.loss_mask == 0].tolist())
 
 
-def assert_baselines(lab: Lab, run: Run | Ended, step: int, policy: Path) -> list[float]:
+def assert_baselines(
+    workspace: Workspace, run: Run | Ended, step: int, policy: Path
+) -> list[float]:
     samples = samples_of(run, step)
     assert len(samples) == 16, "the greedy responses are not among the samples"
     expected = greedy_rewards(
-        policy, lab.reward_model, list(dict.fromkeys(map(prompt_of, samples)))
+        policy, workspace.reward_model, list(dict.fromkeys(map(prompt_of, samples)))
     )
     assert len(set(expected.values())) > 1
     baselines = []
@@ -119,47 +120,47 @@ def assert_baselines(lab: Lab, run: Run | Ended, step: int, policy: Path) -> lis
     return baselines
 
 
-def test_the_baseline_is_the_reward_of_the_greedy_response(lab: Lab, remax: Run) -> None:
+def test_the_baseline_is_the_reward_of_the_greedy_response(
+    workspace: Workspace, remax: Run
+) -> None:
     assert remax.code == 0, remax.err
     for step in (1, 2, 3):
-        baselines = assert_baselines(lab, remax, step, policy_before(lab, remax, step))
+        baselines = assert_baselines(workspace, remax, step, policy_before(workspace, remax, step))
         row = remax.rows[step]
         assert same(row["rollout/baseline_reward"], float(np.mean(baselines)))
         assert row["episode"] == 16 * step
         assert row["train/grad_norm"] > 0.0
 
 
-def test_other_estimators_cost_no_greedy_response(lab: Lab, remax: Run) -> None:
+def test_other_estimators_cost_no_greedy_response(workspace: Workspace, remax: Run) -> None:
     """And a recording without baselines cannot be replayed with an estimator that needs them."""
-    grpo = lab.train("grpo", *LEARNING, "training.steps=1", "checkpoint.export_hf=false")
+    grpo = workspace.train("grpo", *LEARNING, "training.steps=1", "checkpoint.export_hf=false")
     assert all(sample.baseline_reward is None for sample in samples_of(grpo, 1))
     assert "rollout/baseline_reward" not in grpo.rows[1]
-    refused = replay(lab, grpo, 1, "algorithm.estimator.name=remax")
+    refused = replay(workspace, grpo, 1, "algorithm.estimator.name=remax")
     assert refused.code == 2
     assert "was recorded without the greedy baselines" in refused.err
     assert not refused.folder.exists()
 
 
 def unversioned(run: Run, step: int) -> list[dict[str, Any]]:
-    """The records, but for the versions: those count publications, of which a resumed run makes one
-    more.
-    """
+    """Drop the versions, which count publications: a resumed run makes one more."""
     return [
         {key: value for key, value in record.items() if "version" not in key}
         for record in records_of(run, step)
     ]
 
 
-def test_a_resumed_run_has_the_same_baselines(lab: Lab, remax: Run) -> None:
-    lab.train("remax again", *REMAX, "training.steps=1")
-    resumed = lab.train("remax again", *REMAX, "--resume")
+def test_a_resumed_run_has_the_same_baselines(workspace: Workspace, remax: Run) -> None:
+    workspace.train("remax again", *REMAX, "training.steps=1")
+    resumed = workspace.train("remax again", *REMAX, "--resume")
     assert resumed.code == 0, resumed.err
     for step in (2, 3):
         assert unversioned(resumed, step) == unversioned(remax, step)
 
 
-def test_a_replay_knows_the_baselines(lab: Lab, remax: Run) -> None:
-    again = replay(lab, remax, 2)
+def test_a_replay_knows_the_baselines(workspace: Workspace, remax: Run) -> None:
+    again = replay(workspace, remax, 2)
     assert again.code == 0, again.err
     for name in (
         "rollout/baseline_reward",
@@ -174,16 +175,16 @@ def test_a_replay_knows_the_baselines(lab: Lab, remax: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def warm(lab: Lab) -> Path:
+def warm(workspace: Workspace) -> Path:
     """A model of the policy's architecture that has learnt a little addition."""
-    run = lab.sft("warm", "training.steps=40", "policy.optimizer.lr=1e-2")
+    run = workspace.sft("warm", "training.steps=40", "policy.optimizer.lr=1e-2")
     assert run.code == 0, run.err
     return run.folder / "hf"
 
 
 @pytest.fixture(scope="module")
-def larger(lab: Lab) -> Path:
-    folder = lab.folder / "larger"
+def larger(workspace: Workspace) -> Path:
+    folder = workspace.folder / "larger"
     init_model(
         folder,
         ModelSpec(hidden=48, layers=3, heads=4, kv_heads=4, intermediate=80, tied=False, seed=9),
@@ -194,9 +195,7 @@ def larger(lab: Lab) -> Path:
 def assert_taught(
     run: Run | Ended, step: int, policy: Path, teacher: Path, *, temperature: float = 1.0
 ) -> None:
-    """With `ALONE` and a coefficient of 0.5: the token's own reward, and the outcome on the last
-    token.
-    """
+    """With `ALONE` and a coefficient of 0.5: the token's reward, and the outcome on the last."""
     samples = samples_of(run, step)
     own = logprobs(policy, samples, temperature)
     taught = logprobs(teacher, samples, temperature)
@@ -219,12 +218,16 @@ def assert_taught(
     ],
 )
 def test_each_token_earns_what_the_teacher_thinks_of_it(
-    lab: Lab, teacher: str, offload: bool, temperature: float, request: pytest.FixtureRequest
+    workspace: Workspace,
+    teacher: str,
+    offload: bool,
+    temperature: float,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """coef x (teacher - policy), and the outcome on the last token; tempered as the samples were."""
+    """coef x (teacher - policy), and the outcome on the last token; tempered as the samples."""
     folder: Path = request.getfixturevalue(teacher)
     distil = (f"teacher={{path: {folder}, offload: {offload}}}", "algorithm.distillation.coef=0.5")
-    run = lab.train(
+    run = workspace.train(
         f"taught by {teacher} {offload}",
         *ALONE,
         *distil,
@@ -233,16 +236,18 @@ def test_each_token_earns_what_the_teacher_thinks_of_it(
     assert run.code == 0, run.err
     assert run.lines("models     policy + teacher")
     for step in (1, 3):
-        assert_taught(run, step, policy_before(lab, run, step), folder, temperature=temperature)
+        assert_taught(
+            run, step, policy_before(workspace, run, step), folder, temperature=temperature
+        )
     if teacher == "larger":
-        again = replay(lab, run, 3)
+        again = replay(workspace, run, 3)
         assert again.code == 0, again.err
         assert again.rows[1]["loss/policy_avg"] == run.rows[3]["loss/policy_avg"]
 
 
 @pytest.mark.full
 def test_ranks_share_the_teacher_as_they_do_the_policy(
-    lab: Lab, rank_runs: RankRuns, larger: Path
+    workspace: Workspace, rank_runs: RankRuns, larger: Path
 ) -> None:
     """Two ranks, tensor-parallel; the teacher is offloaded, the engine is a process of its own."""
     distil = (f"teacher={{path: {larger}, offload: true}}", "algorithm.distillation.coef=0.5")
@@ -250,21 +255,22 @@ def test_ranks_share_the_teacher_as_they_do_the_policy(
         "taught ranks", *ALONE, *distil, "policy.parallel.tensor=2", "training.steps=2"
     )
     assert run.code == 0, run.said
-    assert_taught(run, 1, lab.model, larger)
+    assert_taught(run, 1, workspace.model, larger)
     remax = rank_runs.train("remax ranks", *REMAX, "policy.parallel.tensor=2", "training.steps=1")
     assert remax.code == 0, remax.said
-    assert_baselines(lab, remax, 1, lab.model)
+    assert_baselines(workspace, remax, 1, workspace.model)
 
 
-def test_the_policy_learns_from_the_teacher_alone(lab: Lab, warm: Path) -> None:
+def test_the_policy_learns_from_the_teacher_alone(workspace: Workspace, warm: Path) -> None:
     """With a reward of weight 0: the KL to the teacher on the policy's own samples falls."""
     distil = (
         f"teacher.path={warm}",
         "algorithm.distillation.coef=1.0",
         "reward.parts.liked.weight=0",
     )
-    run = lab.train("student", "policy.optimizer.lr=1e-2", *distil, "algorithm.estimator={name: reinforce++, gamma: 0.0}",
-                    "training.steps=40", "rollout.prompts_per_step=8", "algorithm.normalize_advantages=none",
+    run = workspace.train("student", "policy.optimizer.lr=1e-2", *distil,
+                    "algorithm.estimator={name: reinforce++, gamma: 0.0}", "training.steps=40",
+                    "rollout.prompts_per_step=8", "algorithm.normalize_advantages=none",
                     "checkpoint.export_hf=false")  # fmt: skip
     assert run.code == 0, run.err
 
@@ -278,12 +284,12 @@ def test_the_policy_learns_from_the_teacher_alone(lab: Lab, warm: Path) -> None:
     assert last < 0.5 * first, (first, last)
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(lab: Lab, tmp_path: Path) -> None:
+def test_a_teacher_of_another_vocabulary_is_refused(workspace: Workspace, tmp_path: Path) -> None:
     init_model(
         tmp_path / "other",
         ModelSpec(alphabet=ALPHABETS["ascii"], hidden=32, layers=2, heads=4, kv_heads=2),
     )
-    refused = lab.train(
+    refused = workspace.train(
         "other vocabulary",
         *ALONE,
         f"teacher.path={tmp_path / 'other'}",
@@ -316,11 +322,11 @@ class Digits(SingleTurn):
 
 
 def test_process_rewards_of_a_workflow_reach_the_estimator(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "process.py").write_text(WORKFLOW)
     monkeypatch.syspath_prepend(tmp_path)
-    run = lab.train("process", *ALONE, "rollout.workflow=process:Digits")
+    run = workspace.train("process", *ALONE, "rollout.workflow=process:Digits")
     assert run.code == 0, run.err
     rewarded = 0
     for sample, advantages in zip(samples_of(run, 2), advantages_of(run, 2), strict=True):
@@ -331,5 +337,5 @@ def test_process_rewards_of_a_workflow_reach_the_estimator(
         assert torch.allclose(advantages, expected, atol=1e-6)
         assert (sample.token_rewards is None) == (sample.index % 2 == 1)
     assert rewarded > 3
-    again = replay(lab, run, 2)
+    again = replay(workspace, run, 2)
     assert again.rows[1]["loss/policy_avg"] == run.rows[2]["loss/policy_avg"]

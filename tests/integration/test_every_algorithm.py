@@ -1,13 +1,11 @@
-"""Each estimator and each policy loss that ships takes a real step: through the engine, the ranks
-and the optimizer.
-"""
+"""Each estimator and each policy loss takes a real step, with engine, ranks and optimizer."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from lab import Lab
+from workspace import Workspace
 
 from rlcore.algorithms import metric_spec, policy_loss_names
 from rlcore.config.derived import GROUP_ESTIMATORS, SHAPED_REWARDS
@@ -21,12 +19,13 @@ PAIRS = [
 
 # Two mini-batches, twice: the last three optimizer steps see a policy that has moved. Nothing is
 # clipped away at once.
-STEPS = ("training.steps=1", "algorithm.epochs=2", "algorithm.minibatches=2", "algorithm.kl.loss_coef=0.01",
-         "algorithm.kl.loss_unbiased=true", "checkpoint.export_hf=false")  # fmt: skip
+STEPS = ("training.steps=1", "algorithm.epochs=2", "algorithm.minibatches=2",
+         "algorithm.kl.loss_coef=0.01", "algorithm.kl.loss_unbiased=true",
+         "checkpoint.export_hf=false")  # fmt: skip
 
 
 @pytest.mark.parametrize(("estimator", "loss"), PAIRS)
-def test_a_step(lab: Lab, estimator: str, loss: str) -> None:
+def test_a_step(workspace: Workspace, estimator: str, loss: str) -> None:
     corrected = (
         ()
         if loss == "decoupled_ppo"
@@ -34,7 +33,7 @@ def test_a_step(lab: Lab, estimator: str, loss: str) -> None:
     )
     shaped = ("algorithm.kl.reward_coef=0.05",) if estimator in SHAPED_REWARDS else ()
     named = (f"algorithm.estimator.name={estimator}", f"algorithm.loss.name={loss}")
-    run = lab.train(f"{estimator} {loss}", *STEPS, *named, *corrected, *shaped)
+    run = workspace.train(f"{estimator} {loss}", *STEPS, *named, *corrected, *shaped)
     assert run.code == 0, run.err
     (row,) = run.metrics
     assert row["train/optimizer_steps"] == 4

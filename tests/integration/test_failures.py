@@ -1,6 +1,4 @@
-"""A worker that dies or hangs ends the run: its rank, the end of its log, a non-zero exit within a
-deadline, and no orphan.
-"""
+"""A worker that dies or hangs ends the run in time, with its rank and log, and no orphan."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from lab import Lab
 from rank_runs import Act, Ended, Going, RankRuns, to_child, to_rank
+from workspace import Workspace
 
 FOREVER = ("training.steps=100000", "policy.parallel.tensor=2")
 IN_PROCESS = ("rollout.engine.in_process=true",)  # no engine process to start: quicker
@@ -21,9 +19,7 @@ COLLECTIVE_S = 3
 
 
 def assert_failed(run: Ended, *says: str, within_s: float, reason: str = "") -> None:
-    """Exit code 1, `says` on the terminal and `reason` in result.json, in time, and nothing left
-    behind.
-    """
+    """Assert exit code 1 in time, `says` on the terminal, `reason` in result.json, no orphan."""
     assert run.code == 1, run.said
     for text in says:
         assert text in run.said
@@ -35,7 +31,7 @@ def assert_failed(run: Ended, *says: str, within_s: float, reason: str = "") -> 
 
 
 def last_lines(run: Ended, rank: int) -> list[str]:
-    """What the terminal shows of a rank's log; the report is the last thing there."""
+    """Return the lines that the terminal shows of a rank's log, up to the end of the report."""
     head = f"the last lines of {run.folder / 'logs' / f'rank_{rank}.log'}:"
     assert head in run.said, run.said
     return [line.strip() for line in run.said.partition(head)[2].strip().splitlines()]
@@ -75,12 +71,12 @@ def test_a_rank_that_is_stopped(rank_runs: RankRuns, rank: int) -> None:
 
 def test_an_exception_on_one_rank(rank_runs: RankRuns) -> None:
     run = rank_runs.train(
-        "raises", *FOREVER, *IN_PROCESS, "algorithm.loss={name: 'failing_parts:Rank1Raises'}"
+        "raises", *FOREVER, *IN_PROCESS, "algorithm.loss={name: 'failing_plugins:Rank1Raises'}"
     )
     assert_failed(
         run,
         "rank 1 failed: ArithmeticError: only rank 1 sees this (",
-        "failing_parts.py",
+        "failing_plugins.py",
         within_s=30,
     )
     shown = last_lines(run, 1)
@@ -93,9 +89,9 @@ def test_an_exception_on_one_rank(rank_runs: RankRuns) -> None:
 
 @pytest.mark.full
 def test_a_rank_that_others_wait_for_shows_where_it_is(rank_runs: RankRuns) -> None:
-    """It beats, since its interpreter runs: what ends the wait is the deadline of the collective."""
+    """Its heartbeat goes on: the deadline of the collective ends the wait."""
     run = rank_runs.train(
-        "hangs", *FOREVER, *IN_PROCESS, "algorithm.loss={name: 'failing_parts:Rank1Hangs'}",
+        "hangs", *FOREVER, *IN_PROCESS, "algorithm.loss={name: 'failing_plugins:Rank1Hangs'}",
         f"cluster.collective_timeout_s={COLLECTIVE_S}",
     )  # fmt: skip
     waited = (
@@ -103,7 +99,7 @@ def test_a_rank_that_others_wait_for_shows_where_it_is(rank_runs: RankRuns) -> N
     )
     assert_failed(run, waited, within_s=COLLECTIVE_S + 30)
     assert "trainer rank 1 failed: it did not come to where the others waited for it" in run.said
-    assert any("failing_parts.py" in line and "in fail" in line for line in last_lines(run, 1))
+    assert any("failing_plugins.py" in line and "in fail" in line for line in last_lines(run, 1))
 
 
 @pytest.mark.full
@@ -112,7 +108,7 @@ def test_a_plugin_that_raises_on_rank_0(rank_runs: RankRuns) -> None:
         "estimator",
         *FOREVER,
         *IN_PROCESS,
-        "algorithm.estimator={name: 'failing_parts:RaisesInStep2'}",
+        "algorithm.estimator={name: 'failing_plugins:RaisesInStep2'}",
     )
     assert run.code == 1
     assert run.result["status"] == "failed"
@@ -145,7 +141,8 @@ def test_without_an_engine_the_run_saves_and_ends(
     run = rank_runs.train(
         f"engine-{number.name}", *FOREVER, "rollout.engine.restart.limit=0",
         f"rollout.engine.request_timeout_s={REQUEST_S}",
-        "rollout.engine.update_timeout_s=10", act=to_child("rollout.engines.embedded.server", number),
+        "rollout.engine.update_timeout_s=10",
+        act=to_child("rollout.engines.embedded.server", number),
     )  # fmt: skip
     assert_failed(run, says, "engine engine-0", within_s=within_s)
     assert "Traceback" not in run.said
@@ -165,7 +162,8 @@ def test_without_an_engine_the_run_saves_and_ends(
 def test_an_engine_that_is_killed_comes_back_with_the_weights(rank_runs: RankRuns) -> None:
     """The only engine: both ranks wait for rollouts when it gets the version at hand once more."""
     run = rank_runs.train(
-        "engine-returns", "policy.parallel.tensor=2", "training.steps=12", "rollout.engine.restart.backoff_s=0.1",
+        "engine-returns", "policy.parallel.tensor=2", "training.steps=12",
+        "rollout.engine.restart.backoff_s=0.1",
         act=to_child("rollout.engines.embedded.server", signal.SIGKILL), after_steps=1,
     )  # fmt: skip
     assert run.code == 0, run.said
@@ -180,8 +178,8 @@ def test_an_engine_that_is_killed_comes_back_with_the_weights(rank_runs: RankRun
 @pytest.mark.full
 def test_a_reward_worker_that_is_killed_is_replaced(rank_runs: RankRuns) -> None:
     run = rank_runs.train(
-        "reward-worker", *IN_PROCESS, "policy.parallel.tensor=2", "training.steps=6", "reward.workers=1",
-        "rollout.prompts_per_step=2", "rollout.samples_per_prompt=4",
+        "reward-worker", *IN_PROCESS, "policy.parallel.tensor=2", "training.steps=6",
+        "reward.workers=1", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=4",
         "reward.parts={slow: {function: 'failing_rewards:slow'}}", after_steps=1,
         act=to_child("rewards.worker", signal.SIGKILL),
     )  # fmt: skip
@@ -206,7 +204,7 @@ def to_supervisor(number: signal.Signals, *, after_s: float = 0.0) -> Act:
 
 def test_nothing_outlives_a_supervisor_that_is_killed(rank_runs: RankRuns) -> None:
     """Not even ranks that are stuck: one in its plugin, the other in a collective."""
-    hanging = "algorithm.loss={name: 'failing_parts:Rank1Hangs'}"
+    hanging = "algorithm.loss={name: 'failing_plugins:Rank1Hangs'}"
     run = rank_runs.train(
         "orphaned", *FOREVER, *IN_PROCESS, hanging, act=to_supervisor(signal.SIGKILL, after_s=1)
     )
@@ -248,12 +246,12 @@ def bad_row(folder: Path) -> str:
     ],
 )
 def test_bad_input_is_said_once(
-    rank_runs: RankRuns, lab: Lab, tmp_path: Path, kind: str, says: str
+    rank_runs: RankRuns, workspace: Workspace, tmp_path: Path, kind: str, says: str
 ) -> None:
     wrong = {
         "seen by rank 0": bad_row(tmp_path),
         "seen by every rank": "policy.megatron.num_layrs=2",
-        "seen while the run goes": "rollout.filters=['failing_parts:drops_all']",
+        "seen while the run goes": "rollout.filters=['failing_plugins:drops_all']",
     }[kind]
     run = rank_runs.train(
         "bad-input", "policy.parallel.tensor=2", *IN_PROCESS, wrong, "--overwrite"

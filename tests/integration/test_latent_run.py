@@ -1,6 +1,4 @@
-"""A whole run of a DeepSeek-V3: its engine, its reference and its export all have the bias of its
-routers.
-"""
+"""A run of a DeepSeek-V3: engine, reference and export all have the bias of its routers."""
 
 from __future__ import annotations
 
@@ -8,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lab import Lab
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from workspace import Workspace
 
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 
@@ -42,12 +40,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("dtype", "distance"), [("fp32", 1e-5), pytest.param("bf16", 0.05, marks=pytest.mark.full)]
 )
-def test_engine_and_trainer_agree_step_after_step(dtype: str, distance: float, lab: Lab) -> None:
-    folder = lab.folder / f"latent_{dtype}"
+def test_engine_and_trainer_agree_step_after_step(
+    dtype: str, distance: float, workspace: Workspace
+) -> None:
+    folder = workspace.folder / f"latent_{dtype}"
     write(folder, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
-    run = lab.train(
-        f"latent {dtype}", f"model.path={folder}", f"model.dtype={dtype}", "policy.optimizer.lr=1e-2",
-        "algorithm.kl.loss_coef=0.01",
+    run = workspace.train(
+        f"latent {dtype}", f"model.path={folder}", f"model.dtype={dtype}",
+        "policy.optimizer.lr=1e-2", "algorithm.kl.loss_coef=0.01",
     )  # fmt: skip
     assert run.code == 0, run.err
     assert len(run.metrics) == 3

@@ -1,6 +1,4 @@
-"""`rlcore ledger` on real runs: it balances after every kill and every resume, and says what does
-not where it does not.
-"""
+"""`rlcore ledger` on real runs: it balances after kills and resumes, or names what does not."""
 
 from __future__ import annotations
 
@@ -24,8 +22,10 @@ from tests.integration.resume_runs import STEPS, UPDATES, Ended, Runs
 # Where a run dies, by what a resume then finds: nothing, a step that was begun, a checkpoint that
 # was begun, or everything.
 KILLS: dict[str, list[dict[str, Any]]] = {
-    "before_a_checkpoint": [{"point": "rollouts", "call": 2}, {"point": "version", "call": 2, "after": True}],
-    "inside_a_step": [{"point": "rollouts", "call": 4, "after": True}, {"point": "samples", "call": 1}],
+    "before_a_checkpoint": [{"point": "rollouts", "call": 2},
+                            {"point": "version", "call": 2, "after": True}],
+    "inside_a_step": [{"point": "rollouts", "call": 4, "after": True},
+                      {"point": "samples", "call": 1}],
     "around_a_checkpoint": [
         # step 2 has consumed its draws, nobody says so
         {"point": "journal cut", "call": 2},
@@ -33,7 +33,8 @@ KILLS: dict[str, list[dict[str, Any]]] = {
         {"point": "commit", "call": 2, "after": True},
     ],
     "in_a_line": [{"point": "torn ledger", "call": 12}, {"point": "torn ledger", "call": 3}],
-    "in_a_resume": [{"point": "update", "call": 2 * UPDATES + 1}, {"point": "journal start", "call": 1, "after": True}],
+    "in_a_resume": [{"point": "update", "call": 2 * UPDATES + 1},
+                    {"point": "journal start", "call": 1, "after": True}],
 }  # fmt: skip
 
 
@@ -97,10 +98,8 @@ def test_killed_and_resumed(runs: Runs, whole: Ended, where: str) -> None:
 
 
 def test_killed_while_generation_runs_ahead(runs: Runs) -> None:
-    """Groups are in flight and in the buffer at every kill; those in the buffer of the checkpoint
-    are trained on after all.
-    """
-    ahead = ("rollout.max_staleness=2", "rollout.oversample=1")
+    """Groups are in flight and buffered at every kill; buffered ones of the checkpoint are used."""
+    asynchronous = ("rollout.max_staleness=2", "rollout.oversample=1")
     trained = 0
     saved: list[int] = []
     for number, kill in enumerate((
@@ -111,18 +110,18 @@ def test_killed_while_generation_runs_ahead(runs: Runs) -> None:
         {"point": "state", "call": 1, "after": True},
         {"point": "commit", "call": 1, "after": True},
     )):  # fmt: skip
-        ended = runs.train("ahead", *ahead, resume=number > 0, at=kill)
+        ended = runs.train("async", *asynchronous, resume=number > 0, at=kill)
         assert ended.killed, (kill, ended.output)
-        trained += balanced(runs.path("ahead")).recorded
-        found = latest_checkpoint(runs.path("ahead") / "checkpoints")
+        trained += balanced(runs.path("async")).recorded
+        found = latest_checkpoint(runs.path("async") / "checkpoints")
         assert found is not None
         saved += [group["draw"] for group in found.state["source"]["ahead"]["groups"]]
-    runs.finish("ahead", *ahead)
-    told = balanced(runs.path("ahead"))
+    runs.finish("async", *asynchronous)
+    told = balanced(runs.path("async"))
     assert (told.steps, told.checkpoint, told.recorded) == (STEPS, STEPS, STEPS)
     assert told.states["consumed"] == 3 * STEPS
     assert told.rewound > 0
-    history = read_journal(runs.path("ahead") / "ledger.jsonl")
+    history = read_journal(runs.path("async") / "ledger.jsonl")
     assert saved
     for draw in saved:
         life = [
@@ -132,10 +131,10 @@ def test_killed_while_generation_runs_ahead(runs: Runs) -> None:
     # some steps were done more than once
     assert trained > STEPS
     # Another bound from here on; steps before it are held to theirs.
-    runs.finish("ahead", "rollout.max_staleness=0", f"training.steps={STEPS + 1}")
-    told = balanced(runs.path("ahead"))
+    runs.finish("async", "rollout.max_staleness=0", f"training.steps={STEPS + 1}")
+    told = balanced(runs.path("async"))
     assert (told.steps, told.states["consumed"]) == (STEPS + 1, 3 * (STEPS + 1))
-    bounds = read_journal(runs.path("ahead") / "ledger.jsonl").bounds
+    bounds = read_journal(runs.path("async") / "ledger.jsonl").bounds
     assert bounds == dict.fromkeys(range(1, STEPS + 1), 2) | {STEPS + 1: 0}
 
 

@@ -1,6 +1,4 @@
-"""Debug modes, replays, evaluation, export, supervised fine-tuning, reward models: each through the
-whole loop.
-"""
+"""Debug modes, replays, evaluation, export, SFT and reward models, each in a whole run."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import zstandard
-from lab import LEARNING, Lab, Run, same
 from safetensors.torch import load_file
+from workspace import LEARNING, Run, Workspace, same
 
 from rlcore.algorithms import METRICS, metric_spec
 from rlcore.data.sample import Sample
@@ -30,8 +28,8 @@ EVERY_WEIGHT = ("checkpoint.every=1", "checkpoint.keep=9")
 PROMPTS = "evaluation.max_prompts=8"
 
 
-def heldout(lab: Lab) -> str:
-    return f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]"
+def heldout(workspace: Workspace) -> str:
+    return f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]"
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -43,30 +41,34 @@ def samples_of(run: Run, step: int) -> list[Sample]:
 
 
 @pytest.fixture(scope="module")
-def trained(lab: Lab) -> Run:
+def trained(workspace: Workspace) -> Run:
     """GRPO with a checkpoint of every step and evaluations before, during and after."""
-    return lab.train(
-        "trained", *LEARNING, *EVERY_WEIGHT, heldout(lab), PROMPTS, "evaluation.every=2"
+    return workspace.train(
+        "trained", *LEARNING, *EVERY_WEIGHT, heldout(workspace), PROMPTS, "evaluation.every=2"
     )
 
 
 @pytest.fixture(scope="module")
-def with_critic(lab: Lab) -> Run:
-    """PPO from a reward model, two optimizer steps a batch, KL in reward and loss, entropy bonus."""
+def with_critic(workspace: Workspace) -> Run:
+    """PPO from a reward model: two optimizer steps, KL in reward and loss, entropy bonus."""
     terms = (
         "algorithm.kl.reward_coef=0.1",
         "algorithm.kl.loss_coef=0.1",
         "algorithm.entropy_coef=0.01",
     )
-    critic = (f"critic.path={lab.reward_model}", "critic.value_clip=0.5", "algorithm.minibatches=2")
-    return lab.train("critic", *LEARNING, *EVERY_WEIGHT, *PPO, *terms, *critic)
+    critic = (
+        f"critic.path={workspace.reward_model}",
+        "critic.value_clip=0.5",
+        "algorithm.minibatches=2",
+    )
+    return workspace.train("critic", *LEARNING, *EVERY_WEIGHT, *PPO, *terms, *critic)
 
 
 # --- debug modes ----------------------------------------------------------------------------------
 
 
-def test_rollout_only_generates_and_scores_and_trains_nothing(lab: Lab) -> None:
-    run = lab.train(
+def test_rollout_only_generates_and_scores_and_trains_nothing(workspace: Workspace) -> None:
+    run = workspace.train(
         "rollouts", *LEARNING, "training.debug=rollout_only", "algorithm.kl.monitor=true"
     )
     assert (run.code, run.result["status"], run.result["steps"]) == (0, "completed", 3)
@@ -82,15 +84,16 @@ def test_rollout_only_generates_and_scores_and_trains_nothing(lab: Lab) -> None:
             name.startswith(("loss/", "policy/", "train/", "time/training")) for name in row
         )
     assert all(len(samples_of(run, step)) == 16 for step in (1, 2, 3))
-    before = weights(lab.model)
+    before = weights(workspace.model)
     after = weights(run.folder / "hf")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def training_metrics(row: dict[str, Any]) -> dict[str, Any]:
-    """All but the clock, the counters of the run, and what only an engine and its rewards can tell."""
-    others = ("time/", "perf/", "episode", "epoch", "step", "eval/", "rollout/requeued", "rollout/excluded", "rollout/reward_e",
-              "rollout/reward_t", "rollout/engine", "rollout/retried", "rollout/resumed")  # fmt: skip
+    """Drop clocks, counters of the run, and what only an engine and its rewards can tell."""
+    others = ("time/", "perf/", "episode", "epoch", "step", "eval/", "rollout/requeued",
+              "rollout/excluded", "rollout/reward_e", "rollout/reward_t", "rollout/engine",
+              "rollout/retried", "rollout/resumed")  # fmt: skip
     return {name: value for name, value in row.items() if not name.startswith(others)}
 
 
@@ -98,16 +101,15 @@ def training_metrics(row: dict[str, Any]) -> dict[str, Any]:
     ("source", "step"), [("trained", 2), ("with_critic", 2), ("with_critic", 3)]
 )
 def test_a_replayed_step_is_the_step(
-    lab: Lab, source: str, step: int, request: pytest.FixtureRequest
+    workspace: Workspace, source: str, step: int, request: pytest.FixtureRequest
 ) -> None:
-    """Bit for bit, on the checkpoint before it: weights, optimizer, critic and the cut into
-    mini-batches are the same.
-    """
+    """Bit for bit, from the checkpoint before: weights, optimizer, critic, mini-batches."""
     run: Run = request.getfixturevalue(source)
     name = f"replay of {source} {step}"
-    replay = lab.command(
-        "train", str(run.folder / "config.yaml"), f"run.name={name}", "training.debug=train_only", "training.steps=1",
-        f"training.replay={run.rollouts(step)}", f"training.replay_from={run.checkpoint(step - 1)}", name=name,
+    replay = workspace.command(
+        "train", str(run.folder / "config.yaml"), f"run.name={name}", "training.debug=train_only",
+        "training.steps=1", f"training.replay={run.rollouts(step)}",
+        f"training.replay_from={run.checkpoint(step - 1)}", name=name,
     )  # fmt: skip
     assert replay.code == 0, replay.err
     again = training_metrics(replay.rows[1])
@@ -119,16 +121,14 @@ def test_a_replayed_step_is_the_step(
     ]
 
 
-def test_a_step_is_trained_on_again_and_again(lab: Lab, trained: Run) -> None:
-    """From the run's initial weights, with no engine: the policy moves away from the one that made
-    the samples.
-    """
+def test_a_step_is_trained_on_again_and_again(workspace: Workspace, trained: Run) -> None:
+    """It starts from the initial weights, without an engine: the policy leaves the samples'."""
     again = (
         "training.debug=train_only",
         f"training.replay={trained.rollouts(1)}",
         "training.steps=6",
     )
-    replay = lab.train("again", *LEARNING, *again)
+    replay = workspace.train("again", *LEARNING, *again)
     assert replay.code == 0, replay.err
     losses = [row["loss/policy_avg"] for row in replay.metrics]
     assert losses[0] == trained.rows[1]["loss/policy_avg"]
@@ -137,7 +137,9 @@ def test_a_step_is_trained_on_again_and_again(lab: Lab, trained: Run) -> None:
     assert not (replay.folder / "versions.jsonl").exists()
 
 
-def test_a_replay_that_cannot_be_says_so(lab: Lab, trained: Run, tmp_path: Path) -> None:
+def test_a_replay_that_cannot_be_says_so(
+    workspace: Workspace, trained: Run, tmp_path: Path
+) -> None:
     (tmp_path / "damaged.jsonl.zst").write_bytes(trained.rollouts(1).read_bytes()[:100])
     other = tmp_path / "other.jsonl.zst"
     other.write_bytes(zstandard.compress(b'{"prompt": "12+34="}\n'))
@@ -157,7 +159,7 @@ def test_a_replay_that_cannot_be_says_so(lab: Lab, trained: Run, tmp_path: Path)
         (["training.debug=train_only"], "training.replay"),
         ([f"training.replay_from={trained.folder}"], "training.replay_from"),
     ):
-        refused = lab.train("no replay", *overrides)
+        refused = workspace.train("no replay", *overrides)
         assert refused.code == 2, overrides
         assert text in refused.err
         assert len(refused.err.strip().splitlines()) <= 2
@@ -174,17 +176,20 @@ def test_a_run_is_evaluated_before_during_and_after(trained: Run) -> None:
     assert trained.lines("| eval ")
 
 
-def test_eval_agrees_on_run_checkpoint_and_folder(lab: Lab, trained: Run, tmp_path: Path) -> None:
+def test_eval_agrees_on_run_checkpoint_and_folder(
+    workspace: Workspace, trained: Run, tmp_path: Path
+) -> None:
     scores = {}
-    for name, model in (("run", trained.folder), ("checkpoint", trained.checkpoint(3)), ("hf", trained.folder / "hf"),
-                        ("step 2", trained.checkpoint(2)), ("before", lab.model)):  # fmt: skip
+    for name, model in (("run", trained.folder), ("checkpoint", trained.checkpoint(3)),
+                        ("hf", trained.folder / "hf"), ("step 2", trained.checkpoint(2)),
+                        ("before", workspace.model)):  # fmt: skip
         # The configuration names other weights, which --model must win over.
         given = (
             str(trained.folder / "config.yaml"),
             f"policy.checkpoint={trained.checkpoint(1)}",
             "tracking.show_samples=1",
         )
-        done = lab.command(
+        done = workspace.command(
             "eval", *given, "--model", str(model), "--output", str(tmp_path / "scores.json")
         )
         assert done.code == 0, done.err
@@ -200,11 +205,13 @@ def test_eval_agrees_on_run_checkpoint_and_folder(lab: Lab, trained: Run, tmp_pa
         assert {key: value for key, value in scores[name].items() if key != "samples"} == logged
 
 
-def test_export_of_a_run_is_its_hf_folder(lab: Lab, trained: Run, tmp_path: Path) -> None:
+def test_export_of_a_run_is_its_hf_folder(
+    workspace: Workspace, trained: Run, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     for source, name in ((trained.folder, "of run"), (trained.checkpoint(3), "of checkpoint")):
-        done = lab.command("export", str(source), str(tmp_path / name))
+        done = workspace.command("export", str(source), str(tmp_path / name))
         assert done.code == 0, done.err
         assert files(tmp_path / name) == files(trained.folder / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "of run")
@@ -214,17 +221,15 @@ def test_export_of_a_run_is_its_hf_folder(lab: Lab, trained: Run, tmp_path: Path
     )
     assert answer.shape[1] > 6
 
-    again = lab.command("export", str(trained.folder), str(tmp_path / "of run"))
+    again = workspace.command("export", str(trained.folder), str(tmp_path / "of run"))
     assert again.code == 2
     assert "not empty" in again.err
-    assert lab.command("export", str(tmp_path / "nowhere"), str(tmp_path / "x")).code == 2
+    assert workspace.command("export", str(tmp_path / "nowhere"), str(tmp_path / "x")).code == 2
 
 
-def test_an_export_keeps_the_models_dtype(lab: Lab) -> None:
-    """An engine in bf16 beside a trainer in fp32: what is published is rounded, what is kept is
-    not.
-    """
-    run = lab.train("bf16 engine", *LEARNING, "rollout.engine.dtype=bf16", "training.steps=1")
+def test_an_export_keeps_the_models_dtype(workspace: Workspace) -> None:
+    """An engine in bf16 beside a trainer in fp32: publications are rounded, exports are not."""
+    run = workspace.train("bf16 engine", *LEARNING, "rollout.engine.dtype=bf16", "training.steps=1")
     assert run.code == 0, run.err
     assert {tensor.dtype for tensor in weights(run.folder / "hf").values()} == {torch.float32}
     assert run.rows[1]["rollout/train_rollout_logprob_diff"] > 1e-5
@@ -237,8 +242,8 @@ def files(folder: Path) -> dict[str, bytes]:
 # --- supervised fine-tuning -----------------------------------------------------------------------
 
 
-def test_supervised_fine_tuning(lab: Lab) -> None:
-    run = lab.sft(
+def test_supervised_fine_tuning(workspace: Workspace) -> None:
+    run = workspace.sft(
         "sft",
         "training.steps=25",
         "policy.optimizer.lr=5e-3",
@@ -260,11 +265,15 @@ def test_supervised_fine_tuning(lab: Lab) -> None:
     assert not list((run.folder / "rollouts").iterdir())
 
 
-def test_a_supervised_run_can_be_evaluated_and_says_that_it_does_not_itself(lab: Lab) -> None:
-    run = lab.sft("sft with prompts", heldout(lab), "training.steps=1")
+def test_a_supervised_run_can_be_evaluated_and_says_that_it_does_not_itself(
+    workspace: Workspace,
+) -> None:
+    run = workspace.sft("sft with prompts", heldout(workspace), "training.steps=1")
     assert len(run.lines("evaluation: is ignored")) == 1
     few = (PROMPTS, "evaluation.max_new_tokens=4")
-    done = lab.command("eval", str(run.folder / "config.yaml"), "--model", str(run.folder), *few)
+    done = workspace.command(
+        "eval", str(run.folder / "config.yaml"), "--model", str(run.folder), *few
+    )
     assert done.code == 0, done.err
     assert done.lines("eval/accuracy")
 
@@ -273,33 +282,37 @@ def test_a_supervised_run_can_be_evaluated_and_says_that_it_does_not_itself(lab:
 
 
 @torch.no_grad()
-def classifier_scores(lab: Lab, sample: Sample) -> torch.Tensor:
+def classifier_scores(workspace: Workspace, sample: Sample) -> torch.Tensor:
     """[T] the reward model's head at every position."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(
-        lab.reward_model, dtype=torch.float32
+        workspace.reward_model, dtype=torch.float32
     )
     hidden = model.model(torch.from_numpy(sample.tokens).long()[None]).last_hidden_state
     scores: torch.Tensor = model.score(hidden)[0, :, 0]
     return scores
 
 
-def test_a_reward_model_scores_the_last_token(lab: Lab, trained: Run) -> None:
+def test_a_reward_model_scores_the_last_token(workspace: Workspace, trained: Run) -> None:
     for sample in samples_of(trained, 2)[:6]:
-        assert same(sample.reward, float(classifier_scores(lab, sample)[-1]), rel=1e-4, abs_=1e-5)
+        assert same(
+            sample.reward, float(classifier_scores(workspace, sample)[-1]), rel=1e-4, abs_=1e-5
+        )
         assert sample.reward_parts == {"liked": sample.reward}
 
 
-def test_a_critic_starts_as_the_reward_model(lab: Lab) -> None:
-    """Its first loss and explained variance are those of the reward model's head before each token."""
-    run = lab.train("critic start", *PPO, f"critic.path={lab.reward_model}", "training.steps=1")
+def test_a_critic_starts_as_the_reward_model(workspace: Workspace) -> None:
+    """Its first loss and explained variance are those of the reward model before each token."""
+    run = workspace.train(
+        "critic start", *PPO, f"critic.path={workspace.reward_model}", "training.steps=1"
+    )
     assert run.code == 0, run.err
     values = []
     returns = []
     for sample in samples_of(run, 1):
         positions = torch.from_numpy(sample.loss_mask).nonzero()[:, 0]
-        values.append(classifier_scores(lab, sample)[positions - 1])
+        values.append(classifier_scores(workspace, sample)[positions - 1])
         # gamma = lambda = 1, no KL in the reward
         returns.append(torch.full_like(values[-1], sample.reward))
     v = torch.cat(values).double()
@@ -319,9 +332,9 @@ def torchs_choice() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("torchs_choice")
-def test_deterministic_runs_are_bit_equal(lab: Lab) -> None:
+def test_deterministic_runs_are_bit_equal(workspace: Workspace) -> None:
     runs = [
-        lab.train(f"deterministic {i}", *LEARNING, "run.deterministic=true", "run.threads=2")
+        workspace.train(f"deterministic {i}", *LEARNING, "run.deterministic=true", "run.threads=2")
         for i in (1, 2)
     ]
     assert torch.are_deterministic_algorithms_enabled()
@@ -336,8 +349,8 @@ def test_deterministic_runs_are_bit_equal(lab: Lab) -> None:
     assert files(runs[0].folder / "hf") == files(runs[1].folder / "hf")
 
 
-def model_with_experts(lab: Lab) -> Path:
-    folder = lab.folder / "with_experts"
+def model_with_experts(workspace: Workspace) -> Path:
+    folder = workspace.folder / "with_experts"
     init_model(
         folder,
         ModelSpec(
@@ -348,25 +361,29 @@ def model_with_experts(lab: Lab) -> Path:
 
 
 def test_every_metric_is_defined_and_every_definition_is_written(
-    lab: Lab, trained: Run, with_critic: Run
+    workspace: Workspace, trained: Run, with_critic: Run
 ) -> None:
-    verified = lab.train(
-        "verified", *LEARNING, heldout(lab), PROMPTS, "rollout.filters=[zero_variance]", "algorithm.loss.dual_clip=3.0",
-        "reward.parts.right.function=exact_match", "algorithm.old_logprobs=recompute", "training.steps=3",
-        "checkpoint.every=1", "checkpoint.async_save=true", "tracking.peak_tflops=0.1",
-        "algorithm.estimator.name=remax", "algorithm.correction={name: tis, max_staleness: 0}",
+    verified = workspace.train(
+        "verified", *LEARNING, heldout(workspace), PROMPTS, "rollout.filters=[zero_variance]",
+        "algorithm.loss.dual_clip=3.0", "reward.parts.right.function=exact_match",
+        "algorithm.old_logprobs=recompute", "training.steps=3", "checkpoint.every=1",
+        "checkpoint.async_save=true", "tracking.peak_tflops=0.1", "algorithm.estimator.name=remax",
+        "algorithm.correction={name: tis, max_staleness: 0}",
     )  # fmt: skip
     assert verified.code == 0, verified.err
-    experts = lab.train(
-        "experts", f"model.path={model_with_experts(lab)}", "policy.routing_replay=logprobs", "training.steps=1",
-        "policy.megatron={moe_aux_loss_coeff: 0.01, moe_z_loss_coeff: 0.001}", "rollout.engine.colocated=true",
+    experts = workspace.train(
+        "experts", f"model.path={model_with_experts(workspace)}", "policy.routing_replay=logprobs",
+        "training.steps=1", "policy.megatron={moe_aux_loss_coeff: 0.01, moe_z_loss_coeff: 0.001}",
+        "rollout.engine.colocated=true",
     )  # fmt: skip
     assert experts.code == 0, experts.err
-    ahead = lab.train("ahead of its trainer", "rollout.max_staleness=1", "training.steps=1")
-    assert ahead.code == 0, ahead.err
+    asynchronous = workspace.train(
+        "ahead of its trainer", "rollout.max_staleness=1", "training.steps=1"
+    )
+    assert asynchronous.code == 0, asynchronous.err
     written = {
         name
-        for run in (trained, with_critic, verified, experts, ahead)
+        for run in (trained, with_critic, verified, experts, asynchronous)
         for row in run.metrics
         for name in row
     }
@@ -376,17 +393,19 @@ def test_every_metric_is_defined_and_every_definition_is_written(
     assert "rollout/dropped_zero_variance" in written
 
 
-def test_runs_of_this_session_write_nothing_undefined(lab: Lab, trained: Run) -> None:
+def test_runs_of_this_session_write_nothing_undefined(workspace: Workspace, trained: Run) -> None:
     rows = [
         row
-        for path in (lab.folder / "runs").glob("*/metrics.jsonl")
+        for path in (workspace.folder / "runs").glob("*/metrics.jsonl")
         for row in Run(0, "", "", path.parent).metrics
     ]
     assert len(rows) > 3
     assert {name for row in rows for name in row if metric_spec(name) is None} == set()
 
 
-def test_a_run_can_be_moved_before_it_is_exported(lab: Lab, trained: Run, tmp_path: Path) -> None:
+def test_a_run_can_be_moved_before_it_is_exported(
+    workspace: Workspace, trained: Run, tmp_path: Path
+) -> None:
     shutil.copytree(trained.folder, tmp_path / "moved")
-    assert lab.command("export", str(tmp_path / "moved"), str(tmp_path / "hf")).code == 0
+    assert workspace.command("export", str(tmp_path / "moved"), str(tmp_path / "hf")).code == 0
     assert files(tmp_path / "hf") == files(trained.folder / "hf")

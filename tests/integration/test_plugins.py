@@ -1,6 +1,4 @@
-"""Algorithms that live in other packages: found by entry point and by import path, and trained
-with.
-"""
+"""Algorithms of other packages, found by entry point and by import path, and trained with."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lab import LEARNING, ROOT, Lab, Run
+from workspace import LEARNING, ROOT, Run, Workspace
 
 from rlcore.data.sample import Sample
 from rlcore.runs.rollouts import read_rollouts
@@ -45,7 +43,7 @@ class Vanilla:
 
 
 def installed(folder: Path) -> Path:
-    """What pip leaves of a package with two entry points: its code, and a dist-info beside it."""
+    """Make what pip installs of a package with two entry points: its code and a dist-info."""
     site = folder / "site"
     (site / "ranked_rl").mkdir(parents=True)
     (site / "ranked_rl" / "__init__.py").write_text("")
@@ -83,41 +81,40 @@ def test_the_estimator_is_short() -> None:
 
 
 def test_an_installed_package_is_found_by_its_entry_points(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a process of its own, as a user runs it: nothing but an installed package tells rlcore of
-    it.
-    """
+    """In a process of its own: nothing but an installed package tells rlcore of it."""
     site = installed(tmp_path)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "rlcore", "train", str(lab.base), "run.name=entry point", *LEARNING,
-               "algorithm.estimator={name: ranked, scale: 2.0}", "algorithm.loss.name=vanilla"]  # fmt: skip
+    command = [sys.executable, "-m", "rlcore", "train", str(workspace.base), "run.name=entry point",
+               *LEARNING, "algorithm.estimator={name: ranked, scale: 2.0}",
+               "algorithm.loss.name=vanilla"]  # fmt: skip
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path
     )
-    run = Run(done.returncode, done.stdout, done.stderr, lab.folder / "runs" / "entry point")
+    run = Run(done.returncode, done.stdout, done.stderr, workspace.folder / "runs" / "entry point")
     assert_trained_with_ranks(run, 2.0)
     assert all(row["policy/surprise_avg"] > 1.0 for row in run.metrics), (
         "a metric of the plugin's own"
     )
 
     monkeypatch.syspath_prepend(site)
-    listed = lab.command("algorithms").out
+    listed = workspace.command("algorithms").out
     assert re.search(r"^  ranked$", listed, re.MULTILINE)
     assert "scale: float = 1.0" in listed
 
 
 def test_the_same_class_by_its_import_path(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "by_path.py").write_text(ESTIMATOR)
     monkeypatch.syspath_prepend(tmp_path)
     named = ("algorithm.estimator.name=by_path:Ranked", "algorithm.estimator.scale=0.5")
-    assert_trained_with_ranks(lab.train("import path", *LEARNING, *named), 0.5)
+    assert_trained_with_ranks(workspace.train("import path", *LEARNING, *named), 0.5)
 
     for override, hint in (
         ("algorithm.estimator.scael=1", "did you mean algorithm.estimator.scale?"),
@@ -126,7 +123,7 @@ def test_the_same_class_by_its_import_path(
         ("algorithm.estimator.name=by_pth:Ranked", "no module 'by_pth'"),
         ("algorithm.kl.reward_coef=0.1", "takes no KL into its reward and would ignore it"),
     ):
-        refused = lab.train("refused plugin", *named, override)
+        refused = workspace.train("refused plugin", *named, override)
         assert refused.code == 2
         assert hint in refused.err
         assert "Traceback" not in refused.err
@@ -134,7 +131,7 @@ def test_the_same_class_by_its_import_path(
 
 
 def test_the_readmes_example_works_as_printed(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readme = (ROOT / "README.md").read_text()
     code = re.search(r"```python\n# (my_package/credit\.py)\n(.*?)```", readme, re.DOTALL)
@@ -160,7 +157,7 @@ def test_the_readmes_example_works_as_printed(
         check=True,
     )
     assert "0 skipped" in report.stdout
-    run = lab.train("readme", *LEARNING, command[1])
+    run = workspace.train("readme", *LEARNING, command[1])
     assert run.code == 0, run.err
     for record in read_rollouts(run.rollouts(1)):
         assert set(record["advantages"]) <= {0.0, 1.0}
@@ -173,10 +170,12 @@ def test_the_readmes_example_works_as_printed(
     assert all(max(group)[1] == 1.0 and min(group)[1] == 0.0 for group in by_group.values())
 
 
-def test_the_readmes_configuration_is_valid(tmp_path: Path, lab: Lab) -> None:
+def test_the_readmes_configuration_is_valid(tmp_path: Path, workspace: Workspace) -> None:
     readme = (ROOT / "README.md").read_text()
     text = re.search(r"```yaml\n# grpo\.yaml\n(.*?)```", readme, re.DOTALL)
     assert text is not None
     (tmp_path / "grpo.yaml").write_text(text[1])
-    checked = lab.command("validate", str(tmp_path / "grpo.yaml"), "cluster.processes_per_node=8")
+    checked = workspace.command(
+        "validate", str(tmp_path / "grpo.yaml"), "cluster.processes_per_node=8"
+    )
     assert checked.code == 0, checked.err

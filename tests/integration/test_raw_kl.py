@@ -1,6 +1,4 @@
-"""The KL in the log is the raw KL: transformers finds the same from the saved weights, whatever the
-estimator does.
-"""
+"""The logged KL is the raw KL: transformers finds it from the saved weights."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from hf_logprobs import logprobs
-from lab import LEARNING, Lab, Run, same
 from torch import Tensor
+from workspace import LEARNING, Run, Workspace, same
 
 from rlcore.data.sample import Sample
 from rlcore.runs.rollouts import read_rollouts
@@ -33,25 +31,25 @@ def estimate(kind: str, d: Tensor) -> Tensor:
     return {"k1": d, "k2": d.square() / 2, "k3": torch.exp(-d) - 1 + d}[kind]
 
 
-def fresh_kl(lab: Lab, run: Run, step: int, kind: str) -> Fresh:
+def fresh_kl(workspace: Workspace, run: Run, step: int, kind: str) -> Fresh:
     samples = [Sample.from_record(record) for record in read_rollouts(run.rollouts(step))]
-    policy = lab.model
+    policy = workspace.model
     if step > 1:
-        policy = lab.folder / "exports" / run.folder.name / str(step - 1)
+        policy = workspace.folder / "exports" / run.folder.name / str(step - 1)
         if not policy.exists():
-            assert lab.command("export", str(run.checkpoint(step - 1)), str(policy)).code == 0
-    pairs = zip(logprobs(policy, samples), logprobs(lab.model, samples), strict=True)
+            assert workspace.command("export", str(run.checkpoint(step - 1)), str(policy)).code == 0
+    pairs = zip(logprobs(policy, samples), logprobs(workspace.model, samples), strict=True)
     kl = [estimate(kind, own - reference) for own, reference in pairs]
     return Fresh(
         float(torch.cat(kl).mean()), float(torch.stack([values.sum() for values in kl]).mean())
     )
 
 
-def assert_raw(lab: Lab, run: Run, kind: str, *, coef: float) -> None:
+def assert_raw(workspace: Workspace, run: Run, kind: str, *, coef: float) -> None:
     assert run.code == 0, run.err
     for step in (2, 3):
         row = run.rows[step]
-        fresh = fresh_kl(lab, run, step, kind)
+        fresh = fresh_kl(workspace, run, step, kind)
         assert fresh.per_token != 0.0
         assert same(row["rollout/kl"], fresh.per_token, rel=1e-3, abs_=1e-6), (
             row["rollout/kl"],
@@ -84,13 +82,11 @@ PPO = ("algorithm.estimator.name=ppo", "critic.optimizer.lr=1e-3")
     ],
 )
 def test_ppo_with_kl_in_the_reward_logs_the_raw_kl(
-    lab: Lab, kind: str, options: tuple[str, ...]
+    workspace: Workspace, kind: str, options: tuple[str, ...]
 ) -> None:
-    """Neither the shaping of rewards, nor several optimizer steps, nor steps that train the critic
-    alone change it.
-    """
+    """Shaped rewards, several optimizer steps, and critic-only steps do not change it."""
     coefficient = (f"algorithm.kl.reward_coef={COEF}", f"algorithm.kl.reward_kind={kind}")
-    run = lab.train(
+    run = workspace.train(
         f"ppo-{kind}",
         *LEARNING,
         *EVERY_WEIGHT,
@@ -103,10 +99,13 @@ def test_ppo_with_kl_in_the_reward_logs_the_raw_kl(
         assert run.rows[2]["rollout/kl"] == 0.0
         assert "policy/approxkl_avg" not in run.rows[1]
         assert same(
-            run.rows[3]["rollout/kl"], fresh_kl(lab, run, 3, kind).per_token, rel=1e-3, abs_=1e-6
+            run.rows[3]["rollout/kl"],
+            fresh_kl(workspace, run, 3, kind).per_token,
+            rel=1e-3,
+            abs_=1e-6,
         )
     else:
-        assert_raw(lab, run, kind, coef=COEF)
+        assert_raw(workspace, run, kind, coef=COEF)
 
 
 @pytest.mark.parametrize(
@@ -121,31 +120,31 @@ def test_ppo_with_kl_in_the_reward_logs_the_raw_kl(
     ids=["monitor", "loss", "several updates", "critic warm-up"],
 )
 def test_watched_kl_is_the_same_kl(
-    lab: Lab, options: tuple[str, ...], request: pytest.FixtureRequest
+    workspace: Workspace, options: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
     name = request.node.callspec.id
-    run = lab.train(
+    run = workspace.train(
         name, *LEARNING, *EVERY_WEIGHT, "algorithm.kl.reward_kind=k3", "training.steps=4", *options
     )
     assert run.code == 0, run.err
     assert all(set(row) >= KL_METRICS for row in run.metrics)
     if name != "critic warm-up":
-        assert_raw(lab, run, "k3", coef=0.0)
+        assert_raw(workspace, run, "k3", coef=0.0)
     row = run.rows[4]
-    fresh = fresh_kl(lab, run, 4, "k3")
+    fresh = fresh_kl(workspace, run, 4, "k3")
     assert same(row["rollout/kl"], fresh.per_token, rel=1e-3, abs_=1e-6)
     assert same(row["objective/kl"], fresh.per_sequence, rel=1e-3, abs_=5e-6)
 
 
-def test_a_pass_of_its_own_and_the_update_measure_the_same(lab: Lab) -> None:
+def test_a_pass_of_its_own_and_the_update_measure_the_same(workspace: Workspace) -> None:
     shared = (
         *LEARNING,
         "algorithm.kl.monitor=true",
         "algorithm.kl.reward_kind=k3",
         "checkpoint.export_hf=false",
     )
-    by_update = lab.train("by update", *shared)
-    by_pass = lab.train("by pass", *shared, "algorithm.old_logprobs=recompute")
+    by_update = workspace.train("by update", *shared)
+    by_pass = workspace.train("by pass", *shared, "algorithm.old_logprobs=recompute")
     gap = "rollout/train_rollout_logprob_diff"
     for step in (1, 2, 3):
         for name in (
@@ -160,16 +159,16 @@ def test_a_pass_of_its_own_and_the_update_measure_the_same(lab: Lab) -> None:
             assert same(by_update.rows[step][name], by_pass.rows[step][name]), name
 
 
-def test_an_update_that_is_not_the_only_one_measures_nothing_of_the_batch(lab: Lab) -> None:
-    """The later ones see a policy that has moved: what is defined for the policy before the step is
-    absent instead.
-    """
+def test_an_update_that_is_not_the_only_one_measures_nothing_of_the_batch(
+    workspace: Workspace,
+) -> None:
+    """Later updates see a moved policy: metrics of the policy before the step are left out."""
     several = (
         "algorithm.minibatches=2",
         "algorithm.old_logprobs=rollout",
         "checkpoint.export_hf=false",
     )
-    run = lab.train("moved", *LEARNING, *several)
+    run = workspace.train("moved", *LEARNING, *several)
     for row in run.metrics:
         assert not {"objective/entropy", *KL_METRICS} & set(row)
         # compared with the engine's in a pass
@@ -177,8 +176,8 @@ def test_an_update_that_is_not_the_only_one_measures_nothing_of_the_batch(lab: L
         assert {"policy/entropy_avg", "policy/approxkl_avg"} <= set(row)
 
 
-def test_without_a_coefficient_there_is_no_kl(lab: Lab) -> None:
-    run = lab.train("no kl", *LEARNING, "checkpoint.export_hf=false")
+def test_without_a_coefficient_there_is_no_kl(workspace: Workspace) -> None:
+    run = workspace.train("no kl", *LEARNING, "checkpoint.export_hf=false")
     assert "models     policy\n" in run.out
     for row in run.metrics:
         assert not KL_METRICS & set(row)
@@ -218,14 +217,12 @@ class NoTargets:
     ],
 )
 def test_an_estimator_that_breaks_a_rule_ends_the_run_in_one_line(
-    lab: Lab, name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 1: the run had begun. What can be seen before it begins is bad input, with exit
-    code 2.
-    """
+    """Exit code 1, since the run had begun; bad input that shows before is exit code 2."""
     (tmp_path / "kl_plugins.py").write_text(BAD_ESTIMATORS)
     monkeypatch.syspath_prepend(tmp_path)
-    run = lab.train(f"bad-{name}", f"algorithm.estimator.name=kl_plugins:{name}")
+    run = workspace.train(f"bad-{name}", f"algorithm.estimator.name=kl_plugins:{name}")
     assert run.code == 1
     (line,) = run.err.strip().splitlines()
     assert line.startswith("rlcore: algorithm.estimator: ")

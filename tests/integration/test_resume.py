@@ -1,8 +1,7 @@
-"""A run that is killed, wherever, and resumed is the run that was never disturbed.
+"""A run that is killed anywhere and resumed is the run that was never disturbed.
 
-With one process and one thread bit for bit: metrics, samples, weights, optimizers, generators, the
-    book of the prompts.
-Over several ranks, and from one layout to another, to round-off.
+With one process and one thread this holds bit for bit: metrics, samples, weights, optimizers,
+generators, prompt accounting. Over several ranks, and between layouts, to round-off.
 """
 
 from __future__ import annotations
@@ -96,11 +95,10 @@ def _completed(run: Path) -> bool:
 
 
 def kill_at_times(runs: Runs, name: str, draw: random.Random, kills: int) -> int:
-    """Kill the run at times drawn over all that it has still to do, resume it in between, then let
-    it end. How often it died.
+    """Kill the run at drawn times, resume it, and let it end. Returns how often it was killed.
 
     A time is a publication, of which each step makes one, and a delay of up to a step: so it means
-        the same on a busy machine.
+    the same on a busy machine.
     """
     step_s = result_of(runs.path("reference"))["seconds"] / STEPS
     versions = runs.path(name) / "versions.jsonl"
@@ -155,9 +153,7 @@ def test_killed_at_points_drawn_from_a_seed(runs: Runs, undisturbed: Ended, numb
 def test_random_numbers_and_the_initial_policy_outlive_a_kill(
     runs: Runs, undisturbed: Ended
 ) -> None:
-    """The reference is the checkpoint that the run began with: not what was resumed, nor what its
-    run has trained since.
-    """
+    """The reference is the checkpoint of the run's start, whatever was resumed or trained since."""
     shutil.copytree(runs.path("reference"), runs.path("start"))
     start = f"policy.checkpoint={runs.path('start')}"
     runs.finish("grpo", start, algorithm="grpo")
@@ -201,7 +197,7 @@ def test_asked_to_end(runs: Runs, undisturbed: Ended) -> None:
 
 
 def unowned(run: Path) -> dict[str, bytes]:
-    """What is in a run's folder beside its log and the mark of who holds it."""
+    """Read a run's folder, without its log and its lock."""
     return {
         name: content
         for name, content in contents(run).items()
@@ -306,9 +302,7 @@ def test_two_ranks_killed_in_a_checkpoint(runs: Runs, calm: Path) -> None:
 def test_from_tensor_parallel_ranks_over_pipeline_stages_and_replicas_to_one_process(
     runs: Runs, calm: Path
 ) -> None:
-    """One run under four layouts, each resuming what the one before saved: losses as those of the
-    undisturbed run.
-    """
+    """One run under four layouts, each resuming the one before: losses as undisturbed."""
     for layout, updates, steps in ((TP2, UPDATES + 1, 2), (PP2, 1, 3), (DP2, 1, 4)):
         ask = {"point": "update", "call": updates, "action": "terminate"}
         ended = runs.train("layouts", *layout, ranks=2, resume=True, at=ask)
@@ -325,15 +319,15 @@ def print_losses(run: Path, reference: Path, layouts: list[str]) -> None:
     names = ("loss/policy_avg", "loss/value_avg", "train/grad_norm")
     for row, other, layout in zip(metrics_of(run), metrics_of(reference), layouts, strict=True):
         for name in sorted(row.keys() & set(names)):
-            print(f"step {row['step']} {layout:5} {name:16} {row[name]: .9f} undisturbed {other[name]: .9f} "
-                  f"difference {abs(row[name] - other[name]):.1e}")  # fmt: skip
+            print(
+                f"step {row['step']} {layout:5} {name:16} {row[name]: .9f}"
+                f" undisturbed {other[name]: .9f} difference {abs(row[name] - other[name]):.1e}"
+            )
 
 
 @pytest.mark.full
 def test_nothing_outlives_a_killed_launcher(runs: Runs, calm: Path) -> None:
-    """Ranks, an engine and a reward worker in processes of their own, while a rank waits for
-    rewards. And the run goes on.
-    """
+    """Ranks, an engine and a reward worker end while a rank waits for rewards; the run resumes."""
     metrics = str(runs.path("launched") / "metrics.jsonl")
     ended = runs.train(
         "launched", *LAUNCHED, "reward.timeout_s=300",

@@ -1,6 +1,4 @@
-"""A model with experts, resumed under other layouts: over ranks that share the experts out,
-pipeline stages, one process.
-"""
+"""A model with experts, resumed under other layouts: expert ranks, stages, one process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Runs of scripts/soak.sh: an engine, a rank, the rollout service and a raylet killed, each at a
-moment drawn from a seed and under another launcher.
-"""
+"""scripts/soak.sh: engine, rank, service and raylet killed at seeded moments, a launcher each."""
 
 from __future__ import annotations
 

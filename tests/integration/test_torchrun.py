@@ -1,6 +1,4 @@
-"""torchrun as the launcher: the same run as under our own supervisor, on one node or two, and an
-end when a rank dies.
-"""
+"""torchrun as the launcher: the run is that of our supervisor, and ends when a rank dies."""
 
 from __future__ import annotations
 
@@ -10,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from lab import LEARNING
 from rank_runs import RankRuns
 from torchrun_runs import Launcher
+from workspace import LEARNING
 
 LIMIT_S = 150.0
 TWO_RANKS = ("policy.parallel.tensor=2", *LEARNING, "rollout.engine.in_process=true")

@@ -1,6 +1,4 @@
-"""What people see of a run: the terminal, TensorBoard, wandb, the pushed model. Each through the
-whole loop.
-"""
+"""The visible side of a whole run: terminal, TensorBoard, wandb, the pushed model."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab import LEARNING, Lab, Run
+from workspace import LEARNING, Run, Workspace
 
 from rlcore.runs.checkpoints import read_checkpoint
 from rlcore.tracking.format import number
@@ -29,16 +27,19 @@ def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
     wandb.teardown()  # ends the service process
 
 
-def test_a_resumed_run_goes_on_in_wandb_and_tensorboard(lab: Lab, offline_wandb: Any) -> None:
+def test_a_resumed_run_goes_on_in_wandb_and_tensorboard(
+    workspace: Workspace, offline_wandb: Any
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-    tracking = ("tracking.wandb={enabled: true, mode: offline}", "tracking.tensorboard=true", "tracking.show_samples=2",
-                "tracking.show_every=2", "checkpoint.export_hf=false")  # fmt: skip
-    first = lab.train("tracked", *LEARNING, *tracking, "training.steps=2")
+    tracking = ("tracking.wandb={enabled: true, mode: offline}", "tracking.tensorboard=true",
+                "tracking.show_samples=2", "tracking.show_every=2",
+                "checkpoint.export_hf=false")  # fmt: skip
+    first = workspace.train("tracked", *LEARNING, *tracking, "training.steps=2")
     assert first.code == 0, first.err
     state = read_checkpoint(first.checkpoint(2)).state["tracker"]["wandb"]
     (first.folder / "wandb_run_id").unlink()  # the checkpoint alone tells
-    resumed = lab.train("tracked", *LEARNING, *tracking, "training.steps=4", "--resume")
+    resumed = workspace.train("tracked", *LEARNING, *tracking, "training.steps=4", "--resume")
     assert resumed.code == 0, resumed.err
     assert read_checkpoint(resumed.checkpoint(4)).state["tracker"]["wandb"] == state
 
@@ -62,8 +63,8 @@ def test_a_resumed_run_goes_on_in_wandb_and_tensorboard(lab: Lab, offline_wandb:
     assert events.Histograms("data/prompt_lengths")[-1].histogram_value.num == 9500
 
 
-def test_plain_output_of_quick_steps_is_short_and_ends_with_a_report(lab: Lab) -> None:
-    run = lab.sft(
+def test_plain_output_of_quick_steps_is_short_and_ends_with_a_report(workspace: Workspace) -> None:
+    run = workspace.sft(
         "quick", "training.steps=150", "training.batch_size=2", "checkpoint.export_hf=false"
     )
     assert run.code == 0, run.err
@@ -88,7 +89,7 @@ def test_plain_output_of_quick_steps_is_short_and_ends_with_a_report(lab: Lab) -
 
 
 class StubHub:
-    """What the hub would keep. `refuses`: the calls that fail."""
+    """The contents of a hub. `refuses`: the calls that fail."""
 
     def __init__(self, *refuses: str) -> None:
         self.refuses = refuses
@@ -110,21 +111,21 @@ class StubHub:
 
 
 def pushed(
-    lab: Lab, name: str, hub: StubHub, monkeypatch: pytest.MonkeyPatch, *arguments: str
+    workspace: Workspace, name: str, hub: StubHub, monkeypatch: pytest.MonkeyPatch, *arguments: str
 ) -> Run:
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
-    return lab.train(
+    return workspace.train(
         name, *LEARNING, "tracking.hub.repo=me/addition", "training.steps=2", *arguments
     )
 
 
 def test_the_final_model_is_pushed_with_a_link_to_the_tracked_run(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = StubHub()
     # stands for a tracker with a page
     monkeypatch.setattr("rlcore.tracking.progress.Progress.url", URL)
-    run = pushed(lab, "pushed", hub, monkeypatch, "tracking.hub.private=false")
+    run = pushed(workspace, "pushed", hub, monkeypatch, "tracking.hub.private=false")
     assert run.code == 0, run.err
     files = hub.repos["me/addition"]
     assert hub.private is False
@@ -138,9 +139,9 @@ def test_the_final_model_is_pushed_with_a_link_to_the_tracked_run(
 
 
 def test_a_hub_that_refuses_is_seen_before_the_run_begins(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = pushed(lab, "no token", StubHub("create_repo"), monkeypatch)
+    run = pushed(workspace, "no token", StubHub("create_repo"), monkeypatch)
     assert run.code == 2
     (line,) = run.err.strip().splitlines()
     assert "tracking.hub.repo" in line
@@ -148,17 +149,21 @@ def test_a_hub_that_refuses_is_seen_before_the_run_begins(
     assert not run.folder.exists()
 
 
-def test_a_failed_upload_does_not_undo_the_run(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = pushed(lab, "lost", StubHub("upload_folder"), monkeypatch)
+def test_a_failed_upload_does_not_undo_the_run(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = pushed(workspace, "lost", StubHub("upload_folder"), monkeypatch)
     assert (run.code, run.result["status"]) == (0, "completed")
     assert "connection reset" in run.result["hub_error"]
     assert len(run.lines("hf upload me/addition")) == 1
     assert (run.folder / "hf" / "model.safetensors").is_file()
 
 
-def test_without_a_repository_no_hub_is_asked(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_repository_no_hub_is_asked(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def asked() -> Any:
         raise AssertionError("the hub was asked")
 
     monkeypatch.setattr("huggingface_hub.HfApi", asked)
-    assert lab.train("no hub", "training.steps=1").code == 0
+    assert workspace.train("no hub", "training.steps=1").code == 0

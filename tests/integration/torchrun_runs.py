@@ -1,6 +1,4 @@
-"""The test's side of torchrun: agents on this machine, each in the place of a node, and what
-becomes of them.
-"""
+"""Agents of torchrun on this machine, each as a node, and how they end."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.integration.lab import ROOT, Lab
 from tests.integration.rank_runs import InFolder
+from tests.integration.workspace import ROOT, Workspace
 from tests.ports import free_port
 
 LIMIT_S = 150.0
@@ -91,20 +89,21 @@ class Launched(InFolder):
 
 
 class Launcher:
-    def __init__(self, lab: Lab, folder: Path) -> None:
-        self.lab = lab
+    def __init__(self, workspace: Workspace, folder: Path) -> None:
+        self.workspace = workspace
         self.folder = folder
         self.launched: list[Launched] = []
 
     def torchrun(self, name: str, *arguments: str) -> Launched:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-                   "-m", "rlcore", "train"]  # fmt: skip
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+                   "--master-port", str(free_port()), "-m", "rlcore", "train"]  # fmt: skip
         return self._start(name, [(command, {})], arguments)
 
     def two_nodes(self, name: str, *arguments: str, restarts: int = 0) -> Launched:
         """By the real script."""
-        shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GPUS_PER_NODE": "1",
-                  "PYTHON": sys.executable, "MAX_RESTARTS": str(restarts)}  # fmt: skip
+        shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+                  "GPUS_PER_NODE": "1", "PYTHON": sys.executable,
+                  "MAX_RESTARTS": str(restarts)}  # fmt: skip
         script = [str(ROOT / "scripts" / "torchrun_multinode.sh")]
         return self._start(
             name, [(script, {**shared, "NODE_RANK": str(node)}) for node in range(2)], arguments
@@ -116,9 +115,9 @@ class Launcher:
         commands: Sequence[tuple[list[str], dict[str, str]]],
         arguments: Sequence[str],
     ) -> Launched:
-        given = [str(self.lab.base), f"run.name={name}", *arguments]
+        given = [str(self.workspace.base), f"run.name={name}", *arguments]
         whole = [([*command, *given], environment) for command, environment in commands]
-        self.launched.append(Launched(whole, self.folder, self.lab.folder / "runs" / name))
+        self.launched.append(Launched(whole, self.folder, self.workspace.folder / "runs" / name))
         return self.launched[-1]
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rlcore.launch.ray.calls import NAMESPACE
-from tests.integration.lab import ROOT
+from tests.integration.workspace import ROOT
 
 # of each; our runs collect their logs themselves
 NODE = {"object_store_memory": 100 << 20, "include_log_monitor": False}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.lab import Lab, Run
+from tests.integration.workspace import Run, Workspace
 from tests.ray.clusters import add_node, new_cluster
 from tests.ray.ray_runs import COMMON, RayRuns
 
@@ -19,9 +19,9 @@ NODES = 3
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Lab]:
+def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Workspace]:
     threads = torch.get_num_threads()
-    yield Lab(tmp_path_factory.mktemp("lab"), tiny_model)
+    yield Workspace(tmp_path_factory.mktemp("lab"), tiny_model)
     torch.set_num_threads(threads)
 
 
@@ -35,12 +35,12 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def ray_runs(lab: Lab, cluster: Any) -> RayRuns:
+def ray_runs(lab: Workspace, cluster: Any) -> RayRuns:
     return RayRuns(lab, cluster.address)
 
 
 @pytest.fixture(scope="session")
-def local(lab: Lab) -> Run:
+def local(lab: Workspace) -> Run:
     """The undisturbed run, of processes that the local launcher starts."""
     run = lab.train("local", *COMMON)
     assert run.code == 0, run.err

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from rlcore.launch.ray.calls import NAMESPACE, actor_name
-from tests.integration.lab import LEARNING, Lab, Run
+from tests.integration.workspace import LEARNING, Run, Workspace
 
 REACH_S = 600.0  # a real server takes minutes to start on a busy machine
 TWO_RANKS = (
@@ -110,7 +110,7 @@ class Going:
 class RayRuns:
     """`rlcore train` on the cluster at `address`, in this process where nothing else is said."""
 
-    def __init__(self, lab: Lab, address: str) -> None:
+    def __init__(self, lab: Workspace, address: str) -> None:
         self.lab = lab
         self.address = address
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.integration.lab import Lab, Run
 from tests.integration.torchrun_runs import Launched, Launcher
+from tests.integration.workspace import Run, Workspace
 from tests.ray.ray_runs import COMMON, STEPS, RayRuns, balance, weights
 
 CLOCK = ("time/", "perf/")
 
 
 @pytest.fixture
-def launcher(lab: Lab, tmp_path: Path) -> Iterator[Launcher]:
+def launcher(lab: Workspace, tmp_path: Path) -> Iterator[Launcher]:
     made = Launcher(lab, tmp_path)
     yield made
     made.close()

@@ -13,7 +13,7 @@ import ray
 
 from rlcore.launch.ray import cluster as cluster_of_a_run
 from rlcore.runs.directory import RunDirectory
-from tests.integration.lab import LEARNING
+from tests.integration.workspace import LEARNING
 from tests.ray.clusters import add_node, connected_to, lose_node, node_of
 from tests.ray.ray_runs import TWO_RANKS, Going, RayRuns, balance, command, until, until_gone
 

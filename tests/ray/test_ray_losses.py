@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.lab import Run
+from tests.integration.workspace import Run
 from tests.ray.clusters import add_node, late_node, lose_node, node_of
 from tests.ray.ray_runs import (
     COMMON,

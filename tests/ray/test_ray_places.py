@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlcore.config import Config
 from rlcore.launch.ray.cluster import Cluster, room
 from rlcore.launch.ray.placement import place
-from tests.integration.lab import Lab, Run
+from tests.integration.workspace import Run, Workspace
 from tests.ray.actors import Nobody
 from tests.ray.clusters import add_node, connected_to, new_cluster
 from tests.ray.ray_runs import TWO_RANKS, Going, RayRuns
@@ -28,7 +28,7 @@ SHARES = (
 
 
 @pytest.fixture(scope="module")
-def gpu_runs(lab: Lab) -> Iterator[RayRuns]:
+def gpu_runs(lab: Workspace) -> Iterator[RayRuns]:
     """A head without GPUs, two nodes with four each."""
     with new_cluster() as made:
         for _ in range(2):

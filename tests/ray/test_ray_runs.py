@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.lab import Lab, Run
+from tests.integration.workspace import Run, Workspace
 from tests.ray.clusters import add_node, lose_node, node_of
 from tests.ray.ray_runs import COMMON, TWO_RANKS, Going, RayRuns, check_as_undisturbed, command
 
@@ -143,7 +143,7 @@ def test_sigterm_and_rlcore_stop_save_and_end_the_run(ray_runs: RayRuns) -> None
     assert said == ["run signalled has ended: continue it with --resume\n"]
 
 
-def test_bad_input_is_one_line(ray_runs: RayRuns, lab: Lab) -> None:
+def test_bad_input_is_one_line(ray_runs: RayRuns, lab: Workspace) -> None:
     run = ray_runs.train("bad", *COMMON, "rollout.filters=nowhere:nothing")
     assert run.code == 2
     assert [

@@ -249,7 +249,7 @@ def test_a_publication_to_engines_that_take_turns_says_that_the_service_is_lost(
     backend: Any = SimpleNamespace(buckets=lambda: ())
     publisher = WeightPublisher(
         backend,
-        RankSync(HashStore(), 0, 1),
+        RankSync(HashStore(), 0, 1, timeout_s=5),
         sink=sink,
         journal=VersionJournal(tmp_path / "versions.jsonl"),
         timeout_s=5,

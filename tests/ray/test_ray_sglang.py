@@ -13,10 +13,10 @@ import torch
 
 from rlcore.data.sample import Sample
 from rlcore.runs.versions import read_versions
-from tests.integration.accounts import faults_of_versions, read_samples
-from tests.integration.ahead_books import check
+from tests.integration.accounting_checks import read_samples, version_faults
+from tests.integration.async_checks import check_async_run
 from tests.integration.hf_logprobs import logprobs
-from tests.integration.lab import LEARNING, Lab, Run
+from tests.integration.workspace import LEARNING, Run, Workspace
 from tests.ray.ray_runs import Going, RayRuns
 
 STEPS = 4
@@ -44,7 +44,7 @@ def raylet_above(pid: int) -> int:
     )
 
 
-def weights_by_version(lab: Lab, run: Run) -> Iterator[tuple[int, Path]]:
+def weights_by_version(lab: Workspace, run: Run) -> Iterator[tuple[int, Path]]:
     """Each version with a Hugging Face folder of its weights; that of the last step is not asked
     for.
     """
@@ -70,14 +70,11 @@ def check_books(run: Run, staleness: int) -> None:
     """The ledger balances, versions only grow, no token is too old, and some are as old as they may
     be.
     """
-    assert max(check(run.folder, steps=STEPS, staleness=staleness)) == staleness
-    assert (
-        faults_of_versions([vars(one) for one in read_versions(run.folder / "versions.jsonl")])
-        == []
-    )
+    assert max(check_async_run(run.folder, steps=STEPS, staleness=staleness)) == staleness
+    assert version_faults([vars(one) for one in read_versions(run.folder / "versions.jsonl")]) == []
 
 
-def check_logprobs(lab: Lab, run: Run) -> None:
+def check_logprobs(lab: Workspace, run: Run) -> None:
     """Every token has the log-prob that transformers gives it with the weights of its version."""
     samples = [sample for step in range(1, STEPS + 1) for sample in read_samples(run.folder, step)]
     gaps = {

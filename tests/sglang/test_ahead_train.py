@@ -10,21 +10,21 @@ import torch
 from server_kit import Served
 
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY
-from tests.integration.ahead_books import ages, check
-from tests.integration.lab import LEARNING, Lab
+from tests.integration.async_checks import check_async_run, sample_staleness
+from tests.integration.workspace import LEARNING, Workspace
 
 STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Lab]:
-    yield Lab(tmp_path_factory.mktemp("ahead"), tiny_model)
+def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Workspace]:
+    yield Workspace(tmp_path_factory.mktemp("ahead"), tiny_model)
     torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("mode", ["drain", "retract", "in_place", "abort"])
 def test_a_run_two_steps_ahead(
-    lab: Lab, served: Served, monkeypatch: pytest.MonkeyPatch, mode: str
+    lab: Workspace, served: Served, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.setenv(API_KEY, served.keys.api)
     monkeypatch.setenv(ADMIN_KEY, served.keys.admin)
@@ -34,9 +34,12 @@ def test_a_run_two_steps_ahead(
         "algorithm.correction={name: tis}", "rollout.engine.max_in_flight=4",
     )  # fmt: skip
     assert run.code == 0, run.err
-    assert max(check(run.folder, steps=STEPS, staleness=2)) > 0
+    assert max(check_async_run(run.folder, steps=STEPS, staleness=2)) > 0
     crossed = [
-        parts for step in range(1, STEPS + 1) for parts in ages(run.folder, step) if len(parts) > 1
+        parts
+        for step in range(1, STEPS + 1)
+        for parts in sample_staleness(run.folder, step)
+        if len(parts) > 1
     ]
     if mode == "drain":
         assert crossed == []

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY
-from tests.integration.accounts import check_accounts
-from tests.integration.lab import LEARNING, ROOT, Lab, Run
+from tests.integration.accounting_checks import check_accounting
 from tests.integration.resume_driver import free_port
+from tests.integration.workspace import LEARNING, ROOT, Run, Workspace
 
 STEPS = 6
 LIMIT_S = 250.0
@@ -38,7 +38,7 @@ def nodes(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 def test_engines_apart_outlive_a_restart_of_the_trainer(
     tmp_path: Path, tiny_model: Path, nodes: list[subprocess.Popen[bytes]]
 ) -> None:
-    lab = Lab(tmp_path, tiny_model)
+    lab = Workspace(tmp_path, tiny_model)
     servers = tmp_path / "servers.yaml"
     servers.write_text(
         "rollout: {engine: {kind: sglang, device: cpu, threads: 1, start_timeout_s: 250}}\n"
@@ -74,7 +74,7 @@ def test_engines_apart_outlive_a_restart_of_the_trainer(
     run = Run(0, "", "", tmp_path / "runs" / "apart")
     assert [row["step"] for row in run.metrics] == list(range(1, STEPS + 1))
     assert all(row["rollout/train_rollout_logprob_diff"] < 1e-5 for row in run.metrics)
-    check_accounts(run, steps=STEPS)
+    check_accounting(run, steps=STEPS)
     assert engines.poll() is None, said(tmp_path)
     engines.send_signal(signal.SIGTERM)
     assert engines.wait(60) == 0

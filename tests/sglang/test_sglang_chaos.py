@@ -13,9 +13,9 @@ import pytest
 from server_kit import START_S
 
 from rollout.engines.sglang.server_process import ManagedServer
-from tests.integration.accounts import check_accounts
-from tests.integration.lab import LEARNING, Lab
-from tests.integration.sabotage import Fault, Sabotage
+from tests.integration.accounting_checks import check_accounting
+from tests.integration.engine_faults import Fault, FaultInjector
+from tests.integration.workspace import LEARNING, Workspace
 
 STEPS = 20
 PLAN: dict[int, tuple[int, Fault]] = {
@@ -36,13 +36,13 @@ def test_no_sample_is_lost_or_counted_twice(
 ) -> None:
     model = tmp_path / "model"  # of its own: the session's server has the other, and runs on
     shutil.copytree(tiny_model, model)
-    lab = Lab(tmp_path, model)
-    sabotage = Sabotage(dict(PLAN), settle=STEPS)
+    lab = Workspace(tmp_path, model)
+    sabotage = FaultInjector(dict(PLAN), settle=STEPS)
     sabotage.install(monkeypatch, ManagedServer)
     run = lab.train("chaos", *TWO)
     assert run.code == 0, run.err
     assert sabotage.done == [fault for _, fault in PLAN.values()]
-    check_accounts(run, steps=STEPS)
+    check_accounting(run, steps=STEPS)
     log = (run.folder / "logs" / "rank_0.log").read_text()
     failures = re.findall(r"engine (engine-\d) failed: .*", log)
     assert failures == [f"engine-{number}" for number, _ in PLAN.values()], log

@@ -27,7 +27,7 @@ from rollout.engines.sglang.engine import SGLangEngine
 from rollout.fleet.engine_memory import FleetMemory
 from rollout.fleet.fleet import Fleet
 from rollout.weight_sync.publication import WeightPublication
-from tests.integration.lab import LEARNING, Lab
+from tests.integration.workspace import LEARNING, Workspace
 
 PROMPT = np.array([5, 6, 7, 8, 9], dtype=np.int32)
 
@@ -89,7 +89,7 @@ def shared(served: Served, tmp_path: Path) -> Iterator[Shared]:
         served.external(), config=engine_config, keys=served.keys, model_path=str(served.model)
     )
     fleet = Fleet([engine], engine_config)
-    sync = RankSync(LocalStore(), 0, 1)
+    sync = RankSync(LocalStore(), 0, 1, timeout_s=60)
     sink = WeightPublication(config, fleet, served.loop.loop)
     publisher = WeightPublisher(
         backend, sync, sink=sink, journal=VersionJournal(tmp_path / "versions.jsonl"), timeout_s=60
@@ -164,7 +164,7 @@ def test_a_checkpoint_in_between_costs_no_publication(shared: Shared) -> None:
 @pytest.mark.full
 def test_a_whole_run(tiny_model: Path, tmp_path: Path) -> None:
     """Two ranks and a server of the run's own, with an evaluation and a checkpoint in each step."""
-    lab = Lab(tmp_path, tiny_model)
+    lab = Workspace(tmp_path, tiny_model)
     run = lab.train(
         "colocated", *LEARNING, "training.steps=2", "policy.parallel.tensor=2", "cluster.processes_per_node=2",
         f"evaluation.paths=[{tmp_path / 'data' / 'heldout.jsonl'}]", "evaluation.max_prompts=8", "evaluation.every=1",

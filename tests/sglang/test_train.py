@@ -18,15 +18,15 @@ from server_kit import START_S, Served
 
 from rlcore.data.tokenizer import load_tokenizer
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY
-from tests.integration.accounts import check_accounts, samples_of
-from tests.integration.lab import LEARNING, Lab, Run
+from tests.integration.accounting_checks import check_accounting, samples_of
+from tests.integration.workspace import LEARNING, Run, Workspace
 
 GAP = "rollout/train_rollout_logprob_diff"
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Lab]:
-    yield Lab(tmp_path_factory.mktemp("lab"), tiny_model)
+def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Workspace]:
+    yield Workspace(tmp_path_factory.mktemp("lab"), tiny_model)
     torch.set_num_threads(1)
 
 
@@ -54,7 +54,7 @@ def check_ends(run: Run, model: Path, *, steps: int) -> None:
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
 
 
-def test_a_run_on_a_server_given_by_url(lab: Lab, by_url: tuple[str, ...]) -> None:
+def test_a_run_on_a_server_given_by_url(lab: Workspace, by_url: tuple[str, ...]) -> None:
     """Trained, evaluated, resumed, scored; the server outlives them all."""
     given = (*LEARNING, *by_url, f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]", "evaluation.max_prompts=8",
              "evaluation.every=2", "checkpoint.every=1")  # fmt: skip
@@ -65,13 +65,13 @@ def test_a_run_on_a_server_given_by_url(lab: Lab, by_url: tuple[str, ...]) -> No
     )
     assert {f"{GAP}_max", f"{GAP}_kl", "time/engine", "time/publish"} < set(run.rows[1])
     assert [step for step, row in run.rows.items() if "eval/score" in row] == [0, 2, 3]
-    check_accounts(run, steps=3)
+    check_accounting(run, steps=3)
     check_ends(run, lab.model, steps=3)
 
     resumed = lab.train("by url", *given, "training.steps=4", "--resume")
     assert resumed.code == 0, resumed.err
     assert resumed.rows[4][GAP] < 1e-5
-    check_accounts(resumed, steps=4)
+    check_accounting(resumed, steps=4)
 
     done = lab.command(
         "eval", str(lab.base), "run.name=scored", *given, "--model", str(run.folder / "hf")
@@ -81,7 +81,9 @@ def test_a_run_on_a_server_given_by_url(lab: Lab, by_url: tuple[str, ...]) -> No
     assert score == pytest.approx(resumed.rows[4]["eval/score"], rel=1e-5)
 
 
-def test_the_tokens_that_top_p_left_reach_the_trainer(lab: Lab, by_url: tuple[str, ...]) -> None:
+def test_the_tokens_that_top_p_left_reach_the_trainer(
+    lab: Workspace, by_url: tuple[str, ...]
+) -> None:
     """Log-probs of engine and trainer are over the same sets."""
     run = lab.train(
         "keep-sets",
@@ -97,7 +99,7 @@ def test_the_tokens_that_top_p_left_reach_the_trainer(lab: Lab, by_url: tuple[st
 
 
 def test_a_run_with_another_key_is_refused(
-    lab: Lab, by_url: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    lab: Workspace, by_url: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(API_KEY, "wrong-key-of-this-test")
     run = lab.train("wrong key", *by_url)
@@ -106,7 +108,7 @@ def test_a_run_with_another_key_is_refused(
     assert "wrong-key-of-this-test" not in run.err
 
 
-def test_two_ranks_and_a_server_of_their_own(lab: Lab, tmp_path: Path) -> None:
+def test_two_ranks_and_a_server_of_their_own(lab: Workspace, tmp_path: Path) -> None:
     """Tensor parallel; nothing of the server is left behind, and the key is in no file."""
     name = "managed"
     secret = "secret-of-this-test"
@@ -124,7 +126,7 @@ def test_two_ranks_and_a_server_of_their_own(lab: Lab, tmp_path: Path) -> None:
     assert code == 0, said
     run = Run(code, said, "", lab.folder / "runs" / name)
     assert all(row[GAP] < 1e-5 for row in run.metrics)
-    check_accounts(run, steps=2)
+    check_accounting(run, steps=2)
     assert (run.folder / "logs" / "engine_0.log").stat().st_size > 1000
     assert all(
         secret.encode() not in path.read_bytes() for path in run.folder.rglob("*") if path.is_file()

@@ -17,7 +17,7 @@ import psutil
 from rlcore.runs.checkpoints import committed_steps
 from rlcore.runs.directory import RunDirectory
 from rollout.accounting.audit import audit
-from tests.integration.accounts import faults_of
+from tests.integration.accounting_checks import accounting_faults
 from tests.soak.launchers import POLL_S, Launcher, Started
 from tests.soak.progress import Moment, Progress, Timeline
 from tests.soak.workload import STEPS, prepare
@@ -112,7 +112,7 @@ class Soak:
             time.sleep(POLL_S)
         timeline = Timeline(changes, time.monotonic() - began)
         started.kill()
-        if faults := [*_how_it_ended(started), *faults_of(started.folder, steps=STEPS)]:
+        if faults := [*_how_it_ended(started), *accounting_faults(started.folder, steps=STEPS)]:
             raise RuntimeError(
                 f"the undisturbed run failed: {'; '.join(faults)}: see {self._log(name)}"
             )
@@ -148,7 +148,7 @@ class Soak:
     def _faults(self, run: Path, launcher: Launcher) -> list[str]:
         if (status := _status(run)) != "completed":
             return [f"the run is {status}"]
-        faults = [*faults_of(run, steps=STEPS), *audit(RunDirectory(run)).contradictions]
+        faults = [*accounting_faults(run, steps=STEPS), *audit(RunDirectory(run)).contradictions]
         undisturbed = self._run(f"undisturbed_{(self._reference or launcher).name}")
         weights, expected = (
             (folder / "hf" / "model.safetensors").read_bytes() for folder in (run, undisturbed)

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tests.integration.accounts import PROMPTS, SAMPLES
+from tests.integration.accounting_checks import PROMPTS, SAMPLES
 
 STEPS = 10
 CONFIG: dict[str, Any] = {

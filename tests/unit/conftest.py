@@ -1,11 +1,24 @@
+"""Fixtures of all unit tests: samples, a character tokenizer, and files of rows."""
+
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from rlcore.data.sample import Sample, VersionSpan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' else ''"
+    " }}\n{% endfor %}{% if add_generation_prompt %}<{% endif %}"
+)
 
 
 @pytest.fixture
@@ -33,3 +46,32 @@ def make_sample() -> Callable[..., Sample]:
         return Sample(**{**values, **fields})  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A character tokenizer."""
+    from rlcore.launch.commands.init_model import ALPHABETS, char_tokenizer
+
+    return char_tokenizer(ALPHABETS["addition"])
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """Each message is "<" and its content; the assistant's ends with EOS and a line break."""
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., str]:
+    """Write objects (or raw lines) to a JSONL file; returns its path."""
+
+    def write(rows: Sequence[Any], name: str = "rows.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text(
+            "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+        )
+        return str(path)
+
+    return write

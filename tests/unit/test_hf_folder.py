@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from rlcore.hf_folder import INDEX, ShardWriter, copy_companions, header, shard_name
+from rlcore.hf_folder import INDEX, ShardWriter, copy_companions, header
 from rlcore.weights import Bucket, TensorSpec, cut_buckets, raw_bytes
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -36,7 +36,7 @@ def test_the_library_reads_what_was_written(tmp_path_factory, kinds, shard_bytes
     writer.finish()
     read = {}
     for shard in shards:
-        path = folder / shard_name(shard.index, len(shards))
+        path = folder / writer.file_name(shard.index)
         read |= load_file(path)
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"format": "pt"}
@@ -86,7 +86,8 @@ def test_companions_are_the_tokenizers_and_how_to_generate(tmp_path: Path) -> No
     target = tmp_path / "target"
     for folder in (model, tokenizer, target):
         folder.mkdir()
-    for path in (model / "generation_config.json", model / "vocab.json", model / "model.safetensors", tokenizer / "config.json",
+    for path in (model / "generation_config.json", model / "vocab.json",
+                 model / "model.safetensors", tokenizer / "config.json",
                  tokenizer / "tokenizer.json", tokenizer / "chat.jinja"):  # fmt: skip
         path.write_text("{}")
     copy_companions(target, model, tokenizer)

@@ -27,8 +27,7 @@ from rlcore.launch.process import Process, join
 from rlcore.launch.run_folder import find_checkpoint, pin_initial_policy
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.versions import VersionJournal
-from rlcore.tracking.format import sample_lines
-from rlcore.tracking.samples import pick_samples
+from rlcore.tracking.format import pick_samples, sample_lines
 from rlcore.trainer.gpu_sharing import GpuPhase
 
 

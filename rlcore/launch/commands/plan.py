@@ -92,10 +92,12 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
     frozen: list[Frozen] = []
     if made.reference:
         other = others.get("reference.path", arch).shape
-        frozen.append(Frozen("reference", other, config.reference.offload, guest=other == shape))
+        frozen.append(
+            Frozen("reference", other, config.reference.offload, swapped_in=other == shape)
+        )
     if made.teacher:
         other = others.get("teacher.path", arch).shape
-        frozen.append(Frozen("teacher", other, config.teacher.offload, guest=other == shape))
+        frozen.append(Frozen("teacher", other, config.teacher.offload, swapped_in=other == shape))
     prompt = config.data.max_prompt_tokens or min(_PROMPT, policy.max_tokens_per_microbatch // 2)
     response = (
         policy.max_tokens_per_microbatch - prompt

@@ -254,8 +254,8 @@ class RemoteMemory:
     def restore(self, tags: Sequence[MemoryTag]) -> None:
         self._ask("restore", tags)
 
-    def anyone(self) -> bool:
-        return bool(self._ask("anyone"))
+    def any_running(self) -> bool:
+        return bool(self._ask("any_running"))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         return self._line.ask(

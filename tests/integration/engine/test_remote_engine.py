@@ -1,6 +1,4 @@
-"""Engines in processes of their own: HTTP, the process group for weights, and everything that can
-die.
-"""
+"""Engines in processes of their own: HTTP, the process group for weights, and their failures."""
 
 from __future__ import annotations
 
@@ -214,15 +212,13 @@ def test_the_server_wants_its_key(loop, pair):
 
 @pytest.mark.full  # a run in which they do: tests/integration/test_chaos.py
 def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypatch):
-    """Three engines; one dies while it generates, one hangs in the middle of a publication, the
-    third goes on.
-    """
+    """Of three engines one dies in a request, one hangs in a publication, the third goes on."""
     monkeypatch.setattr("rollout.engines.embedded.client.GRACE_S", 1.0)
     doomed = remote(config, "doomed", tmp_path)
     frozen = remote(config, "frozen", tmp_path, request_timeout_s=2.0)
     run(loop, start_all([doomed, frozen]))
-    roster = StaticParticipants([doomed, frozen, pair[0]])
-    sink = WeightPublication(config, roster, loop)
+    participants = StaticParticipants([doomed, frozen, pair[0]])
+    sink = WeightPublication(config, participants, loop)
     publish(sink, model, 11)
 
     running = asyncio.run_coroutine_threadsafe(
@@ -247,7 +243,7 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
 
     buckets = layout(model)
     sink.prepare(buckets)  # goes on without the dead one
-    assert [engine.name for engine in roster.engines] == ["frozen", "engine-0"]
+    assert [engine.name for engine in participants.engines] == ["frozen", "engine-0"]
     sink.send(buckets[0], flatten(buckets[0], model))
     os.kill(frozen.pid, signal.SIGSTOP)
     began = time.monotonic()
@@ -258,7 +254,7 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
     assert not alive(frozen.pid)
 
     publish(sink, model, 12)
-    assert [engine.name for engine in roster.engines] == ["engine-0"]
+    assert [engine.name for engine in participants.engines] == ["engine-0"]
     assert run(loop, pair[0].health())["version"] == 12
     sink.close()
     run(loop, close_all([doomed, frozen]))

@@ -1,6 +1,4 @@
-"""Process groups for weights over real engine processes, when a member fails: who is blamed, and
-who is held up.
-"""
+"""Process groups for weights over real engines, if one fails: which is blamed, which waits."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def folder(tmp_path):
 
 
 def with_engines(folder, tmp_path, use):
-    """`use(engines, buckets, model)` with three engine processes, paused, that wait for the buckets
-    of `model`.
-    """
+    """Call `use(engines, buckets, model)` with three paused engines that wait for the buckets."""
     torch.set_num_threads(1)
 
     async def main():

@@ -105,7 +105,9 @@ def test_a_batch_holds_one_set_a_trainable_token_and_keeps_it_when_cut(
         ValueError, match=r"batch\.sampling_mask holds 2 sets, expected one for each of 9 tokens"
     ):
         RolloutBatch(batch.tokens, batch.cu_tokens, batch.loss_mask,
-                     sampling_mask=BatchSamplingMasks(torch.zeros(0), torch.zeros(3, dtype=torch.int64)))  # fmt: skip
+                     sampling_mask=BatchSamplingMasks(torch.zeros(0),
+                                                      torch.zeros(3,
+                                                                  dtype=torch.int64)))  # fmt: skip
 
 
 # --- routed experts -------------------------------------------------------------------------------

@@ -44,12 +44,12 @@ def rank0() -> RankZero:
 
 
 def end(rank0: RankZero, store: dist.Store, train: Any) -> Outcome:
-    sync = RankSync(dist.PrefixStore(FIRST.prefix, store), 0, 1)
+    sync = RankSync(dist.PrefixStore(FIRST.prefix, store), 0, 1, timeout_s=5.0)
     config = SimpleNamespace(
         run=SimpleNamespace(dir="runs", name="a"), checkpoint=SimpleNamespace(export_hf=False),
         tracking=SimpleNamespace(hub=SimpleNamespace(repo=None)),
     )  # fmt: skip
-    trainer = SimpleNamespace(config=config, rank0=rank0, main=rank0, patience=5.0, train=train)
+    trainer = SimpleNamespace(config=config, rank0=rank0, train=train)
     heartbeat = SimpleNamespace(alone=lambda: rank0.done.append("alone"), leaving=lambda: None)
     process = Process(
         0, 1, 0, torch.device("cpu"), sync, cast(Any, None), heartbeat=cast(Any, heartbeat)

@@ -94,7 +94,7 @@ def test_who_needs_nobody_any_more_misses_nobody(
     store: Any = LocalStore()
     beating = Heartbeat(
         store,
-        RankSync(store, 0, 2),
+        RankSync(store, 0, 2, timeout_s=5),
         HeartbeatMonitor(store, [1], limit_s=20, start_limit_s=0.5),
         [],
     )

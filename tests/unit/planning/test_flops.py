@@ -39,9 +39,7 @@ def test_the_example_models_have_the_published_number_of_weights(
 
 
 def test_a_token_of_qwen3_30b_a3b_meets_3_3_billion_weights() -> None:
-    """Embedding included, as its name counts; the embedding costs no FLOPs and is no part of
-    `active_parameters`.
-    """
+    """The name counts the embedding, which costs no FLOPs: `active_parameters` leaves it out."""
     shape = read_architecture(EXAMPLES / "Qwen3-30B-A3B", weights=False).shape
     assert (shape.active_parameters + shape.vocab * shape.hidden) / 1e9 == pytest.approx(
         3.35, abs=0.01
@@ -60,15 +58,15 @@ def test_forward_flops_of_a_dense_model() -> None:
 
 def test_forward_flops_count_the_chosen_experts_alone() -> None:
     moe = ModelShape(
-        layers=2, hidden=8, heads=4, groups=2, head_dim=3, ffn=5, vocab=11, experts=6, topk=2, expert_ffn=7, shared_ffn=4,
-        shared_gate=True, moe_layers=1,
+        layers=2, hidden=8, heads=4, groups=2, head_dim=3, ffn=5, vocab=11, experts=6, topk=2,
+        expert_ffn=7, shared_ffn=4, shared_gate=True, moe_layers=1,
     )  # fmt: skip
     one_layer = 2 * 3 * 8 * 7 + 3 * 8 * 4 + 8 * (6 + 1) - 3 * 8 * 5
     assert moe.forward_flops([1], 0) - TINY.forward_flops([1], 0) == 2 * one_layer
 
 
 def test_a_plan_and_the_metric_count_alike() -> None:
-    """What balances batches takes the head at every token."""
+    """The balance of batches counts the head at every token."""
     assert TINY.forward_flops([9], 9) == TINY.cost(9)
 
 
@@ -106,9 +104,9 @@ def test_mfu_counts_the_passes_that_the_policy_made() -> None:
 @pytest.mark.parametrize(
     ("name", "tflops"),
     [
-        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989), ("NVIDIA H20", 148), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500), ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
+        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989), ("NVIDIA H20", 148), ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500), ("NVIDIA L40S", 362), ("NVIDIA L4", 121),
     ],
 )  # fmt: skip
 def test_peaks_by_the_names_that_torch_gives(name: str, tflops: int) -> None:
@@ -129,19 +127,20 @@ def test_the_gpus_of_a_plan_have_the_peaks_of_the_table() -> None:
 
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "LlamaConfig": {}, "Qwen2Config": {"tie_word_embeddings": True}, "Qwen3Config": {"head_dim": 16},
+    "LlamaConfig": {}, "Qwen2Config": {"tie_word_embeddings": True},
+    "Qwen3Config": {"head_dim": 16},
     "Qwen3MoeConfig": {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1]},
     "Qwen2MoeConfig": {**EXPERTS, "shared_expert_intermediate_size": 40},
-    "MixtralConfig": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "DeepseekV3Config": {
-        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
-        "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
-        "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "n_group": 4, "topk_group": 2},
+    "MixtralConfig": {"num_local_experts": 4, "num_experts_per_tok": 2}, "DeepseekV3Config": {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0, "n_group": 4, "topk_group": 2},
 }  # fmt: skip
 
 

@@ -1,6 +1,4 @@
-"""What the plan says of the LM head's scratch memory, against the storages that exist while it runs
-backward.
-"""
+"""The planned scratch memory of the LM head, against the storages in its backward pass."""
 
 from __future__ import annotations
 
@@ -78,7 +76,8 @@ def test_scratch_memory_of_the_head(dtype: torch.dtype, elements: int) -> None:
         layers=1, hidden=HIDDEN, heads=1, groups=1, head_dim=HIDDEN, ffn=1, vocab=VOCAB
     )
     load = Load(
-        tokens=2 * ROWS, micro_batches=1, trainable=ROWS, dtype_bytes=dtype.itemsize, chunk_elements=elements
+        tokens=2 * ROWS, micro_batches=1, trainable=ROWS, dtype_bytes=dtype.itemsize,
+        chunk_elements=elements
     )  # fmt: skip
     assert head_peak_bytes(shape, Layout(), load) == pytest.approx(live.peak, rel=0.1)
     if elements < ROWS * VOCAB // 8:

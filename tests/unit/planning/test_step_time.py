@@ -35,9 +35,7 @@ def times(
 
 
 def test_the_arithmetic_of_one_gpu() -> None:
-    """16896 rows are 132 tiles: every product is a whole number of waves over the 132
-    multiprocessors.
-    """
+    """16896 rows are 132 tiles: every product fills the 132 multiprocessors in whole waves."""
     assert fullness(DENSE, Layout(), WORK.micro_tokens, H100) == 1
     layers = 8 * (2 * LAYER * TOKENS + 64 * 2 * 1024 * 4096**2)
     head = 2 * 64 * 3072 * 32768 * 1024
@@ -60,9 +58,7 @@ def test_small_products_leave_multiprocessors_idle() -> None:
 
 
 def test_tensor_parallelism_sends_four_half_all_reduces_a_sweep() -> None:
-    """Forward, backward and one scoring pass; sequence parallelism gathers twice more on the way
-    back.
-    """
+    """Forward, backward and a scoring pass; sequence parallelism gathers twice more going back."""
     one = 8 * TOKENS * 1024 * 2 * (4 - 1) / 4 / (450e9 * 0.7)
     assert times(Layout(tensor=4)).tensor == pytest.approx(one * 4 * 3)
     assert times(Layout(tensor=4, sequence=True)).tensor == pytest.approx(one * (4 * 3 + 2))

@@ -21,6 +21,7 @@ from rlcore.errors import RunFailed, UserError
 from rlcore.runs.checkpoints import (
     CheckpointStore,
     DamagedCheckpoint,
+    committed_steps,
     latest_checkpoint,
     read_checkpoint,
 )
@@ -42,7 +43,7 @@ def save(store: CheckpointStore, step: int) -> None:
 
 
 def assert_whole(store: CheckpointStore, step: int) -> None:
-    found = store.latest()
+    found = latest_checkpoint(store.folder)
     assert found is not None
     assert found.step == step
     assert found.state == {"step": step, "source": {"cursor": step * 7}}
@@ -55,11 +56,10 @@ def fail_at(
     error: Callable[[], BaseException],
     calls: tuple[str, ...],
 ) -> list[str]:
-    """Make call number `count` (from 0) of `calls` raise instead of acting; returns the list of
-    calls made.
+    """Make call number `count` (from 0) of `calls` raise. Returns the list of calls made.
 
     No call waits for the disk: a killed process, unlike a machine that loses power, keeps what it
-        wrote.
+    wrote.
     """
     made: list[str] = []
 
@@ -94,12 +94,12 @@ def points(
 
 def test_commits_and_keeps_the_newest(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
-    assert store.latest() is None
+    assert latest_checkpoint(store.folder) is None
     for step in (1, 2, 3, 10):
         save(store, step)
-    assert store.steps() == [3, 10]
+    assert committed_steps(store.folder) == [3, 10]
     assert_whole(store, 10)
-    assert store.load_state(3)["source"] == {"cursor": 21}
+    assert read_checkpoint(store.path(3)).state["source"] == {"cursor": 21}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003", "step_000010"]
 
 
@@ -112,9 +112,9 @@ def test_who_goes_on_keeps_as_few_as_the_commit_would_have(
         patch.setattr(CheckpointStore, "_prune", lambda self, newest: None)  # killed before that
         save(store, 2)
     again = CheckpointStore(tmp_path, keep=1)
-    assert again.steps() == [1, 2]
+    assert committed_steps(again.folder) == [1, 2]
     again.rewind(2)
-    assert again.steps() == [2]
+    assert committed_steps(again.folder) == [2]
     assert_whole(again, 2)
 
 
@@ -136,8 +136,8 @@ def test_a_kill_at_any_point_of_a_commit_leaves_a_whole_checkpoint(
                 three(CheckpointStore(folder, keep=2))
         latest = latest_checkpoint(folder)
         store = CheckpointStore(folder, keep=2)  # sweeps
-        for committed in store.steps():
-            store.load_state(committed)
+        for committed in committed_steps(store.folder):
+            read_checkpoint(store.path(committed))
         assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
         step = latest.step if latest else 0
         seen.add(step)
@@ -186,7 +186,7 @@ def test_a_full_disk_is_reported_plainly_and_leaves_the_previous_one(
         if latest_checkpoint(store.folder).step == 1:  # type: ignore[union-attr]
             assert "the checkpoint of step 1 is intact" in message
             reported += 1
-        assert_whole(CheckpointStore(store.folder), store.steps()[-1])
+        assert_whole(CheckpointStore(store.folder), committed_steps(store.folder)[-1])
         assert not list(store.folder.glob(".*")), "the space of the failed write was given back"
     # only a failure to sync the folder's names comes after the rename
     assert reported >= total - 1
@@ -226,10 +226,10 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     assert named in caplog.text
     assert "going back to the checkpoint of step 1" in caplog.text
     with pytest.raises(DamagedCheckpoint, match="step_000002 is damaged"):
-        store.load_state(2)
+        read_checkpoint(store.path(2))
 
     store.rewind(1)  # the run goes on and reaches step 2 again
-    assert store.steps() == [1]
+    assert committed_steps(store.folder) == [1]
     save(store, 2)
     assert_whole(store, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000002"]
@@ -242,7 +242,7 @@ def test_damage_to_all_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"no whole checkpoint is left.*state\.json is missing.*--overwrite"
     ):
-        store.latest()
+        latest_checkpoint(store.folder)
 
 
 def test_a_damaged_newest_never_costs_the_last_good_one(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_state_is_exact(tmp_path: Path) -> None:
     }
     store.write_state(1, state)
     store.commit(1)
-    back = store.load_state(1)
+    back = read_checkpoint(store.path(1)).state
     assert np.isnan(back["nan"])
     assert back["inf"] == -np.inf
     assert back["pi"] == np.pi
@@ -298,9 +298,9 @@ def test_commit_without_state_is_refused(tmp_path: Path) -> None:
 
 WRITER = """
 import itertools, pathlib, sys
-from rlcore.runs.checkpoints import CheckpointStore
+from rlcore.runs.checkpoints import CheckpointStore, latest_checkpoint
 store = CheckpointStore(pathlib.Path(sys.argv[1]), keep=2)
-found = store.latest()
+found = latest_checkpoint(store.folder)
 step = found.step if found else 0
 for step in itertools.count(step + 1):
     aside = store.begin(step)
@@ -312,9 +312,7 @@ for step in itertools.count(step + 1):
 
 
 def test_sigkill_at_random_moments(tmp_path: Path) -> None:
-    """Real processes, killed at seeded moments after their first commit: each goes on from what the
-    last one left.
-    """
+    """Real processes are killed at seeded moments after a commit; each continues after the last."""
     moments = random.Random(0)
     last = 0
     for _ in range(8):

@@ -1,4 +1,4 @@
-"""What a checkpoint relies on is on the disk before it: a power cut may lose the rest."""
+"""A checkpoint follows what it relies on to the disk: a power cut may lose the rest."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from rlcore.runs.versions import VersionJournal
 
 
 class Disk:
-    """What is on it of one file: its content when that was last synced, if its name was since it
-    was made.
-    """
+    """One file: its content when last synced, if its name was synced since it was made."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = path

@@ -11,8 +11,8 @@ from rlcore.runs.files import BLOCK, cut_torn_line
 
 @pytest.mark.parametrize("block", [1, 2, 3, 100])
 @pytest.mark.parametrize(("content", "left"), [
-    ("", ""), ("torn", ""), ("a\n", "a\n"), ("\n", "\n"), ("\ntorn", "\n"), ("a\nbcd\n", "a\nbcd\n"),
-    ("a\nbcd\ntorn", "a\nbcd\n"),
+    ("", ""), ("torn", ""), ("a\n", "a\n"), ("\n", "\n"), ("\ntorn", "\n"),
+    ("a\nbcd\n", "a\nbcd\n"), ("a\nbcd\ntorn", "a\nbcd\n"),
 ])  # fmt: skip
 def test_what_has_no_newline_at_its_end_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, left: str, block: int

@@ -13,7 +13,7 @@ import pytest
 from rlcore.data.sample import Sample
 from rlcore.errors import DataError, DeadlineExceeded, UserError
 from rlcore.runs.directory import RunDirectory, wait_until_free
-from rlcore.runs.rollouts import read_rollouts
+from rlcore.runs.rollouts import read_rollouts, write_rollouts
 
 MakeSample = Callable[..., Sample]
 
@@ -97,7 +97,7 @@ def held_elsewhere(root: Path) -> Iterator[int]:
 
 
 def test_a_run_that_is_written_by_a_living_process_is_refused(tmp_path: Path) -> None:
-    """Who comes in the place of one that was lost waits for a while."""
+    """A process that takes over from a lost one waits for a while."""
     used(tmp_path)
     ticks: list[None] = []
     with held_elsewhere(tmp_path) as pid:
@@ -158,7 +158,8 @@ def test_rollouts_come_back_whole(tmp_path: Path, make_sample: MakeSample) -> No
     )
     samples = [make_sample(0), nothing]
     advantages = [np.array([0.5, 0.1, -2.0], dtype=np.float32), np.zeros(0, np.float32)]
-    path = run.write_rollouts(3, samples, advantages)
+    path = run.rollouts_path(3)
+    write_rollouts(path, 3, samples, advantages)
     assert path.name == "step_000003.jsonl.zst"
     records = read_rollouts(path)
     assert [record["step"] for record in records] == [3, 3]
@@ -177,17 +178,18 @@ def test_rollouts_come_back_whole(tmp_path: Path, make_sample: MakeSample) -> No
 def test_advantages_that_do_not_fit_name_the_sample(
     tmp_path: Path, make_sample: MakeSample
 ) -> None:
-    run = RunDirectory.create(tmp_path, "a")
+    path = RunDirectory.create(tmp_path, "a").rollouts_path(1)
     with pytest.raises(ValueError, match="sample 0 of draw 7: advantages of shape"):
-        run.write_rollouts(1, [make_sample(7)], [np.zeros(2, np.float32)])
-    assert not run.rollouts_path(1).exists()
+        write_rollouts(path, 1, [make_sample(7)], [np.zeros(2, np.float32)])
+    assert not path.exists()
     with pytest.raises(ValueError, match="1 samples but 0 advantage vectors"):
-        run.write_rollouts(1, [make_sample(7)], [])
+        write_rollouts(path, 1, [make_sample(7)], [])
 
 
 @pytest.mark.parametrize("cut", [0, 30, -6])
 def test_a_damaged_rollout_file_is_named(tmp_path: Path, make_sample: MakeSample, cut: int) -> None:
-    path = RunDirectory.create(tmp_path, "a").write_rollouts(1, [make_sample(k) for k in range(9)])
+    path = RunDirectory.create(tmp_path, "a").rollouts_path(1)
+    write_rollouts(path, 1, [make_sample(k) for k in range(9)])
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(DataError, match=r"step_000001\.jsonl\.zst: not a readable rollout file"):
         read_rollouts(path)
@@ -196,7 +198,7 @@ def test_a_damaged_rollout_file_is_named(tmp_path: Path, make_sample: MakeSample
 def test_rewind_removes_what_later_steps_left(tmp_path: Path, make_sample: MakeSample) -> None:
     run = RunDirectory.create(tmp_path, "a")
     for step in (1, 2, 3):
-        run.write_rollouts(step, [make_sample()])
+        write_rollouts(run.rollouts_path(step), step, [make_sample()])
     (run.rollouts / ".step_000004.jsonl.zst.tmp").write_bytes(b"half")
     run.write_result("interrupted", 3)
     run.rewind(2)

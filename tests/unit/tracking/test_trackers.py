@@ -39,7 +39,7 @@ def test_always_metrics_and_progress_and_nothing_heavy(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "a")
     stream = io.StringIO()
     trackers = build_trackers(configured(), directory, total_steps=3, stream=stream)
-    assert trackers.names == ("jsonl", "progress")
+    assert tuple(trackers._all()) == ("jsonl", "progress")
     trackers.log(1, {"rollout/reward": 0.5})
     trackers.close("completed")
     assert read_metrics(directory.metrics_path) == [{"step": 1, "rollout/reward": 0.5}]
@@ -79,16 +79,16 @@ class Recording(BaseTracker):
 def test_an_optional_tracker_that_fails_does_not_end_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    kept = Recording()
+    sound = Recording()
     failing = Recording(failing_step=2)
     other = Recording()
-    trackers = Trackers({"kept": kept}, {"failing": failing, "other": other})
+    trackers = Trackers({"sound": sound}, {"failing": failing, "other": other})
     for step in (1, 2, 3):
         trackers.log(step, {})
     trackers.close("completed")
-    assert kept.steps == other.steps == [1, 2, 3]
+    assert sound.steps == other.steps == [1, 2, 3]
     assert failing.steps == [1]
-    assert (kept.closed, other.closed, failing.closed) == ("completed", "completed", "")
+    assert (sound.closed, other.closed, failing.closed) == ("completed", "completed", "")
     assert (
         caplog.text.count(
             "failing failed and is left out from here on: ConnectionError: the service is gone"
@@ -99,7 +99,7 @@ def test_an_optional_tracker_that_fails_does_not_end_the_run(
 
 def test_a_required_tracker_that_fails_ends_it() -> None:
     with pytest.raises(ConnectionError):
-        Trackers({"kept": Recording(failing_step=1)}).log(1, {})
+        Trackers({"sound": Recording(failing_step=1)}).log(1, {})
 
 
 def test_picked_samples_run_from_best_to_worst(make_sample: MakeSample) -> None:

@@ -1,4 +1,4 @@
-"""How ranks wait for a checkpoint that is written in the background."""
+"""Checkpoints in the background, as the ranks wait for them."""
 
 from __future__ import annotations
 
@@ -37,35 +37,33 @@ class Writing:
         self.calls.append("finish")
 
 
-class Book:
-    """A rank0 that only keeps what was begun and committed."""
+class RecordingRankZero:
+    """Records which checkpoints were begun and committed."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []
         self.committed: list[int] = []
+        self.checkpoints = self  # as a store
 
     def begin_checkpoint(self, step: int) -> Path:
         self.begun.append(step)
         return Path("model")
 
-    def commit_checkpoint(self, step: int) -> None:
+    def commit(self, step: int) -> None:
         self.committed.append(step)
 
 
 @pytest.fixture
-def parts() -> tuple[Checkpointer, Writing, Book]:
+def parts() -> tuple[Checkpointer, Writing, RecordingRankZero]:
     backend = Writing()
-    rank0 = Book()
-    sync = RankSync(LocalStore(), 0, 1)
-    return (
-        Checkpointer(sync, cast(PolicyBackend, backend), cast(RankZero, rank0), timeout_s=0.2),
-        backend,
-        rank0,
-    )
+    rank0 = RecordingRankZero()
+    sync = RankSync(LocalStore(), 0, 1, timeout_s=0.2)
+    checkpointer = Checkpointer(sync, cast(PolicyBackend, backend), cast(RankZero, rank0))
+    return checkpointer, backend, rank0
 
 
-def test_it_is_committed_at_the_border_after_it_was_written(
-    parts: tuple[Checkpointer, Writing, Book],
+def test_it_is_committed_at_the_end_of_the_step_in_which_it_was_written(
+    parts: tuple[Checkpointer, Writing, RecordingRankZero],
 ) -> None:
     checkpointer, backend, rank0 = parts
     assert checkpointer.save(3, in_background=True) is None
@@ -80,7 +78,9 @@ def test_it_is_committed_at_the_border_after_it_was_written(
     assert checkpointer.poll() is None
 
 
-def test_a_second_save_waits_for_the_first(parts: tuple[Checkpointer, Writing, Book]) -> None:
+def test_a_second_save_waits_for_the_first(
+    parts: tuple[Checkpointer, Writing, RecordingRankZero],
+) -> None:
     checkpointer, backend, rank0 = parts
     checkpointer.save(3, in_background=True)
     threading.Timer(0.05, lambda: setattr(backend, "seconds", 2.0)).start()
@@ -88,7 +88,7 @@ def test_a_second_save_waits_for_the_first(parts: tuple[Checkpointer, Writing, B
     assert (rank0.begun, rank0.committed) == ([3, 4], [3])
 
 
-def test_but_not_for_ever(parts: tuple[Checkpointer, Writing, Book]) -> None:
+def test_but_not_for_ever(parts: tuple[Checkpointer, Writing, RecordingRankZero]) -> None:
     checkpointer, _, rank0 = parts
     checkpointer.save(3, in_background=True)
     with pytest.raises(
@@ -99,37 +99,37 @@ def test_but_not_for_ever(parts: tuple[Checkpointer, Writing, Book]) -> None:
     assert rank0.begun == [3]
 
 
-KEPT = "the run is saved after step 3: continue with --resume"
+SAVED = "the run is saved after step 3: continue with --resume"
 
 
 def test_before_a_run_fails_its_last_step_is_saved(
-    parts: tuple[Checkpointer, Writing, Book],
+    parts: tuple[Checkpointer, Writing, RecordingRankZero],
 ) -> None:
     checkpointer, backend, rank0 = parts
     checkpointer.save(2, in_background=False)
-    assert checkpointer.keep(3) == KEPT
+    assert checkpointer.save_before_failing(3) == SAVED
     assert rank0.committed == [2, 3]
-    assert checkpointer.keep(3) == KEPT
+    assert checkpointer.save_before_failing(3) == SAVED
     assert backend.calls == ["save", "save"], "once is enough"
 
 
-def test_before_a_run_fails_the_checkpoint_on_its_way_is_committed(
-    parts: tuple[Checkpointer, Writing, Book],
+def test_before_a_run_fails_the_checkpoint_in_the_background_is_committed(
+    parts: tuple[Checkpointer, Writing, RecordingRankZero],
 ) -> None:
     checkpointer, backend, rank0 = parts
     checkpointer.save(3, in_background=True)
     threading.Timer(0.05, lambda: setattr(backend, "seconds", 2.0)).start()
-    assert checkpointer.keep(3) == KEPT
+    assert checkpointer.save_before_failing(3) == SAVED
     assert (rank0.begun, rank0.committed) == ([3], [3])
 
 
 def test_a_run_that_trained_nothing_has_nothing_to_save(
-    parts: tuple[Checkpointer, Writing, Book],
+    parts: tuple[Checkpointer, Writing, RecordingRankZero],
 ) -> None:
     checkpointer, backend, rank0 = parts
-    assert checkpointer.keep(0) == "no step was trained yet"
+    assert checkpointer.save_before_failing(0) == "no step was trained yet"
     checkpointer.newest = 3  # as after a resume
-    assert checkpointer.keep(3) == KEPT
+    assert checkpointer.save_before_failing(3) == SAVED
     assert (rank0.begun, backend.calls) == ([], [])
 
 
@@ -138,14 +138,14 @@ def test_any_rank_says_what_is_intact(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     store = LocalStore()
     (checkpoints / "step_000002").mkdir(parents=True)
-    store.set("main/1", str(checkpoints / ".step_000004.tmp" / "model"))  # rank 0 has opened it
+    store.set("sync/1", str(checkpoints / ".step_000004.tmp" / "model"))  # rank 0 has opened it
 
     class FullDisk(Writing):
         def save(self, folder: Path) -> None:
             raise RunFailed(f"writing {folder}: No space left on device")
 
     checkpointer = Checkpointer(
-        RankSync(store, 1, 2), cast(PolicyBackend, FullDisk()), None, timeout_s=0.2
+        RankSync(store, 1, 2, timeout_s=0.2), cast(PolicyBackend, FullDisk()), None
     )
     with pytest.raises(RunFailed) as caught:
         checkpointer.save(4, in_background=False)

@@ -38,9 +38,7 @@ def make_credit(algorithm: dict[str, Any] | None = None, **sections: Any) -> Cre
 
 
 def make_batch(**vectors: Tensor) -> RolloutBatch:
-    """Each sequence is one prompt token and its trainable ones; versions 3, 4, 5, 3, ..., about to
-    train version 5.
-    """
+    """Make sequences of one prompt token and trainable ones, of versions 3, 4, 5, 3, ..."""
     count = sum(LENGTHS)
     generator = torch.Generator().manual_seed(2)
     cu = torch.tensor([0, *(n + 1 for n in LENGTHS)]).cumsum(0)

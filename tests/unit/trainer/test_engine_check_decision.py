@@ -1,6 +1,4 @@
-"""The comparison of an engine's log-probs with the trainer's: what is compared, when, and what is
-said of it.
-"""
+"""Comparison of an engine's log-probs with the trainer's: its contents, its times, its words."""
 
 from __future__ import annotations
 
@@ -83,8 +81,9 @@ def test_a_difference_names_the_engine_the_worst_response_and_the_causes(
     metrics, trouble = check.compare(batch, samples, {})
     assert metrics[GAP] == pytest.approx(0.72 / 4)
     assert metrics[f"{GAP}_max"] == pytest.approx(0.7)
-    for part in ("engine sglang by 0.18 nats", "tokens of policy step 5", "0.001", "max_logprob_diff", "'57'", "train.jsonl:2",
-                 "temperature", "older weights", "rollout.engine.dtype"):  # fmt: skip
+    for part in ("engine sglang by 0.18 nats", "tokens of policy step 5", "0.001",
+                 "max_logprob_diff", "'57'", "train.jsonl:2", "temperature", "older weights",
+                 "rollout.engine.dtype"):  # fmt: skip
         assert part in trouble
     assert EngineCheck(0.2, 20, "sglang").compare(batch, samples, {})[1] == ""
 
@@ -92,7 +91,7 @@ def test_a_difference_names_the_engine_the_worst_response_and_the_causes(
 def test_one_engine_that_is_wrong_is_not_averaged_away(
     batch: RolloutBatch, samples: list[Sample]
 ) -> None:
-    """Of two, the second by 0.3 nats: 0.15 on average, below the limit."""
+    """The second of two differs by 0.3 nats: 0.15 on average, below the limit."""
     batch.vectors[f"{PASS}logprobs"] += torch.tensor([0.0, 0.0, 0.0, 0.0, 0.3, 0.3])
     check = EngineCheck(0.2, 20, "sglang")
     assert check.compare(batch, samples, {})[1] == ""

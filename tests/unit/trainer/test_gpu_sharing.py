@@ -1,6 +1,4 @@
-"""GpuSharing of trainer and engines on shared memory: the order of operations, on one rank and two,
-and when an engine is lost.
-"""
+"""The order of moves on shared GPUs, on one rank and two, and when an engine is lost."""
 
 from __future__ import annotations
 
@@ -20,14 +18,15 @@ ALL = {"kv_cache", "cuda_graph", "weights"}
 
 
 class Device:
-    """Shared memory: what is on it, and every move. Whoever takes what does not fit fails the test."""
+    """Shared memory: its contents and every move. A move that does not fit fails the test."""
 
     def __init__(self) -> None:
         self.engines = set(ALL)
         self.trainers = set[int]()
         self.moves = list[str]()
         self.untidy = set[int]()  # trainers that keep memory of their last passes
-        self.runs = self.restarts = True
+        self.runs = True
+        self.restarts = True
         self._lock = threading.Lock()
 
     def engine(self, move: str, tags: Sequence[MemoryTag]) -> None:
@@ -75,7 +74,7 @@ class Memory:
         if "kv_cache" in tags:
             self.device.runs |= self.device.restarts
 
-    def anyone(self) -> bool:
+    def any_running(self) -> bool:
         return self.device.runs
 
 
@@ -95,7 +94,7 @@ class Backend:
 
 
 def make(device: Device, rank: int = 0, ranks: int = 1, store: Any = None) -> GpuSharing:
-    sync = RankSync(store or LocalStore(), rank, ranks)
+    sync = RankSync(store or LocalStore(), rank, ranks, timeout_s=5)
     memory = Memory(device) if rank == 0 else None
     sharing = GpuSharing(sync, cast(PolicyBackend, Backend(device, rank)), memory, timeout_s=5)
     assert device.moves.pop() == "offload"
@@ -105,7 +104,7 @@ def make(device: Device, rank: int = 0, ranks: int = 1, store: Any = None) -> Gp
 def test_a_step_and_its_checkpoint() -> None:
     device = Device()
     sharing = make(device)
-    sharing.switch_to(GpuPhase.GENERATING)  # rollouts: it is theirs already
+    sharing.switch_to(GpuPhase.GENERATING)  # for rollouts: the engines have the GPUs already
     assert device.moves == []
     sharing.switch_to(GpuPhase.TRAINING)
     assert device.moves == ["release cuda_graph+kv_cache+weights", "onload"]
@@ -140,7 +139,7 @@ def test_nothing_is_generated_with_weights_that_are_gone() -> None:
         sharing.switch_to(GpuPhase.GENERATING)
 
 
-def test_engines_that_died_start_again_where_the_trainer_is_parked() -> None:
+def test_engines_that_died_start_again_while_the_trainer_is_offloaded() -> None:
     device = Device()
     sharing = make(device)
     sharing.switch_to(GpuPhase.TRAINING)
@@ -149,11 +148,16 @@ def test_engines_that_died_start_again_where_the_trainer_is_parked() -> None:
     assert device.runs
     assert sharing.phase is GpuPhase.HANDOVER
     assert device.moves[2:] == [
-        "release_cache", "restore weights", "offload", "restore cuda_graph+kv_cache", "release cuda_graph+kv_cache", "onload"
-    ]  # fmt: skip
+        "release_cache",
+        "restore weights",
+        "offload",
+        "restore cuda_graph+kv_cache",
+        "release cuda_graph+kv_cache",
+        "onload",
+    ]
 
 
-def test_where_no_engine_comes_back_the_trainer_still_gets_its_turn() -> None:
+def test_if_no_engine_comes_back_the_trainer_still_gets_the_gpus() -> None:
     """It has a checkpoint to write before the run fails."""
     device = Device()
     device.restarts = False
@@ -166,7 +170,7 @@ def test_where_no_engine_comes_back_the_trainer_still_gets_its_turn() -> None:
     assert device.moves.count("offload") == 1
 
 
-def test_a_failure_leaves_the_turn_where_it_was() -> None:
+def test_a_failure_does_not_change_the_phase() -> None:
     device = Device()
     sharing = make(device)
     sharing.switch_to(GpuPhase.TRAINING)

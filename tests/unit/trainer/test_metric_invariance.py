@@ -1,6 +1,4 @@
-"""No metric of a step moves with padding, tool output, the order of sequences, or how the step was
-split.
-"""
+"""No metric depends on padding, tool output, the order of sequences, or the split of a step."""
 
 from __future__ import annotations
 
@@ -41,13 +39,14 @@ Split = Sequence[Sequence[int]]
 @pytest.fixture(scope="module")
 def config() -> Config:
     return Config.model_validate({
-        "run": {"name": "metrics"}, "model": {"path": "unused"}, "data": {"paths": ["unused"]}, "training": {"steps": 1},
-        "algorithm": {
+        "run": {"name": "metrics"}, "model": {"path": "unused"}, "data": {"paths": ["unused"]},
+        "training": {"steps": 1}, "algorithm": {
             "estimator": {"name": "ppo"},
             "loss": {"name": "ppo_clip", "dual_clip": 3.0, "aggregation": "seq-mean-token-mean"},
             "kl": {"reward_coef": 0.05},
             "entropy_coef": 0.01,
-            "correction": {"name": "mis", "level": "geometric", "lower": 0.9, "upper": 1.1, "veto": 0.55, "max_staleness": 1},
+            "correction": {"name": "mis", "level": "geometric", "lower": 0.9, "upper": 1.1,
+                           "veto": 0.55, "max_staleness": 1},
         },
     })  # fmt: skip
 
@@ -81,12 +80,13 @@ def sample(b: int, layout: Layout) -> Sample:
         tokens=np.array(ids, dtype=np.int32), loss_mask=np.array(mask, dtype=np.uint8),
         rollout_logprobs=TRUTH["engine"][first : first + LENGTHS[b]].astype(np.float32),
         versions=(VersionSpan(4 + b % 3, 0, half), VersionSpan(6, half, LENGTHS[b])),
-        finish_reason="length" if b % 3 else "stop", reward=float(b % 4), metadata={"correct": b % 2 == 0},
+        finish_reason="length" if b % 3 else "stop", reward=float(b % 4),
+        metadata={"correct": b % 2 == 0},
     )  # fmt: skip
 
 
 def scores(batch: RolloutBatch, name: str) -> torch.Tensor:
-    """[M] as a model would give them: a number at every slot, NaN where no policy chose the token."""
+    """Return scores [M] as of a model: a number at every slot, NaN at prompt tokens."""
     everywhere = torch.from_numpy(TRUTH[name].astype(np.float64))[batch.tokens.long()]
     return everywhere[batch.loss_mask]
 
@@ -104,16 +104,14 @@ def ready(config: Config, layout: Layout) -> RolloutBatch:
 
 
 def loss_inputs(part: RolloutBatch, policy: str) -> PolicyLossInputs:
-    """What a micro-batch gives to the objective; `policy` names the log-probs of its forward pass."""
+    """Return a micro-batch's inputs of the objective; `policy` names its forward log-probs."""
     names = ("old_logprobs", "advantages", "weights", "rollout_logprobs", "ref_logprobs", "entropy")
     given: dict[str, Any] = {name: part.vectors[name] for name in names}
     return PolicyLossInputs(cu_seqlens=part.cu_seqlens, logprobs=scores(part, policy), **given)
 
 
 def run(config: Config, layout: Layout, ranks: Sequence[Split]) -> dict[str, float]:
-    """The metrics of a step: `ranks[r]` are the micro-batches of data-parallel rank r, by place in
-    the batch.
-    """
+    """Compute the metrics of a step; `ranks[r]` holds the micro-batches of data-parallel rank r."""
     batch = ready(config, layout)
     objective = Objective(config.algorithm)
     packed: list[tuple[list[str], torch.Tensor, torch.Tensor]] = []
@@ -145,10 +143,10 @@ def test_what_is_measured(config: Config) -> None:
     assert all(metric_spec(name) is not None for name in metrics)
     sections = ("objective/", "policy/", "val/", "rollout/", "correction/", "loss/policy")
     elsewhere = {
-        "rollout/reward_errors", "rollout/reward_timeouts", "rollout/requeued_prompts", "rollout/excluded_prompts",
-        "rollout/baseline_reward", "val/clipfrac_avg", "correction/clipped_fraction",
-        "rollout/engine_restarts", "rollout/retried_requests", "rollout/engines_serving",
-        "rollout/resumed_responses", "rollout/resumed_tokens",
+        "rollout/reward_errors", "rollout/reward_timeouts", "rollout/requeued_prompts",
+        "rollout/excluded_prompts", "rollout/baseline_reward", "val/clipfrac_avg",
+        "correction/clipped_fraction", "rollout/engine_restarts", "rollout/retried_requests",
+        "rollout/engines_serving", "rollout/resumed_responses", "rollout/resumed_tokens",
         "rollout/buffered_groups", "rollout/in_flight_groups", "rollout/dropped_stale",
     }  # fmt: skip
     assert {
@@ -182,14 +180,13 @@ def test_no_metric_moves_with_the_split_over_ranks_and_micro_batches(
 
 
 def test_the_logged_loss_is_what_is_minimised(config: Config) -> None:
-    """`loss/policy_avg` and `objective/loss` by a loop over tokens: stale ones count nothing,
-    masked ones neither.
-    """
+    """`loss/policy_avg` and `objective/loss` by a loop over tokens, without stale and masked."""
     batch = ready(config, Layout())
     vectors = {name: value.tolist() for name, value in batch.vectors.items()}
     after = scores(batch, "after").tolist()
     borders = batch.cu_seqlens.tolist()
-    policy = total = 0.0
+    policy = 0.0
+    total = 0.0
     for first, last in pairwise(borders):
         gaps = [
             a - b
@@ -221,9 +218,7 @@ def test_the_logged_loss_is_what_is_minimised(config: Config) -> None:
 
 
 def test_one_update_measures_what_a_pass_before_it_does(config: Config) -> None:
-    """Where the update is the first to see the batch, its distances are those of the policy before
-    the step.
-    """
+    """If the update sees the batch first, its distances are those of the policy before the step."""
     batch = ready(config, Layout())
     moments = [Moments(), Moments()]
     for half, rows in zip(moments, ([0, 1, 2, 3], [4, 5, 6, 7])):

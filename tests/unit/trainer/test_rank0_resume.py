@@ -1,20 +1,19 @@
-"""What rank 0's rank0 writes into a checkpoint, and what it does with the run's folder when it goes
-on from one.
-"""
+"""Rank 0's part of a checkpoint, and what it does with the run's folder on a resume."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from rlcore.config import Config
 from rlcore.data.sample import Sample
 from rlcore.data.step import StepRollouts
+from rlcore.interfaces import RolloutSource
 from rlcore.launch.run_folder import conclude
-from rlcore.runs.checkpoints import Checkpoint, CheckpointStore
+from rlcore.runs.checkpoints import Checkpoint, CheckpointStore, latest_checkpoint
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.tracking.base import BaseTracker
@@ -48,26 +47,37 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture
 def open_rank0(directory: RunDirectory, make_sample: Callable[..., Sample]) -> Open:
-    config = Config.model_validate({
-        "run": {"name": "a"}, "model": {"path": "model"}, "data": {"paths": "train.jsonl"}, "training": {"steps": 9},
-    })  # fmt: skip
+    config = Config.model_validate(
+        {
+            "run": {"name": "a"},
+            "model": {"path": "model"},
+            "data": {"paths": "train.jsonl"},
+            "training": {"steps": 9},
+        }
+    )
 
     def open_rank0(found: Checkpoint | None) -> RankZero:
         return RankZero(
-            config, source=Source([make_sample()]), tracker=BaseTracker(), directory=directory, total_steps=9,     # type: ignore[arg-type]
-            checkpoints=CheckpointStore(directory.checkpoints), interrupted=lambda: False, newest_version=lambda: 8,
+            config,
+            source=cast(RolloutSource, Source([make_sample()])),
+            tracker=BaseTracker(),
+            directory=directory,
+            checkpoints=CheckpointStore(directory.checkpoints),
+            total_steps=9,
+            interrupted=lambda: False,
+            newest_version=lambda: 8,
             resume_from=found,
-        )  # fmt: skip
+        )
 
     return open_rank0
 
 
 def saved(rank0: RankZero, step: int, version: int) -> Checkpoint:
-    rank0.generated(step)
-    rank0.rollouts(step, version)
+    rank0.generate(step)
+    rank0.build_batch(step, version)
     rank0.begin_checkpoint(step)
-    rank0.commit_checkpoint(step)
-    found = rank0.checkpoints.latest()
+    rank0.checkpoints.commit(step)
+    found = latest_checkpoint(rank0.checkpoints.folder)
     assert found is not None
     return found
 
@@ -88,7 +98,7 @@ def test_a_run_that_goes_on_has_no_metrics_of_later_steps(
     assert [row["step"] for row in read_metrics(directory.metrics_path)] == [*range(7)], (
         "it may still be refused"
     )
-    assert rank0.go_on() == f"4 {CONTINUE}"
+    assert rank0.begin() == f"4 {CONTINUE}"
     assert [row["step"] for row in read_metrics(directory.metrics_path)] == [*range(5)]
     conclude(directory, "failed", "killed before its first step")
     assert (directory.read_result() or {})["steps"] == 4
@@ -101,5 +111,5 @@ def test_a_run_that_begins_again_has_none(open_rank0: Open, directory: RunDirect
         metrics.append(step, {})
     rank0 = open_rank0(None)
     rank0.restore()
-    assert rank0.go_on() == f"0 {CONTINUE}"
+    assert rank0.begin() == f"0 {CONTINUE}"
     assert read_metrics(directory.metrics_path) == []

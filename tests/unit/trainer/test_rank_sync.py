@@ -1,6 +1,4 @@
-"""How ranks agree, and how the failure of one becomes the end of all. Ranks are threads over one
-store here.
-"""
+"""Agreement of ranks, and a failure that ends all. Ranks are threads over one store here."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ from rlcore.trainer.rank_sync import (
 )
 
 
-def together(*ranks: Callable[[], object]) -> list[object]:
-    """What each rank returned or raised."""
+def run_ranks(*ranks: Callable[[], object]) -> list[object]:
+    """Run each in a thread and return what it returned or raised."""
     ended: list[object] = [None] * len(ranks)
 
     def run(rank: int) -> None:
@@ -42,7 +40,7 @@ def together(*ranks: Callable[[], object]) -> list[object]:
 @pytest.fixture
 def pair() -> tuple[RankSync, RankSync]:
     store = LocalStore()
-    return RankSync(store, 0, 2), RankSync(store, 1, 2)
+    return RankSync(store, 0, 2, timeout_s=5), RankSync(store, 1, 2, timeout_s=5)
 
 
 def fails(error: Exception) -> Callable[[], str]:
@@ -53,25 +51,25 @@ def fails(error: Exception) -> Callable[[], str]:
 
 
 def test_rank_0_works_and_every_rank_goes_on(pair):
-    said = together(
+    said = run_ranks(
         lambda: (
-            pair[0].main("a list", lambda: [1], timeout_s=5),
-            pair[0].decide("a word", lambda: "go", timeout_s=5),
+            pair[0].run_on_rank0("a list", lambda: [1]),
+            pair[0].broadcast("a word", lambda: "go"),
         ),
         lambda: (
-            pair[1].main("a list", fails(AssertionError()), timeout_s=5),
-            pair[1].decide("a word", str, timeout_s=5),
+            pair[1].run_on_rank0("a list", fails(AssertionError())),
+            pair[1].broadcast("a word", str),
         ),
     )
     assert said == [([1], "go"), (None, "go")]
 
 
 def test_an_error_of_rank_0_ends_the_others_with_its_words(pair):
-    own, peer = together(
-        lambda: pair[0].main(
+    own, peer = run_ranks(
+        lambda: pair[0].run_on_rank0(
             "reading", fails(ConfigError("data.paths: nothing there")), timeout_s=5
         ),
-        lambda: pair[1].main("reading", str, timeout_s=5),
+        lambda: pair[1].run_on_rank0("reading", str),
     )
     assert isinstance(own, ConfigError)
     assert isinstance(peer, PeerFailed)
@@ -83,11 +81,11 @@ def test_waiting_has_a_deadline_that_names_what_was_waited_for(pair):
     with pytest.raises(
         DeadlineExceeded, match=r"rank 1 waited 0 s for rank 0: the rollouts of step 3"
     ):
-        pair[1].main("the rollouts of step 3", str, timeout_s=0.05)
+        pair[1].run_on_rank0("the rollouts of step 3", str, timeout_s=0.05)
     with pytest.raises(
         DeadlineExceeded, match=r"rank 0 waited 0 s for rank 1: building the models"
     ):
-        pair[0].assemble("building the models", timeout_s=0.05)
+        pair[0].barrier("building the models", timeout_s=0.05)
 
 
 def test_rank_0_does_not_go_on_before_every_rank_has_come(pair):
@@ -95,20 +93,20 @@ def test_rank_0_does_not_go_on_before_every_rank_has_come(pair):
 
     def late() -> None:
         order.append("rank 1 comes")
-        pair[1].assemble("building", timeout_s=5)
+        pair[1].barrier("building")
 
     def waits() -> None:
-        pair[0].assemble("building", timeout_s=5)
+        pair[0].barrier("building")
         order.append("rank 0 goes on")
 
-    together(waits, late)
+    run_ranks(waits, late)
     assert order == ["rank 1 comes", "rank 0 goes on"]
 
 
 def test_what_a_peer_refused_is_bad_input_for_the_run(pair):
     pair[1].fail(ConfigError("model.path: no such folder"))
     with pytest.raises(UserError, match=r"^rank 1: model.path: no such folder$"):
-        pair[0].assemble("building", timeout_s=5)
+        pair[0].barrier("building")
 
 
 def test_the_first_failure_is_the_one_that_counts():
@@ -137,12 +135,12 @@ def test_a_bystander_waits_for_the_rank_that_knows(pair):
 
 
 @pytest.mark.parametrize("error", [ConfigError("mine"), ValueError("mine too")])
-def test_an_error_of_ones_own_stays(pair, error):
+def test_a_rank_keeps_its_own_error(pair, error):
     pair[1].fail(ArithmeticError("overflow"))
     assert pair[0].explain(error) is error
 
 
-def test_a_peer_failure_is_not_posted_as_ones_own(pair):
+def test_a_peer_failure_is_not_posted_again(pair):
     pair[0].fail(PeerFailed(Failure(1, "gone")))
     assert read_failure(pair[0].store) is None
 
@@ -151,7 +149,7 @@ def test_unexpected_errors_come_with_their_place():
     with pytest.raises(KeyError) as caught:
         {}["x"]
     assert in_one_line(caught.value).startswith("KeyError: 'x' (")
-    assert "test_control.py" in in_one_line(caught.value)
+    assert "test_rank_sync.py" in in_one_line(caught.value)
     assert in_one_line(RunFailed("as it is")) == "as it is"
 
 

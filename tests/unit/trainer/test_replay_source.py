@@ -1,4 +1,4 @@
-"""What a recorded step says of itself when it is trained on again."""
+"""The version and step of a recording that is trained on again."""
 
 from __future__ import annotations
 

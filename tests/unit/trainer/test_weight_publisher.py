@@ -1,6 +1,4 @@
-"""A publication as the trainer's rank 0 drives it: whatever fails, every bucket is gathered, and
-every rank learns of it.
-"""
+"""A publication on rank 0: whatever fails, all buckets are gathered and all ranks learn of it."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ class Sink:
 
 def publisher(tmp_path: Path, sink: Sink) -> tuple[WeightPublisher, Backend]:
     backend = Backend()
-    sync = RankSync(HashStore(), 0, 1)
+    sync = RankSync(HashStore(), 0, 1, timeout_s=5)
     journal = VersionJournal(tmp_path / "versions.jsonl")
     return WeightPublisher(backend, sync, sink=sink, journal=journal, timeout_s=5), backend  # type: ignore[arg-type]
 
@@ -70,7 +68,7 @@ def publisher(tmp_path: Path, sink: Sink) -> tuple[WeightPublisher, Backend]:
 SENT = ["send 0", "send 1", "send 2"]
 
 
-def test_one_after_the_other_and_a_new_version_each_time(tmp_path: Path) -> None:
+def test_each_publication_gets_a_new_version(tmp_path: Path) -> None:
     sink = Sink()
     publishing, backend = publisher(tmp_path, sink)
     assert publishing.publish(1) == publishing.publish(2) == ""
@@ -97,7 +95,7 @@ def test_bad_input_is_raised_when_all_is_gathered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("step", "before"), [("prepare", 0), ("send", 1), ("finish", 0)])
-def test_what_no_second_attempt_mends_is_the_answer_when_all_is_gathered(
+def test_an_error_that_no_attempt_can_mend_is_the_answer_when_all_is_gathered(
     tmp_path: Path, step: str, before: int
 ) -> None:
     """A full disk, say: the trainer still has its own weights to save."""
@@ -115,7 +113,7 @@ def test_it_gives_up_after_some_attempts(tmp_path: Path) -> None:
     assert sink.steps.count("cancel") == MAX_ATTEMPTS
 
 
-def test_why_no_engine_is_left_is_the_answer(tmp_path: Path) -> None:
+def test_the_reason_why_no_engine_is_left_is_the_answer(tmp_path: Path) -> None:
     sink = Sink(prepare=[NoEngineLeft("engine-0: killed by SIGKILL")])
     assert publisher(tmp_path, sink)[0].publish(1) == "engine-0: killed by SIGKILL"
 
@@ -129,7 +127,7 @@ def test_a_lost_service_is_no_reason_to_save_and_stop(tmp_path: Path, step: str)
     assert sink.steps[-1] == "cancel"
 
 
-def test_a_catch_up_is_of_the_version_at_hand(tmp_path: Path) -> None:
+def test_a_catch_up_sends_the_current_version(tmp_path: Path) -> None:
     sink = Sink()
     publishing, _ = publisher(tmp_path, sink)
     publishing.publish(1)
@@ -137,7 +135,7 @@ def test_a_catch_up_is_of_the_version_at_hand(tmp_path: Path) -> None:
     assert sink.steps[-5:] == ["prepare stale", *SENT, "finish 1"]
 
 
-def test_a_catch_up_is_tried_once_and_says_what_no_other_would_mend(tmp_path: Path) -> None:
+def test_a_catch_up_is_tried_once_and_returns_what_no_attempt_can_mend(tmp_path: Path) -> None:
     sink = Sink(finish=[PublicationFailed("it died again"), RunFailed("no room for the weights")])
     publishing, _ = publisher(tmp_path, sink)
     assert publishing.catch_up() == ""

@@ -122,7 +122,7 @@ def test_a_parked_reference_and_a_critic_are_counted(capsys: pytest.CaptureFixtu
     resident = plan(capsys, "--gpus", "8", "reference.offload=false")[1]
     assert "reference weights" in resident
     assert "reference weights" not in plan(capsys, "--gpus", "8")[1], (
-        "a guest in the policy's place"
+        "it is swapped into the policy's place"
     )
     critic = plan(capsys, "--gpus", "8", "algorithm.estimator.name=ppo")[1]
     assert "critic weights" in critic

@@ -123,7 +123,7 @@ def test_an_engine_that_cannot_release_is_ended_and_starts_when_the_device_is_fr
     assert shared.states == ["dead", "serving"]
     time.sleep(0.1)  # far longer than its pause
     assert "start" not in a.asked
-    assert shared.memory.anyone()
+    assert shared.memory.any_running()
     shared.memory.restore(("weights",))
     shared.publish()
     shared.memory.restore(CACHES)
@@ -144,9 +144,9 @@ def test_when_none_is_left_one_is_waited_for_where_the_trainer_is_parked(shared:
     for engine in shared.engines:
         engine.fails_at = "release"
     shared.memory.release((*CACHES, "weights"))
-    assert not shared.memory.anyone()
+    assert not shared.memory.any_running()
     shared.memory.restore((*CACHES, "weights"))
-    assert shared.memory.anyone()
+    assert shared.memory.any_running()
     until(lambda: shared.states == ["stale", "stale"])
 
 
@@ -157,7 +157,7 @@ def test_where_none_can_come_back_the_next_publication_says_so(shared: Shared) -
         member.health.lives = CONFIG.restart.limit + 1
     shared.memory.release(CACHES)
     shared.memory.restore(CACHES)
-    assert not shared.memory.anyone()
+    assert not shared.memory.any_running()
     with pytest.raises(EngineFailed, match="no engine is left"):
         shared.thread.call(shared.fleet.candidates(), seconds=5, what="asking")
 

@@ -1,6 +1,4 @@
-"""What a run must show that generated ahead of its trainer: books that balance, and no token that
-was too old.
-"""
+"""Checks of an asynchronous run: its accounting balances, and no token is too stale."""
 
 from __future__ import annotations
 
@@ -13,9 +11,10 @@ from rlcore.runs.versions import read_versions
 from rollout.accounting.audit import audit
 
 
-def ages(folder: Path, step: int) -> list[list[int]]:
-    """Of each sample of `step`, the staleness of its parts, by what was recorded and,
-    independently, by versions.jsonl.
+def sample_staleness(folder: Path, step: int) -> list[list[int]]:
+    """Return the staleness of the parts of each sample of `step`.
+
+    It is taken from the samples and, independently, from versions.jsonl.
     """
     step_of = {
         version.version: version.step for version in read_versions(folder / "versions.jsonl")
@@ -28,15 +27,19 @@ def ages(folder: Path, step: int) -> list[list[int]]:
     return found
 
 
-def check(folder: Path, *, steps: int, staleness: int) -> list[int]:
-    """Books that balance, whole steps, no token above the bound. Returns the staleness of every
-    part of a sample.
+def check_async_run(folder: Path, *, steps: int, staleness: int) -> list[int]:
+    """Assert balanced accounting, whole steps, and no token above the bound.
+
+    Returns the staleness of every part of a sample.
     """
     found = audit(RunDirectory(folder))
     assert found.contradictions == []
     assert found.steps == found.recorded == steps
     everything = [
-        age for step in range(1, steps + 1) for parts in ages(folder, step) for age in parts
+        age
+        for step in range(1, steps + 1)
+        for parts in sample_staleness(folder, step)
+        for age in parts
     ]
     assert 0 <= min(everything) <= max(everything) <= staleness
     return everything

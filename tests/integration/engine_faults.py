@@ -1,6 +1,4 @@
-"""Engines that fail on purpose, in the middle of a run: processes killed and stopped, and a proxy
-before each that lies.
-"""
+"""Faults of engines during a run: killed and stopped processes, and a proxy that lies."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ UP_S = 240.0  # for all engines to run again before the next fault
 
 
 class Proxy:
-    """Passes every call on to `target`; answers /generate itself while `fault` is set."""
+    """Passes every call on to `target`, but answers /generate itself while `fault` is set."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -75,21 +73,22 @@ class Proxy:
 
 
 @dataclass
-class Sabotage:
-    """Faults by the step in whose generation they happen, each on one engine; all engines serve
-    when one happens.
+class FaultInjector:
+    """Injects faults by step: each hits one engine during the step's generation.
+
+    All engines serve when a fault happens.
     """
 
     plan: dict[int, tuple[int, Fault]]
-    settle: int = 0  # a step whose generation waits for all engines, too
+    settle: int = 0  # a further step whose generation waits for all engines
     hit_s: float = HIT_S  # 0: before the generation begins, however fast it is
     done: list[Fault] = field(default_factory=list)
-    proxies: dict[str, Proxy] = field(default_factory=dict)  # by engine, of its present life
+    proxies: dict[str, Proxy] = field(default_factory=dict)  # by engine, of its present process
 
     def install(
         self, patch: pytest.MonkeyPatch, servers: type[RemoteEngine] | type[ManagedServer]
     ) -> None:
-        """Patch the service, and the start of `servers`: a proxy stands before each."""
+        """Patch the service and the start of `servers`: a proxy stands before each."""
         original_next = RolloutService.next_step
         original_start: Callable[[Any], Awaitable[str | None]] = servers.start
 
@@ -103,7 +102,7 @@ class Sabotage:
             if (step in self.plan or step == self.settle) and not self._all_serve(service):
                 return None  # bring them the weights first
             if step in self.plan:
-                self._strike(service, *self.plan.pop(step))
+                self._inject(service, *self.plan.pop(step))
             return original_next(service, step)
 
         patch.setattr(servers, "start", started)
@@ -118,7 +117,7 @@ class Sabotage:
             time.sleep(0.05)
         return all(m.health.state is State.SERVING for m in service.fleet.members)
 
-    def _strike(self, service: RolloutService, number: int, fault: Fault) -> None:
+    def _inject(self, service: RolloutService, number: int, fault: Fault) -> None:
         engine: Any = service.fleet.engines[number]
         self.done.append(fault)
         if fault in ("SIGKILL", "SIGSTOP"):
@@ -132,7 +131,7 @@ class Sabotage:
 
 
 def signal_all(pid: int, number: signal.Signals) -> None:
-    """A process killed leaves its children to us; one that is stopped is stopped with them."""
+    """Signal a process. Its children are stopped with it, but a kill leaves them to us."""
     if number is signal.SIGSTOP:
         for child in psutil.Process(pid).children(recursive=True):
             child.send_signal(number)

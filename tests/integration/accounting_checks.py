@@ -1,6 +1,4 @@
-"""What a whole run must show whatever happened to its processes: no sample lost or counted twice,
-versions that count up.
-"""
+"""Checks of a whole run: no sample is lost or counted twice, and versions count up."""
 
 from __future__ import annotations
 
@@ -13,11 +11,10 @@ from rlcore.data.sample import Sample
 from rlcore.runs.checkpoints import latest_checkpoint
 from rlcore.runs.rollouts import read_rollouts
 from rollout.accounting.ledger import Ledger
-from tests.integration.lab import Run
+from tests.integration.workspace import Run
 
-# of a step
-PROMPTS = 4
-SAMPLES = 4
+PROMPTS = 4  # of a step
+SAMPLES = 4  # of a prompt
 
 
 def samples_of(run: Run, step: int) -> list[Sample]:
@@ -31,23 +28,22 @@ def read_samples(folder: Path, step: int) -> list[Sample]:
     ]
 
 
-def check_accounts(run: Run, *, steps: int) -> None:
-    """Of a run that was on-policy and complete: every draw was consumed by one step, each token is
-    of the version it trains.
+def check_accounting(run: Run, *, steps: int) -> None:
+    """Assert that an on-policy run is complete.
+
+    Each draw was consumed by one step, and each token is of the version that trained on it.
     """
     found = latest_checkpoint(run.folder / "checkpoints")
     assert found is not None
     assert found.step == steps
-    assert faults_of(run.folder, steps=steps) == []
+    assert accounting_faults(run.folder, steps=steps) == []
     ledger = Ledger()
     ledger.restore(found.state["source"]["ledger"])
     assert len(ledger) == PROMPTS * steps
 
 
-def faults_of(folder: Path, *, steps: int, max_staleness: int = 0) -> list[str]:
-    """What is wrong with the books of a run that has trained `steps` steps, in words; killed and
-    resumed ones too.
-    """
+def accounting_faults(folder: Path, *, steps: int, max_staleness: int = 0) -> list[str]:
+    """Say what is wrong with the accounting of a run of `steps` steps, resumed or not."""
     found = latest_checkpoint(folder / "checkpoints")
     if found is None or found.step != steps:
         return [
@@ -58,7 +54,7 @@ def faults_of(folder: Path, *, steps: int, max_staleness: int = 0) -> list[str]:
     ledger = Ledger()
     ledger.restore(found.state["source"]["ledger"])
     balance = ledger.balance()
-    faults = faults_of_versions(versions)
+    faults = version_faults(versions)
     if balance["consumed"] != PROMPTS * steps:
         faults.append(
             f"{balance['consumed']} draws are consumed, expected {PROMPTS} in each of {steps}"
@@ -93,8 +89,8 @@ def faults_of(folder: Path, *, steps: int, max_staleness: int = 0) -> list[str]:
     return faults
 
 
-def faults_of_versions(versions: list[dict[str, Any]]) -> list[str]:
-    """They count up by one; steps never go back, but where the trainer was started again."""
+def version_faults(versions: list[dict[str, Any]]) -> list[str]:
+    """Say what is wrong with versions: they count by one; steps go back at a new start alone."""
     faults = []
     if [one["version"] for one in versions] != list(range(1, len(versions) + 1)):
         faults.append(f"versions do not count up by one: {[one['version'] for one in versions]}")

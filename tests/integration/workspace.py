@@ -1,6 +1,4 @@
-"""Runs of the whole loop in this process, on a model of 2 layers: about a second each, once
-everything is imported.
-"""
+"""Runs of the whole loop in this process, on a model of 2 layers: about a second each."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ LEARNING = ("policy.optimizer.lr=3e-3",)  # large enough that a few steps move t
 
 @dataclass(frozen=True)
 class Run:
-    """How a command ended, and what its run left behind."""
+    """The end of a command, and what its run left behind."""
 
     code: int
     out: str
@@ -51,16 +49,15 @@ class Run:
         return self.folder / "rollouts" / f"step_{step:06d}.jsonl.zst"
 
     def lines(self, text: str) -> list[str]:
-        """The lines of the terminal that hold `text`."""
+        """Return the lines of the terminal that hold `text`."""
         return [line for line in (self.out + self.err).splitlines() if text in line]
 
 
-class Lab:
-    """A folder with a model, a reward model, addition problems and the configuration that all runs
-    share.
+class Workspace:
+    """A folder with a model, a reward model, addition problems and a configuration for all runs.
 
-    Rewards come from the reward model: they differ between any two responses, and cost no worker
-        process.
+    Rewards come from the reward model: they differ between any two responses, and need no worker
+    process.
     """
 
     def __init__(self, folder: Path, model: Path) -> None:
@@ -85,17 +82,19 @@ tracking: {{show_samples: 0}}
 """)
 
     def train(self, name: str, *arguments: str) -> Run:
-        """`rlcore train base.yaml run.name=NAME ARGUMENTS`."""
+        """Run `rlcore train base.yaml run.name=NAME ARGUMENTS`."""
         return self.command("train", str(self.base), f"run.name={name}", *arguments, name=name)
 
     def sft(self, name: str, *arguments: str) -> Run:
-        given = (f"run.name={name}", f"run.dir={self.folder / 'runs'}", "run.threads=1", f"model.path={self.model}",
-                 "model.dtype=fp32", f"data.paths={self.folder / 'data' / 'train.jsonl'}", "algorithm.loss.name=sft",
-                 "training.steps=4", "training.batch_size=16", "policy.optimizer.lr=1e-3", *arguments)  # fmt: skip
+        given = (f"run.name={name}", f"run.dir={self.folder / 'runs'}", "run.threads=1",
+                 f"model.path={self.model}", "model.dtype=fp32",
+                 f"data.paths={self.folder / 'data' / 'train.jsonl'}", "algorithm.loss.name=sft",
+                 "training.steps=4", "training.batch_size=16", "policy.optimizer.lr=1e-3",
+                 *arguments)  # fmt: skip
         return self.command("train", *given, name=name)
 
     def command(self, *arguments: str, name: str = "") -> Run:
-        """Any `rlcore` command."""
+        """Run any `rlcore` command."""
         out = io.StringIO()
         err = io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
@@ -104,9 +103,7 @@ tracking: {{show_samples: 0}}
 
 
 def make_classifier(model: Path, folder: Path, *, seed: int = 5) -> None:
-    """A sequence classifier with one output on the architecture of `model`, with weights of its
-    own.
-    """
+    """Make a sequence classifier with one output, on the architecture of `model`."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     config = AutoConfig.from_pretrained(model, num_labels=1)
