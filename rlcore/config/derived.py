@@ -7,17 +7,9 @@ from collections.abc import Collection
 from functools import reduce
 from typing import Any
 
-from rlcore.config.sections.algorithm import Normalization
+from rlcore.config.built_in import built_in_estimators
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
-
-# Built-in estimators, for checks on a machine without torch; what a plugin takes is asked of the
-# plugin.
-SHAPED_REWARDS = frozenset({"ppo", "vapo", "reinforce++", "reinforce++_baseline", "remax", "rloo"})
-GROUP_ESTIMATORS = frozenset(
-    {"grpo", "dr_grpo", "rloo", "opo", "gpg", "max_rl", "reinforce++_baseline"}
-)
-NORMALIZED = frozenset({"ppo", "vapo", "reinforce++", "reinforce++_baseline"})
 
 # Keywords of estimators that the configuration keeps elsewhere: set once, read by all who need
 # them.
@@ -89,14 +81,6 @@ def needs_critic(estimator_needs: Collection[str]) -> bool:
     return "values" in estimator_needs
 
 
-def normalization(config: Config) -> Normalization:
-    """Over what advantages are whitened after the estimator."""
-    algorithm = config.algorithm
-    if algorithm.normalize_advantages is not None:
-        return algorithm.normalize_advantages
-    return "batch" if algorithm.estimator.name in NORMALIZED else "none"
-
-
 def value_at(config: Config, path: str) -> Any:
     """The value of a dotted key."""
     return reduce(getattr, path.split("."), config)
@@ -111,10 +95,8 @@ def takes_coefficients(config: Config) -> bool | None:
     """Whether a built-in estimator has rewards a token, to which COEFFICIENTS apply; None for a
     plugin.
     """
-    name = config.algorithm.estimator.name
-    if name in SHAPED_REWARDS:
-        return True
-    return False if name in GROUP_ESTIMATORS else None
+    declared = built_in_estimators().get(config.algorithm.estimator.name)
+    return None if declared is None else declared.shaped_rewards
 
 
 def estimator_options(config: Config, keywords: Collection[str]) -> dict[str, Any]:

@@ -5,25 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rlcore.config.derived import (
-    GROUP_ESTIMATORS,
-    SHAPED_REWARDS,
-    coefficients,
-    needs_critic,
-    needs_reference,
-    needs_teacher,
-    updates_per_step,
-)
+from rlcore.config.built_in import built_in_estimators, built_in_losses
+from rlcore.config.derived import needs_critic, needs_reference, needs_teacher, updates_per_step
 from rlcore.config.sections.root import Config
-
-# Built-in algorithms, for plans on a machine without torch; what a plugin needs is asked of the
-# plugin.
-VALUE_ESTIMATORS = frozenset({"ppo", "vapo"})
-LOSSES = frozenset({
-    "cispo", "clip_cov", "decoupled_ppo", "geo_mean", "gspo", "gspo_token", "kl_cov", "ppo_clip", "reinforce", "sapo", "sft",
-})  # fmt: skip
-# need all of an optimizer step before it is split
-WHOLE_STEP_LOSSES = frozenset({"clip_cov", "kl_cov"})
 
 
 @dataclass(frozen=True)
@@ -65,17 +49,15 @@ def passes(
 
 def built_in_passes(config: Config) -> Passes | None:
     """`passes` where estimator and loss are built in; None where a plugin has to be asked."""
-    estimator = config.algorithm.estimator.name
-    loss = config.algorithm.loss.name
-    if estimator not in SHAPED_REWARDS | GROUP_ESTIMATORS or loss not in LOSSES:
+    estimator = built_in_estimators().get(config.algorithm.estimator.name)
+    loss = built_in_losses().get(config.algorithm.loss.name)
+    if estimator is None or loss is None:
         return None
-    needs = {"values"} if estimator in VALUE_ESTIMATORS else set()
-    if estimator in SHAPED_REWARDS:
-        given = coefficients(config)
-        needs |= {"kl"} if given["kl_coef"] else set()
-        needs |= {"logprobs", "teacher_logprobs"} if given["distill_coef"] else set()
     return passes(
-        config, estimator_needs=needs, loss_needs=(), whole_step_loss=loss in WHOLE_STEP_LOSSES
+        config,
+        estimator_needs=estimator.needs,
+        loss_needs=loss.needs,
+        whole_step_loss=loss.batch_stats,
     )
 
 
@@ -93,7 +75,8 @@ def _scored_before_update(
         or config.policy.routing_replay == "logprobs"
     ):
         return True
-    if algorithm.kl.reward_coef or not {"kl", "logprobs"}.isdisjoint(needs):
+    in_reward = algorithm.kl.reward_coef or algorithm.distillation.coef
+    if in_reward or not {"kl", "logprobs"}.isdisjoint(needs):
         return True
     updated_once = (
         updates_per_step(config) == 1

@@ -17,11 +17,13 @@ from rlcore.algorithms import (
     build_estimator,
     build_policy_loss,
     estimator_keywords,
+    estimator_plugin,
     policy_loss_keywords,
 )
 from rlcore.algorithms.keywords import check_keywords
-from rlcore.algorithms.plugins import import_object
+from rlcore.algorithms.plugins import import_plugin
 from rlcore.config.checks.algorithm import coefficient_ignored
+from rlcore.config.checks.sections import one_sample
 from rlcore.config.derived import (
     COEFFICIENTS,
     coefficients,
@@ -83,6 +85,8 @@ def _estimator_problems(loaded: Loaded, notes: list[Problem]) -> list[Problem]:
         name for name, value in coefficients(config).items() if value and name not in keywords
     ]
     problems += [coefficient_ignored(config, name) for name in unread]
+    if config.rollout.samples_per_prompt == 1 and estimator_plugin(section.name).compares_group:
+        problems.append(one_sample(f"estimator {section.name!r}"))
     if problems:
         return problems
     try:
@@ -156,7 +160,7 @@ def _function_problems(loaded: Loaded) -> list[Problem]:
         if ":" not in target or loaded.config.is_sft:
             continue
         try:
-            found: Callable[..., Any] = import_object(target, "function")
+            found: Callable[..., Any] = import_plugin(target, "function")
         except (AlgorithmError, ImportError) as error:
             problems.append(Problem(path, str(error)))
             continue

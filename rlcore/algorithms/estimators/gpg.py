@@ -8,9 +8,14 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
 @register_estimator(
-    "gpg", formula="A = alpha * (R - mean of the group);  alpha = samples / samples of groups whose rewards differ",
+    "gpg",
+    compares_group=True,
+    formula=(
+        "A = alpha * (R - mean of the group);  alpha = samples / samples of groups whose rewards"
+        " differ"
+    ),
     source="Chu et al., arXiv:2504.02546",
-)  # fmt: skip
+)
 class GPG:
     """The reward of a sequence less the mean of its group, scaled up for the samples without a
     gradient.

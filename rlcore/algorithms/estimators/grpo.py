@@ -9,6 +9,7 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 @register_estimator(
     "grpo",
+    compares_group=True,
     formula="A = (R - mean of the group) / (std of the group + eps)",
     source="Shao et al., arXiv:2402.03300",
 )

@@ -11,6 +11,7 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 @register_estimator(
     "max_rl",
+    compares_group=True,
     formula="A = (R - mean of the group) / mean of the group",
     source="Tajwar et al., arXiv:2602.02710",
 )

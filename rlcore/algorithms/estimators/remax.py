@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from rlcore.algorithms.ragged import discounted_suffix_sum_, expand_to_tokens
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.shaping import check_coefficient, require, shaped_rewards, shaping_needs
+from rlcore.algorithms.shaping import check_coefficient, require, shaped_rewards
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
-def _needs(estimator: ReMax) -> set[str]:
-    return {"baseline_rewards"} | shaping_needs(estimator.kl_coef, estimator.distill_coef)
-
-
 @register_estimator(
-    "remax", needs=_needs, optional={"token_rewards"},
+    "remax",
+    needs={"baseline_rewards"},
+    shaped_rewards=True,
     formula="A_t = r_t + r_{t+1} + ... - baseline_rewards;  r_t = -kl_coef * kl_t, plus R on the last token",
     source="Li et al., arXiv:2310.10505",
-)  # fmt: skip
+)
 class ReMax:
     """The sum to go of the shaped rewards, less the reward of a baseline (greedy) sample of the
     same prompt.

@@ -15,21 +15,19 @@ from rlcore.algorithms.shaping import (
     check_unit_interval,
     require,
     shaped_rewards,
-    shaping_needs,
 )
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 from rlcore.algorithms.wide import add_
 
 
-def _needs(estimator: VAPO) -> set[str]:
-    return {"values"} | shaping_needs(estimator.kl_coef, estimator.distill_coef)
-
-
 @register_estimator(
-    "vapo", needs=_needs, optional={"token_rewards"},
+    "vapo",
+    needs={"values"},
+    shaped_rewards=True,
+    normalization="batch",
     formula="GAE with lambda = 1 - 1 / (alpha * length) for the actor, critic_lam for the critic",
     source="Yue et al., arXiv:2504.05118",
-)  # fmt: skip
+)
 class VAPO:
     """Decoupled, length-adaptive GAE over the trainable tokens of each sequence.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from rlcore.config.built_in import built_in_estimators
 from rlcore.config.checks.algorithm import correction, loss_terms, reward_terms
 from rlcore.config.checks.colocated import colocated, colocated_notes, engine_gpus
 from rlcore.config.checks.engine import engine_kind, engine_notes, engine_servers, engine_transport
@@ -16,7 +17,6 @@ from rlcore.config.checks.ray import ray_launcher, ray_notes
 from rlcore.config.checks.servers import managed_servers
 from rlcore.config.checks.staleness import ahead, ahead_notes
 from rlcore.config.derived import (
-    GROUP_ESTIMATORS,
     generates,
     model_parallel_size,
     pack_multiple,
@@ -102,13 +102,18 @@ def batch(config: Config) -> Problems:
             f" ({rollout.prompts_per_step}): "
         )
         yield Problem("algorithm.minibatches", message + "a group is never split")
-    for who, compares in (
-        (f"estimator {algorithm.estimator.name!r}", algorithm.estimator.name in GROUP_ESTIMATORS),
-        ("algorithm.normalize_advantages: group", algorithm.normalize_advantages == "group"),
-    ):
-        if compares and rollout.samples_per_prompt == 1:
-            message = f"got 1, but {who} compares the samples of one prompt: use 2 or more"
-            yield Problem("rollout.samples_per_prompt", message)
+    estimator = built_in_estimators().get(algorithm.estimator.name)
+    if rollout.samples_per_prompt == 1:
+        if estimator is not None and estimator.compares_group:
+            yield one_sample(f"estimator {algorithm.estimator.name!r}")
+        if algorithm.normalize_advantages == "group":
+            yield one_sample("algorithm.normalize_advantages: group")
+
+
+def one_sample(comparer: str) -> Problem:
+    """A prompt has one sample, but something compares the samples of a prompt."""
+    message = f"got 1, but {comparer} compares the samples of one prompt: use 2 or more"
+    return Problem("rollout.samples_per_prompt", message)
 
 
 def layout(config: Config) -> Problems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rlcore.algorithms import (
@@ -22,7 +23,7 @@ from rlcore.algorithms import (
 )
 from rlcore.algorithms.keywords import Keyword, constructor_keywords
 from rlcore.algorithms.plugins import Plugin
-from rlcore.config.derived import COEFFICIENTS, NORMALIZED
+from rlcore.config.derived import COEFFICIENTS
 from rlcore.config.sections.algorithm import CorrectionConfig, KLConfig, LossConfig
 from rlcore.config.sections.base import Section
 
@@ -160,8 +161,16 @@ def list_algorithms() -> Iterator[str]:
     yield from _keys(KLConfig, *KLConfig.model_fields)
     yield ""
     yield "normalisation of the advantages (algorithm.normalize_advantages), after the estimator"
-    yield f"  batch by default for {', '.join(sorted(NORMALIZED))}; none for the others"
+    yield f"  batch by default for {', '.join(_normalized())}; none for the others"
     yield from _mode_entries(NORMALIZATION)
+
+
+def _normalized() -> Iterator[str]:
+    for name in estimator_names():
+        # an installed package that cannot be used says so in its own entry
+        with suppress(AlgorithmError, ImportError):
+            if estimator_plugin(name).normalization == "batch":
+                yield name
 
 
 def _mode_entries(modes: Mapping[str, Mode]) -> Iterator[str]:
@@ -190,9 +199,9 @@ def _plugin_entry(
         ("source", plugin.source),
         ("plugin", "" if module.startswith("rlcore.") else f"{module}:{qualname}"),
     ]
-    yield from _entry(
-        name, next(iter((plugin.factory.__doc__ or "").strip().splitlines()), ""), rows
-    )
+    # the first paragraph, on however many lines it stands
+    summary = (plugin.factory.__doc__ or "").strip().partition("\n\n")[0]
+    yield from _entry(name, " ".join(summary.split()), rows)
 
 
 def _fields(
