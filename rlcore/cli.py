@@ -71,7 +71,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 def validate(arguments: argparse.Namespace) -> int:
     loaded = _load(arguments.settings)
-    from rlcore.config.checks.sections import describe_checks
+    from rlcore.config.checks.all_checks import describe_checks
     from rlcore.config.render import render
 
     notes = list(loaded.notes)

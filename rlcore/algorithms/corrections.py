@@ -40,11 +40,13 @@ class CorrectionSpec:
 CORRECTIONS: Mapping[str, CorrectionSpec] = {
     "tis": CorrectionSpec(
         "weight = clip(w, lower, upper)", 0.0, 2.0,
-        "truncated importance sampling: F. Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL "
+        "truncated importance sampling: F. Yao et al., Your Efficient RL Framework Secretly Brings "
+        "You Off-Policy RL "
         "Training, 2025",
     ),
     "mis": CorrectionSpec(
-        "weight = w where lower <= w <= upper, else the token is masked: no policy, KL or entropy term", None, 2.0,
+        "weight = w where lower <= w <= upper, else the token is masked: no policy, KL or entropy "
+        "term", None, 2.0,
         "masked importance sampling: J. Liu, Y. Li et al., When Speed Kills Stability, 2025",
     ),
     "icepop": CorrectionSpec(

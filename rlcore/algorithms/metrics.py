@@ -66,7 +66,8 @@ def rollout_metrics(
 
 
 _EXPLAINED_VARIANCE = MetricSpec(
-    "val/explained_variance", "1 - var(returns - values) / var(returns); absent where the returns do not vary", "tokens",
+    "val/explained_variance", "1 - var(returns - values) / var(returns); absent where the returns "
+    "do not vary", "tokens",
     "share",
 )  # fmt: skip
 
@@ -91,7 +92,8 @@ _SCORES = (
                "sequences", "nats"),
     MetricSpec("objective/non_score_reward", "-reward_coef * objective/kl (open-instruct's page prints the other sign)",
                "sequences", "reward"),
-    MetricSpec("objective/rlhf_reward", "objective/scores + objective/non_score_reward", "sequences", "reward"),
+    MetricSpec("objective/rlhf_reward", "objective/scores + objective/non_score_reward",
+    "sequences", "reward"),
     MetricSpec("objective/entropy", "token sum of the policy's entropy", "sequences", "nats"),
     MetricSpec("objective/verifiable_correct_rate", "1 where the verifier accepted the answer",
                "all sequences with a verdict", "share"),
@@ -170,11 +172,14 @@ def _responses(inputs: EstimatorInputs, finish_reasons: Sequence[str] | None) ->
 
 _GROUPS = (
     MetricSpec("rollout/reward", "outcome reward", "all sequences", "reward"),
-    MetricSpec("rollout/reward_std", "standard deviation of the outcome reward", "all sequences - 1", "reward"),
+    MetricSpec("rollout/reward_std", "standard deviation of the outcome reward",
+    "all sequences - 1", "reward"),
     MetricSpec("rollout/baseline_reward",
-               "outcome reward of the greedy response to the same prompt (estimators that need it)", "all sequences",
+               "outcome reward of the greedy response to the same prompt (estimators that need it)",
+               "all sequences",
                "reward"),
-    MetricSpec("rollout/zero_std_groups", "groups of two or more sequences whose rewards are all equal", "-", "groups"),
+    MetricSpec("rollout/zero_std_groups", "groups of two or more sequences whose rewards are all "
+    "equal", "-", "groups"),
     MetricSpec("rollout/singleton_groups", "groups of one sequence", "-", "groups"),
 )  # fmt: skip
 

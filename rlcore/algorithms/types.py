@@ -43,7 +43,8 @@ class EstimatorInputs:
 
     def __post_init__(self) -> None:
         _check_record(self, per_sequence=("rewards", "group_ids", "baseline_rewards", "rollout_ids"), per_token=(
-            "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "teacher_logprobs",
+            "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values",
+            "teacher_logprobs",
             "versions"))  # fmt: skip
 
     @property
@@ -103,7 +104,8 @@ class PolicyLossInputs:
         waits = isinstance(self.cu_seqlens, Tensor) and self.cu_seqlens.device.type != "cpu"
         known = self.logprobs.numel() if waits and isinstance(self.logprobs, Tensor) else None
         _check_record(self, num_tokens=known, per_sequence=("sequence_ids",), per_token=(
-            "logprobs", "old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs", "versions",
+            "logprobs", "old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs",
+            "versions",
             "weights"))  # fmt: skip
 
     @property

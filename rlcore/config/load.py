@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlcore.config.checks.sections import check, notes_on
+from rlcore.config.checks.all_checks import check, notes_on
 from rlcore.config.messages import Problem, config_error, invalid_values
 from rlcore.config.schema import field_section, may_be_null, section_at
 from rlcore.config.sections.base import Plugin, Section

@@ -23,7 +23,7 @@ from rlcore.algorithms import (
 from rlcore.algorithms.keywords import check_keywords
 from rlcore.algorithms.plugins import import_plugin
 from rlcore.config.checks.algorithm import coefficient_ignored
-from rlcore.config.checks.sections import one_sample
+from rlcore.config.checks.training import one_sample
 from rlcore.config.derived import (
     COEFFICIENTS,
     coefficients,
@@ -46,7 +46,8 @@ MADE = (
 # The optional fields that the trainer can produce; `teacher_logprobs` too where `teacher.path` is
 # given.
 FOR_ESTIMATORS = (
-    "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "baseline_rewards", "versions",
+    "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values",
+    "baseline_rewards", "versions",
     "rollout_ids",
 )  # fmt: skip
 FOR_LOSSES = ("entropy", "ref_logprobs", "rollout_logprobs", "versions", "weights", "sequence_ids")

@@ -12,7 +12,8 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
     "remax",
     needs={"baseline_rewards"},
     shaped_rewards=True,
-    formula="A_t = r_t + r_{t+1} + ... - baseline_rewards;  r_t = -kl_coef * kl_t, plus R on the last token",
+    formula="A_t = r_t + r_{t+1} + ... - baseline_rewards;  r_t = -kl_coef * kl_t, plus R on the "
+    "last token",
     source="Li et al., arXiv:2310.10505",
 )
 class ReMax:

@@ -48,7 +48,8 @@ class VAPO:
     """
 
     def __init__(
-        self, *, gamma: float = 1.0, critic_lam: float = 1.0, actor_lam: float | None = None, alpha: float = 0.05,
+        self, *, gamma: float = 1.0, critic_lam: float = 1.0, actor_lam: float | None = None, alpha:
+        float = 0.05,
         kl_coef: float = 0.0, distill_coef: float = 0.0,
     ) -> None:  # fmt: skip
         check_unit_interval("gamma", gamma)

@@ -14,7 +14,8 @@ from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
 
 @register_policy_loss(
     "clip_cov", needs={"sequence_ids"},
-    formula="ppo_clip, but 0 on a random clip_cov_ratio of all tokens, taken from those with clip_cov_lb < cov < clip_cov_ub",
+    formula="ppo_clip, but 0 on a random clip_cov_ratio of all tokens, taken from those with "
+    "clip_cov_lb < cov < clip_cov_ub",
     source="Cui et al., arXiv:2505.22617",
 )  # fmt: skip
 class ClipCov:
@@ -45,7 +46,8 @@ class ClipCov:
     """
 
     def __init__(
-        self, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_cov_ratio: float = 2e-4, clip_cov_lb: float = 1.0,
+        self, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_cov_ratio: float = 2e-4,
+        clip_cov_lb: float = 1.0,
         clip_cov_ub: float = 5.0,
     ) -> None:  # fmt: skip
         check_clip(clip_low, clip_high)

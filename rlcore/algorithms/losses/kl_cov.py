@@ -16,7 +16,8 @@ from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
 
 @register_policy_loss(
     "kl_cov", needs={"sequence_ids"},
-    formula="-A r, plus ppo_kl_coef * |log r| on the kl_cov_ratio of all tokens whose covariance is highest",
+    formula="-A r, plus ppo_kl_coef * |log r| on the kl_cov_ratio of all tokens whose covariance "
+    "is highest",
     source="Cui et al., arXiv:2505.22617",
 )  # fmt: skip
 class KLCov:

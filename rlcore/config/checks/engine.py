@@ -15,7 +15,8 @@ from rlcore.config.sections.root import Config
 ENGINE = "rollout.engine"
 EMBEDDED_ONLY = ("in_process", "max_batch")
 SGLANG_ONLY = (
-    "python", "urls", "tensor_parallel", "gpus", "host", "server", "router_url", "transport", "weights_dir",
+    "python", "urls", "tensor_parallel", "gpus", "host", "server", "router_url", "transport",
+    "weights_dir",
     "max_in_flight",
 )  # fmt: skip
 # beyond its limit, for an engine that does not answer to be given up and ended

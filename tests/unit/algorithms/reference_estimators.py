@@ -106,7 +106,8 @@ def ppo(
 
 
 def vapo(
-    batch: list[Episode], gamma: float = 1.0, critic_lam: float = 1.0, actor_lam: float | None = None,
+    batch: list[Episode], gamma: float = 1.0, critic_lam: float = 1.0, actor_lam: float | None =
+    None,
     alpha: float = 0.05, kl_coef: float = 0.0, distill_coef: float = 0.0,
 ) -> Result:  # fmt: skip
     result: Result = []
@@ -240,8 +241,10 @@ def max_rl(batch: list[Episode]) -> Result:
 
 
 REFERENCES: dict[str, Callable[..., Result]] = {
-    "ppo": ppo, "vapo": vapo, "reinforce++": reinforce_pp, "reinforce++_baseline": reinforce_pp_baseline,
-    "remax": remax, "grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "opo": opo, "gpg": gpg, "max_rl": max_rl,
+    "ppo": ppo, "vapo": vapo, "reinforce++": reinforce_pp, "reinforce++_baseline":
+    reinforce_pp_baseline,
+    "remax": remax, "grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "opo": opo, "gpg": gpg,
+    "max_rl": max_rl,
 }  # fmt: skip
 
 CASES: list[tuple[str, dict[str, Any]]] = [

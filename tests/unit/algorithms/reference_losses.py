@@ -175,7 +175,8 @@ def decoupled_ppo(
 
 
 def clip_cov(
-    step: list[Sequence], clip_low: float = 0.2, clip_high: float = 0.2, clip_cov_ratio: float = 2e-4,
+    step: list[Sequence], clip_low: float = 0.2, clip_high: float = 0.2, clip_cov_ratio: float =
+    2e-4,
     clip_cov_lb: float = 1.0, clip_cov_ub: float = 5.0,
 ) -> Rows:  # fmt: skip
     cov = covariances(step)
@@ -233,6 +234,8 @@ def splitmix(z: int) -> int:
 
 
 REFERENCES: dict[str, Callable[..., Rows]] = {
-    "cispo": cispo, "clip_cov": clip_cov, "decoupled_ppo": decoupled_ppo, "geo_mean": geo_mean, "gspo": gspo,
-    "gspo_token": gspo_token, "kl_cov": kl_cov, "ppo_clip": ppo_clip, "reinforce": reinforce, "sapo": sapo, "sft": sft,
+    "cispo": cispo, "clip_cov": clip_cov, "decoupled_ppo": decoupled_ppo, "geo_mean": geo_mean,
+    "gspo": gspo,
+    "gspo_token": gspo_token, "kl_cov": kl_cov, "ppo_clip": ppo_clip, "reinforce": reinforce,
+    "sapo": sapo, "sft": sft,
 }  # fmt: skip

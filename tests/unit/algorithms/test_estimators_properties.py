@@ -49,7 +49,8 @@ def batches(draw: st.DrawFn) -> EstimatorInputs:
     groups = draw(st.lists(st.integers(-2, 1), min_size=size, max_size=size))
     return random_inputs(
         lengths, draw(st.integers(0, 2**16)),
-        rewards=torch.tensor(rewards, dtype=torch.float64), group_ids=torch.tensor(groups, dtype=torch.int64),
+        rewards=torch.tensor(rewards, dtype=torch.float64), group_ids=torch.tensor(groups, dtype=
+        torch.int64),
     )  # fmt: skip
 
 

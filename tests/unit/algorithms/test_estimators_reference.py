@@ -148,7 +148,8 @@ def masked_gae(
 @pytest.mark.parametrize(
     ("name", "options", "gamma", "lam"),
     [
-        ("ppo", {"gamma": 0.9, "lam": 0.95}, 0.9, 0.95), ("vapo", {"gamma": 0.9, "actor_lam": 0.5}, 0.9, 0.5),
+        ("ppo", {"gamma": 0.9, "lam": 0.95}, 0.9, 0.95), ("vapo", {"gamma": 0.9, "actor_lam": 0.5},
+         0.9, 0.5),
         ("reinforce++", {"gamma": 0.9}, 0.9, 1.0), ("remax", {}, 1.0, 1.0),
     ],
     ids=case_id,

@@ -73,8 +73,10 @@ def step() -> dict[str, Tensor]:
         return x + 0.3 * torch.randn(x.shape, generator=generator, dtype=torch.float64)
 
     return {
-        "logprobs": near(old), "old_logprobs": old, "ref_logprobs": near(old), "rollout_logprobs": near(old),
-        "advantages": torch.randn(old.shape, generator=generator, dtype=torch.float64), "entropy": near(old).abs(),
+        "logprobs": near(old), "old_logprobs": old, "ref_logprobs": near(old), "rollout_logprobs":
+        near(old),
+        "advantages": torch.randn(old.shape, generator=generator, dtype=torch.float64), "entropy":
+        near(old).abs(),
         "versions": torch.zeros(old.numel(), dtype=torch.int64),
         "sequence_ids": torch.arange(len(LENGTHS)) + 100,
     }  # fmt: skip

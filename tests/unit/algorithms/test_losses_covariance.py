@@ -23,13 +23,15 @@ each_loss = pytest.mark.parametrize("name", sorted(CHOSEN))
 
 
 def step(
-    old: list[float] | Tensor, advantages: list[float] | Tensor, lengths: tuple[int, ...] | None = None,
+    old: list[float] | Tensor, advantages: list[float] | Tensor, lengths: tuple[int, ...] | None =
+    None,
     dtype: torch.dtype = torch.float64, **changes: Any,
 ) -> PolicyLossInputs:  # fmt: skip
     old = torch.as_tensor(old, dtype=dtype)
     borders = cu(lengths if lengths is not None else (old.numel(),))
     fields: dict[str, Any] = {
-        "logprobs": old, "old_logprobs": old, "advantages": torch.as_tensor(advantages, dtype=dtype),
+        "logprobs": old, "old_logprobs": old, "advantages": torch.as_tensor(advantages, dtype=
+        dtype),
         "sequence_ids": torch.arange(borders.numel() - 1),
     }  # fmt: skip
     return PolicyLossInputs(cu_seqlens=borders, **{**fields, **changes})

@@ -87,8 +87,10 @@ def inputs_of(
         return torch.tensor([x for sequence in step for x in getattr(sequence, field)], dtype=dtype)
 
     fields = {
-        "logprobs": flat("logprobs"), "old_logprobs": flat("old"), "rollout_logprobs": flat("rollout"),
-        "advantages": flat("advantages"), "sequence_ids": torch.tensor([s.identity for s in step], dtype=torch.int64),
+        "logprobs": flat("logprobs"), "old_logprobs": flat("old"), "rollout_logprobs": flat(
+        "rollout"),
+        "advantages": flat("advantages"), "sequence_ids": torch.tensor([s.identity for s in step],
+        dtype=torch.int64),
     }  # fmt: skip
     return PolicyLossInputs(cu_seqlens=cu([len(s.old) for s in step]), **{**fields, **changes})
 

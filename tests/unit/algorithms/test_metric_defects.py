@@ -59,8 +59,10 @@ def step() -> dict[str, Tensor]:
 def batch(step: dict[str, Tensor]) -> EstimatorInputs:
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.5], dtype=torch.float64)
     return EstimatorInputs(
-        cu_seqlens=cu(LENGTHS), rewards=rewards, group_ids=torch.tensor([0, 0, 1, 1]), logprobs=step["before"],
-        ref_logprobs=step["reference"], kl=approx_kl(step["before"], step["reference"], "k1"), values=noise(sum(LENGTHS), 5),
+        cu_seqlens=cu(LENGTHS), rewards=rewards, group_ids=torch.tensor([0, 0, 1, 1]), logprobs=step
+        ["before"],
+        ref_logprobs=step["reference"], kl=approx_kl(step["before"], step["reference"], "k1"),
+        values=noise(sum(LENGTHS), 5),
     )  # fmt: skip
 
 
@@ -74,9 +76,11 @@ def update(
     tokens = slice(int(borders[first]), int(borders[last]))
     inputs = PolicyLossInputs(
         cu_seqlens=borders[first : last + 1] - borders[first], logprobs=step["after"][tokens],
-        old_logprobs=step["before"][tokens], advantages=step["advantages"][tokens], entropy=step["entropy"][tokens],
+        old_logprobs=step["before"][tokens], advantages=step["advantages"][tokens], entropy=step[
+        "entropy"][tokens],
         rollout_logprobs=step["before"][tokens], ref_logprobs=step["reference"][tokens],
-        versions=torch.zeros(tokens.stop - tokens.start).long(), sequence_ids=torch.arange(first, last),
+        versions=torch.zeros(tokens.stop - tokens.start).long(), sequence_ids=torch.arange(first,
+        last),
     )  # fmt: skip
     inputs = replace(inputs, batch_stats=loss.batch_stats(inputs))
     moments.add_objective(loss(inputs), loss_weights("token-mean", borders)[tokens])

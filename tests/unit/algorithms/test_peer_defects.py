@@ -49,7 +49,8 @@ def batch(
     **fields: Tensor,
 ) -> EstimatorInputs:
     return EstimatorInputs(
-        cu_seqlens=cu(lengths), rewards=torch.tensor(rewards), group_ids=torch.tensor(groups or list(range(len(lengths)))),
+        cu_seqlens=cu(lengths), rewards=torch.tensor(rewards), group_ids=torch.tensor(groups or list
+        (range(len(lengths)))),
         **fields,
     )  # fmt: skip
 
@@ -85,7 +86,8 @@ def test_gae_leaks_through_tool_tokens() -> None:
     # 1 - .4;  .4 - .33 + .95 * .6;  .33 - .3 + .95 * .64;  .3 - .2 + .95 * .638
     right = torch.tensor([0.7061, 0.638, 0.64, 0.6])
     for wrong in (
-        gae_over_every_position(rewards, TOOL_VALUES), gae_that_zeroes_observations(rewards, TOOL_VALUES, TOOL_MASK)
+        gae_over_every_position(rewards, TOOL_VALUES), gae_that_zeroes_observations(rewards,
+        TOOL_VALUES, TOOL_MASK)
     ):  # fmt: skip
         assert torch.equal(compact(wrong, TOOL_MASK)[2:], right[2:])  # the last turn is right
         # lambda^2 is lost on the way to the first

@@ -49,8 +49,9 @@ def test_critic():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("batch", "batch"), ("group", "group"), ("none", "none"), ("true", "batch"), ("on", "batch"), ("'yes'", "batch"),
-     ("1", "batch"), ("false", "none"), ("Off", "none"), ("0", "none"), ("null", None)],
+    [("batch", "batch"), ("group", "group"), ("none", "none"), ("true", "batch"), ("on", "batch"), (
+     "'yes'", "batch"), ("1", "batch"), ("false", "none"), ("Off", "none"), ("0", "none"), ("null",
+     None)],
 )  # fmt: skip
 def test_normalization_may_be_a_yes_or_no(load, text, expected):
     config = load("algorithm.estimator.name=ppo", f"algorithm.normalize_advantages={text}").config

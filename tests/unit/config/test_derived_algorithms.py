@@ -103,9 +103,10 @@ def test_what_a_loss_declares_is_what_it_does(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("ppo", "batch"), ("vapo", "batch"), ("reinforce++", "batch"), ("reinforce++_baseline", "batch"), ("grpo", "none"),
-     ("dr_grpo", "none"), ("rloo", "none"), ("opo", "none"), ("remax", "none"), ("gpg", "none"), ("max_rl", "none"),
-     (f"{__name__}:Own", "none"), (f"{__name__}:OwnPPO", "none")],
+    [("ppo", "batch"), ("vapo", "batch"), ("reinforce++", "batch"), ("reinforce++_baseline",
+     "batch"), ("grpo", "none"), ("dr_grpo", "none"), ("rloo", "none"), ("opo", "none"), ("remax",
+     "none"), ("gpg", "none"), ("max_rl", "none"), (f"{__name__}:Own", "none"), (
+     f"{__name__}:OwnPPO", "none")],
 )  # fmt: skip
 def test_advantages_are_whitened_where_the_field_does(name: str, expected: str):
     assert estimator_plugin(name).normalization == expected

@@ -149,7 +149,8 @@ def test_it_can_be_debugged(
 
 
 OTHERS = [
-    ["addition/sft.yaml"], *(["addition/base.yaml", f"addition/{name}.yaml"] for name in ("grpo", "ppo", "reinforce_pp")),
+    ["addition/sft.yaml"], *(["addition/base.yaml", f"addition/{name}.yaml"] for name in ("grpo",
+     "ppo", "reinforce_pp")),
     ["addition/base.yaml", "addition/grpo.yaml", "addition/sglang.yaml"], ["models/grpo.yaml"],
 ]  # fmt: skip
 
