@@ -1,6 +1,6 @@
 """Named defects in the maths, each of which must turn a test red.
 
-    python tests/mutants.py                     all of tests/mutant_table.py, as a table; exit code 1 unless each is caught
+    python tests/mutants.py                     all of tests/mutant_table.py; exit code 1 unless all are caught
     python tests/mutants.py NAME ...            these
 
 Each defect is applied to a copy of the packages and their tests in a temporary folder, and only the
@@ -79,7 +79,7 @@ class Verdict:
 
 
 def read_table(path: Path) -> list[Mutant]:
-    """Read the rows (name, file, old, new, tests) of `MUTANTS` in a Python file; names must differ."""
+    """Read the rows (name, file, old, new, tests) of `MUTANTS` in a file; names must differ."""
     mutants = [Mutant(*row) for row in runpy.run_path(str(path))["MUTANTS"]]
     names = [mutant.name for mutant in mutants]
     twice = sorted({name for name in names if names.count(name) > 1})

@@ -1,5 +1,4 @@
-"""The maths of reinforcement learning on ragged vectors: estimators, losses, and how to add your
-own.
+"""The maths of reinforcement learning on ragged vectors, and how to add your own.
 
 Imports torch and the standard library. Nothing here knows of ranks, meshes or collectives.
 """

@@ -1,6 +1,4 @@
-"""What the definition of a metric consists of. The definitions stand beside the code that computes
-them.
-"""
+"""The record that defines a metric. Each definition stands beside the code that computes it."""
 
 from __future__ import annotations
 
@@ -9,8 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One metric: its name, what it is, over what it is averaged ("-" where over nothing), and its
-    unit.
+    """One metric: name, meaning, what it is averaged over ("-": nothing), and unit.
 
     A name with `<...>` in it stands for a family.
     """

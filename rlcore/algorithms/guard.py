@@ -50,14 +50,15 @@ SOURCES: Mapping[str, str] = {
 
 
 class GuardedEstimator:
-    """An estimator as `build_estimator` returns it: `EstimatorInputs` to checked `Advantages`,
-    without gradients.
-    """
+    """An estimator behind its guard: `EstimatorInputs` to checked `Advantages`, no gradients."""
 
     def __init__(
-        self, name: str, estimator: Callable[[EstimatorInputs], Advantages], needs: Collection[str],
+        self,
+        name: str,
+        estimator: Callable[[EstimatorInputs], Advantages],
+        needs: Collection[str],
         optional: Collection[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = name
         self.estimator = estimator
         self.needs = frozenset(needs)
@@ -68,9 +69,7 @@ class GuardedEstimator:
         return f"GuardedEstimator({self.name!r}, needs={sorted(self.needs)})"
 
     def check_available(self, available: Collection[str]) -> None:
-        """Raise `MissingInputError` unless every needed field is among `available`: to be asked
-        before any rollout.
-        """
+        """Raise `MissingInputError` unless every needed field is available; ask before rollouts."""
         _check_available("estimator", self.name, self.needs, {*available, *ESTIMATOR_ALWAYS})
 
     @torch.no_grad()
@@ -123,8 +122,7 @@ class GuardedEstimator:
 
 
 class GuardedPolicyLoss:
-    """A policy loss as `build_policy_loss` returns it: `PolicyLossInputs` to a checked
-    `PolicyLoss`, with gradients.
+    """A policy loss behind its guard: `PolicyLossInputs` to a checked `PolicyLoss`.
 
     It hands over every field, declared or not, and does not look for NaN, since that would make the
     host wait for the device once a micro-batch. Where the inputs carry an entropy,
@@ -132,9 +130,12 @@ class GuardedPolicyLoss:
     """
 
     def __init__(
-        self, name: str, loss: Callable[[PolicyLossInputs], PolicyLoss], needs: Collection[str],
+        self,
+        name: str,
+        loss: Callable[[PolicyLossInputs], PolicyLoss],
+        needs: Collection[str],
         optional: Collection[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = name
         self.loss = loss
         self.needs = frozenset(needs)
@@ -154,9 +155,7 @@ class GuardedPolicyLoss:
 
     @torch.no_grad()
     def batch_stats(self, inputs: PolicyLossInputs) -> dict[str, Tensor]:
-        """Compute from the whole optimizer step what the loss needs in `inputs.batch_stats`; {} if
-        it needs nothing.
-        """
+        """Compute `inputs.batch_stats` from the whole optimizer step; {} if the loss needs none."""
         if not self.has_batch_stats:
             return {}
         self._check_inputs(inputs)

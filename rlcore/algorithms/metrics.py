@@ -1,5 +1,4 @@
-"""The metrics of a step that follow from the whole batch, computed once from ragged vectors. See
-`METRICS`.
+"""Metrics of a step from the whole batch, computed once from ragged vectors. See `METRICS`.
 
 What a metric needs and the batch lacks makes the metric absent, never 0.
 """
@@ -66,16 +65,15 @@ def rollout_metrics(
 
 
 _EXPLAINED_VARIANCE = MetricSpec(
-    "val/explained_variance", "1 - var(returns - values) / var(returns); absent where the returns "
-    "do not vary", "tokens",
+    "val/explained_variance",
+    "1 - var(returns - values) / var(returns); absent where the returns do not vary",
+    "tokens",
     "share",
-)  # fmt: skip
+)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float | None:
-    """Return `1 - var(returns - values) / var(returns)` over tokens; None where the returns do not
-    vary.
-    """
+    """Return `1 - var(returns - values) / var(returns)`; None where the returns do not vary."""
     if returns.numel() < 2:
         return None
     variance = float(mean_and_variance(returns)[1])
@@ -88,16 +86,32 @@ def explained_variance(values: Tensor, returns: Tensor) -> float | None:
 
 _SCORES = (
     MetricSpec("objective/scores", "outcome reward", "sequences", "reward"),
-    MetricSpec("objective/kl", "token sum of the raw KL estimate (algorithm.kl.reward_kind) against the reference",
-               "sequences", "nats"),
-    MetricSpec("objective/non_score_reward", "-reward_coef * objective/kl (open-instruct's page prints the other sign)",
-               "sequences", "reward"),
-    MetricSpec("objective/rlhf_reward", "objective/scores + objective/non_score_reward",
-    "sequences", "reward"),
+    MetricSpec(
+        "objective/kl",
+        "token sum of the raw KL estimate (algorithm.kl.reward_kind) against the reference",
+        "sequences",
+        "nats",
+    ),
+    MetricSpec(
+        "objective/non_score_reward",
+        "-reward_coef * objective/kl (open-instruct's page prints the other sign)",
+        "sequences",
+        "reward",
+    ),
+    MetricSpec(
+        "objective/rlhf_reward",
+        "objective/scores + objective/non_score_reward",
+        "sequences",
+        "reward",
+    ),
     MetricSpec("objective/entropy", "token sum of the policy's entropy", "sequences", "nats"),
-    MetricSpec("objective/verifiable_correct_rate", "1 where the verifier accepted the answer",
-               "all sequences with a verdict", "share"),
-)  # fmt: skip
+    MetricSpec(
+        "objective/verifiable_correct_rate",
+        "1 where the verifier accepted the answer",
+        "all sequences with a verdict",
+        "share",
+    ),
+)
 
 
 def _scores(
@@ -172,16 +186,26 @@ def _responses(inputs: EstimatorInputs, finish_reasons: Sequence[str] | None) ->
 
 _GROUPS = (
     MetricSpec("rollout/reward", "outcome reward", "all sequences", "reward"),
-    MetricSpec("rollout/reward_std", "standard deviation of the outcome reward",
-    "all sequences - 1", "reward"),
-    MetricSpec("rollout/baseline_reward",
-               "outcome reward of the greedy response to the same prompt (estimators that need it)",
-               "all sequences",
-               "reward"),
-    MetricSpec("rollout/zero_std_groups", "groups of two or more sequences whose rewards are all "
-    "equal", "-", "groups"),
+    MetricSpec(
+        "rollout/reward_std",
+        "standard deviation of the outcome reward",
+        "all sequences - 1",
+        "reward",
+    ),
+    MetricSpec(
+        "rollout/baseline_reward",
+        "outcome reward of the greedy response to the same prompt (estimators that need it)",
+        "all sequences",
+        "reward",
+    ),
+    MetricSpec(
+        "rollout/zero_std_groups",
+        "groups of two or more sequences whose rewards are all equal",
+        "-",
+        "groups",
+    ),
     MetricSpec("rollout/singleton_groups", "groups of one sequence", "-", "groups"),
-)  # fmt: skip
+)
 
 
 def _groups(inputs: EstimatorInputs) -> dict[str, float]:
@@ -206,7 +230,7 @@ def _groups(inputs: EstimatorInputs) -> dict[str, float]:
 
 
 def _distances(inputs: EstimatorInputs) -> dict[str, float]:
-    """Means over tokens, from the reference and from the engine, reduced as those of an update are."""
+    """Means over tokens, from reference and engine, reduced as those of an update are."""
     moments = Moments()
     if inputs.kl is not None:
         for (kl,) in pieces(inputs.kl):
@@ -221,12 +245,20 @@ def _distances(inputs: EstimatorInputs) -> dict[str, float]:
 
 
 _STALENESS = (
-    MetricSpec("rollout/staleness_mean", "training steps between the weights that made the token and those that it trains",
-               "tokens", "steps"),
+    MetricSpec(
+        "rollout/staleness_mean",
+        "training steps between the weights that made the token and those that it trains",
+        "tokens",
+        "steps",
+    ),
     MetricSpec("rollout/staleness_max", "most such steps", "-", "steps"),
-    MetricSpec("correction/stale_fraction", "1 where the token is older than allowed, and so not trained on", "tokens",
-               "share"),
-)  # fmt: skip
+    MetricSpec(
+        "correction/stale_fraction",
+        "1 where the token is older than allowed, and so not trained on",
+        "tokens",
+        "share",
+    ),
+)
 
 
 def _staleness(

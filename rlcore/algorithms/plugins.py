@@ -81,15 +81,11 @@ class Registry:
         return decorate
 
     def names(self) -> list[str]:
-        """Return all names, registered or announced by installed packages (which this does not
-        import), sorted.
-        """
+        """Return all names, registered or announced by installed packages, sorted. Imports none."""
         return sorted({*self._plugins, *(point.name for point in self._points())})
 
     def resolve(self, name: str | Callable[..., Any]) -> Plugin:
-        """Return the algorithm that a name, `package.module:Name`, or the class or function itself
-        stands for.
-        """
+        """Return the algorithm of a name, of `package.module:Name`, or of a class or function."""
         if not isinstance(name, str):
             return self._of(name, getattr(name, "__qualname__", repr(name)))
         if ":" in name:
@@ -113,9 +109,7 @@ class Registry:
         return plugin
 
     def build(self, name: str | Callable[..., Any], kwargs: dict[str, Any]) -> Built:
-        """Check the keywords, build the instance and return it with its resolved `needs` and
-        `optional`.
-        """
+        """Check the keywords, build the instance, and resolve its `needs` and `optional`."""
         plugin = self.resolve(name)
         owner = f"{self.kind} {plugin.name!r}"
         check_keywords(owner, constructor_keywords(plugin.factory, owner), kwargs)
@@ -127,9 +121,7 @@ class Registry:
         return self._built(plugin, instance)
 
     def describe(self, instance: Callable[..., Any]) -> Built:
-        """Take an algorithm that somebody built, or a bare function, with the fields that its class
-        or it declares.
-        """
+        """Take a built algorithm or a bare function, with the fields that it declares."""
         plain = inspect.isroutine(instance)
         return self._built(self.resolve(instance if plain else type(instance)), instance)
 
@@ -156,9 +148,7 @@ class Registry:
         return plugin
 
     def _of(self, factory: Callable[..., Any], name: str) -> Plugin:
-        """Describe `factory`: by its decorator, else by its own `needs` and `optional`, else by a
-        decorated base.
-        """
+        """Describe `factory` by its decorator, its own `needs`, or a decorated base."""
         if not callable(factory):
             raise AlgorithmError(
                 f"{self.kind} {name!r}: expected a class or a function, got {factory!r}"
@@ -195,7 +185,7 @@ class Registry:
 
 
 def import_plugin(path: str, kind: str) -> Any:
-    """Import `package.module:Name`; a module or name that does not exist is an `UnknownNameError`."""
+    """Import `package.module:Name`; raise `UnknownNameError` where it does not exist."""
     module_name, _, qualname = path.partition(":")
     if not module_name or not qualname:
         raise UnknownNameError(f"{kind} {path!r}: expected 'package.module:Name'")
@@ -215,9 +205,7 @@ def import_plugin(path: str, kind: str) -> Any:
 
 
 def _attribute(name: str) -> Callable[[Any], Collection[str]]:
-    """Read a set of fields from an instance: an attribute, a property or a method without
-    arguments.
-    """
+    """Read field names from an instance: from an attribute, a property or a method."""
 
     def read(instance: Any) -> Collection[str]:
         value = getattr(instance, name, ())

@@ -44,9 +44,7 @@ def variance(x: Totals) -> float | None:
 
 
 def effective_share(x: Totals) -> float:
-    """Effective sample size of weights over their number, (sum w)^2 / (count * sum w^2); 0 where
-    all are 0.
-    """
+    """Effective sample size over the count: (sum w)^2 / (count * sum w^2); 0 where all are 0."""
     return x.total * x.total / (x.count * x.squares) if x.squares != 0 else 0.0
 
 
@@ -95,7 +93,8 @@ _ROWS: tuple[tuple[str, Statistic, str, str, str, str], ...] = (
     ("engine_kl", mean, "rollout/train_rollout_logprob_diff_kl", "k3 estimate of KL(engine, "
      "trainer)", "tokens", "nats"),
     ("engine_ratio", effective_share, "rollout/ess",
-     "effective sample size of w = trainer / engine probability: (sum w)^2 / (M * sum w^2)", "tokens", "share"),
+     "effective sample size of w = trainer / engine probability: (sum w)^2 / (M * sum w^2)",
+     "tokens", "share"),
     # - what is done about that: `Correction`
     ("correction_weight", mean, "correction/weight_avg", "weight of the policy loss, 0 where it is "
      "masked", "tokens", "1"),
@@ -104,7 +103,9 @@ _ROWS: tuple[tuple[str, Statistic, str, str, str, str], ...] = (
     ("correction_clipped", mean, "correction/clipped_fraction", "1 where tis moved the weight to a "
      "bound", "tokens", "share"),
     ("correction_masked", mean, "correction/masked_fraction",
-     "1 where the policy loss is masked: outside the bounds (mis, icepop), or in a rejected sequence", "tokens", "share"),
+     "1 where the policy loss is masked: outside the bounds (mis, icepop), or in a rejected "
+     "sequence",
+     "tokens", "share"),
     ("correction_vetoed", mean, "correction/vetoed_fraction",
      "1 where the whole sequence is rejected: by veto, or for an engine's log-prob that is not "
      "finite", "all sequences",

@@ -107,9 +107,7 @@ def register_policy_loss(
 
 
 def build_estimator(name: str | Callable[..., Any], **kwargs: Any) -> GuardedEstimator:
-    """Build the estimator `name` (or `package.module:Name`, or a class) with checked keywords,
-    behind its guard.
-    """
+    """Build an estimator by name, import path or class, with checked keywords and guard."""
     return GuardedEstimator(*_ESTIMATORS.build(name, kwargs))
 
 
@@ -119,9 +117,7 @@ def guard_estimator(instance: Callable[..., Any]) -> GuardedEstimator:
 
 
 def build_policy_loss(name: str | Callable[..., Any], **kwargs: Any) -> GuardedPolicyLoss:
-    """Build the policy loss `name` (or `package.module:Name`, or a class) with checked keywords,
-    behind its guard.
-    """
+    """Build a policy loss by name, import path or class, with checked keywords and guard."""
     return GuardedPolicyLoss(*_POLICY_LOSSES.build(name, kwargs))
 
 

@@ -17,7 +17,7 @@ _ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 
 @dataclass(frozen=True)
 class Declared:
-    """The arguments of `register_estimator` or `register_policy_loss` that checks and plans read."""
+    """The arguments of a registration that checks and plans read."""
 
     needs: frozenset[str] = frozenset()
     shaped_rewards: bool = False

@@ -24,22 +24,18 @@ REFERENCE_FIELDS = frozenset({"kl", "ref_logprobs"})
 
 
 def generates(config: Config) -> bool:
-    """Whether an engine makes what is trained on: not people (supervised fine-tuning), nor a
-    recording.
-    """
+    """Return whether an engine makes the training data, not people (labels) and not a recording."""
     return not config.is_sft and config.training.replay is None
 
 
 def truncates(config: Config) -> bool:
-    """Whether responses are drawn from a part of the vocabulary; greedy ones are not drawn at all."""
+    """Return whether tokens are sampled from a part of the vocabulary. Greedy ones are not."""
     sampling = config.rollout.sampling
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
 
 
 def recorded_fields(config: Config) -> dict[str, str]:
-    """What the engine must record with every sample that is trained on: field of `Sample` -> the
-    key that asks for it.
-    """
+    """Return what the engine records with a sample: field of `Sample` -> key that asks for it."""
     asked = {
         "sampling_mask": ("policy.logprobs.keep_sets", config.policy.logprobs.keep_sets),
         "routed_experts": ("policy.routing_replay", config.policy.routing_replay == "engine"),
@@ -92,9 +88,7 @@ def coefficients(config: Config) -> dict[str, float]:
 
 
 def takes_coefficients(config: Config) -> bool | None:
-    """Whether a built-in estimator has rewards a token, to which COEFFICIENTS apply; None for a
-    plugin.
-    """
+    """Return whether a built-in estimator takes COEFFICIENTS; None for a plugin."""
     declared = built_in_estimators().get(config.algorithm.estimator.name)
     return None if declared is None else declared.shaped_rewards
 
@@ -162,9 +156,7 @@ def other_folders(config: Config) -> dict[str, str]:
 
 
 def world_size(config: Config) -> int:
-    """Ranks of the run, where the configuration says how many; else the fewest that the layout
-    fits.
-    """
+    """Return the ranks of the run as configured; where torchrun decides, the fewest that fit."""
     cluster = config.cluster
     processes = cluster.nodes * cluster.processes_per_node
     return (
@@ -185,8 +177,9 @@ def comeback_s(engine: EngineConfig, place_s: float) -> float:
 
 
 def gpus_of_a_node(config: Config) -> float:
-    """What the ranks of a node ask Ray for: each a share of one GPU, which is never cut over two,
-    or whole ones.
+    """Return the GPUs that the ranks of a node ask Ray for.
+
+    Each rank takes whole GPUs, or a share of a single GPU.
     """
     share = config.cluster.ray.rank_gpus
     ranks = config.cluster.processes_per_node
@@ -197,8 +190,7 @@ def gpus_of_a_node(config: Config) -> float:
 
 
 def pack_multiple(config: Config) -> int:
-    """What the tokens of a micro-batch are padded to a multiple of, so that its ranks hold equal
-    shares.
+    """Return the multiple that micro-batches are padded to, so that ranks hold equal shares.
 
     Context parallelism cuts a sequence into 2 x CP chunks, sequence parallelism a pack into slices;
     FP8 has its own unit.
@@ -210,8 +202,9 @@ def pack_multiple(config: Config) -> int:
 
 
 def model_parallel_size(config: Config) -> int:
-    """Ranks of the smallest world that the layout fits: a whole number of copies of the dense
-    weights, and of the experts.
+    """Return the fewest ranks that the layout fits.
+
+    They hold a whole number of copies of the dense weights, and of the experts.
     """
     parallel = config.policy.parallel
     expert_tensor = parallel.tensor if parallel.expert_tensor is None else parallel.expert_tensor

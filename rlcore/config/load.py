@@ -34,9 +34,7 @@ class Loaded:
     notes: tuple[str, ...] = ()
 
     def origin(self, path: str) -> str:
-        """Where the value at `path` came from; for a section or a list item, its first value or its
-        list.
-        """
+        """Return where the value at `path` came from; for a section, its first value."""
         if path in self.origins:
             return self.origins[path]
         below = (place for key, place in self.origins.items() if key.startswith(path + "."))
@@ -65,8 +63,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
-    """Merge `files` left to right (maps merge, everything else replaces), then the overrides, and
-    check the result.
+    """Merge `files` and then the overrides, and check the result.
+
+    Files merge left to right: maps merge, everything else replaces.
 
     A plugin section (`algorithm.estimator`, ...) whose `name` a later layer changes starts afresh:
     the keywords of the plugin that was named before fall away.
@@ -120,9 +119,7 @@ def _numbers_as_text(values: dict[str, Any], tree: Tree) -> dict[str, Any]:
 
 
 def _with_required_sections(values: dict[str, Any], section: type[Section]) -> dict[str, Any]:
-    """With an empty section for each that must be there, so that the error names the key that is
-    missing in it.
-    """
+    """Add an empty section for each required one, so that errors name the missing key in it."""
     required: dict[str, Any] = {
         name: {}
         for name, field in section.model_fields.items()

@@ -1,6 +1,4 @@
-"""What is wrong with a configuration, in one line a problem: path, origin, what was got, what was
-expected.
-"""
+"""Errors of a configuration, one line each: path, origin, what was given, what was expected."""
 
 from __future__ import annotations
 

@@ -64,8 +64,9 @@ def built_in_passes(config: Config) -> Passes | None:
 def _scored_before_update(
     config: Config, needs: Collection[str], *, reference: bool, critic: bool
 ) -> bool:
-    """Whether the policy needs a pass of its own, since no update sees the whole batch with the
-    weights that it had.
+    """Return whether the policy needs a pass of its own before the update.
+
+    It needs none where one update sees the whole batch with the weights that made it.
     """
     algorithm = config.algorithm
     training = config.training

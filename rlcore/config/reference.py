@@ -19,8 +19,9 @@ _TYPES = {bool: "true or false", int: "whole number", float: "number", str: "tex
 _LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _INTRODUCTION = """# Configuration reference
 
-Written by `rlcore config --markdown`; do not edit. Every key, its type, its default and its meaning. `NAME` is a name of
-your own. How files, overrides and sections work together: [configuration](configuration.md).
+Written by `rlcore config --markdown`; do not edit. Every key, its type, its default and its
+meaning. `NAME` is a name of your own. How files, overrides and sections work together:
+[configuration](configuration.md).
 """
 
 

@@ -1,6 +1,4 @@
-"""A configuration as YAML that says behind each value where it came from, and that loads to the
-same configuration.
-"""
+"""A configuration as YAML with the origin of each value; it loads to the same configuration."""
 
 from __future__ import annotations
 

@@ -94,9 +94,7 @@ def section_at(path: KeyPath) -> type[Section] | None:
 
 
 def may_be_null(path: KeyPath) -> bool:
-    """Whether null at `path` says something: a section that may be absent, or one of a map of named
-    sections.
-    """
+    """Return whether null at `path` is a value: for optional sections and entries of maps."""
     parent = section_at(path[:-1])
     if parent is None:
         return True
@@ -105,9 +103,7 @@ def may_be_null(path: KeyPath) -> bool:
 
 
 def suggest(path: KeyPath) -> str | None:
-    """The known key nearest to an unknown one: beside it, by another name, or of the same name
-    elsewhere.
-    """
+    """Return the known key nearest to an unknown one: beside it, by alias, or elsewhere."""
     parent = path[:-1]
     leaf = path[-1]
     section = section_at(parent)

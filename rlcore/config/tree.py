@@ -14,9 +14,7 @@ KeyPath = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """One value (a scalar or a whole list), its origin (`file:line` or "override") and, for a
-    scalar, its text.
-    """
+    """One value (scalar or list), its origin (`file:line` or "override"), and a scalar's text."""
 
     value: Any
     origin: str
@@ -64,9 +62,7 @@ def find(tree: Tree, path: KeyPath) -> Setting | Tree | None:
 
 
 def origin(tree: Tree, path: KeyPath) -> str:
-    """Where `path` was written. A map came from where its first setting did; what is not written is
-    "default".
-    """
+    """Return where `path` was written, for a map its first setting; else "default"."""
     node = find(tree, path)
     if isinstance(node, dict):
         node = next((setting for _, setting in settings(node)), None)

@@ -123,9 +123,7 @@ def _convert(
 
 
 def _check_keys(node: yaml.Node, where: Where, above: frozenset[int]) -> None:
-    """Refuse keys that are written twice or are no plain word, tags, and a map that contains
-    itself.
-    """
+    """Refuse repeated keys, keys that are no plain word, tags, and maps that contain themselves."""
     if id(node) in above:
         raise ConfigError(f"{where(node)}: this part contains itself")
     if isinstance(node, yaml.SequenceNode):

@@ -1,5 +1,4 @@
-"""Checks that need torch: the estimator, the loss and the user's own functions, built once before
-anything starts.
+"""Checks that need torch: estimator, loss and the user's functions, built before the start.
 
 Errors speak of configuration keys: `algorithm.estimator.lamda (site.yaml:12): ...`.
 """
@@ -46,10 +45,16 @@ MADE = (
 # The optional fields that the trainer can produce; `teacher_logprobs` too where `teacher.path` is
 # given.
 FOR_ESTIMATORS = (
-    "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values",
-    "baseline_rewards", "versions",
+    "token_rewards",
+    "logprobs",
+    "ref_logprobs",
+    "rollout_logprobs",
+    "kl",
+    "values",
+    "baseline_rewards",
+    "versions",
     "rollout_ids",
-)  # fmt: skip
+)
 FOR_LOSSES = ("entropy", "ref_logprobs", "rollout_logprobs", "versions", "weights", "sequence_ids")
 
 

@@ -1,4 +1,4 @@
-"""Maximum-likelihood reinforcement learning: rewards in units of the success rate of their prompt."""
+"""Maximum-likelihood reinforcement learning: rewards in units of a prompt's success rate."""
 
 from __future__ import annotations
 

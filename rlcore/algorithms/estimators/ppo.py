@@ -27,7 +27,8 @@ from rlcore.algorithms.wide import add_
 class PPO:
     """GAE over the trainable tokens of each sequence.
 
-        r_t     = token_rewards_t - kl_coef * kl_t + distill_coef * (teacher_logprobs_t - logprobs_t)
+        r_t     = token_rewards_t - kl_coef * kl_t
+                  + distill_coef * (teacher_logprobs_t - logprobs_t)
                   + (reward of the sequence, where t is its last token)
         delta_t = r_t + gamma * V_{t+1} - V_t             with V = 0 behind the last token
         A_t     = delta_t + gamma * lam * A_{t+1}
@@ -71,8 +72,7 @@ class PPO:
 def temporal_differences_(
     rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float
 ) -> Tensor:
-    """Turn `rewards` into `r_t + gamma * V_{t+1} - V_t` inside each sequence, with V = 0 behind its
-    last token.
+    """Turn `rewards` into `r_t + gamma * V_{t+1} - V_t`, with V = 0 behind the last token.
 
     Args:
         rewards: float64 `[M]`, changed in place and returned.

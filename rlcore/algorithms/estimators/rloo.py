@@ -24,8 +24,7 @@ class RLOO:
         A_t = G - mean of the G of the others  =  n / (n - 1) * (G - mean of the group)
 
     The sequence is one action: its whole KL is part of its return, and of the baseline of the
-        others. In a group of
-    one there are no others, and the advantage is 0.
+    others. In a group of one there are no others, and the advantage is 0.
 
     A. Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from
     Human Feedback in LLMs", arXiv:2402.14740.

@@ -1,6 +1,4 @@
-"""GAE with one lambda for the critic and another for the actor that adapts to the length of a
-sequence, for VAPO.
-"""
+"""GAE with a lambda for the critic and a length-adaptive lambda for the actor, for VAPO."""
 
 from __future__ import annotations
 
@@ -48,10 +46,15 @@ class VAPO:
     """
 
     def __init__(
-        self, *, gamma: float = 1.0, critic_lam: float = 1.0, actor_lam: float | None = None, alpha:
-        float = 0.05,
-        kl_coef: float = 0.0, distill_coef: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        gamma: float = 1.0,
+        critic_lam: float = 1.0,
+        actor_lam: float | None = None,
+        alpha: float = 0.05,
+        kl_coef: float = 0.0,
+        distill_coef: float = 0.0,
+    ) -> None:
         check_unit_interval("gamma", gamma)
         check_unit_interval("critic_lam", critic_lam)
         if actor_lam is not None:

@@ -104,7 +104,7 @@ class _Subject:
         return self._with_stats(self.batch(layout))
 
     def call(self, inputs: PolicyLossInputs) -> Outputs:
-        """The loss and its gradient, for some weights that belong to the tokens; both are finite."""
+        """Return the loss and its gradient under some weights of the tokens; both are finite."""
         outputs, _ = self._evaluate(inputs)
         return outputs
 
@@ -146,8 +146,9 @@ class _Subject:
 
 
 def _metrics(result: PolicyLoss, inputs: PolicyLossInputs) -> Outputs:
-    """The metrics as vectors of tokens; none where tokens and sequences are equal in number and
-    cannot be told apart.
+    """Return the metrics as vectors of tokens.
+
+    Returns none where tokens and sequences are equal in number and cannot be told apart.
     """
     if inputs.num_tokens == inputs.num_sequences:
         return {}

@@ -1,6 +1,4 @@
-"""Checks of the algorithm: nothing that is given is left unused. Pure: no torch, no files, no
-network.
-"""
+"""Checks of the algorithm. Pure: no torch, no files, no network."""
 
 from __future__ import annotations
 

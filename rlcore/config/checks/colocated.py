@@ -1,6 +1,4 @@
-"""Checks of `rollout.engine.colocated` and of the GPUs that engines get. Pure: no torch, no files,
-no network.
-"""
+"""Checks of `rollout.engine.colocated` and `rollout.engine.gpus`. Pure, as all checks."""
 
 from __future__ import annotations
 
@@ -94,9 +92,7 @@ def colocated_notes(config: Config) -> Iterator[Problem]:
 
 
 def server_argument(engine: EngineConfig, name: str) -> Any:
-    """The user's value of one of sglang's arguments, however its name is spelled; None where it is
-    not given.
-    """
+    """Return the user's value of an SGLang argument, however it is spelled; None if not given."""
     for given, value in engine.server.items():
         if argument_name(given) == name:
             return value

@@ -1,6 +1,4 @@
-"""Checks of `rollout.engine`: what is given is what this kind of engine reads. Pure: no torch, no
-files, no network.
-"""
+"""Checks of `rollout.engine`: each kind of engine reads what is given. Pure, as all checks."""
 
 from __future__ import annotations
 
@@ -15,10 +13,17 @@ from rlcore.config.sections.root import Config
 ENGINE = "rollout.engine"
 EMBEDDED_ONLY = ("in_process", "max_batch")
 SGLANG_ONLY = (
-    "python", "urls", "tensor_parallel", "gpus", "host", "server", "router_url", "transport",
+    "python",
+    "urls",
+    "tensor_parallel",
+    "gpus",
+    "host",
+    "server",
+    "router_url",
+    "transport",
     "weights_dir",
     "max_in_flight",
-)  # fmt: skip
+)
 # beyond its limit, for an engine that does not answer to be given up and ended
 ENDING_S = 45.0
 # up to whoever starts it

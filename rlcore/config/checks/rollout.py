@@ -1,4 +1,4 @@
-"""Checks of generation: staleness and sampling. Pure: no torch, no files, no network."""
+"""Checks of generation: staleness and sampling. Pure, as all checks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def staleness_notes(config: Config) -> Iterator[Problem]:
     compares = algorithm.correction.name != "none" or algorithm.loss.name == "decoupled_ppo"
     if steps > 1 and generates(config) and not compares and algorithm.old_logprobs != "rollout":
         message = (
-            f"'none' with {_MAX_STALENESS} {steps}: tokens count as if the weights before their step had made"
-            " them: consider tis, "
+            f"'none' with {_MAX_STALENESS} {steps}: tokens count as if the weights before their"
+            " step had made them: consider tis, "
         )
         yield Problem("algorithm.correction.name", message + "or algorithm.old_logprobs: rollout")
 

@@ -1,5 +1,6 @@
-"""Checks of the SGLang servers that a run starts: what rlcore decides itself is not the user's to
-say. Pure, as all checks.
+"""Checks of the SGLang servers that a run starts. Pure, as all checks.
+
+`OURS` lists the arguments that rlcore sets itself.
 """
 
 from __future__ import annotations
@@ -97,5 +98,5 @@ def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
 
 
 def argument_name(given: str) -> str:
-    """sglang's own name of an argument, however it is spelled: `tp_size`, `tp-size`, `--tp-size`."""
+    """Return SGLang's name of an argument, spelled `tp_size`, `tp-size` or `--tp-size`."""
     return given.lstrip("-").replace("-", "_")

@@ -1,4 +1,4 @@
-"""Checks of the length of a run, its batches, data, optimizers and debug modes. Pure: no torch, no files, no network."""
+"""Checks of the length of a run, its batches, data, optimizers and debug modes. Pure."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Section(BaseModel):
 
 
 class Plugin(Section):
-    """A section that names a plugin; its other keys are the plugin's keywords, checked at its build."""
+    """A section that names a plugin; its other keys are keywords, checked at the build."""
 
     model_config = ConfigDict(extra="allow", validate_assignment=True)
 
@@ -50,5 +50,5 @@ class Plugin(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords for the plugin's constructor: every key that this section does not declare."""
+        """The plugin's keywords: every key that this section does not declare."""
         return dict(self.model_extra or {})

@@ -39,7 +39,7 @@ class TrainingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out prompts, scored with the run's reward at the start, every few steps and at the end."""
+    """Held-out prompts, scored with the run's reward at the start, in between and at the end."""
 
     every: NonNegativeInt = 0
     """Steps from one evaluation to the next; 0: at the start and the end alone."""
@@ -110,7 +110,7 @@ class TrackingConfig(Section):
 
 
 class RayConfig(Section):
-    """What the ray launcher asks of a cluster; Ray counts CPUs and GPUs and does not enforce them."""
+    """What the ray launcher asks of a cluster; Ray counts CPUs and GPUs, it enforces neither."""
 
     address: str | None = None
     """HOST:PORT, or `local`; default: the running cluster that Ray knows of, else a local one."""

@@ -99,14 +99,20 @@ def metrics_page() -> str:
     )
     return f"""# Metrics
 
-Written by `rlcore metrics --markdown`; do not edit. One JSON object a step in `runs/<name>/metrics.jsonl`, the same names
+Written by `rlcore metrics --markdown`; do not edit. One JSON object a step in \
+`runs/<name>/metrics.jsonl`, the same names
 in TensorBoard and wandb.
 
-A *token* is a trainable token: prompts, tool output, observations and padding are in no metric. A *sequence* is one with
-at least one trainable token, unless a line says "all sequences". A metric whose inputs were not computed is absent, never
-0: without a reference model there is no KL, without a critic no value loss, without a correction no `correction/*`; with
-several optimizer steps a batch and no pass before them nothing compares the policy with the engine (`rollout/ess` and the
-`train_rollout_logprob_diff`s). Steps that train the critic alone (`critic.warmup_steps`) have no policy loss.
+A *token* is a trainable token: prompts, tool output, observations and padding are in no metric. A \
+*sequence* is one with
+at least one trainable token, unless a line says "all sequences". A metric whose inputs were not \
+computed is absent, never
+0: without a reference model there is no KL, without a critic no value loss, without a correction \
+no `correction/*`; with
+several optimizer steps a batch and no pass before them nothing compares the policy with the \
+engine (`rollout/ess` and the
+`train_rollout_logprob_diff`s). Steps that train the critic alone (`critic.warmup_steps`) have no \
+policy loss.
 
 | name | what it is | averaged over | unit |
 |---|---|---|---|
@@ -115,9 +121,7 @@ several optimizer steps a batch and no pass before them nothing compares the pol
 
 
 def list_algorithms() -> Iterator[str]:
-    """Every algorithm by the key that chooses it, in lines of at most WIDTH where no single word is
-    longer.
-    """
+    """Yield every algorithm by the key that chooses it, in lines of at most WIDTH."""
     yield (
         "estimators (algorithm.estimator.name): one advantage A_t a token, from the reward R of a"
         " sequence"
@@ -207,9 +211,7 @@ def _plugin_entry(
 def _fields(
     plugin: Plugin, keywords: Mapping[str, Keyword], build: Callable[..., Any]
 ) -> list[tuple[str, str]]:
-    """What it needs of the batch, and what it takes where the batch has it, beside the fields that
-    are always there.
-    """
+    """Return the fields that it needs of the batch, and those that it takes where present."""
     try:
         built = build(plugin.name)
         coefficients = {

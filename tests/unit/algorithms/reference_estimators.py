@@ -284,7 +284,7 @@ def case_id(case: object) -> str:
 
 
 def reference(name: str, inputs: EstimatorInputs, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Advantages and returns of a batch, float64 `[M]`, by the slow reference of estimator `name`."""
+    """Advantages and returns, float64 `[M]`, by the slow reference of estimator `name`."""
     rows = REFERENCES[name](episodes(inputs), **options)
     advantages = torch.tensor([a for row, _ in rows for a in row], dtype=torch.float64)
     if any(returns is None for _, returns in rows):

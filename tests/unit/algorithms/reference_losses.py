@@ -2,8 +2,8 @@
 gradients by hand.
 
 Each returns, for every sequence, its losses and their Jacobian: `slopes[t][u]` is d loss_t / d
-    logprobs_u, with what the
-papers mark as "no gradient" held constant. Nothing here imports the code under test.
+logprobs_u, with what the papers mark as "no gradient" held constant. Nothing here imports the code
+under test.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ LENGTHS = (1, 1, 2, 3, 3, 1)
 
 
 def scores(name: str, rewards: list[float] = REWARDS, **options: float | bool) -> list[float]:
-    """The advantage of each sequence of the batch above, which must be the same on all its tokens."""
+    """Return the advantage of each sequence of the batch above, the same on all its tokens."""
     inputs = EstimatorInputs(
         cu_seqlens=cu(LENGTHS),
         rewards=torch.tensor(rewards, dtype=torch.float64),

@@ -210,7 +210,7 @@ def test_this_file_would_see_a_mean_of_micro_batch_means(mode: AggregationMode) 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_this_file_would_see_statistics_of_a_micro_batch(name: str) -> None:
-    """The defect of the first implementation: covariance and threshold taken in each micro-batch."""
+    """The defect of the first implementation: covariance and threshold of each micro-batch."""
     straight, one = as_it_is(len(LENGTHS))
     weights = weights_of("token-mean", straight, None)
     whole, _ = gradient(name, step(), weights, straight, one)

@@ -79,8 +79,17 @@ def test_clip_cov_takes_a_random_part_of_those_between_the_bounds() -> None:
     assert not torch.equal(picked[eligible].nonzero().flatten(), torch.arange(20)), (
         "not simply the first"
     )
-    others = chosen("clip_cov", step(inputs.old_logprobs, inputs.advantages, (150, 0, 1, 249),
-                                     sequence_ids=torch.arange(4) + 99), **bounds, clip_cov_ratio=0.05)  # fmt: skip
+    others = chosen(
+        "clip_cov",
+        step(
+            inputs.old_logprobs,
+            inputs.advantages,
+            (150, 0, 1, 249),
+            sequence_ids=torch.arange(4) + 99,
+        ),
+        **bounds,
+        clip_cov_ratio=0.05,
+    )
     assert not torch.equal(picked, others), "other sequences, other draws"
     assert torch.equal(chosen("clip_cov", inputs, **bounds, clip_cov_ratio=1.0), eligible)
 

@@ -116,7 +116,7 @@ def test_approxkl_is_not_diluted_by_padding(step: dict[str, Tensor]) -> None:
 
 
 def test_the_ratio_is_not_pulled_to_one_by_padding(step: dict[str, Tensor]) -> None:
-    """open-instruct and TRL: padding has ratio 1, so mean and variance say that nothing happened."""
+    """open-instruct and TRL: padding has ratio 1, which hides mean and variance of the tokens."""
     ratio = (step["after"] - step["before"]).exp()
     ours = update(step).reduce()
     defective = (padded(step["after"], 1.0) - padded(step["before"], 1.0)).exp()
@@ -128,7 +128,7 @@ def test_the_ratio_is_not_pulled_to_one_by_padding(step: dict[str, Tensor]) -> N
 
 @pytest.mark.parametrize("name", policy_loss_names())
 def test_policy_entropy_is_measured_for_every_loss(step: dict[str, Tensor], name: str) -> None:
-    """open-instruct: `policy/entropy_avg` is the mean of a table that nothing writes to, always 0."""
+    """open-instruct: `policy/entropy_avg` is the mean of a table that nothing fills, always 0."""
     truth = step["entropy"].mean().item()
     defective = torch.zeros(len(LENGTHS)).mean().item()
     assert update(step, name=name).reduce()["policy/entropy_avg"] == pytest.approx(truth, rel=1e-12)

@@ -133,8 +133,14 @@ def test_what_was_not_measured_is_absent() -> None:
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
 def test_batches_without_tokens(make_inputs: Make, lengths: tuple[int, ...]) -> None:
     inputs = make_inputs(lengths=lengths)
-    metrics = rollout_metrics(inputs, entropy=inputs.kl, finish_reasons=["abort"] * len(lengths), returns=inputs.kl,
-                              reward_coef=0.1, version=3)  # fmt: skip
+    metrics = rollout_metrics(
+        inputs,
+        entropy=inputs.kl,
+        finish_reasons=["abort"] * len(lengths),
+        returns=inputs.kl,
+        reward_coef=0.1,
+        version=3,
+    )
     assert not any(name.startswith("objective") for name in metrics)
 
 

@@ -18,9 +18,12 @@ RUNNER = ROOT / "tests" / "mutants.py"
 TABLE = ROOT / "tests" / "mutant_table.py"
 
 DOZEN = [
-    "reward on the first token", "KL scaled in place", "the value behind the last token is that of the next sequence",
-    "the critic's targets leave out the KL", "n in place of n - 1 in the std", "groups by position", "one-pass whitening",
-    "clip bounds swapped", "clamp after exp", "token-mean by sequences", "a mean of micro-batch means", "staleness off by one",
+    "reward on the first token", "KL scaled in place", "the value behind the last token is that of "
+    "the next sequence",
+    "the critic's targets leave out the KL", "n in place of n - 1 in the std", "groups by position",
+    "one-pass whitening",
+    "clip bounds swapped", "clamp after exp", "token-mean by sequences",
+    "a mean of micro-batch means", "staleness off by one",
 ]  # fmt: skip
 
 # Each would be a hole in the runner, but for the last: a harmless change, a stale row, tests of
@@ -88,7 +91,8 @@ def test_every_algorithm_has_a_defect(mutants: ModuleType) -> None:
         folder.glob("*/__init__.py")
     )
     formulas |= {folder / f"{name}.py" for name in (
-        "aggregation", "corrections", "guard", "kl", "metrics", "mismatch", "moments", "normalization", "ragged", "reductions",
+        "aggregation", "corrections", "guard", "kl", "metrics", "mismatch", "moments",
+        "normalization", "ragged", "reductions",
         "scan", "shaping", "staleness", "token_hash", "wide",
     )}  # fmt: skip
     broken = {ROOT / mutant.file for mutant in mutants.read_table(TABLE)}
@@ -102,7 +106,8 @@ def test_the_runner_tells_a_caught_defect_from_one_that_was_not_tried(tmp_path: 
     assert done.returncode == 1
     found = dict(re.findall(r"^(.+?)  +([A-Za-z]+) +\d+\.\d s  ", done.stdout, re.MULTILINE))
     assert found == {
-        "harmless": "SURVIVED", "stale": "STALE", "no such file": "STALE", "not imported": "UNTRIED", "no Python": "BROKEN",
+        "harmless": "SURVIVED", "stale": "STALE", "no such file": "STALE", "not imported":
+        "UNTRIED", "no Python": "BROKEN",
         "real": "caught",
     }  # fmt: skip
     assert (

@@ -407,10 +407,16 @@ def test_statistics_of_the_micro_batch_change_the_loss() -> None:
         return result.metrics["cov_klfrac"].tolist()
 
     parts = [
-        replace(step, cu_seqlens=cu((2,)), logprobs=old[rows], old_logprobs=old[rows], advantages=advantages[rows],
-                sequence_ids=step.sequence_ids[[b]])  # type: ignore[index]
+        replace(
+            step,
+            cu_seqlens=cu((2,)),
+            logprobs=old[rows],
+            old_logprobs=old[rows],
+            advantages=advantages[rows],
+            sequence_ids=step.sequence_ids[[b]],
+        )  # type: ignore[index]
         for b, rows in enumerate((slice(0, 2), slice(2, 4)))
-    ]  # fmt: skip
+    ]
     # covariance over the step, with means 1.5 and -0.9: 2, 1.05, 3.15 and a negative one
     assert [*chosen(parts[0], step), *chosen(parts[1], step)] == chosen(step, step) == [0, 0, 1, 0]
     # inside the second micro-batch no token has a positive one, and the first gives one of its own

@@ -41,8 +41,15 @@ def test_its_own_tests_pass() -> None:
         str(EXAMPLE),
         "tests",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=EXAMPLE,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        cwd=EXAMPLE,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout
 

@@ -72,8 +72,10 @@ def test_coefficients_reach_estimators_that_take_them(load):
 
 
 def test_what_a_built_in_estimator_takes_is_known_without_torch(load):
-    known = {name: derived.takes_coefficients(load(f"algorithm.estimator.name={name}").config)
-             for name in ("ppo", "rloo", "reinforce++_baseline", "grpo", "gpg", "mine:Own")}  # fmt: skip
+    known = {
+        name: derived.takes_coefficients(load(f"algorithm.estimator.name={name}").config)
+        for name in ("ppo", "rloo", "reinforce++_baseline", "grpo", "gpg", "mine:Own")
+    }
     assert known == {
         "ppo": True,
         "rloo": True,

@@ -59,10 +59,19 @@ BUILT_IN = [
 
 
 def make_inputs(count: int = 4) -> EstimatorInputs:
-    """Everything that an estimator may ask for; sequences of 2 tokens in groups of two neighbours."""
+    """Everything that an estimator may need; sequences of 2 tokens in groups of two neighbours."""
     generator = torch.Generator().manual_seed(1)
-    vectors = {name: torch.randn(2 * count, generator=generator) for name in (
-        "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "teacher_logprobs")}  # fmt: skip
+    vectors = {
+        name: torch.randn(2 * count, generator=generator)
+        for name in (
+            "logprobs",
+            "ref_logprobs",
+            "rollout_logprobs",
+            "kl",
+            "values",
+            "teacher_logprobs",
+        )
+    }
     return EstimatorInputs(
         cu_seqlens=torch.arange(count + 1) * 2,
         rewards=torch.rand(count, generator=generator) + 0.5,
