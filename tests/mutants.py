@@ -1,7 +1,7 @@
 """Named defects in the maths, each of which must turn a test red.
 
-    python tests/mutants.py                     all of tests/mutant_table.py; exit code 1 unless all are caught
-    python tests/mutants.py NAME ...            these
+    python tests/mutants.py                    all of tests/mutant_table.py; 1 unless all are caught
+    python tests/mutants.py NAME ...          these
 
 Each defect is applied to a copy of the packages and their tests in a temporary folder, and only the
 tests that its row names are run, against the copy, in a forked child of this process, which has

@@ -173,7 +173,7 @@ def test_the_plain_terms_have_other_gradients() -> None:
     logits, reference, _ = policies()
     own = logits.detach().log_softmax(-1)
     found = {
-        kind: gradient(logits, lambda p: (own.exp() * loss_kl(p, reference, kind)).sum())
+        kind: gradient(logits, lambda p, kind=kind: (own.exp() * loss_kl(p, reference, kind)).sum())
         for kind in KINDS
     }
     forward = gradient(logits, lambda p: exact_kl(p, reference))
