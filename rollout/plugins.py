@@ -1,4 +1,4 @@
-"""Parts that the configuration names: one of ours, or `package.module:name` of the user's."""
+"""Parts that the configuration names: built in, or the user's `package.module:name`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlcore.import_paths import NoSuchName, import_object
 
 
 def load_object(name: str, known: Mapping[str, Any], *, key: str) -> Any:
-    """`known[name]`, or the object at the import path `name`.
+    """Return `known[name]`, or the object at the import path `name`.
 
     Raises:
         ConfigError: neither; names the configuration `key` and the nearest known name.

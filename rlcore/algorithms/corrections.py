@@ -61,7 +61,7 @@ CORRECTIONS: Mapping[str, CorrectionSpec] = {
 
 @dataclass(frozen=True)
 class CorrectionResult:
-    """What a correction says of M tokens; all of it detached."""
+    """The result of a correction for M tokens, detached."""
 
     weights: Tensor  # float [M], >= 0: multiplies the policy loss, and only that
     keep: Tensor  # bool [M]: where False every term of the token is lost (policy, KL, entropy)

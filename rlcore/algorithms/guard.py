@@ -1,4 +1,4 @@
-"""What stands between the framework and an algorithm, ours or a plugin's, and keeps the guarantees.
+"""The guard between the framework and an algorithm, built in or a plugin.
 
 An algorithm works on copies of the fields it declared, and on nothing else, so no write of any kind
 (`x.mul_`, `x.data.mul_`, `x.numpy()[:] = `) can reach the batch: a logged KL is always the raw KL.
@@ -146,7 +146,7 @@ class GuardedPolicyLoss:
 
     @property
     def has_batch_stats(self) -> bool:
-        """Whether the loss wants to see the whole optimizer step before it is split."""
+        """Return whether the loss wants to see the whole optimizer step before it is split."""
         return callable(getattr(self.loss, "batch_stats", None))
 
     def check_available(self, available: Collection[str]) -> None:
@@ -243,7 +243,7 @@ def _copies(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _with_fields(inputs: EstimatorInputs, tensors: Mapping[str, Tensor]) -> EstimatorInputs:
-    """The same record with these fields alone: copies of what was checked are not checked again."""
+    """Return the record with these fields alone; copies of checked fields need no check."""
     record = copy.copy(inputs)
     vars(record).update({f.name: tensors.get(f.name) for f in fields(inputs)})
     return record

@@ -55,13 +55,13 @@ _ROWS = (
     ("rollout/retried_requests", "requests sent again because their engine failed, since the row "
      "before", "-", "requests"),
     ("rollout/resumed_responses", "responses that were cut (rollout.on_update abort) and went on "
-     "by a token at least, since the row before; one that was cut twice counts twice" , "-",
+     "by a token at least, since the row before; one that was cut twice counts twice", "-",
      "responses"),
     ("rollout/resumed_tokens", "tokens that these had when they went on", "-", "tokens"),
     ("rollout/engines_serving", "engines with the policy's weights when the samples were complete",
      "-", "engines"),
     ("rollout/buffered_groups", "groups that were finished and left for later steps at the "
-     "hand-over (rollout.max_staleness above 0)" , "-", "groups"),
+     "hand-over (rollout.max_staleness above 0)", "-", "groups"),
     ("rollout/in_flight_groups", "groups that were in flight then", "-", "groups"),
     ("rollout/dropped_stale", "groups too old for any step to come, drawn again, since the row "
      "before", "-", "groups"),
@@ -81,7 +81,7 @@ _ROWS = (
     ("time/step", "all of one step but its evaluation, log and checkpoint", "-", "s"),
     ("time/generation", "wait of the trainer for rollouts in one step", "-", "s"),
     ("time/engine", "engines had a request: while the trainer waited, or (rollout.max_staleness "
-     "above 0) since the hand-over before" , "-", "s"),
+     "above 0) since the hand-over before", "-", "s"),
     ("time/transfer", "laying the batch out and sending each rank its share", "-", "s"),
     ("time/logprobs", "passes for log-probs, KL and values in one step", "-", "s"),
     ("time/advantages", "estimator, loss weights, and sending them to the ranks", "-", "s"),
@@ -100,7 +100,7 @@ _ROWS = (
      "seconds x peak FLOP/s", "share"),
     ("perf/trainer_idle_fraction", "time that the trainer waited", "time of the step", "share"),
     ("perf/engine_idle_fraction", "time that the engines had no request",
-     "time of the step, or between two hand-overs (rollout.max_staleness above 0)" , "share"),
+     "time of the step, or between two hand-overs (rollout.max_staleness above 0)", "share"),
 )  # fmt: skip
 
 _SECTIONS = (
@@ -134,6 +134,6 @@ _FAMILIES = tuple(
 
 
 def metric_spec(name: str) -> MetricSpec | None:
-    """The definition of a name in metrics.jsonl: its own, or that of its family."""
+    """Return the definition of a name in metrics.jsonl: its own, or that of its family."""
     own = METRICS.get(name)
     return own or next((spec for pattern, spec in _FAMILIES if pattern.fullmatch(name)), None)

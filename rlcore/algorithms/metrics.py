@@ -120,7 +120,7 @@ def _scores(
     correct: Tensor | None,
     reward_coef: float | None,
 ) -> dict[str, float]:
-    """Metrics whose unit is the sequence; sequences without a trainable token are not counted."""
+    """Return metrics of sequences, without those that have no trainable token."""
     counted = segment_lengths(inputs.cu_seqlens) > 0
     metrics: dict[str, float] = {}
 
@@ -168,7 +168,7 @@ _RESPONSES = (
 
 
 def _responses(inputs: EstimatorInputs, finish_reasons: Sequence[str] | None) -> dict[str, float]:
-    """Lengths and ends of all sequences, empty ones included."""
+    """Return lengths and ends of all sequences, empty ones included."""
     if inputs.num_sequences == 0:
         return {}
     sizes = segment_lengths(inputs.cu_seqlens).double()
@@ -209,7 +209,7 @@ _GROUPS = (
 
 
 def _groups(inputs: EstimatorInputs) -> dict[str, float]:
-    """Rewards of all sequences, and groups of those with a trainable token."""
+    """Return rewards of all sequences, and groups of those with a trainable token."""
     metrics: dict[str, float] = {}
     rewards = inputs.rewards.double()
     if rewards.numel():
@@ -230,7 +230,7 @@ def _groups(inputs: EstimatorInputs) -> dict[str, float]:
 
 
 def _distances(inputs: EstimatorInputs) -> dict[str, float]:
-    """Means over tokens, from reference and engine, reduced as those of an update are."""
+    """Return means over tokens, from reference and engine, reduced as those of an update."""
     moments = Moments()
     if inputs.kl is not None:
         for (kl,) in pieces(inputs.kl):

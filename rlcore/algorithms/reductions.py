@@ -1,4 +1,4 @@
-"""From the totals of a vector to the metrics that are published of it, each with its definition.
+"""The metrics that are published of the totals of a vector, each with its definition.
 
 A statistic sees totals alone, which add up over micro-batches and ranks; so every metric here is
 the same however the step was split.
@@ -14,7 +14,7 @@ from rlcore.algorithms.definitions import MetricSpec
 
 @dataclass(frozen=True)
 class Totals:
-    """What `Moments` keeps of all the vectors that were fed under one name; `count` > 0."""
+    """The sums that `Moments` keeps of all vectors under one name; `count` > 0."""
 
     count: float
     total: float
@@ -32,19 +32,19 @@ def mean(x: Totals) -> float:
 
 
 def maximum(x: Totals) -> float:
-    """The largest value."""
+    """Return the largest value."""
     return x.maximum
 
 
 def variance(x: Totals) -> float | None:
-    """Unbiased; None for a single value."""
+    """Return the unbiased variance; None for a single value."""
     return (
         max(x.squares - x.total * x.total / x.count, 0.0) / (x.count - 1) if x.count > 1 else None
     )
 
 
 def effective_share(x: Totals) -> float:
-    """Effective sample size over the count: (sum w)^2 / (count * sum w^2); 0 where all are 0."""
+    """Return the effective sample size over the count: (sum w)^2 / (count * sum w^2); 0 where all are 0."""
     return x.total * x.total / (x.count * x.squares) if x.squares != 0 else 0.0
 
 

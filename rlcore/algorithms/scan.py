@@ -96,8 +96,8 @@ def _scan_by_rows(y: Tensor, borders: Tensor, decay: float | Tensor, longest: in
 
 def _powers(decay: float | Tensor, device: torch.device) -> Tensor:
     """`decay ** 32, …, decay ** 1`, float64 `[1 or B, 32]`: what reaches each token of a row."""
-    ahead = torch.arange(_ROW, 0, -1, dtype=torch.float64, device=device)
-    return (decay[:, None] if isinstance(decay, Tensor) else decay) ** ahead.expand(1, _ROW)
+    distance = torch.arange(_ROW, 0, -1, dtype=torch.float64, device=device)
+    return (decay[:, None] if isinstance(decay, Tensor) else decay) ** distance.expand(1, _ROW)
 
 
 def _scan_inside(rows: Tensor, powers: Tensor) -> None:

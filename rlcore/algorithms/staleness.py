@@ -1,4 +1,4 @@
-"""Tokens that are too old to be trained on, from the policy version that made each."""
+"""Tokens that are too old to be trained on, by the policy version that made them."""
 
 from __future__ import annotations
 

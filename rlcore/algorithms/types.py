@@ -20,7 +20,7 @@ _INTEGER_FIELDS = frozenset({"group_ids", "rollout_ids", "versions", "sequence_i
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorInputs:
-    """What an advantage estimator may see: M trainable tokens of B sequences, in order.
+    """The inputs of an advantage estimator: M trainable tokens of B sequences, in order.
 
     Optional fields are None unless the estimator declared them.
     """
@@ -85,7 +85,7 @@ class Advantages:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossInputs:
-    """What a policy loss may see: whole sequences, of a micro-batch or of the whole optimizer step.
+    """The inputs of a policy loss: whole sequences, of a micro-batch or of the whole optimizer step.
 
     On an accelerator the contents of `cu_seqlens` are not checked: the host would wait for the
     device once a micro-batch.
@@ -138,7 +138,7 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """What a policy loss returns, never reduced: the framework weighs and sums `per_token`."""
+    """The result of a policy loss, never reduced: the framework weighs and sums `per_token`."""
 
     per_token: Tensor  # float [M], with grad
     metrics: Mapping[str, Tensor] = field(default_factory=dict)  # detached [M] or [B]

@@ -1,4 +1,4 @@
-"""What the built-in estimators and policy losses declare at their registration, without torch.
+"""The declarations of built-in estimators and policy losses, read without torch.
 
 Importing them would import torch, so the literals of their decorators are read from the source.
 Plugins are not here: they are imported and asked (`rlcore.launch.plugin_checks`).

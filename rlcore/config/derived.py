@@ -1,4 +1,4 @@
-"""What follows from a configuration, in one place for all who need it. Pure functions."""
+"""Values that follow from a configuration: pure functions for every part of rlcore."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def recorded_fields(config: Config) -> dict[str, str]:
 
 
 def needs_reference(config: Config, estimator_needs: Collection[str] = ()) -> bool:
-    """Whether the frozen reference model is loaded.
+    """Return whether the frozen reference model is loaded.
 
     Args:
         estimator_needs: the fields that the built estimator and policy loss declare.
@@ -62,7 +62,7 @@ def needs_reference(config: Config, estimator_needs: Collection[str] = ()) -> bo
 
 
 def needs_teacher(config: Config, estimator_needs: Collection[str] = ()) -> bool:
-    """Whether the frozen teacher is loaded.
+    """Return whether the frozen teacher is loaded.
 
     Args:
         estimator_needs: the fields that the built estimator declares.
@@ -73,17 +73,17 @@ def needs_teacher(config: Config, estimator_needs: Collection[str] = ()) -> bool
 
 
 def needs_critic(estimator_needs: Collection[str]) -> bool:
-    """Whether a value model is trained."""
+    """Return whether a value model is trained."""
     return "values" in estimator_needs
 
 
 def value_at(config: Config, path: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     return reduce(getattr, path.split("."), config)
 
 
 def coefficients(config: Config) -> dict[str, float]:
-    """The values of COEFFICIENTS, by the estimator's keyword."""
+    """Return the values of COEFFICIENTS, by the estimator's keyword."""
     return {keyword: value_at(config, path) for keyword, path in COEFFICIENTS.items()}
 
 
@@ -94,7 +94,7 @@ def takes_coefficients(config: Config) -> bool | None:
 
 
 def estimator_options(config: Config, keywords: Collection[str]) -> dict[str, Any]:
-    """The estimator's keyword arguments: its own, and those of COEFFICIENTS that it takes.
+    """Return the estimator's keywords: its own, and those of COEFFICIENTS that it takes.
 
     Args:
         keywords: the names that its constructor takes.
@@ -104,19 +104,19 @@ def estimator_options(config: Config, keywords: Collection[str]) -> dict[str, An
 
 
 def samples_per_step(config: Config) -> int:
-    """Sequences that one step trains on."""
+    """Return how many sequences one step trains on."""
     if config.is_sft:
         return config.training.batch_size
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
 
 
 def prompts_per_step(config: Config) -> int:
-    """Rows of the data that one step uses up."""
+    """Return how many rows of the data one step uses up."""
     return config.training.batch_size if config.is_sft else config.rollout.prompts_per_step
 
 
 def total_steps(config: Config, num_prompts: int) -> int:
-    """Steps of the run; a started step counts.
+    """Return the steps of the run; a started step counts.
 
     Args:
         num_prompts: rows of the data, used only where the length is given in `training.epochs`.
@@ -136,17 +136,17 @@ def total_steps(config: Config, num_prompts: int) -> int:
 
 
 def updates_per_step(config: Config) -> int:
-    """Optimizer steps that one batch gets."""
+    """Return the optimizer steps that one batch gets."""
     return config.algorithm.epochs * config.algorithm.minibatches
 
 
 def optimizer_steps(config: Config, num_prompts: int) -> int:
-    """Optimizer steps of the run: what `policy.optimizer.decay_steps` defaults to."""
+    """Return the optimizer steps of the run, the default of `policy.optimizer.decay_steps`."""
     return total_steps(config, num_prompts) * updates_per_step(config)
 
 
 def other_folders(config: Config) -> dict[str, str]:
-    """The key of each model that has a folder of its own -> that folder."""
+    """Return the key of each model with a folder of its own -> that folder."""
     paths = {
         "reference.path": config.reference.path,
         "teacher.path": config.teacher.path,
@@ -167,12 +167,12 @@ def world_size(config: Config) -> int:
 
 
 def engine_place_s(config: Config) -> float:
-    """Seconds that an engine may need before it can start: Ray has to find it a place."""
+    """Return the seconds that an engine may wait before its start: Ray must place it."""
     return config.cluster.start_timeout_s if config.cluster.launcher == "ray" else 0.0
 
 
 def comeback_s(engine: EngineConfig, place_s: float) -> float:
-    """Seconds in which an engine that failed runs again: the longest pause, a place, a start."""
+    """Return the seconds in which a failed engine runs again: pause, placement, start."""
     return engine.restart.max_backoff_s + place_s + engine.start_timeout_s
 
 

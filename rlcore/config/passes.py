@@ -1,4 +1,4 @@
-"""Which models a step scores before it updates the policy. Pure: no torch."""
+"""The models that a step scores before it updates the policy. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlcore.config.sections.root import Config
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes without gradients, one each; a model whose pass a step never makes is not loaded."""
+    """The passes of a step without gradients; a model without a pass is not loaded."""
 
     policy: bool
     reference: bool
@@ -21,6 +21,7 @@ class Passes:
 
     @property
     def count(self) -> int:
+        """How many passes a step makes."""
         return sum((self.policy, self.reference, self.teacher, self.critic))
 
 
@@ -31,7 +32,7 @@ def passes(
     loss_needs: Collection[str],
     whole_step_loss: bool,
 ) -> Passes:
-    """Of the configured algorithm.
+    """Return the passes of the configured algorithm.
 
     Args:
         estimator_needs, loss_needs: the fields that the built estimator and policy loss declare.
@@ -48,7 +49,7 @@ def passes(
 
 
 def built_in_passes(config: Config) -> Passes | None:
-    """`passes` where estimator and loss are built in; None where a plugin has to be asked."""
+    """Return `passes` if estimator and loss are built in; None if a plugin must be asked."""
     estimator = built_in_estimators().get(config.algorithm.estimator.name)
     loss = built_in_losses().get(config.algorithm.loss.name)
     if estimator is None or loss is None:

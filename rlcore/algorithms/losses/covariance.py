@@ -56,7 +56,7 @@ def check_ratio(name: str, ratio: float) -> None:
 
 
 def _as_held(x: Tensor) -> Tensor:
-    """Round as the ranks hold these vectors, in float32, before computing in float64."""
+    """Round to float32, as the ranks have these vectors, before computing in float64."""
     return x.detach().float().double()
 
 

@@ -1,4 +1,4 @@
-"""PPO whose trust region lies around another policy than the one that made the tokens."""
+"""PPO with a trust region around another policy than that of the samples."""
 
 from __future__ import annotations
 

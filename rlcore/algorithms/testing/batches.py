@@ -20,7 +20,7 @@ PER_SEQUENCE = frozenset(
 
 @dataclass(frozen=True)
 class Layout:
-    """How many tokens each sequence has, and which group it is of."""
+    """The number of tokens and the group of each sequence."""
 
     lengths: tuple[int, ...]
     groups: tuple[int, ...]

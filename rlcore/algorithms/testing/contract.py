@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """What must hold, in one sentence, and what the author of a plugin does where it does not."""
+    """One rule: the sentence that must hold, and what the author does if it does not."""
 
     name: str
     sentence: str

@@ -138,7 +138,7 @@ class _Subject:
         return outputs, result
 
     def _with_stats(self, inputs: PolicyLossInputs) -> PolicyLossInputs:
-        """As the trainer does: from the whole step, with the log-probs of the policy before it."""
+        """Add statistics of the whole step, with the log-probs of the policy before it."""
         if inputs.batch_stats is not None or not self.guarded.has_batch_stats:
             return inputs
         stats = self.guarded.batch_stats(replace(inputs, logprobs=inputs.old_logprobs))

@@ -149,10 +149,10 @@ def at(outputs: Outputs, index: Tensor) -> Outputs:
 
 
 def same_numbers(a: Tensor, b: Tensor) -> bool:
-    """Whether both tensors hold the same, NaN being NaN."""
+    """Return whether both tensors hold the same, NaN being NaN."""
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def same_outputs(a: Outputs, b: Outputs) -> bool:
-    """Whether two results are equal to the last bit."""
+    """Return whether two results are equal to the last bit."""
     return a.keys() == b.keys() and all(same_numbers(a[name], b[name]) for name in a)

@@ -55,7 +55,7 @@ def reward_terms(config: Config) -> Iterator[Problem]:
 
 
 def coefficient_ignored(config: Config, keyword: str) -> Problem:
-    """A coefficient of the reward that the estimator has no keyword for."""
+    """Refuse a coefficient of the reward that the estimator has no keyword for."""
     name = config.algorithm.estimator.name
     got = f"got {coefficients(config)[keyword]:g}, but estimator "
     term, instead = {
@@ -150,7 +150,7 @@ def correction(config: Config) -> Iterator[Problem]:
 
 
 def algorithm_notes(config: Config) -> Iterator[Problem]:
-    """Keys of loss and correction that change nothing."""
+    """Yield keys of loss and correction that change nothing."""
     algorithm = config.algorithm
     if (
         algorithm.loss.name == "kl_cov"

@@ -80,7 +80,7 @@ def engine_gpus(config: Config) -> Iterator[Problem]:
 
 
 def colocated_notes(config: Config) -> Iterator[Problem]:
-    """What may not leave the trainer enough."""
+    """Yield a memory share that may not leave the trainer enough."""
     engine = config.rollout.engine
     share = server_argument(engine, "mem_fraction_static")
     if engine.colocated and isinstance(share, int | float) and share > MOST_OF_A_GPU:

@@ -22,7 +22,7 @@ def staleness(config: Config) -> Iterator[Problem]:
 
 
 def staleness_notes(config: Config) -> Iterator[Problem]:
-    """What has another effect than one may think."""
+    """Yield staleness that nothing corrects for."""
     steps = config.rollout.max_staleness
     algorithm = config.algorithm
     compares = algorithm.correction.name != "none" or algorithm.loss.name == "decoupled_ppo"
@@ -54,7 +54,7 @@ def sampling_masks(config: Config) -> Iterator[Problem]:
 
 
 def sampling_notes(config: Config) -> Iterator[Problem]:
-    """Samples that are alike, and sampling masks that are missing or change nothing."""
+    """Yield samples that are alike, and sampling masks that are missing or change nothing."""
     if config.is_sft:
         return
     if config.rollout.sampling.temperature == 0:

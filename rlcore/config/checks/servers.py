@@ -79,7 +79,7 @@ def managed_servers(config: Config) -> Iterator[Problem]:
 
 
 def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
-    """What no server can be started with."""
+    """Yield arguments, hosts and devices that no server can be started with."""
     for name in engine.server:
         if (instead := OURS.get(argument_name(name))) is not None:
             yield Problem(f"rollout.engine.server.{name}", f"not to be given here: {instead}")

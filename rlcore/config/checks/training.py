@@ -79,7 +79,7 @@ def batch(config: Config) -> Iterator[Problem]:
 
 
 def one_sample(comparer: str) -> Problem:
-    """A prompt has one sample, but something compares the samples of a prompt."""
+    """Refuse one sample a prompt where something compares the samples of a prompt."""
     message = f"got 1, but {comparer} compares the samples of one prompt: use 2 or more"
     return Problem("rollout.samples_per_prompt", message)
 
@@ -145,7 +145,7 @@ def debugging(config: Config) -> Iterator[Problem]:
 
 
 def training_notes(config: Config) -> Iterator[Problem]:
-    """Limits that stop nothing."""
+    """Yield limits that stop nothing."""
     training = config.training
     if training.target_kl and not training.early_stopping:
         yield Problem(
@@ -161,7 +161,7 @@ def training_notes(config: Config) -> Iterator[Problem]:
 
 
 def optimizer_notes(config: Config) -> Iterator[Problem]:
-    """Keys of a schedule that is constant."""
+    """Yield keys that a constant schedule ignores."""
     for path, optimizer in (
         ("policy.optimizer", config.policy.optimizer),
         ("critic.optimizer", config.critic.optimizer),
@@ -172,7 +172,7 @@ def optimizer_notes(config: Config) -> Iterator[Problem]:
 
 
 def evaluation_notes(config: Config) -> Iterator[Problem]:
-    """Evaluations that are not made, or whose samples are alike."""
+    """Yield evaluations that are not made, or whose samples are alike."""
     if config.evaluation.samples_per_prompt > 1 and config.evaluation.temperature == 0:
         yield Problem(
             "evaluation.samples_per_prompt",
@@ -188,7 +188,7 @@ def evaluation_notes(config: Config) -> Iterator[Problem]:
 
 
 def sft_notes(config: Config) -> Iterator[Problem]:
-    """Sections that supervised fine-tuning does not read."""
+    """Yield sections that supervised fine-tuning does not read."""
     if not config.is_sft:
         return
     for path, differs in (

@@ -1,3 +1,5 @@
+"""The section `algorithm`."""
+
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
@@ -87,7 +89,7 @@ class CorrectionConfig(Plugin):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords for the correction's constructor."""
+        """The keywords of the correction's constructor."""
         return {name: getattr(self, name) for name in sorted(self.keywords)}
 
 
@@ -113,6 +115,6 @@ class AlgorithmConfig(Section):
     @field_validator("normalize_advantages", mode="before")
     @classmethod
     def _yes_is_batch(cls, value: Any) -> Any:
-        """`true` and `false`, as YAML users write them, for `batch` and `none`."""
+        """Take `true` and `false`, as YAML users write them, for `batch` and `none`."""
         word = str(value).lower()
         return "batch" if word in _YES else "none" if word in _NO else value

@@ -1,3 +1,5 @@
+"""The section `data`."""
+
 from __future__ import annotations
 
 from pydantic import field_validator

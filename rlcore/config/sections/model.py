@@ -1,3 +1,5 @@
+"""The section `model`."""
+
 from __future__ import annotations
 
 from typing import Literal

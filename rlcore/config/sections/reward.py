@@ -1,3 +1,5 @@
+"""The section `reward`."""
+
 from __future__ import annotations
 
 from pydantic import Field, model_validator

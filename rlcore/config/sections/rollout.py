@@ -1,3 +1,5 @@
+"""The section `rollout`."""
+
 from __future__ import annotations
 
 from typing import Any, Literal

@@ -1,3 +1,5 @@
+"""The section `run`."""
+
 from __future__ import annotations
 
 from rlcore.config.sections.base import Section

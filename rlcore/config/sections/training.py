@@ -1,3 +1,5 @@
+"""The sections `training`, `evaluation`, `checkpoint`, `tracking` and `cluster`."""
+
 from __future__ import annotations
 
 from typing import Any, Literal

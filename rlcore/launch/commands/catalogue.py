@@ -1,4 +1,4 @@
-"""What `rlcore metrics` and `rlcore algorithms` print."""
+"""The listings that `rlcore metrics` and `rlcore algorithms` print."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ NORMALIZATION: Mapping[str, Mode] = {
 
 
 def list_metrics() -> Iterator[str]:
-    """One line a metric: name, unit, what it is averaged over, definition."""
+    """Yield one line a metric: name, unit, what it is averaged over, definition."""
     specs = list(METRICS.values())
     widths = [
         max(len(getattr(spec, column)) for spec in specs)
@@ -92,7 +92,7 @@ def list_metrics() -> Iterator[str]:
 
 
 def metrics_page() -> str:
-    """docs/metrics.md, made by `rlcore metrics --markdown`."""
+    """Return docs/metrics.md, for `rlcore metrics --markdown`."""
     rows = "\n".join(
         f"| `{spec.name}` | {spec.definition} | {spec.denominator} | {spec.unit} |"
         for spec in METRICS.values()
@@ -240,7 +240,7 @@ def _keyword(keyword: Keyword) -> str:
 
 
 def _keys(section: type[Section], *names: str) -> Iterator[str]:
-    """Keys of a section of the configuration with their defaults."""
+    """Yield keys of a section with their defaults."""
     defaults = (f"{name} = {json.dumps(section.model_fields[name].default)}" for name in names)
     return _wrapped("  also: ", ", ".join(defaults))
 
