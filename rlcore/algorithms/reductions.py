@@ -44,7 +44,7 @@ def variance(x: Totals) -> float | None:
 
 
 def effective_share(x: Totals) -> float:
-    """Return the effective sample size over the count: (sum w)^2 / (count * sum w^2); 0 where all are 0."""
+    """Return effective sample size / count: (sum w)^2 / (count * sum w^2); 0 where all are 0."""
     return x.total * x.total / (x.count * x.squares) if x.squares != 0 else 0.0
 
 

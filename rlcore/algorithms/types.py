@@ -85,7 +85,7 @@ class Advantages:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossInputs:
-    """The inputs of a policy loss: whole sequences, of a micro-batch or of the whole optimizer step.
+    """The inputs of a policy loss: whole sequences of a micro-batch or of the optimizer step.
 
     On an accelerator the contents of `cu_seqlens` are not checked: the host would wait for the
     device once a micro-batch.

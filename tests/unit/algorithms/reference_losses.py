@@ -186,7 +186,8 @@ def clip_cov(
     chosen = {(b, t) for _, b, t in eligible[: max(int(clip_cov_ratio * len(cov)), 1)]}
     rows = ppo_clip(step, clip_low, clip_high)
     for b, t in chosen:
-        rows[b][0][t], rows[b][1][t] = 0.0, [0.0] * len(rows[b][0])
+        rows[b][0][t] = 0.0
+        rows[b][1][t] = [0.0] * len(rows[b][0])
     return rows
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlcore import cli
-from rlcore.algorithms import Advantages, EstimatorInputs
+from rlcore.algorithms import Advantages, EstimatorInputs, registry
+from rlcore.algorithms.plugins import Plugin
 from rlcore.config.load import load_config
 from rlcore.launch.plugin_checks import check_plugins
 
@@ -98,6 +99,18 @@ def test_a_refusal_names_key_file_and_line(
     place = key if line is None else f"{key} (run.yaml:{line})"
     assert message.startswith(f"{place}: "), message
     assert said in message
+
+
+def test_a_plugin_that_compares_a_group_needs_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = Plugin("student", Student, (), (), compares_group=True)
+    monkeypatch.setitem(registry._ESTIMATORS._plugins, "student", entered)
+    lines = ["rollout: {samples_per_prompt: 1}", "algorithm: {estimator: {name: student}}"]
+    assert validate(tmp_path, lines, capsys) == [
+        "rollout.samples_per_prompt (run.yaml:5): got 1, but estimator 'student' compares the"
+        " samples of one prompt: use 2 or more"
+    ]
 
 
 @pytest.mark.parametrize(

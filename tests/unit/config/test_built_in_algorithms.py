@@ -1,6 +1,4 @@
-"""What the configuration knows of algorithms without torch is what the algorithms say of
-themselves.
-"""
+"""The configuration reads from the source of algorithms what they declare when imported."""
 
 from __future__ import annotations
 
