@@ -14,7 +14,6 @@ from rlcore.algorithms.corrections import (
     CorrectionResult,
     CorrectionSpec,
 )
-from rlcore.algorithms.definitions import MetricSpec
 from rlcore.algorithms.errors import (
     AlgorithmError,
     DuplicateNameError,
@@ -47,6 +46,7 @@ from rlcore.algorithms.ragged import (
     segment_sum,
     whiten,
 )
+from rlcore.algorithms.reductions import MetricSpec
 from rlcore.algorithms.registry import (
     build_estimator,
     build_policy_loss,

@@ -15,9 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from rlcore.algorithms.definitions import MetricSpec
 from rlcore.algorithms.metrics import BATCH_METRICS
-from rlcore.algorithms.reductions import STREAMED_METRICS
+from rlcore.algorithms.reductions import STREAMED_METRICS, MetricSpec
 
 _ROWS = (
     # progress

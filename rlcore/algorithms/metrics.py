@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.definitions import MetricSpec
 from rlcore.algorithms.errors import InputError
 from rlcore.algorithms.kl import kl_clamped
 from rlcore.algorithms.mismatch import mismatch_vectors
@@ -22,6 +21,7 @@ from rlcore.algorithms.ragged import (
     segment_lengths,
     segment_sum,
 )
+from rlcore.algorithms.reductions import MetricSpec
 from rlcore.algorithms.staleness import stale_tokens
 from rlcore.algorithms.types import EstimatorInputs
 from rlcore.algorithms.wide import mean_and_variance, pieces

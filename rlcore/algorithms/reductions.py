@@ -9,7 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlcore.algorithms.definitions import MetricSpec
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """One metric: name, meaning, what it is averaged over ("-": nothing), and unit.
+
+    A name with `<...>` in it stands for a family.
+    """
+
+    name: str
+    definition: str
+    denominator: str
+    unit: str
 
 
 @dataclass(frozen=True)
