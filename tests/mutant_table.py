@@ -1,5 +1,4 @@
-"""Defects for tests/mutants.py: what is wrong, in which file, the right text, the wrong text, and
-the tests that must notice.
+"""Defects for tests/mutants.py: name, file, right text, wrong text, tests that must notice.
 
 The right text occurs once in its file. A row that no longer fits, because its file has changed, is
 rewritten for the new text; a row is deleted only with the formula that it breaks.

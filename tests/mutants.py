@@ -136,9 +136,7 @@ def judge(mutant: Mutant, folder: Path) -> Verdict:
 
 
 def run_tests(tests: Sequence[str], folder: Path, module: str | None) -> tuple[int, str]:
-    """Run pytest in a forked child, in `folder`; return its exit code (negative: a signal) and
-    output.
-    """
+    """Run pytest in a forked child, in `folder`; return its exit code and output."""
     log = folder / "log.txt"
     child = os.fork()
     if child == 0:
@@ -177,9 +175,7 @@ def _run_in_child(tests: Sequence[str], folder: Path, module: str | None, log: P
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a source file and drop its bytecode, which a file of the same size and second would be
-    taken for.
-    """
+    """Write a source file and drop its bytecode, which would be taken for a file of equal size."""
     path.write_text(text)
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink()

@@ -23,9 +23,7 @@ def cu(lengths: tuple[int, ...] | list[int]) -> Tensor:
 def random_inputs(
     lengths: tuple[int, ...] | list[int] = LENGTHS, seed: int = 0, **changes: Tensor | None
 ) -> EstimatorInputs:
-    """Build a random float64 batch with every field an estimator may need; keyword arguments
-    replace fields.
-    """
+    """Build a random float64 batch with every optional field; keyword arguments replace fields."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(n: int) -> Tensor:

@@ -1,5 +1,4 @@
-"""The estimators once more, slowly: Python floats, one sequence at a time, each written from its
-paper.
+"""Slow estimators: Python floats, one sequence at a time, each written from its paper.
 
 Nothing here shares code with `rlcore.algorithms`; sums over groups are exact. Every reference takes
 the sequences of a batch and returns, for each of them, the list of its advantages and that of its
@@ -25,9 +24,7 @@ Result = list[tuple[list[float], list[float] | None]]
 
 @dataclass(frozen=True)
 class Episode:
-    """One sequence: what it earned, and a row of numbers for each per-token field that the batch
-    has.
-    """
+    """One sequence: its reward, and a row of numbers for each per-token field of the batch."""
 
     length: int
     reward: float
@@ -145,9 +142,7 @@ def remax(batch: list[Episode], kl_coef: float = 0.0, distill_coef: float = 0.0)
 
 
 def group_of(batch: list[Episode], episode: Episode) -> list[Episode]:
-    """The members of an episode's group, itself included: those of its group that have a trainable
-    token.
-    """
+    """Return the members of an episode's group that have a trainable token, itself included."""
     return [other for other in batch if other.group == episode.group and other.length > 0]
 
 

@@ -1,5 +1,4 @@
-"""Slow policy losses, written from the papers: Python floats, one sequence at a time, with
-gradients by hand.
+"""Slow policy losses from the papers: Python floats, one sequence at a time, hand-made gradients.
 
 Each returns, for every sequence, its losses and their Jacobian: `slopes[t][u]` is d loss_t / d
 logprobs_u, with what the papers mark as "no gradient" held constant. Nothing here imports the code
@@ -220,9 +219,7 @@ def covariances(step: list[Sequence]) -> dict[tuple[int, int], float]:
 
 
 def draw(identity: int, position: int) -> float:
-    """The number in [0, 1) of a token: output `position` of splitmix64 seeded with the scrambled
-    identity.
-    """
+    """Return the number in [0, 1) of a token: splitmix64 seeded with the scrambled identity."""
     state = (splitmix(identity % TWO_64) + (position + 1) * 0x9E3779B97F4A7C15) % TWO_64
     return (splitmix(state) >> 11) / (1 << 53)
 

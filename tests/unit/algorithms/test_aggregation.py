@@ -140,9 +140,7 @@ def test_a_rollout_in_pieces_weighs_what_one_rollout_does() -> None:
 
 
 def test_weights_taken_after_the_split_are_others() -> None:
-    """So they are computed once, from the whole optimizer step: a mean of micro-batch means is
-    another number.
-    """
+    """Weights come from the whole optimizer step: a mean of micro-batch means is another number."""
     whole = loss_weights("token-mean", cu((1, 9)))
     split = (
         torch.cat([loss_weights("token-mean", cu((1,))), loss_weights("token-mean", cu((9,)))]) / 2

@@ -1,6 +1,4 @@
-"""The contract tests for authors of estimators: ours keep every rule, and each wrong one is caught
-under the right one.
-"""
+"""The contract tests for estimators: ours keep every rule, each wrong one breaks its own."""
 
 from __future__ import annotations
 

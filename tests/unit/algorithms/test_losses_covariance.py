@@ -1,6 +1,4 @@
-"""`clip_cov` and `kl_cov`: which tokens they choose, once an optimizer step, whatever the split and
-the order.
-"""
+"""`clip_cov` and `kl_cov` choose the same tokens in every split and order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The defects of tests/mutant_table.py turn tests red: a dozen here, all of them with --full or
-`python tests/mutants.py`.
-"""
+"""Defects of tests/mutant_table.py turn tests red: a dozen here, all of them with --full."""
 
 from __future__ import annotations
 

@@ -75,9 +75,7 @@ def gae_over_every_position(rewards: Tensor, values: Tensor) -> Tensor:
 
 
 def gae_that_zeroes_observations(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """The values of observations are 0 and their advantage is masked, but the recursion runs over
-    them.
-    """
+    """GAE with values 0 and masked advantages at observations, but a recursion over them."""
     return gae_over_every_position(rewards, values * mask) * mask
 
 
@@ -166,8 +164,9 @@ def test_the_critic_targets_leave_out_the_kl() -> None:
 
 
 def normalised_by_reshape(rewards: Tensor, samples_per_prompt: int, prompts: int) -> Tensor:
-    """slime: rows of n samples if the count is right, else the whole batch is one row; torch's std
-    of one value is NaN.
+    """slime: rows of n samples if the count is right, else one row.
+
+    torch's std of one value is NaN.
     """
     if rewards.numel() == samples_per_prompt * prompts:
         rows = rewards.view(-1, samples_per_prompt)
@@ -217,9 +216,7 @@ def test_one_sample_a_prompt_makes_every_reward_zero() -> None:
 
 
 def test_an_empty_rank_skips_the_collective_of_whitening() -> None:
-    """miles whitens on each rank what the rank has; ours runs once, on the whole batch, wherever
-    its tokens lie.
-    """
+    """miles whitens on each rank its own tokens; ours whitens the whole batch once."""
     advantages = torch.tensor([1.0, 2.0, 3.0, 6.0])
     ranks = [advantages[:2], advantages[2:], advantages[:0]]
     apart = torch.cat([whiten(part) for part in ranks])
@@ -234,9 +231,7 @@ def test_an_empty_rank_skips_the_collective_of_whitening() -> None:
 
 
 def zigzag(x: Tensor, ranks: int) -> list[Tensor]:
-    """Context parallelism: 2 * ranks chunks, rank r has chunks r and 2 * ranks - 1 - r; pads of 0
-    at the end.
-    """
+    """Context parallelism: rank r has chunks r and 2 * ranks - 1 - r; pads of 0 at the end."""
     size = -(-x.numel() // (2 * ranks))
     chunks = torch.cat([x, x.new_zeros(2 * ranks * size - x.numel())]).split(size)
     return [torch.cat([chunks[r], chunks[2 * ranks - 1 - r]]) for r in range(ranks)]
@@ -248,8 +243,9 @@ def undo_zigzag(parts: list[Tensor]) -> Tensor:
 
 
 def where_the_reward_lands(length: int, prompt: int, ranks: int) -> int | None:
-    """slime adds it to the last response token that rank 0 holds: rank 0 has the last chunk, but
-    that may be all padding.
+    """slime: the reward goes to the last response token of rank 0.
+
+    Rank 0 has the last chunk, but that may be all padding.
     """
     position = torch.arange(1, length + 1)  # 0 is a pad
     held = zigzag(position, ranks)[0]
@@ -426,9 +422,7 @@ def test_statistics_of_the_micro_batch_change_the_loss() -> None:
 
 
 def test_the_outcome_is_credited_to_each_token_of_its_sequence_alone() -> None:
-    """A running sum over the packed batch, without borders, gives the first sequence the rewards of
-    all behind it.
-    """
+    """A running sum without borders gives the first sequence the rewards of all behind it."""
     rewards = torch.tensor([0.0, 1.0, 0.0, 10.0])
     wrong = rewards.flip(0).cumsum(0).flip(0)
     assert wrong.tolist() == [11, 11, 10, 10]

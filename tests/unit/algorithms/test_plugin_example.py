@@ -1,6 +1,4 @@
-"""The package in examples/plugin: its own tests pass, its entry points work, and docs/plugins.md
-shows its code.
-"""
+"""The package in examples/plugin: its tests pass, its entry points work, docs show its code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Each recipe in examples/recipes is valid for a model of the real sizes, and the plan says that
-its trainer fits 80 GB.
-"""
+"""Recipes are valid for models of the real sizes, and their trainers fit 80 GB by the plan."""
 
 from __future__ import annotations
 
