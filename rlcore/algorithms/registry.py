@@ -49,18 +49,18 @@ def register_estimator(
             built instance that returns them. Without it, a `needs` attribute of the class counts.
             All other fields are None for it.
         optional: fields that it takes where the batch has them, in the same form.
-        shaped_rewards: it has rewards a token, with attributes `kl_coef` and `distill_coef`: the
+        shaped_rewards: it rewards single tokens, with attributes `kl_coef` and `distill_coef`. The
             fields that these read are needed too, and `token_rewards` are optional.
-        compares_group: it compares the samples of one prompt, so that a group of one teaches it
-            nothing.
+        compares_group: it compares the samples of one prompt, so a group of one teaches nothing.
         normalization: how advantages are normalised where `algorithm.normalize_advantages` is not
             set.
         formula: the algorithm in one line, for `rlcore algorithms`. Without it, a `formula`
             attribute counts.
         source: the paper or implementation it comes from, in the same way.
 
-    For built-in estimators `rlcore.config.built_in` reads these arguments from the source, since a
-    configuration is checked without torch: write them as literals.
+    `compares_group` and `normalization` hold for the registered name, not for import paths and
+    subclasses. For built-in estimators `rlcore.config.built_in` reads the arguments from the
+    source, since a configuration is checked without torch: write them as literals.
     """
     if normalization not in get_args(NormalizationMode):
         raise AlgorithmError(f"estimator {name!r}: unknown normalization {normalization!r}")

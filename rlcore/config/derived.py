@@ -11,8 +11,7 @@ from rlcore.config.built_in import built_in_estimators
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
 
-# Keywords of estimators that the configuration keeps elsewhere: set once, read by all who need
-# them.
+# keywords of estimators that have a key of their own elsewhere -> that key
 COEFFICIENTS = {
     "kl_coef": "algorithm.kl.reward_coef",
     "distill_coef": "algorithm.distillation.coef",
