@@ -19,6 +19,7 @@ from rlcore.algorithms import (
     estimator_plugin,
     policy_loss_keywords,
 )
+from rlcore.algorithms.guard import ESTIMATOR_OPTIONAL, POLICY_LOSS_OPTIONAL
 from rlcore.algorithms.keywords import check_keywords
 from rlcore.algorithms.plugins import import_plugin
 from rlcore.config.checks.algorithm import coefficient_ignored
@@ -41,21 +42,6 @@ MADE = (
     "Every field that the estimator and the loss need can be produced",
     "Functions given as package.module:name can be imported",
 )
-
-# The optional fields that the trainer can produce; `teacher_logprobs` too where `teacher.path` is
-# given.
-FOR_ESTIMATORS = (
-    "token_rewards",
-    "logprobs",
-    "ref_logprobs",
-    "rollout_logprobs",
-    "kl",
-    "values",
-    "baseline_rewards",
-    "versions",
-    "rollout_ids",
-)
-FOR_LOSSES = ("entropy", "ref_logprobs", "rollout_logprobs", "versions", "weights", "sequence_ids")
 
 
 def check_plugins(loaded: Loaded) -> list[str]:
@@ -97,9 +83,8 @@ def _estimator_problems(loaded: Loaded, notes: list[Problem]) -> list[Problem]:
         return problems
     try:
         estimator = build_estimator(section.name, **estimator_options(config, keywords))
-        estimator.check_available(
-            [*FOR_ESTIMATORS, *(["teacher_logprobs"] if config.teacher.path else [])]
-        )
+        without_teacher = set(ESTIMATOR_OPTIONAL) - {"teacher_logprobs"}
+        estimator.check_available(ESTIMATOR_OPTIONAL if config.teacher.path else without_teacher)
     except (ValueError, TypeError) as error:  # also what the constructor thinks of its values
         return [Problem(path, str(error))]
     if config.critic != CriticConfig() and not needs_critic(estimator.needs):
@@ -119,7 +104,7 @@ def _loss_problems(loaded: Loaded) -> list[Problem]:
     if problems := _keyword_problems(path, section, keywords):
         return problems
     try:
-        build_policy_loss(section.name, **section.options).check_available(FOR_LOSSES)
+        build_policy_loss(section.name, **section.options).check_available(POLICY_LOSS_OPTIONAL)
     except (ValueError, TypeError) as error:
         return [Problem(path, str(error))]
     return []
