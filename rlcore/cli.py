@@ -71,7 +71,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 def validate(arguments: argparse.Namespace) -> int:
     loaded = _load(arguments.settings)
-    from rlcore.config.checks.sections import describe_checks
+    from rlcore.config.checks.all_checks import describe_checks
     from rlcore.config.render import render
 
     notes = list(loaded.notes)
@@ -201,6 +201,16 @@ def metrics(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def config(arguments: argparse.Namespace) -> int:
+    from rlcore.config.reference import list_keys, reference_page
+
+    if arguments.markdown:
+        print(reference_page(), end="")
+    else:
+        print("\n".join(list_keys()))
+    return 0
+
+
 def algorithms(arguments: argparse.Namespace) -> int:
     from rlcore.launch.commands.catalogue import list_algorithms
 
@@ -326,6 +336,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub = command("metrics", metrics, "define every metric that a run writes")
     sub.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")
+    sub = command("config", config, "list every key of a configuration with its default")
+    sub.add_argument(
+        "--markdown", action="store_true", help="as the page docs/configuration-reference.md"
+    )
     command("algorithms", algorithms, "list estimators and losses with their keywords")
     return parser
 

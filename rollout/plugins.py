@@ -1,17 +1,17 @@
-"""Parts that the configuration names: one of ours, or `package.module:name` of the user's."""
+"""Parts that the configuration names: built in, or the user's `package.module:name`."""
 
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from rlcore.errors import ConfigError
+from rlcore.import_paths import NoSuchName, import_object
 
 
 def load_object(name: str, known: Mapping[str, Any], *, key: str) -> Any:
-    """`known[name]`, or the object at the import path `name`.
+    """Return `known[name]`, or the object at the import path `name`.
 
     Raises:
         ConfigError: neither; names the configuration `key` and the nearest known name.
@@ -27,15 +27,13 @@ def load_object(name: str, known: Mapping[str, Any], *, key: str) -> Any:
             f" {', '.join([*sorted(known), 'package.module:name'])})"
         )
     try:
-        found: Any = importlib.import_module(module_name)
+        found = import_object(name)
+    except NoSuchName as error:
+        raise ConfigError(f"{key}: {name!r}: {module_name} has no {attribute!r}") from error
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(
             f"{key}: {name!r}: cannot import {module_name}: {type(error).__name__}: {error}"
         ) from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"{key}: {name!r}: {module_name} has no {attribute!r}")
-        found = getattr(found, part)
     if not callable(found):
         raise ConfigError(
             f"{key}: {name!r} is a {type(found).__name__}, expected something callable"

@@ -1,7 +1,7 @@
 """Named defects in the maths, each of which must turn a test red.
 
-    python tests/mutants.py                     all of tests/mutant_table.py, as a table; exit code 1 unless each is caught
-    python tests/mutants.py NAME ...            these
+    python tests/mutants.py                    all of tests/mutant_table.py; 1 unless all are caught
+    python tests/mutants.py NAME ...          these
 
 Each defect is applied to a copy of the packages and their tests in a temporary folder, and only the
 tests that its row names are run, against the copy, in a forked child of this process, which has
@@ -79,7 +79,7 @@ class Verdict:
 
 
 def read_table(path: Path) -> list[Mutant]:
-    """Read the rows (name, file, old, new, tests) of `MUTANTS` in a Python file; names must differ."""
+    """Read the rows (name, file, old, new, tests) of `MUTANTS` in a file; names must differ."""
     mutants = [Mutant(*row) for row in runpy.run_path(str(path))["MUTANTS"]]
     names = [mutant.name for mutant in mutants]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -136,9 +136,7 @@ def judge(mutant: Mutant, folder: Path) -> Verdict:
 
 
 def run_tests(tests: Sequence[str], folder: Path, module: str | None) -> tuple[int, str]:
-    """Run pytest in a forked child, in `folder`; return its exit code (negative: a signal) and
-    output.
-    """
+    """Run pytest in a forked child, in `folder`; return its exit code and output."""
     log = folder / "log.txt"
     child = os.fork()
     if child == 0:
@@ -177,9 +175,7 @@ def _run_in_child(tests: Sequence[str], folder: Path, module: str | None, log: P
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a source file and drop its bytecode, which a file of the same size and second would be
-    taken for.
-    """
+    """Write a source file and drop its bytecode, which would be taken for a file of equal size."""
     path.write_text(text)
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink()

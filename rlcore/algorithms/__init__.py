@@ -1,5 +1,4 @@
-"""The maths of reinforcement learning on ragged vectors: estimators, losses, and how to add your
-own.
+"""The maths of reinforcement learning on ragged vectors, and how to add your own.
 
 Imports torch and the standard library. Nothing here knows of ranks, meshes or collectives.
 """
@@ -15,7 +14,6 @@ from rlcore.algorithms.corrections import (
     CorrectionResult,
     CorrectionSpec,
 )
-from rlcore.algorithms.definitions import MetricSpec
 from rlcore.algorithms.errors import (
     AlgorithmError,
     DuplicateNameError,
@@ -48,6 +46,7 @@ from rlcore.algorithms.ragged import (
     segment_sum,
     whiten,
 )
+from rlcore.algorithms.reductions import MetricSpec
 from rlcore.algorithms.registry import (
     build_estimator,
     build_policy_loss,

@@ -1,6 +1,4 @@
-"""The aggregation mode of a loss as one weight per token, so that a loss is `sum(w_t * l_t)`
-however it is split.
-"""
+"""The aggregation of a loss as one weight a token: the loss is `sum(w_t * l_t)`, however split."""
 
 from __future__ import annotations
 
@@ -25,8 +23,9 @@ def loss_weights(
     norm_length: float | None = None,
     rollout_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return the weight of each token of an optimizer step, float32 `[M]`, to be computed before
-    the step is split.
+    """Return the weight of each token of an optimizer step, float32 `[M]`.
+
+    It must be computed before the step is split.
 
         token-mean                1 / M
         seq-mean-token-mean       1 / (N * tokens of the sequence)

@@ -1,5 +1,4 @@
-"""Correction of the policy loss for the gap between the engine that sampled the tokens and the
-trainer that scores them.
+"""Correction of the policy loss for the gap between the sampling engine and the trainer.
 
 Both hold the same weights, but other kernels, precisions or (asynchronously) versions give other
 probabilities, so what looks like on-policy data is off-policy. Here is that importance weight, and
@@ -27,9 +26,7 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class CorrectionSpec:
-    """One way to bound the weight: its formula, default bounds and source, as `rlcore algorithms`
-    lists them.
-    """
+    """One way to bound the weight: formula, default bounds and source, for `rlcore algorithms`."""
 
     formula: str
     lower: float | None  # None: 1 / upper
@@ -39,24 +36,32 @@ class CorrectionSpec:
 
 CORRECTIONS: Mapping[str, CorrectionSpec] = {
     "tis": CorrectionSpec(
-        "weight = clip(w, lower, upper)", 0.0, 2.0,
-        "truncated importance sampling: F. Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL "
+        "weight = clip(w, lower, upper)",
+        0.0,
+        2.0,
+        "truncated importance sampling: F. Yao et al., Your Efficient RL Framework Secretly Brings "
+        "You Off-Policy RL "
         "Training, 2025",
     ),
     "mis": CorrectionSpec(
-        "weight = w where lower <= w <= upper, else the token is masked: no policy, KL or entropy term", None, 2.0,
+        "weight = w where lower <= w <= upper, else the token is masked: no policy, KL or entropy "
+        "term",
+        None,
+        2.0,
         "masked importance sampling: J. Liu, Y. Li et al., When Speed Kills Stability, 2025",
     ),
     "icepop": CorrectionSpec(
-        "weight = w where lower <= w <= upper, else 0; KL and entropy terms stay", 0.5, 5.0,
+        "weight = w where lower <= w <= upper, else 0; KL and entropy terms stay",
+        0.5,
+        5.0,
         "IcePop: Ling Team, Every Step Evolves, arXiv:2510.18855",
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class CorrectionResult:
-    """What a correction says of M tokens; all of it detached."""
+    """The result of a correction for M tokens, detached."""
 
     weights: Tensor  # float [M], >= 0: multiplies the policy loss, and only that
     keep: Tensor  # bool [M]: where False every term of the token is lost (policy, KL, entropy)
@@ -68,9 +73,9 @@ class Correction:
     """Weights and masks from the ratio of the trainer's to the engine's probability.
 
         d_t = old_logprobs_t - rollout_logprobs_t                  trainer - engine
-        w   = exp(d_t)                      level token: of each token
-              exp(sum of d over the sequence)     sequence: one for all its tokens, the unbiased one
-              exp(mean of d over the sequence)    geometric: one for all its tokens, whatever their number
+        w   = exp(d_t)                            level token: of each token
+              exp(sum of d over the sequence)     sequence: the same for all its tokens, unbiased
+              exp(mean of d over the sequence)    geometric: the same, whatever their number
 
         tis      weight = clip(w, lower, upper)
         mis      weight = w where lower <= w <= upper; other tokens are not kept
@@ -80,12 +85,11 @@ class Correction:
     that is not kept loses every term: policy, KL and entropy. Denominators never change: the loss
     weights were fixed from the whole optimizer step, and a dropped token counts in them.
 
-    `mis` and `icepop` differ in what happens outside the bounds, as in their implementations:
-        masked importance sampling
-    rejects, that is the token leaves the loss mask (verl's `rollout_rs`, slime's `mask` mode);
-    IcePop only zeroes the coefficient of the policy gradient, and KL and entropy go on acting there
-    (verl's `rollout_is_threshold: lower_upper`, slime's `icepop_function`). Bounds are on w; those
-    of verl's `rollout_rs` are on 1 / w.
+    `mis` and `icepop` differ in what happens outside the bounds, as in their implementations.
+    Masked importance sampling rejects: the token leaves the loss mask (verl's `rollout_rs`, slime's
+    `mask` mode); IcePop only zeroes the coefficient of the policy gradient, and KL and entropy go
+    on acting there (verl's `rollout_is_threshold: lower_upper`, slime's `icepop_function`). Bounds
+    are on w; those of verl's `rollout_rs` are on 1 / w.
 
     Args:
         name: "tis", "mis" or "icepop".

@@ -1,4 +1,4 @@
-"""What can go wrong between a batch, an algorithm and its configuration.
+"""The errors between a batch, an algorithm and its configuration.
 
 AlgorithmError (a ValueError)
  +- InputError               a record was built with a wrong shape, dtype, device or cu_seqlens
@@ -6,7 +6,7 @@ AlgorithmError (a ValueError)
  +- DuplicateNameError       two plugins claim one name
  +- KeywordError             a constructor keyword that is unknown, missing or of the wrong type
  +- MissingInputError        a field that the algorithm needs is absent
- +- OutputError              the algorithm returned a wrong shape or dtype, or a number that is not finite
+ +- OutputError              a result of a wrong shape or dtype, or with numbers that are not finite
  +- EstimatorMutationError   the algorithm wrote into its inputs
 """
 

@@ -1,4 +1,4 @@
-"""What stands between the framework and an algorithm, ours or a plugin's, and keeps the guarantees.
+"""The guard between the framework and an algorithm, built in or a plugin.
 
 An algorithm works on copies of the fields it declared, and on nothing else, so no write of any kind
 (`x.mul_`, `x.data.mul_`, `x.numpy()[:] = `) can reach the batch: a logged KL is always the raw KL.
@@ -50,14 +50,15 @@ SOURCES: Mapping[str, str] = {
 
 
 class GuardedEstimator:
-    """An estimator as `build_estimator` returns it: `EstimatorInputs` to checked `Advantages`,
-    without gradients.
-    """
+    """An estimator behind its guard: `EstimatorInputs` to checked `Advantages`, no gradients."""
 
     def __init__(
-        self, name: str, estimator: Callable[[EstimatorInputs], Advantages], needs: Collection[str],
+        self,
+        name: str,
+        estimator: Callable[[EstimatorInputs], Advantages],
+        needs: Collection[str],
         optional: Collection[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = name
         self.estimator = estimator
         self.needs = frozenset(needs)
@@ -68,9 +69,7 @@ class GuardedEstimator:
         return f"GuardedEstimator({self.name!r}, needs={sorted(self.needs)})"
 
     def check_available(self, available: Collection[str]) -> None:
-        """Raise `MissingInputError` unless every needed field is among `available`: to be asked
-        before any rollout.
-        """
+        """Raise `MissingInputError` unless every needed field is available; ask before rollouts."""
         _check_available("estimator", self.name, self.needs, {*available, *ESTIMATOR_ALWAYS})
 
     @torch.no_grad()
@@ -123,8 +122,7 @@ class GuardedEstimator:
 
 
 class GuardedPolicyLoss:
-    """A policy loss as `build_policy_loss` returns it: `PolicyLossInputs` to a checked
-    `PolicyLoss`, with gradients.
+    """A policy loss behind its guard: `PolicyLossInputs` to a checked `PolicyLoss`.
 
     It hands over every field, declared or not, and does not look for NaN, since that would make the
     host wait for the device once a micro-batch. Where the inputs carry an entropy,
@@ -132,9 +130,12 @@ class GuardedPolicyLoss:
     """
 
     def __init__(
-        self, name: str, loss: Callable[[PolicyLossInputs], PolicyLoss], needs: Collection[str],
+        self,
+        name: str,
+        loss: Callable[[PolicyLossInputs], PolicyLoss],
+        needs: Collection[str],
         optional: Collection[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = name
         self.loss = loss
         self.needs = frozenset(needs)
@@ -145,7 +146,7 @@ class GuardedPolicyLoss:
 
     @property
     def has_batch_stats(self) -> bool:
-        """Whether the loss wants to see the whole optimizer step before it is split."""
+        """Return whether the loss wants to see the whole optimizer step before it is split."""
         return callable(getattr(self.loss, "batch_stats", None))
 
     def check_available(self, available: Collection[str]) -> None:
@@ -154,9 +155,7 @@ class GuardedPolicyLoss:
 
     @torch.no_grad()
     def batch_stats(self, inputs: PolicyLossInputs) -> dict[str, Tensor]:
-        """Compute from the whole optimizer step what the loss needs in `inputs.batch_stats`; {} if
-        it needs nothing.
-        """
+        """Compute `inputs.batch_stats` from the whole optimizer step; {} if the loss needs none."""
         if not self.has_batch_stats:
             return {}
         self._check_inputs(inputs)
@@ -244,7 +243,7 @@ def _copies(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _with_fields(inputs: EstimatorInputs, tensors: Mapping[str, Tensor]) -> EstimatorInputs:
-    """The same record with these fields alone: copies of what was checked are not checked again."""
+    """Return the record with these fields alone; copies of checked fields need no check."""
     record = copy.copy(inputs)
     vars(record).update({f.name: tensors.get(f.name) for f in fields(inputs)})
     return record

@@ -1,6 +1,4 @@
-"""The keyword arguments of an algorithm's constructor, which are its config keys: what they are,
-and checking them.
-"""
+"""The keywords of an algorithm's constructor, which are its configuration keys."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ REQUIRED = inspect.Parameter.empty  # the default of a keyword that has none
 
 @dataclass(frozen=True)
 class Keyword:
-    """One keyword of a constructor: its name, annotation and default (`REQUIRED` where it has
-    none).
-    """
+    """One keyword of a constructor; its default is `REQUIRED` where it has none."""
 
     name: str
     annotation: Any
@@ -34,7 +30,7 @@ class Keyword:
 
 
 def constructor_keywords(factory: Callable[..., Any], owner: str) -> dict[str, Keyword]:
-    """Return the keywords of `factory` (a class or a function that builds the algorithm), in order."""
+    """Return the keywords of `factory`, in order."""
     hints = _type_hints(factory)
     keywords: dict[str, Keyword] = {}
     for parameter in inspect.signature(factory).parameters.values():
@@ -53,9 +49,7 @@ def constructor_keywords(factory: Callable[..., Any], owner: str) -> dict[str, K
 
 
 def check_keywords(owner: str, keywords: Mapping[str, Keyword], given: Mapping[str, Any]) -> None:
-    """Raise `KeywordError` unless `given` fits: known names, right types, nothing required left
-    out.
-    """
+    """Raise `KeywordError` for unknown names, wrong types and missing keywords."""
     accepted = f"accepted: {', '.join(map(str, keywords.values())) or 'no keyword at all'}"
     for name, value in given.items():
         if name not in keywords:
@@ -78,9 +72,7 @@ def check_keywords(owner: str, keywords: Mapping[str, Keyword], given: Mapping[s
 
 
 def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return the resolved annotations; those of a plugin that cannot be resolved here are not
-    checked.
-    """
+    """Return the resolved annotations; {} where they cannot be resolved, so nothing is checked."""
     target = factory
     if isinstance(factory, type):
         target = factory.__init__ if factory.__init__ is not object.__init__ else factory.__new__  # type: ignore[misc]
@@ -91,8 +83,9 @@ def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _fits(value: object, annotation: Any) -> bool:
-    """Tell whether `value` fits `annotation`; a float takes an int, a bool is neither, containers
-    are not entered.
+    """Return whether `value` fits `annotation`.
+
+    A float takes an int, a bool is neither, and the items of containers are not checked.
     """
     if annotation is REQUIRED or annotation is Any:
         return True

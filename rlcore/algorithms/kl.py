@@ -58,8 +58,7 @@ def loss_kl(
     *,
     old_logprobs: Tensor | None = None,
 ) -> Tensor:
-    """Return the KL term of a loss at each token, `[M]`, with grad: plain, or with an unbiased
-    gradient.
+    """Return the KL term of a loss at each token, `[M]`, plain or with an unbiased gradient.
 
     Without `old_logprobs` this is `approx_kl(logprobs, ref_logprobs, kind)` and what autograd makes
     of it, as in GRPO. On tokens sampled from the policy itself its expected gradient is then,
@@ -73,13 +72,13 @@ def loss_kl(
         k1, k3: r * k, with the gradient through both
         k2:     sg(r) * k2
 
-    Then the gradient of the expectation over a token drawn from the old policy, given what came
-    before it, is exactly
-    that of KL(policy || ref), for r = 1 and any other r. The value of k1 and k3 is that KL in expectation too; k2's is
-    not, as ever. For k2 the gradient must not pass through r: `d` times the score is all of it.
+    Then the gradient of the expectation over a token drawn from the old policy, given the tokens
+    before it, is exactly that of KL(policy || ref), for r = 1 and any other r. The value of k1 and
+    k3 is that KL in expectation too; k2's is not, as ever. For k2 the gradient must not pass
+    through r: `d` times the score is all of it.
 
     Unbiased k3: DeepSeek-V3.2, arXiv:2512.02556; k2 and the table: Y. Tang and R. Munos,
-        arXiv:2506.09477.
+    arXiv:2506.09477.
     """
     kl = approx_kl(logprobs, ref_logprobs, kind)
     if old_logprobs is None:

@@ -15,77 +15,91 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from rlcore.algorithms.definitions import MetricSpec
 from rlcore.algorithms.metrics import BATCH_METRICS
-from rlcore.algorithms.reductions import STREAMED_METRICS
+from rlcore.algorithms.reductions import STREAMED_METRICS, MetricSpec
 
 _ROWS = (
     # progress
     ("step", "step of the loop, from 1; 0 is the evaluation before training", "-", "steps"),
     ("episode", "samples trained on so far", "-", "samples"),
-    ("epoch", "passes over the training data so far: prompts trained on or dropped by a filter, by those that there are", "-",
-     "epochs"),
+    ("epoch", "passes over the training data so far: prompts trained on or dropped by a filter, by "
+     "those that there are", "-", "epochs"),
     ("lr", "learning rate of the policy at this step", "-", "1"),
     # optimizer
-    ("train/grad_norm", "global norm of the policy's gradient before clipping, at the last optimizer step", "-", "1"),
+    ("train/grad_norm", "global norm of the policy's gradient before clipping, at the last "
+     "optimizer step", "-", "1"),
     ("train/optimizer_steps", "optimizer steps that this step's batch got", "-", "steps"),
-    ("train/skipped_updates", "of those, steps left out because the gradient norm was not finite", "-", "steps"),
-    ("train/moe_aux_loss", "the policy's load-balancing loss, without its coefficient: 1 where routing is even",
-     "tokens and layers with experts", "1"),
-    ("train/moe_z_loss", "squared log of the denominator of its routers' softmax, without its coefficient",
-     "tokens and layers with experts", "1"),
-    ("train/routing_replay_changed", "pairs whose router would have chosen other experts than the replayed, at the last update",
-     "pairs of a token and a layer with experts", "share"),
+    ("train/skipped_updates", "of those, steps left out because the gradient norm was not finite",
+     "-", "steps"),
+    ("train/moe_aux_loss", "the policy's load-balancing loss, without its coefficient: 1 where "
+     "routing is even", "tokens and layers with experts", "1"),
+    ("train/moe_z_loss", "squared log of the denominator of its routers' softmax, without its "
+     "coefficient", "tokens and layers with experts", "1"),
+    ("train/routing_replay_changed", "pairs whose router would have chosen other experts than the "
+     "replayed, at the last update", "pairs of a token and a layer with experts", "share"),
     ("train/critic_lr", "learning rate of the critic at this step", "-", "1"),
-    ("train/critic_grad_norm", "global norm of the critic's gradient before clipping, at the last optimizer step", "-", "1"),
+    ("train/critic_grad_norm", "global norm of the critic's gradient before clipping, at the last "
+     "optimizer step", "-", "1"),
     # rollout service
-    ("rollout/reward_errors", "samples whose reward raised or returned no number, scored reward.on_error", "-", "samples"),
-    ("rollout/reward_timeouts", "samples whose reward took longer than reward.timeout_s, scored so too", "-", "samples"),
-    ("rollout/requeued_prompts", "prompts given back to the data set: cut again and again, or more than the step needed", "-",
-     "prompts"),
-    ("rollout/excluded_prompts", "rows of the data left out as longer than data.max_prompt_tokens", "-", "prompts"),
-    ("rollout/engine_restarts", "engines started again after they failed, since the row before", "-", "engines"),
-    ("rollout/retried_requests", "requests sent again because their engine failed, since the row before", "-", "requests"),
-    ("rollout/resumed_responses", "responses that were cut (rollout.on_update abort) and went on by a token at least, since "
-     "the row before; one that was cut twice counts twice", "-", "responses"),
+    ("rollout/reward_errors", "samples whose reward raised or returned no number, scored "
+     "reward.on_error", "-", "samples"),
+    ("rollout/reward_timeouts", "samples whose reward took longer than reward.timeout_s, scored so "
+     "too", "-", "samples"),
+    ("rollout/requeued_prompts", "prompts given back to the data set: cut again and again, or more "
+     "than the step needed", "-", "prompts"),
+    ("rollout/excluded_prompts", "rows of the data left out as longer than data.max_prompt_tokens",
+     "-", "prompts"),
+    ("rollout/engine_restarts", "engines started again after they failed, since the row before",
+     "-", "engines"),
+    ("rollout/retried_requests", "requests sent again because their engine failed, since the row "
+     "before", "-", "requests"),
+    ("rollout/resumed_responses", "responses that were cut (rollout.on_update abort) and went on "
+     "by a token at least, since the row before; one that was cut twice counts twice", "-",
+     "responses"),
     ("rollout/resumed_tokens", "tokens that these had when they went on", "-", "tokens"),
-    ("rollout/engines_serving", "engines with the policy's weights when the samples were complete", "-", "engines"),
-    ("rollout/buffered_groups", "groups that were finished and left for later steps at the hand-over (rollout.max_staleness "
-     "above 0)", "-", "groups"),
+    ("rollout/engines_serving", "engines with the policy's weights when the samples were complete",
+     "-", "engines"),
+    ("rollout/buffered_groups", "groups that were finished and left for later steps at the "
+     "hand-over (rollout.max_staleness above 0)", "-", "groups"),
     ("rollout/in_flight_groups", "groups that were in flight then", "-", "groups"),
-    ("rollout/dropped_stale", "groups too old for any step to come, drawn again, since the row before", "-", "groups"),
-    ("rollout/dropped_<filter>", "groups that this filter of rollout.filters dropped", "-", "groups"),
+    ("rollout/dropped_stale", "groups too old for any step to come, drawn again, since the row "
+     "before", "-", "groups"),
+    ("rollout/dropped_<filter>", "groups that this filter of rollout.filters dropped", "-",
+     "groups"),
     # evaluation, in the row of its step
     ("eval/score", "reward of the held-out prompts", "samples", "reward"),
-    ("eval/accuracy", "1 where a verifier accepted the answer (without one: where the reward is above 0)", "samples",
-     "share"),
+    ("eval/accuracy", "1 where a verifier accepted the answer (without one: where the reward is "
+     "above 0)", "samples", "share"),
     ("eval/sequence_lengths", "trainable tokens", "samples", "tokens"),
     ("eval/stop_token_rate", "1 where the response ended with a stop token", "samples", "share"),
     ("eval/reward_errors", "samples whose reward raised or returned no number", "-", "samples"),
-    ("eval/reward_timeouts", "samples whose reward took longer than reward.timeout_s", "-", "samples"),
+    ("eval/reward_timeouts", "samples whose reward took longer than reward.timeout_s", "-",
+     "samples"),
     # time and speed
     ("time/from_scratch", "wall clock since the run began, resumed parts included", "-", "s"),
     ("time/step", "all of one step but its evaluation, log and checkpoint", "-", "s"),
     ("time/generation", "wait of the trainer for rollouts in one step", "-", "s"),
-    ("time/engine", "engines had a request: while the trainer waited, or (rollout.max_staleness above 0) since the hand-over "
-     "before", "-", "s"),
+    ("time/engine", "engines had a request: while the trainer waited, or (rollout.max_staleness "
+     "above 0) since the hand-over before", "-", "s"),
     ("time/transfer", "laying the batch out and sending each rank its share", "-", "s"),
     ("time/logprobs", "passes for log-probs, KL and values in one step", "-", "s"),
     ("time/advantages", "estimator, loss weights, and sending them to the ranks", "-", "s"),
     ("time/training", "forward, backward and optimizer of one step", "-", "s"),
     ("time/publish", "publication of one version of the weights", "-", "s"),
-    ("time/handover", "shared GPUs changed hands between trainer and engines (`rollout.engine.colocated`)", "-", "s"),
+    ("time/handover", "shared GPUs changed hands between trainer and engines "
+     "(`rollout.engine.colocated`)", "-", "s"),
     ("time/evaluation", "generating and scoring the held-out prompts", "-", "s"),
     ("time/checkpoint", "training stood still for checkpoints since the row before", "-", "s"),
-    ("time/checkpoint_write", "the slowest rank wrote in the background what was committed since the row before", "-",
-     "s"),
-    ("perf/tokens_per_second", "model tokens trained, prompts included, by the time of the step", "seconds",
-     "tokens/s"),
-    ("perf/mfu", "model FLOPs of the policy's passes, an update as three forward ones, by what the trainer's GPUs could have "
-     "done in the time of the step; only where their peak is known", "seconds x peak FLOP/s", "share"),
+    ("time/checkpoint_write", "the slowest rank wrote in the background what was committed since "
+     "the row before", "-", "s"),
+    ("perf/tokens_per_second", "model tokens trained, prompts included, by the time of the step",
+     "seconds", "tokens/s"),
+    ("perf/mfu", "model FLOPs of the policy's passes, an update as three forward ones, by what the "
+     "trainer's GPUs could have done in the time of the step; only where their peak is known" ,
+     "seconds x peak FLOP/s", "share"),
     ("perf/trainer_idle_fraction", "time that the trainer waited", "time of the step", "share"),
-    ("perf/engine_idle_fraction", "time that the engines had no request", "time of the step, or between two hand-overs "
-     "(rollout.max_staleness above 0)", "share"),
+    ("perf/engine_idle_fraction", "time that the engines had no request",
+     "time of the step, or between two hand-overs (rollout.max_staleness above 0)", "share"),
 )  # fmt: skip
 
 _SECTIONS = (
@@ -119,6 +133,6 @@ _FAMILIES = tuple(
 
 
 def metric_spec(name: str) -> MetricSpec | None:
-    """The definition of a name in metrics.jsonl: its own, or that of its family."""
+    """Return the definition of a name in metrics.jsonl: its own, or that of its family."""
     own = METRICS.get(name)
     return own or next((spec for pattern, spec in _FAMILIES if pattern.fullmatch(name)), None)

@@ -1,5 +1,4 @@
-"""The metrics of a step that follow from the whole batch, computed once from ragged vectors. See
-`METRICS`.
+"""Metrics of a step from the whole batch, computed once from ragged vectors. See `METRICS`.
 
 What a metric needs and the batch lacks makes the metric absent, never 0.
 """
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.definitions import MetricSpec
 from rlcore.algorithms.errors import InputError
 from rlcore.algorithms.kl import kl_clamped
 from rlcore.algorithms.mismatch import mismatch_vectors
@@ -23,6 +21,7 @@ from rlcore.algorithms.ragged import (
     segment_lengths,
     segment_sum,
 )
+from rlcore.algorithms.reductions import MetricSpec
 from rlcore.algorithms.staleness import stale_tokens
 from rlcore.algorithms.types import EstimatorInputs
 from rlcore.algorithms.wide import mean_and_variance, pieces
@@ -66,15 +65,15 @@ def rollout_metrics(
 
 
 _EXPLAINED_VARIANCE = MetricSpec(
-    "val/explained_variance", "1 - var(returns - values) / var(returns); absent where the returns do not vary", "tokens",
+    "val/explained_variance",
+    "1 - var(returns - values) / var(returns); absent where the returns do not vary",
+    "tokens",
     "share",
-)  # fmt: skip
+)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float | None:
-    """Return `1 - var(returns - values) / var(returns)` over tokens; None where the returns do not
-    vary.
-    """
+    """Return `1 - var(returns - values) / var(returns)`; None where the returns do not vary."""
     if returns.numel() < 2:
         return None
     variance = float(mean_and_variance(returns)[1])
@@ -87,15 +86,32 @@ def explained_variance(values: Tensor, returns: Tensor) -> float | None:
 
 _SCORES = (
     MetricSpec("objective/scores", "outcome reward", "sequences", "reward"),
-    MetricSpec("objective/kl", "token sum of the raw KL estimate (algorithm.kl.reward_kind) against the reference",
-               "sequences", "nats"),
-    MetricSpec("objective/non_score_reward", "-reward_coef * objective/kl (open-instruct's page prints the other sign)",
-               "sequences", "reward"),
-    MetricSpec("objective/rlhf_reward", "objective/scores + objective/non_score_reward", "sequences", "reward"),
+    MetricSpec(
+        "objective/kl",
+        "token sum of the raw KL estimate (algorithm.kl.reward_kind) against the reference",
+        "sequences",
+        "nats",
+    ),
+    MetricSpec(
+        "objective/non_score_reward",
+        "-reward_coef * objective/kl (open-instruct's page prints the other sign)",
+        "sequences",
+        "reward",
+    ),
+    MetricSpec(
+        "objective/rlhf_reward",
+        "objective/scores + objective/non_score_reward",
+        "sequences",
+        "reward",
+    ),
     MetricSpec("objective/entropy", "token sum of the policy's entropy", "sequences", "nats"),
-    MetricSpec("objective/verifiable_correct_rate", "1 where the verifier accepted the answer",
-               "all sequences with a verdict", "share"),
-)  # fmt: skip
+    MetricSpec(
+        "objective/verifiable_correct_rate",
+        "1 where the verifier accepted the answer",
+        "all sequences with a verdict",
+        "share",
+    ),
+)
 
 
 def _scores(
@@ -104,7 +120,7 @@ def _scores(
     correct: Tensor | None,
     reward_coef: float | None,
 ) -> dict[str, float]:
-    """Metrics whose unit is the sequence; sequences without a trainable token are not counted."""
+    """Return metrics of sequences, without those that have no trainable token."""
     counted = segment_lengths(inputs.cu_seqlens) > 0
     metrics: dict[str, float] = {}
 
@@ -152,7 +168,7 @@ _RESPONSES = (
 
 
 def _responses(inputs: EstimatorInputs, finish_reasons: Sequence[str] | None) -> dict[str, float]:
-    """Lengths and ends of all sequences, empty ones included."""
+    """Return lengths and ends of all sequences, empty ones included."""
     if inputs.num_sequences == 0:
         return {}
     sizes = segment_lengths(inputs.cu_seqlens).double()
@@ -170,17 +186,30 @@ def _responses(inputs: EstimatorInputs, finish_reasons: Sequence[str] | None) ->
 
 _GROUPS = (
     MetricSpec("rollout/reward", "outcome reward", "all sequences", "reward"),
-    MetricSpec("rollout/reward_std", "standard deviation of the outcome reward", "all sequences - 1", "reward"),
-    MetricSpec("rollout/baseline_reward",
-               "outcome reward of the greedy response to the same prompt (estimators that need it)", "all sequences",
-               "reward"),
-    MetricSpec("rollout/zero_std_groups", "groups of two or more sequences whose rewards are all equal", "-", "groups"),
+    MetricSpec(
+        "rollout/reward_std",
+        "standard deviation of the outcome reward",
+        "all sequences - 1",
+        "reward",
+    ),
+    MetricSpec(
+        "rollout/baseline_reward",
+        "outcome reward of the greedy response to the same prompt (estimators that need it)",
+        "all sequences",
+        "reward",
+    ),
+    MetricSpec(
+        "rollout/zero_std_groups",
+        "groups of two or more sequences whose rewards are all equal",
+        "-",
+        "groups",
+    ),
     MetricSpec("rollout/singleton_groups", "groups of one sequence", "-", "groups"),
-)  # fmt: skip
+)
 
 
 def _groups(inputs: EstimatorInputs) -> dict[str, float]:
-    """Rewards of all sequences, and groups of those with a trainable token."""
+    """Return rewards of all sequences, and groups of those with a trainable token."""
     metrics: dict[str, float] = {}
     rewards = inputs.rewards.double()
     if rewards.numel():
@@ -201,7 +230,7 @@ def _groups(inputs: EstimatorInputs) -> dict[str, float]:
 
 
 def _distances(inputs: EstimatorInputs) -> dict[str, float]:
-    """Means over tokens, from the reference and from the engine, reduced as those of an update are."""
+    """Return means over tokens, from reference and engine, reduced as those of an update."""
     moments = Moments()
     if inputs.kl is not None:
         for (kl,) in pieces(inputs.kl):
@@ -216,12 +245,20 @@ def _distances(inputs: EstimatorInputs) -> dict[str, float]:
 
 
 _STALENESS = (
-    MetricSpec("rollout/staleness_mean", "training steps between the weights that made the token and those that it trains",
-               "tokens", "steps"),
+    MetricSpec(
+        "rollout/staleness_mean",
+        "training steps between the weights that made the token and those that it trains",
+        "tokens",
+        "steps",
+    ),
     MetricSpec("rollout/staleness_max", "most such steps", "-", "steps"),
-    MetricSpec("correction/stale_fraction", "1 where the token is older than allowed, and so not trained on", "tokens",
-               "share"),
-)  # fmt: skip
+    MetricSpec(
+        "correction/stale_fraction",
+        "1 where the token is older than allowed, and so not trained on",
+        "tokens",
+        "share",
+    ),
+)
 
 
 def _staleness(

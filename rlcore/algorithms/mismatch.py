@@ -1,4 +1,4 @@
-"""How far the engine that sampled the tokens is from the trainer that scores them, token by token."""
+"""The distance of the sampling engine from the scoring trainer, token by token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from rlcore.algorithms.kl import approx_kl, clamped_log_ratio
 
 @torch.no_grad()
 def mismatch_vectors(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """Return what the metrics `rollout/train_rollout_logprob_diff*` and `rollout/ess` are reduced
-    from, float64 `[M]`.
+    """Return the vectors of `rollout/train_rollout_logprob_diff*` and `rollout/ess`, float64 `[M]`.
 
         engine_gap    |logprobs - rollout_logprobs|
-        engine_kl     w - 1 - log w, the k3 estimate of KL(engine || trainer), whose samples these are
+        engine_kl     w - 1 - log w, the k3 estimate of KL(engine || trainer)
         engine_ratio  w = exp(logprobs - rollout_logprobs), the log-ratio clamped to +-20
 
     Args:

@@ -1,5 +1,4 @@
-"""Streaming statistics of per-token and per-sequence vectors, whose merge is plain addition (and
-one maximum).
+"""Streaming statistics of per-token and per-sequence vectors, which merge by addition.
 
 A micro-batch, a data-parallel rank and a whole step differ in nothing but how often `merge` was
 called, so no metric depends on the split and none is an average of averages.
@@ -17,8 +16,7 @@ from rlcore.algorithms.types import PolicyLoss
 
 
 class Moments:
-    """For each name: count, sum, sum of squares and maximum, in float64 on the device of the
-    vectors.
+    """Count, sum, sum of squares and maximum of each name, float64, on the vectors' device.
 
     Nothing here waits for the device before `reduce`.
 
@@ -37,9 +35,7 @@ class Moments:
 
     @property
     def names(self) -> list[str]:
-        """The names seen so far, sorted; a vector of size 0 counts, so that ranks without tokens
-        know them too.
-        """
+        """The names seen so far, sorted; those of empty vectors too, for ranks without tokens."""
         return sorted(self._sums)
 
     def add(self, name: str, values: Tensor) -> None:
@@ -63,9 +59,7 @@ class Moments:
     def add_value_loss(
         self, per_token: Tensor, weights: Tensor, clipped: Tensor | None = None
     ) -> None:
-        """Take in the weighted terms of the critic's loss, and where its clip acted (see
-        `value_clipped`).
-        """
+        """Add the weighted terms of the critic's loss, and where its clip acted."""
         self.add("value_loss", weights * per_token.detach())
         if clipped is not None:
             self.add("value_clipfrac", clipped)
@@ -76,8 +70,7 @@ class Moments:
             self._take(name, other._sums[name], other._maxima[name])
 
     def pack(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Lay out `names` for an all-reduce: `[N, 3]` to be summed and `[N]` to be maximised,
-        float64.
+        """Lay out `names` for an all-reduce: float64 `[N, 3]` to sum and `[N]` to maximise.
 
         A name that was never seen is neutral. All ranks must pass the same names in the same order.
         """
@@ -98,8 +91,7 @@ class Moments:
         return moments
 
     def reduce(self, *, optimizer_steps: int = 1) -> dict[str, float]:
-        """Return the metrics by their published names; what was never fed, or fed no token, is
-        absent.
+        """Return the metrics by their published names, without those that were fed no token.
 
         `REDUCTIONS` says what is published of which name. One that is not there becomes its mean,
         as `policy/<name>_avg`, or under its own name if that contains a slash.

@@ -56,9 +56,7 @@ def normalize_advantages(
 
 
 def _whiten_groups(x: Tensor, cu_seqlens: Tensor, group_ids: Tensor) -> Tensor:
-    """`whiten` of the tokens of each group, float64 `[M]`: sums over sequences first, then over
-    groups.
-    """
+    """`whiten` the tokens of each group, float64 `[M]`: sums over sequences, then over groups."""
     index, num_groups = group_index(group_ids)
 
     def group_total(per_sequence: Tensor) -> Tensor:

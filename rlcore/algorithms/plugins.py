@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any, NamedTuple, TypeVar
 
 from rlcore.algorithms.errors import (
@@ -17,6 +15,8 @@ from rlcore.algorithms.errors import (
     known_names,
 )
 from rlcore.algorithms.keywords import check_keywords, constructor_keywords
+from rlcore.algorithms.normalization import NormalizationMode
+from rlcore.import_paths import NoSuchName, import_object
 
 Needs = Collection[str] | Callable[[Any], Collection[str]]
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -27,9 +27,10 @@ class Plugin:
     """One algorithm: how to build it, and which fields of the batch it takes.
 
     `needs` and `optional` are field names or a function of the built instance that returns them. A
-    batch without a needed field is an error; an optional field is handed over where the batch has
-    it. `formula` is the algorithm in one line, `source` the paper or implementation it comes from;
-    both may be empty.
+    batch without a needed field is an error; an optional field is passed where the batch has it.
+    `formula` is the algorithm in one line, `source` the paper or implementation it comes from; both
+    may be empty. `compares_group` and `normalization` are for estimators: see `register_estimator`.
+    They belong to the registered name and do not pass to a subclass.
     """
 
     name: str
@@ -38,6 +39,8 @@ class Plugin:
     optional: Needs
     formula: str = ""
     source: str = ""
+    compares_group: bool = False
+    normalization: NormalizationMode = "none"
 
 
 class Built(NamedTuple):
@@ -64,43 +67,34 @@ class Registry:
         self.fields = frozenset(fields)
         self._plugins: dict[str, Plugin] = {}
 
-    def register(
-        self,
-        name: str,
-        needs: Needs | None,
-        optional: Needs | None,
-        formula: str = "",
-        source: str = "",
-    ) -> Callable[[Factory], Factory]:
-        """Return a decorator that enters a class (or a function that builds the algorithm) under
-        `name`.
+    def register(self, name: str, **declared: Any) -> Callable[[Factory], Factory]:
+        """Return a decorator that registers a class (or a function that builds the algorithm).
+
+        Args:
+            declared: fields of `Plugin`; those that are empty come from the class.
         """
 
         def decorate(factory: Factory) -> Factory:
-            self._enter(name, factory, needs, optional, formula, source)
+            self._enter(name, factory, declared)
             return factory
 
         return decorate
 
     def names(self) -> list[str]:
-        """Return all names, registered or announced by installed packages (which this does not
-        import), sorted.
-        """
+        """Return all names, registered or announced by installed packages, sorted. Imports none."""
         return sorted({*self._plugins, *(point.name for point in self._points())})
 
     def resolve(self, name: str | Callable[..., Any]) -> Plugin:
-        """Return the algorithm that a name, `package.module:Name`, or the class or function itself
-        stands for.
-        """
+        """Return the algorithm of a name, of `package.module:Name`, or of a class or function."""
         if not isinstance(name, str):
             return self._of(name, getattr(name, "__qualname__", repr(name)))
         if ":" in name:
-            return self._of(import_object(name, self.kind), name)
+            return self._of(import_plugin(name, self.kind), name)
         points = [point for point in self._points() if point.name == name]
         objects = [point.load() for point in points]  # may register the name by its own decorator
         plugin = self._plugins.get(name)
         if plugin is None and objects:
-            plugin = self._enter(name, objects[0], None, None)
+            plugin = self._enter(name, objects[0], {})
         if plugin is None:
             raise UnknownNameError(
                 f"unknown {self.kind} {name!r}; {known_names(name, self.names())}; "
@@ -115,9 +109,7 @@ class Registry:
         return plugin
 
     def build(self, name: str | Callable[..., Any], kwargs: dict[str, Any]) -> Built:
-        """Check the keywords, build the instance and return it with its resolved `needs` and
-        `optional`.
-        """
+        """Check the keywords, build the instance, and resolve its `needs` and `optional`."""
         plugin = self.resolve(name)
         owner = f"{self.kind} {plugin.name!r}"
         check_keywords(owner, constructor_keywords(plugin.factory, owner), kwargs)
@@ -129,9 +121,7 @@ class Registry:
         return self._built(plugin, instance)
 
     def describe(self, instance: Callable[..., Any]) -> Built:
-        """Take an algorithm that somebody built, or a bare function, with the fields that its class
-        or it declares.
-        """
+        """Take a built algorithm or a bare function, with the fields that it declares."""
         plain = inspect.isroutine(instance)
         return self._built(self.resolve(instance if plain else type(instance)), instance)
 
@@ -141,10 +131,7 @@ class Registry:
         optional = self._resolve_fields(owner, "optional", plugin.optional, instance)
         return Built(plugin.name, instance, needs, optional - needs)
 
-    def _enter(
-        self, name: str, factory: Callable[..., Any], needs: Needs | None, optional: Needs | None,
-        formula: str = "", source: str = "",
-    ) -> Plugin:  # fmt: skip
+    def _enter(self, name: str, factory: Callable[..., Any], declared: dict[str, Any]) -> Plugin:
         if not name or ":" in name:
             raise AlgorithmError(
                 f"{self.kind} name: expected a non-empty name without ':', got {name!r}"
@@ -156,18 +143,12 @@ class Registry:
                 f"give {_path(factory)} another name"
             )
         constructor_keywords(factory, f"{self.kind} {name!r}")
-        inherited = self._of(factory, name)
-        needs = inherited.needs if needs is None else needs
-        optional = inherited.optional if optional is None else optional
-        plugin = self._plugins[name] = Plugin(
-            name, factory, needs, optional, formula or inherited.formula, source or inherited.source
-        )
+        given = {field: value for field, value in declared.items() if value not in (None, "")}
+        plugin = self._plugins[name] = replace(self._of(factory, name), **given)
         return plugin
 
     def _of(self, factory: Callable[..., Any], name: str) -> Plugin:
-        """Describe `factory`: by its decorator, else by its own `needs` and `optional`, else by a
-        decorated base.
-        """
+        """Describe `factory` by its decorator, its own `needs`, or a decorated base."""
         if not callable(factory):
             raise AlgorithmError(
                 f"{self.kind} {name!r}: expected a class or a function, got {factory!r}"
@@ -178,7 +159,8 @@ class Registry:
             if id(base) in registered:
                 found = registered[id(base)]
                 own = {key: text for key, text in described.items() if text}
-                return replace(found, name=name, factory=factory, **own)
+                reset: dict[str, Any] = {"compares_group": False, "normalization": "none"}
+                return replace(found, name=name, factory=factory, **reset, **own)
             if "needs" in vars(base) or "optional" in vars(base):
                 break
         return Plugin(name, factory, _attribute("needs"), _attribute("optional"), **described)
@@ -202,32 +184,28 @@ class Registry:
         return frozenset(names)
 
 
-def import_object(path: str, kind: str) -> Any:
-    """Import `package.module:Name`; a module or name that does not exist is an `UnknownNameError`."""
+def import_plugin(path: str, kind: str) -> Any:
+    """Import `package.module:Name`; raise `UnknownNameError` where it does not exist."""
     module_name, _, qualname = path.partition(":")
     if not module_name or not qualname:
         raise UnknownNameError(f"{kind} {path!r}: expected 'package.module:Name'")
     try:
-        module = importlib.import_module(module_name)
+        return import_object(path)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there; what it imports is not
         raise UnknownNameError(
             f"{kind} {path!r}: no module {error.name!r} (is it on PYTHONPATH?)"
         ) from error
-    try:
-        return reduce(getattr, qualname.split("."), module)
-    except AttributeError as error:
-        public = [name for name in vars(module) if not name.startswith("_")]
+    except NoSuchName as error:
+        public = [name for name in vars(error.module) if not name.startswith("_")]
         raise UnknownNameError(
             f"{kind} {path!r}: {error}; {known_names(qualname, public)}"
         ) from error
 
 
 def _attribute(name: str) -> Callable[[Any], Collection[str]]:
-    """Read a set of fields from an instance: an attribute, a property or a method without
-    arguments.
-    """
+    """Read field names from an instance: from an attribute, a property or a method."""
 
     def read(instance: Any) -> Collection[str]:
         value = getattr(instance, name, ())

@@ -1,9 +1,8 @@
 """Operations on ragged vectors: a flat `[M]` tensor cut into B sequences by `cu_seqlens` (`[B+1]`).
 
 Sequence b owns the tokens `cu_seqlens[b] : cu_seqlens[b + 1]`; it may own none. There are no pads
-    and no masks, so
-nothing can leak out of a sequence. Everything here is pure, works on any device and is
-differentiable in its values.
+and no masks, so nothing can leak out of a sequence. Everything here is pure, works on any device
+and is differentiable in its values.
 """
 
 from __future__ import annotations
@@ -21,17 +20,13 @@ def segment_lengths(cu_seqlens: Tensor) -> Tensor:
 
 
 def segment_index(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
-    """Return the sequence that each token belongs to, int64 `[M]`; M, if given, saves a wait for
-    the device.
-    """
+    """Return the sequence of each token, int64 `[M]`; a given M saves a wait for the device."""
     num_tokens = int(cu_seqlens[-1]) if num_tokens is None else num_tokens
     return torch.repeat_interleave(segment_lengths(cu_seqlens), output_size=num_tokens)
 
 
 def last_token_index(cu_seqlens: Tensor) -> Tensor:
-    """Return the position of the last token of each sequence that has one, int64 `[number of
-    non-empty sequences]`.
-    """
+    """Return the position of the last token of each non-empty sequence, int64."""
     return cu_seqlens[1:][segment_lengths(cu_seqlens) > 0].long() - 1
 
 
@@ -43,9 +38,7 @@ def expand_to_tokens(
 
 
 def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sum `x` (`[M]`) over each sequence: `[B]`, accumulated in float64; an empty sequence sums to
-    0.
-    """
+    """Sum `x` (`[M]`) over each sequence in float64: `[B]`; an empty sequence sums to 0."""
     lengths = segment_lengths(cu_seqlens)
     if lengths.numel() == 0 or x.numel() == 0:
         return x.new_zeros(lengths.numel()) + x.sum()  # the sum keeps the result in the graph
@@ -56,13 +49,12 @@ def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def segment_mean(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Average `x` (`[M]`) over each sequence: `[B]`; the mean of an empty sequence is defined as 0."""
+    """Average `x` (`[M]`) over each sequence: `[B]`; the mean of an empty sequence is 0."""
     return segment_sum(x, cu_seqlens) / segment_lengths(cu_seqlens).clamp(min=1)
 
 
 def discounted_suffix_sum(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
-    """Compute `y_t = x_t + decay * y_{t+1}` inside each sequence, with `y = 0` behind its last
-    token.
+    """Compute `y_t = x_t + decay * y_{t+1}` inside each sequence, with `y = 0` behind it.
 
     Args:
         x: float `[M]`.
@@ -82,9 +74,7 @@ def discounted_suffix_sum(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) 
 
 
 def discounted_suffix_sum_(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
-    """`discounted_suffix_sum` in place and returned: a contiguous float64 `[M]` of the caller's
-    own, without gradient.
-    """
+    """Compute `discounted_suffix_sum` in place, on a contiguous float64 `[M]` without gradient."""
     if x.dtype != torch.float64 or not x.is_contiguous() or x.requires_grad:
         raise ValueError(
             f"x: expected a contiguous float64 tensor without gradient, got {x.dtype}, strides"
@@ -115,8 +105,9 @@ def _checked_decay(decay: float | Tensor, cu_seqlens: Tensor) -> float | Tensor:
 
 
 def whiten(x: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
-    """Scale `x` to unit variance: `(x - mean) * rsqrt(var + eps)`, plus the mean again where
-    `shift_mean` is False.
+    """Scale `x` to unit variance: `(x - mean) * rsqrt(var + eps)`.
+
+    `shift_mean=False` adds the mean again.
 
     The variance is unbiased and two-pass, in float64: `E[x^2] - mean^2` in fp32 is noise for mean
     50 and std 1e-3. An empty tensor stays empty; a single value, whose variance is taken as 0,
@@ -137,9 +128,7 @@ def whiten(x: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
 
 
 def group_index(group_ids: Tensor) -> tuple[Tensor, int]:
-    """Number the groups of `group_ids` (any integers, any order) from 0: int64 `[B]` and how many
-    there are.
-    """
+    """Number the groups of `group_ids` (any integers) from 0: int64 `[B]`, and their count."""
     unique, inverse = torch.unique_consecutive(group_ids, return_inverse=True)
     if not bool((unique[1:] > unique[:-1]).all()):  # batches mostly come in order: no sort then
         unique, inverse = torch.unique(group_ids, return_inverse=True)

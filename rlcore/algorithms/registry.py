@@ -8,8 +8,9 @@ in the config.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
+from rlcore.algorithms.errors import AlgorithmError
 from rlcore.algorithms.guard import (
     ESTIMATOR_ALWAYS,
     ESTIMATOR_OPTIONAL,
@@ -19,7 +20,9 @@ from rlcore.algorithms.guard import (
     GuardedPolicyLoss,
 )
 from rlcore.algorithms.keywords import Keyword, constructor_keywords
+from rlcore.algorithms.normalization import NormalizationMode
 from rlcore.algorithms.plugins import Factory, Needs, Plugin, Registry
+from rlcore.algorithms.shaping import shaping_needs
 
 _ESTIMATORS = Registry("estimator", "rlcore.estimators", (*ESTIMATOR_ALWAYS, *ESTIMATOR_OPTIONAL))
 _POLICY_LOSSES = Registry(
@@ -32,10 +35,13 @@ def register_estimator(
     needs: Needs | None = None,
     *,
     optional: Needs | None = None,
+    shaped_rewards: bool = False,
+    compares_group: bool = False,
+    normalization: NormalizationMode = "none",
     formula: str = "",
     source: str = "",
 ) -> Callable[[Factory], Factory]:
-    """Enter a class as estimator `name`; its constructor's keywords become its config keys.
+    """Register a class as estimator `name`; its constructor's keywords become its config keys.
 
     Args:
         name: unique; a name that is taken is refused.
@@ -43,11 +49,43 @@ def register_estimator(
             built instance that returns them. Without it, a `needs` attribute of the class counts.
             All other fields are None for it.
         optional: fields that it takes where the batch has them, in the same form.
+        shaped_rewards: it rewards single tokens, with attributes `kl_coef` and `distill_coef`. The
+            fields that these read are needed too, and `token_rewards` are optional.
+        compares_group: it compares the samples of one prompt, so a group of one teaches nothing.
+        normalization: how advantages are normalised where `algorithm.normalize_advantages` is not
+            set.
         formula: the algorithm in one line, for `rlcore algorithms`. Without it, a `formula`
             attribute counts.
         source: the paper or implementation it comes from, in the same way.
+
+    `compares_group` and `normalization` hold for the registered name, not for import paths and
+    subclasses. For built-in estimators `rlcore.config.built_in` reads the arguments from the
+    source, since a configuration is checked without torch: write them as literals.
     """
-    return _ESTIMATORS.register(name, needs, optional, formula, source)
+    if normalization not in get_args(NormalizationMode):
+        raise AlgorithmError(f"estimator {name!r}: unknown normalization {normalization!r}")
+    if shaped_rewards:
+        needs = _with_shaping(needs)
+        optional = {"token_rewards"} if optional is None else optional
+    return _ESTIMATORS.register(
+        name,
+        needs=needs,
+        optional=optional,
+        compares_group=compares_group,
+        normalization=normalization,
+        formula=formula,
+        source=source,
+    )
+
+
+def _with_shaping(needs: Needs | None) -> Needs:
+    """Add the fields that the instance's coefficients of the reward read."""
+
+    def fields(instance: Any) -> set[str]:
+        own = needs(instance) if callable(needs) else needs or ()
+        return {*own, *shaping_needs(instance.kl_coef, instance.distill_coef)}
+
+    return fields
 
 
 def register_policy_loss(
@@ -58,18 +96,18 @@ def register_policy_loss(
     formula: str = "",
     source: str = "",
 ) -> Callable[[Factory], Factory]:
-    """Enter a class as policy loss `name`, like `register_estimator`.
+    """Register a class as policy loss `name`, like `register_estimator`.
 
     The class may define `batch_stats(inputs) -> dict[str, Tensor]`, which is called on the whole
     optimizer step before it is split and comes back in `inputs.batch_stats`.
     """
-    return _POLICY_LOSSES.register(name, needs, optional, formula, source)
+    return _POLICY_LOSSES.register(
+        name, needs=needs, optional=optional, formula=formula, source=source
+    )
 
 
 def build_estimator(name: str | Callable[..., Any], **kwargs: Any) -> GuardedEstimator:
-    """Build the estimator `name` (or `package.module:Name`, or a class) with checked keywords,
-    behind its guard.
-    """
+    """Build an estimator by name, import path or class, with checked keywords and guard."""
     return GuardedEstimator(*_ESTIMATORS.build(name, kwargs))
 
 
@@ -79,9 +117,7 @@ def guard_estimator(instance: Callable[..., Any]) -> GuardedEstimator:
 
 
 def build_policy_loss(name: str | Callable[..., Any], **kwargs: Any) -> GuardedPolicyLoss:
-    """Build the policy loss `name` (or `package.module:Name`, or a class) with checked keywords,
-    behind its guard.
-    """
+    """Build a policy loss by name, import path or class, with checked keywords and guard."""
     return GuardedPolicyLoss(*_POLICY_LOSSES.build(name, kwargs))
 
 

@@ -26,9 +26,7 @@ _ROW = 32  # tokens; longer rows save little, and cost more where sequences end
 
 
 def suffix_scan(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
-    """`discounted_suffix_sum` of checked arguments: int64 `cu_seqlens`; `decay` a float, or float64
-    `[B]`.
-    """
+    """`discounted_suffix_sum` of checked arguments: int64 `cu_seqlens`, `decay` float or `[B]`."""
     if x.requires_grad and torch.is_grad_enabled():
         result: Tensor = _SuffixScan.apply(x, cu_seqlens, decay)
         return result
@@ -36,7 +34,7 @@ def suffix_scan(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
 
 
 class _SuffixScan(torch.autograd.Function):
-    """The gradient of a suffix sum is the prefix sum: the suffix sum of everything turned around."""
+    """The gradient of a suffix sum is the prefix sum: a suffix sum of the reversed entries."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
@@ -52,9 +50,7 @@ class _SuffixScan(torch.autograd.Function):
 
 
 def suffix_scan_(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
-    """`suffix_scan` in place and returned, of a contiguous float64 tensor that takes no part in a
-    graph.
-    """
+    """`suffix_scan` in place, of a contiguous float64 tensor that is in no graph."""
     lengths = cu_seqlens.diff()
     longest = int(lengths.max()) if lengths.numel() else 0
     if longest <= 1 or (isinstance(decay, float) and decay == 0.0):
@@ -67,9 +63,7 @@ def suffix_scan_(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor
 
 
 def _scan_by_rows(y: Tensor, borders: Tensor, decay: float | Tensor, longest: int) -> Tensor:
-    """The scan of sequences none of which is empty. A last row that is not full is made of ending
-    pieces alone.
-    """
+    """Scan sequences none of which is empty, in rows; ending pieces alone fill the last row."""
     num_rows = y.numel() // _ROW
     rows = y[: num_rows * _ROW].view(num_rows, _ROW)
     ends = borders[1:]
@@ -101,11 +95,9 @@ def _scan_by_rows(y: Tensor, borders: Tensor, decay: float | Tensor, longest: in
 
 
 def _powers(decay: float | Tensor, device: torch.device) -> Tensor:
-    """`decay ** 32, …, decay ** 1`, float64 `[1 or B, 32]`: what reaches each token of a row from
-    behind it.
-    """
-    ahead = torch.arange(_ROW, 0, -1, dtype=torch.float64, device=device)
-    return (decay[:, None] if isinstance(decay, Tensor) else decay) ** ahead.expand(1, _ROW)
+    """`decay ** 32, …, decay ** 1`, float64 `[1 or B, 32]`: what reaches each token of a row."""
+    distance = torch.arange(_ROW, 0, -1, dtype=torch.float64, device=device)
+    return (decay[:, None] if isinstance(decay, Tensor) else decay) ** distance.expand(1, _ROW)
 
 
 def _scan_inside(rows: Tensor, powers: Tensor) -> None:
@@ -120,9 +112,7 @@ def _scan_inside(rows: Tensor, powers: Tensor) -> None:
 
 
 def _scan_by_doubling(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor, longest: int) -> Tensor:
-    """Suffix sums in place and returned; `longest` is at least the number of entries of the longest
-    sequence.
-    """
+    """Suffix sums in place; `longest` is at least the length of the longest sequence."""
     lengths = cu_seqlens.diff()
     entry = torch.arange(y.numel(), device=y.device)
     behind = torch.repeat_interleave(cu_seqlens[1:] - 1, lengths, output_size=y.numel()) - entry

@@ -1,5 +1,4 @@
-"""Per-token rewards: process rewards, the KL penalty and distillation on every token, the outcome
-on the last one.
+"""Per-token rewards: process rewards, KL penalty, distillation; the outcome on the last token.
 
 All sums are float64: an outcome of 1e4 beside a KL of 1e-3 would lose the KL in float32.
 """
@@ -17,8 +16,7 @@ from rlcore.algorithms.wide import add_
 def token_terms(
     inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: float = 0.0
 ) -> Tensor | None:
-    """Return what every token earns beside the outcome, a new float64 tensor `[M]`, or None where
-    nothing does.
+    """Return what every token earns beside the outcome, new float64 `[M]`; None without terms.
 
         token_rewards_t - kl_coef * kl_t + distill_coef * (teacher_logprobs_t - logprobs_t)
 
@@ -43,8 +41,9 @@ def token_terms(
 def shaped_rewards(
     inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: float = 0.0
 ) -> Tensor:
-    """Return `token_terms`, plus the outcome reward where t is the last token of its sequence: new
-    float64 `[M]`.
+    """Return `token_terms` plus the outcome reward on the last token of each sequence.
+
+    The result is a new float64 `[M]`.
 
     The reward of an empty sequence is on no token and is not read.
     """
@@ -59,8 +58,9 @@ def shaped_rewards(
 def shaped_returns(
     inputs: EstimatorInputs, kl_coef: float = 0.0, distill_coef: float = 0.0
 ) -> Tensor:
-    """Return the sum of `shaped_rewards` over each sequence, float64 `[B]`; an empty one has its
-    outcome reward.
+    """Return the sum of `shaped_rewards` over each sequence, float64 `[B]`.
+
+    An empty sequence has its outcome reward.
     """
     terms = token_terms(inputs, kl_coef, distill_coef)
     outcomes = inputs.rewards.double()
@@ -74,9 +74,7 @@ def shaping_needs(kl_coef: float, distill_coef: float) -> set[str]:
 
 
 def require(value: Tensor | None, name: str) -> Tensor:
-    """Return a field that `needs` promised; None means that the estimator declared less than it
-    reads.
-    """
+    """Return a field that `needs` promised; None means that the estimator declared too little."""
     assert value is not None, f"{name} is read but not declared in needs"
     return value
 

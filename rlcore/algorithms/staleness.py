@@ -1,4 +1,4 @@
-"""Tokens that are too old to be trained on, from the policy version that made each."""
+"""Tokens that are too old to be trained on, by the policy version that made them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,10 @@ def stale_tokens(versions: Tensor, current_version: int, max_staleness: int) -> 
 
 
 def mask_weights(weights: Tensor, dropped: Tensor) -> Tensor:
-    """Return `weights` (`[M]`) with 0 where `dropped` (bool `[M]`): those tokens lose every term of
-    the loss.
+    """Return `weights` (`[M]`) with 0 where `dropped`: those tokens lose every term of the loss.
 
     Call it after `loss_weights`: the other tokens keep their weight, since a denominator that
-        shrank with the dropped
-    tokens would make each that is left count for more the more are dropped.
+    shrank with the dropped tokens would make each that is left count for more the more are dropped.
     """
     if weights.shape != dropped.shape or dropped.dtype != torch.bool:
         raise InputError(

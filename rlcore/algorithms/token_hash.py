@@ -1,6 +1,4 @@
-"""Random numbers that belong to a token, not to a generator: the same in every layout, order and
-micro-batch.
-"""
+"""Random numbers that belong to a token: the same in every layout, order and micro-batch."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 def token_uniform(
     sequence_ids: Tensor, cu_seqlens: Tensor, num_tokens: int | None = None
 ) -> Tensor:
-    """Return a number in [0, 1) for each token, float64 `[M]`, made of its sequence's identity and
-    its position alone.
+    """Return a number in [0, 1) for each token, float64 `[M]`, from its sequence and position.
 
         u = splitmix64(seed = mix64(sequence_ids[b]), draw = position in the sequence) / 2^64, to 53
         bits

@@ -1,8 +1,7 @@
 """The records that estimators and policy losses take and return.
 
 Shapes: `[M]` trainable tokens of the whole batch, `[B]` sequences, `[B+1]` borders. All records are
-    frozen and check
-themselves when built; the tensors in them are to be read, not written.
+frozen and check themselves when built; the tensors in them are to be read, not written.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _INTEGER_FIELDS = frozenset({"group_ids", "rollout_ids", "versions", "sequence_i
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorInputs:
-    """What an advantage estimator may see: M trainable tokens of B sequences, in order.
+    """The inputs of an advantage estimator: M trainable tokens of B sequences, in order.
 
     Optional fields are None unless the estimator declared them.
     """
@@ -42,9 +41,20 @@ class EstimatorInputs:
     rollout_ids: Tensor | None = None  # int64 [B], equal for samples that came from one rollout
 
     def __post_init__(self) -> None:
-        _check_record(self, per_sequence=("rewards", "group_ids", "baseline_rewards", "rollout_ids"), per_token=(
-            "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "teacher_logprobs",
-            "versions"))  # fmt: skip
+        _check_record(
+            self,
+            per_sequence=("rewards", "group_ids", "baseline_rewards", "rollout_ids"),
+            per_token=(
+                "token_rewards",
+                "logprobs",
+                "ref_logprobs",
+                "rollout_logprobs",
+                "kl",
+                "values",
+                "teacher_logprobs",
+                "versions",
+            ),
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -59,9 +69,7 @@ class EstimatorInputs:
 
 @dataclass(frozen=True)
 class Advantages:
-    """What an estimator returns: one advantage per token, and the targets of the critic where there
-    is one.
-    """
+    """The result of an estimator: one advantage per token, and targets for a critic, if any."""
 
     advantages: Tensor  # float [M]
     returns: Tensor | None = None  # float [M]
@@ -77,11 +85,10 @@ class Advantages:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossInputs:
-    """What a policy loss may see: whole sequences, of a micro-batch or of the whole optimizer step.
+    """The inputs of a policy loss: whole sequences of a micro-batch or of the optimizer step.
 
     On an accelerator the contents of `cu_seqlens` are not checked: the host would wait for the
-        device once a
-    micro-batch.
+    device once a micro-batch.
     """
 
     cu_seqlens: Tensor  # int64 [B+1]
@@ -102,9 +109,21 @@ class PolicyLossInputs:
     def __post_init__(self) -> None:
         waits = isinstance(self.cu_seqlens, Tensor) and self.cu_seqlens.device.type != "cpu"
         known = self.logprobs.numel() if waits and isinstance(self.logprobs, Tensor) else None
-        _check_record(self, num_tokens=known, per_sequence=("sequence_ids",), per_token=(
-            "logprobs", "old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs", "versions",
-            "weights"))  # fmt: skip
+        _check_record(
+            self,
+            num_tokens=known,
+            per_sequence=("sequence_ids",),
+            per_token=(
+                "logprobs",
+                "old_logprobs",
+                "advantages",
+                "entropy",
+                "ref_logprobs",
+                "rollout_logprobs",
+                "versions",
+                "weights",
+            ),
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -119,7 +138,7 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """What a policy loss returns, never reduced: the framework weighs and sums `per_token`."""
+    """The result of a policy loss, never reduced: the framework weighs and sums `per_token`."""
 
     per_token: Tensor  # float [M], with grad
     metrics: Mapping[str, Tensor] = field(default_factory=dict)  # detached [M] or [B]
@@ -138,8 +157,7 @@ def _check_record(
     per_sequence: Iterable[str] = (),
     num_tokens: int | None = None,
 ) -> None:
-    """Raise `InputError` unless every field has its shape, kind of dtype and the device of
-    `cu_seqlens`.
+    """Raise `InputError` unless every field has its shape, kind of dtype and device.
 
     M is `cu_seqlens[-1]`, unless `num_tokens` gives it without asking the device.
     """

@@ -16,7 +16,7 @@ PIECE = 1 << 16  # numbers: 512 KiB in float64
 
 
 def pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield views of the same tokens of each `[M]` vector, in order; one empty piece where M is 0."""
+    """Yield views of the same tokens of each `[M]` vector, in order; one empty piece if M is 0."""
     return zip(*(vector.split(PIECE) for vector in vectors), strict=True)
 
 
@@ -33,7 +33,7 @@ def mean_and_variance(x: Tensor, minus: Tensor | None = None) -> tuple[Tensor, T
     """Return mean and unbiased variance of `x`, or of `x - minus`, as float64 scalars; M > 0.
 
     Two passes: `E[x^2] - mean^2` is noise where the mean is far above the deviation. The variance
-        of one number is 0.
+    of one number is 0.
     """
     vectors = (x,) if minus is None else (x, minus)
     zero = torch.zeros((), dtype=torch.float64, device=x.device)

@@ -1,4 +1,4 @@
-"""What follows from a configuration, in one place for all who need it. Pure functions."""
+"""Values that follow from a configuration: pure functions for every part of rlcore."""
 
 from __future__ import annotations
 
@@ -7,20 +7,11 @@ from collections.abc import Collection
 from functools import reduce
 from typing import Any
 
-from rlcore.config.sections.algorithm import Normalization
+from rlcore.config.built_in import built_in_estimators
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
 
-# Built-in estimators, for checks on a machine without torch; what a plugin takes is asked of the
-# plugin.
-SHAPED_REWARDS = frozenset({"ppo", "vapo", "reinforce++", "reinforce++_baseline", "remax", "rloo"})
-GROUP_ESTIMATORS = frozenset(
-    {"grpo", "dr_grpo", "rloo", "opo", "gpg", "max_rl", "reinforce++_baseline"}
-)
-NORMALIZED = frozenset({"ppo", "vapo", "reinforce++", "reinforce++_baseline"})
-
-# Keywords of estimators that the configuration keeps elsewhere: set once, read by all who need
-# them.
+# keywords of estimators that have a key of their own elsewhere -> that key
 COEFFICIENTS = {
     "kl_coef": "algorithm.kl.reward_coef",
     "distill_coef": "algorithm.distillation.coef",
@@ -32,22 +23,18 @@ REFERENCE_FIELDS = frozenset({"kl", "ref_logprobs"})
 
 
 def generates(config: Config) -> bool:
-    """Whether an engine makes what is trained on: not people (supervised fine-tuning), nor a
-    recording.
-    """
+    """Return whether an engine makes the training data, not people (labels) and not a recording."""
     return not config.is_sft and config.training.replay is None
 
 
 def truncates(config: Config) -> bool:
-    """Whether responses are drawn from a part of the vocabulary; greedy ones are not drawn at all."""
+    """Return whether tokens are sampled from a part of the vocabulary. Greedy ones are not."""
     sampling = config.rollout.sampling
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
 
 
 def recorded_fields(config: Config) -> dict[str, str]:
-    """What the engine must record with every sample that is trained on: field of `Sample` -> the
-    key that asks for it.
-    """
+    """Return what the engine records with a sample: field of `Sample` -> key that asks for it."""
     asked = {
         "sampling_mask": ("policy.logprobs.keep_sets", config.policy.logprobs.keep_sets),
         "routed_experts": ("policy.routing_replay", config.policy.routing_replay == "engine"),
@@ -56,7 +43,7 @@ def recorded_fields(config: Config) -> dict[str, str]:
 
 
 def needs_reference(config: Config, estimator_needs: Collection[str] = ()) -> bool:
-    """Whether the frozen reference model is loaded.
+    """Return whether the frozen reference model is loaded.
 
     Args:
         estimator_needs: the fields that the built estimator and policy loss declare.
@@ -74,7 +61,7 @@ def needs_reference(config: Config, estimator_needs: Collection[str] = ()) -> bo
 
 
 def needs_teacher(config: Config, estimator_needs: Collection[str] = ()) -> bool:
-    """Whether the frozen teacher is loaded.
+    """Return whether the frozen teacher is loaded.
 
     Args:
         estimator_needs: the fields that the built estimator declares.
@@ -85,40 +72,28 @@ def needs_teacher(config: Config, estimator_needs: Collection[str] = ()) -> bool
 
 
 def needs_critic(estimator_needs: Collection[str]) -> bool:
-    """Whether a value model is trained."""
+    """Return whether a value model is trained."""
     return "values" in estimator_needs
 
 
-def normalization(config: Config) -> Normalization:
-    """Over what advantages are whitened after the estimator."""
-    algorithm = config.algorithm
-    if algorithm.normalize_advantages is not None:
-        return algorithm.normalize_advantages
-    return "batch" if algorithm.estimator.name in NORMALIZED else "none"
-
-
 def value_at(config: Config, path: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     return reduce(getattr, path.split("."), config)
 
 
 def coefficients(config: Config) -> dict[str, float]:
-    """The values of COEFFICIENTS, by the estimator's keyword."""
+    """Return the values of COEFFICIENTS, by the estimator's keyword."""
     return {keyword: value_at(config, path) for keyword, path in COEFFICIENTS.items()}
 
 
 def takes_coefficients(config: Config) -> bool | None:
-    """Whether a built-in estimator has rewards a token, to which COEFFICIENTS apply; None for a
-    plugin.
-    """
-    name = config.algorithm.estimator.name
-    if name in SHAPED_REWARDS:
-        return True
-    return False if name in GROUP_ESTIMATORS else None
+    """Return whether a built-in estimator takes COEFFICIENTS; None for a plugin."""
+    declared = built_in_estimators().get(config.algorithm.estimator.name)
+    return None if declared is None else declared.shaped_rewards
 
 
 def estimator_options(config: Config, keywords: Collection[str]) -> dict[str, Any]:
-    """The estimator's keyword arguments: its own, and those of COEFFICIENTS that it takes.
+    """Return the estimator's keywords: its own, and those of COEFFICIENTS that it takes.
 
     Args:
         keywords: the names that its constructor takes.
@@ -128,19 +103,19 @@ def estimator_options(config: Config, keywords: Collection[str]) -> dict[str, An
 
 
 def samples_per_step(config: Config) -> int:
-    """Sequences that one step trains on."""
+    """Return how many sequences one step trains on."""
     if config.is_sft:
         return config.training.batch_size
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
 
 
 def prompts_per_step(config: Config) -> int:
-    """Rows of the data that one step uses up."""
+    """Return how many rows of the data one step uses up."""
     return config.training.batch_size if config.is_sft else config.rollout.prompts_per_step
 
 
 def total_steps(config: Config, num_prompts: int) -> int:
-    """Steps of the run; a started step counts.
+    """Return the steps of the run; a started step counts.
 
     Args:
         num_prompts: rows of the data, used only where the length is given in `training.epochs`.
@@ -160,17 +135,17 @@ def total_steps(config: Config, num_prompts: int) -> int:
 
 
 def updates_per_step(config: Config) -> int:
-    """Optimizer steps that one batch gets."""
+    """Return the optimizer steps that one batch gets."""
     return config.algorithm.epochs * config.algorithm.minibatches
 
 
 def optimizer_steps(config: Config, num_prompts: int) -> int:
-    """Optimizer steps of the run: what `policy.optimizer.decay_steps` defaults to."""
+    """Return the optimizer steps of the run, the default of `policy.optimizer.decay_steps`."""
     return total_steps(config, num_prompts) * updates_per_step(config)
 
 
 def other_folders(config: Config) -> dict[str, str]:
-    """The key of each model that has a folder of its own -> that folder."""
+    """Return the key of each model with a folder of its own -> that folder."""
     paths = {
         "reference.path": config.reference.path,
         "teacher.path": config.teacher.path,
@@ -180,9 +155,7 @@ def other_folders(config: Config) -> dict[str, str]:
 
 
 def world_size(config: Config) -> int:
-    """Ranks of the run, where the configuration says how many; else the fewest that the layout
-    fits.
-    """
+    """Return the ranks of the run as configured; where torchrun decides, the fewest that fit."""
     cluster = config.cluster
     processes = cluster.nodes * cluster.processes_per_node
     return (
@@ -193,18 +166,19 @@ def world_size(config: Config) -> int:
 
 
 def engine_place_s(config: Config) -> float:
-    """Seconds that an engine may need before it can start: Ray has to find it a place."""
+    """Return the seconds that an engine may wait before its start: Ray must place it."""
     return config.cluster.start_timeout_s if config.cluster.launcher == "ray" else 0.0
 
 
 def comeback_s(engine: EngineConfig, place_s: float) -> float:
-    """Seconds in which an engine that failed runs again: the longest pause, a place, a start."""
+    """Return the seconds in which a failed engine runs again: pause, placement, start."""
     return engine.restart.max_backoff_s + place_s + engine.start_timeout_s
 
 
 def gpus_of_a_node(config: Config) -> float:
-    """What the ranks of a node ask Ray for: each a share of one GPU, which is never cut over two,
-    or whole ones.
+    """Return the GPUs that the ranks of a node ask Ray for.
+
+    Each rank takes whole GPUs, or a share of a single GPU.
     """
     share = config.cluster.ray.rank_gpus
     ranks = config.cluster.processes_per_node
@@ -215,8 +189,7 @@ def gpus_of_a_node(config: Config) -> float:
 
 
 def pack_multiple(config: Config) -> int:
-    """What the tokens of a micro-batch are padded to a multiple of, so that its ranks hold equal
-    shares.
+    """Return the multiple that micro-batches are padded to, so that ranks hold equal shares.
 
     Context parallelism cuts a sequence into 2 x CP chunks, sequence parallelism a pack into slices;
     FP8 has its own unit.
@@ -228,8 +201,9 @@ def pack_multiple(config: Config) -> int:
 
 
 def model_parallel_size(config: Config) -> int:
-    """Ranks of the smallest world that the layout fits: a whole number of copies of the dense
-    weights, and of the experts.
+    """Return the fewest ranks that the layout fits.
+
+    They hold a whole number of copies of the dense weights, and of the experts.
     """
     parallel = config.policy.parallel
     expert_tensor = parallel.tensor if parallel.expert_tensor is None else parallel.expert_tensor

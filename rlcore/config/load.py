@@ -1,4 +1,4 @@
-"""From files and overrides to a checked configuration that knows where each value came from."""
+"""Load files and overrides into a checked configuration that knows the origin of each value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlcore.config.checks.sections import check, notes_on
+from rlcore.config.checks.all_checks import check, notes_on
 from rlcore.config.messages import Problem, config_error, invalid_values
 from rlcore.config.schema import field_section, may_be_null, section_at
 from rlcore.config.sections.base import Plugin, Section
@@ -34,9 +34,7 @@ class Loaded:
     notes: tuple[str, ...] = ()
 
     def origin(self, path: str) -> str:
-        """Where the value at `path` came from; for a section or a list item, its first value or its
-        list.
-        """
+        """Return where the value at `path` came from; for a section, its first value."""
         if path in self.origins:
             return self.origins[path]
         below = (place for key, place in self.origins.items() if key.startswith(path + "."))
@@ -44,7 +42,7 @@ class Loaded:
         return next((place for place in (*above, *below) if place != DEFAULT), DEFAULT)
 
     def error(self, path: str, message: str) -> ConfigError:
-        """A `ConfigError` about `path` that says where its value came from."""
+        """Return a `ConfigError` about `path` that says where its value came from."""
         return ConfigError(Problem(path, message).at(self.origin(path)))
 
 
@@ -65,8 +63,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
-    """Merge `files` left to right (maps merge, everything else replaces), then the overrides, and
-    check the result.
+    """Merge `files` and then the overrides, and check the result.
+
+    Files merge left to right: maps merge, everything else replaces.
 
     A plugin section (`algorithm.estimator`, ...) whose `name` a later layer changes starts afresh:
     the keywords of the plugin that was named before fall away.
@@ -98,7 +97,7 @@ def _validate(tree: Tree) -> Config:
 
 
 def _numbers_as_text(values: dict[str, Any], tree: Tree) -> dict[str, Any]:
-    """Where text belongs, a number is taken as it was written: `run.name: 1e-3` names a run."""
+    """Take numbers as they were written where text belongs: `run.name: 1e-3` names a run."""
     try:
         Config.model_validate(values)
     except ValidationError as error:
@@ -120,9 +119,7 @@ def _numbers_as_text(values: dict[str, Any], tree: Tree) -> dict[str, Any]:
 
 
 def _with_required_sections(values: dict[str, Any], section: type[Section]) -> dict[str, Any]:
-    """With an empty section for each that must be there, so that the error names the key that is
-    missing in it.
-    """
+    """Add an empty section for each required one, so that errors name the missing key in it."""
     required: dict[str, Any] = {
         name: {}
         for name, field in section.model_fields.items()
@@ -132,23 +129,23 @@ def _with_required_sections(values: dict[str, Any], section: type[Section]) -> d
 
 
 def _without_empty_sections(layer: Tree, path: KeyPath = ()) -> Tree:
-    """A section with nothing under its name (`tracking:`) sets nothing."""
-    kept: Tree = {}
+    """Drop sections with nothing under their name (`tracking:`): they set nothing."""
+    result: Tree = {}
     for key, node in layer.items():
         if isinstance(node, dict):
-            kept[key] = _without_empty_sections(node, (*path, key))
+            result[key] = _without_empty_sections(node, (*path, key))
         elif (
             node.value is not None or section_at((*path, key)) is None or may_be_null((*path, key))
         ):
-            kept[key] = node
-    return kept
+            result[key] = node
+    return result
 
 
 def _without_old_keywords(
     tree: Tree, layer: Tree, notes: list[Problem], path: KeyPath = ()
 ) -> Tree:
-    """`tree` less the keywords of plugins that `layer` names anew."""
-    kept = dict(tree)
+    """Return `tree` without the keywords of plugins that `layer` names anew."""
+    result = dict(tree)
     for key, new in layer.items():
         old = tree.get(key)
         if not isinstance(old, dict) or not isinstance(new, dict):
@@ -162,8 +159,8 @@ def _without_old_keywords(
             if dropped:
                 message = f"another name was given; dropped the earlier one's {', '.join(dropped)}"
                 notes.append(Problem(".".join((*path, key)), message))
-        kept[key] = _without_old_keywords(old, new, notes, (*path, key))
-    return kept
+        result[key] = _without_old_keywords(old, new, notes, (*path, key))
+    return result
 
 
 def _renamed(old: Tree, new: Tree) -> bool:
@@ -180,7 +177,7 @@ def _origins(config: Config, tree: Tree) -> dict[str, str]:
 
 
 def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every value that is not a map with something in it."""
+    """Yield (dotted key, value) of every value that is not a map with something in it."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{path}{key}.")

@@ -1,6 +1,4 @@
-"""What is wrong with a configuration, in one line a problem: path, origin, what was got, what was
-expected.
-"""
+"""Errors of a configuration, one line each: path, origin, what was given, what was expected."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ EXPECTED = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong (or, as a note, something worth saying) about the key `path`, dotted."""
+    """An error or a note about the key `path`, dotted."""
 
     path: str
     message: str
@@ -49,17 +47,17 @@ class Problem:
         return f"{self.path}: {self.message}"
 
     def at(self, place: str) -> str:
-        """The line to print, with where the key was written unless nobody wrote it."""
+        """Return the line to print, with the origin of the key unless that is the default."""
         return str(self) if place == DEFAULT else f"{self.path} ({place}): {self.message}"
 
 
 def config_error(problems: Iterable[Problem], tree: Tree) -> ConfigError:
-    """All problems as one error, one a line, each with the origin of its key."""
+    """Return all problems as one error, one a line, each with the origin of its key."""
     return ConfigError("\n".join(p.at(origin(tree, tuple(p.path.split(".")))) for p in problems))
 
 
 def invalid_values(error: ValidationError, tree: Tree) -> list[Problem]:
-    """pydantic's findings in our words."""
+    """Return pydantic's findings in our words."""
     return [_problem(details, tree) for details in error.errors(include_url=False)]
 
 
@@ -94,7 +92,7 @@ def _expected(details: ErrorDetails) -> str:
 
 
 def _show(value: Any) -> str:
-    """The value as YAML users write it."""
+    """Return the value as YAML users write it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,34 +1,18 @@
-"""Which models a step scores before it updates the policy. Pure: no torch."""
+"""The models that a step scores before it updates the policy. Pure: no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rlcore.config.derived import (
-    GROUP_ESTIMATORS,
-    SHAPED_REWARDS,
-    coefficients,
-    needs_critic,
-    needs_reference,
-    needs_teacher,
-    updates_per_step,
-)
+from rlcore.config.built_in import built_in_estimators, built_in_losses
+from rlcore.config.derived import needs_critic, needs_reference, needs_teacher, updates_per_step
 from rlcore.config.sections.root import Config
-
-# Built-in algorithms, for plans on a machine without torch; what a plugin needs is asked of the
-# plugin.
-VALUE_ESTIMATORS = frozenset({"ppo", "vapo"})
-LOSSES = frozenset({
-    "cispo", "clip_cov", "decoupled_ppo", "geo_mean", "gspo", "gspo_token", "kl_cov", "ppo_clip", "reinforce", "sapo", "sft",
-})  # fmt: skip
-# need all of an optimizer step before it is split
-WHOLE_STEP_LOSSES = frozenset({"clip_cov", "kl_cov"})
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes without gradients, one each; a model whose pass a step never makes is not loaded."""
+    """The passes of a step without gradients; a model without a pass is not loaded."""
 
     policy: bool
     reference: bool
@@ -37,6 +21,7 @@ class Passes:
 
     @property
     def count(self) -> int:
+        """How many passes a step makes."""
         return sum((self.policy, self.reference, self.teacher, self.critic))
 
 
@@ -47,7 +32,7 @@ def passes(
     loss_needs: Collection[str],
     whole_step_loss: bool,
 ) -> Passes:
-    """Of the configured algorithm.
+    """Return the passes of the configured algorithm.
 
     Args:
         estimator_needs, loss_needs: the fields that the built estimator and policy loss declare.
@@ -64,26 +49,25 @@ def passes(
 
 
 def built_in_passes(config: Config) -> Passes | None:
-    """`passes` where estimator and loss are built in; None where a plugin has to be asked."""
-    estimator = config.algorithm.estimator.name
-    loss = config.algorithm.loss.name
-    if estimator not in SHAPED_REWARDS | GROUP_ESTIMATORS or loss not in LOSSES:
+    """Return `passes` if estimator and loss are built in; None if a plugin must be asked."""
+    estimator = built_in_estimators().get(config.algorithm.estimator.name)
+    loss = built_in_losses().get(config.algorithm.loss.name)
+    if estimator is None or loss is None:
         return None
-    needs = {"values"} if estimator in VALUE_ESTIMATORS else set()
-    if estimator in SHAPED_REWARDS:
-        given = coefficients(config)
-        needs |= {"kl"} if given["kl_coef"] else set()
-        needs |= {"logprobs", "teacher_logprobs"} if given["distill_coef"] else set()
     return passes(
-        config, estimator_needs=needs, loss_needs=(), whole_step_loss=loss in WHOLE_STEP_LOSSES
+        config,
+        estimator_needs=estimator.needs,
+        loss_needs=loss.needs,
+        whole_step_loss=loss.batch_stats,
     )
 
 
 def _scored_before_update(
     config: Config, needs: Collection[str], *, reference: bool, critic: bool
 ) -> bool:
-    """Whether the policy needs a pass of its own, since no update sees the whole batch with the
-    weights that it had.
+    """Return whether the policy needs a pass of its own before the update.
+
+    It needs none where one update sees the whole batch with the weights that made it.
     """
     algorithm = config.algorithm
     training = config.training
@@ -93,7 +77,8 @@ def _scored_before_update(
         or config.policy.routing_replay == "logprobs"
     ):
         return True
-    if algorithm.kl.reward_coef or not {"kl", "logprobs"}.isdisjoint(needs):
+    in_reward = algorithm.kl.reward_coef or algorithm.distillation.coef
+    if in_reward or not {"kl", "logprobs"}.isdisjoint(needs):
         return True
     updated_once = (
         updates_per_step(config) == 1

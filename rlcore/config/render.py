@@ -1,6 +1,4 @@
-"""A configuration as YAML that says behind each value where it came from, and that loads to the
-same configuration.
-"""
+"""A configuration as YAML with the origin of each value; it loads to the same configuration."""
 
 from __future__ import annotations
 
@@ -17,12 +15,12 @@ _ENDLESS = 1 << 20
 
 
 def render(loaded: Loaded) -> str:
-    """The merged configuration, every default included, as `key: value    # origin` lines."""
+    """Return the configuration with all defaults as `key: value    # origin` lines."""
     return render_config(loaded.config.model_dump(), loaded.origins)
 
 
 def render_config(values: Mapping[str, Any], origins: Mapping[str, object]) -> str:
-    """YAML of nested `values`; `origins` maps dotted keys (`policy.optimizer.lr`) to comments."""
+    """Return YAML of nested `values`; `origins` maps dotted keys to comments."""
     return "".join(f"{line}\n" for line in _lines(values, origins, "", ""))
 
 
@@ -41,7 +39,7 @@ def _lines(
 
 
 def _flow(value: Any) -> str:
-    """One line of YAML."""
+    """Return one line of YAML."""
     text = yaml.dump(
         value, Dumper=ConfigDumper, default_flow_style=True, width=_ENDLESS, allow_unicode=True
     )

@@ -1,4 +1,4 @@
-"""Which keys there are, read from the section models."""
+"""The keys of a configuration, read from the sections."""
 
 from __future__ import annotations
 
@@ -14,16 +14,30 @@ from rlcore.config.tree import KeyPath
 
 ANY = "NAME"  # stands for the free key of a map of sections, as in reward.parts.NAME.weight
 
-# Names from other trainers, and where the thing is here.
+# Keys of other trainers (verl, slime, TRL, open-instruct), and where the same thing is here.
 ALIASES = {
     "learning_rate": "policy.optimizer.lr",
     "max_grad_norm": "policy.optimizer.clip_grad",
+    "lr_scheduler_type": "policy.optimizer.schedule",
+    "lr_warmup_steps": "policy.optimizer.warmup_steps",
     "tensor_model_parallel_size": "policy.parallel.tensor",
     "pipeline_model_parallel_size": "policy.parallel.pipeline",
+    "context_parallel_size": "policy.parallel.context",
+    "expert_model_parallel_size": "policy.parallel.expert",
     "sequence_parallel": "policy.parallel.sequence",
+    "max_tokens_per_gpu": "policy.max_tokens_per_microbatch",
+    "ppo_max_token_len_per_gpu": "policy.max_tokens_per_microbatch",
+    "sampling_mask": "policy.logprobs.keep_sets",
+    "use_routing_replay": "policy.routing_replay",
+    "use_rollout_routing_replay": "policy.routing_replay",
+    "hf_checkpoint": "model.path",
+    "ref_load": "reference.path",
     "kl_coef": "algorithm.kl.reward_coef",
     "kl_loss_coef": "algorithm.kl.loss_coef",
+    "use_kl_loss": "algorithm.kl.loss_coef",
+    "kl_loss_type": "algorithm.kl.loss_kind",
     "beta": "algorithm.kl.loss_coef",
+    "entropy_coeff": "algorithm.entropy_coef",
     "loss_agg_mode": "algorithm.loss.aggregation",
     "loss_type": "algorithm.loss.name",
     "adv_estimator": "algorithm.estimator.name",
@@ -31,20 +45,39 @@ ALIASES = {
     "whiten_advantages": "algorithm.normalize_advantages",
     "use_tis": "algorithm.correction.name",
     "tis_imp_ratio_cap": "algorithm.correction.upper",
+    "ppo_epochs": "algorithm.epochs",
+    "num_iterations": "algorithm.epochs",
+    "ppo_mini_batch_size": "algorithm.minibatches",
+    "train_batch_size": "rollout.prompts_per_step",
+    "rollout_batch_size": "rollout.prompts_per_step",
     "num_generations": "rollout.samples_per_prompt",
     "n_samples_per_prompt": "rollout.samples_per_prompt",
     "max_completion_length": "rollout.sampling.max_new_tokens",
+    "max_response_length": "rollout.sampling.max_new_tokens",
+    "rollout_max_response_len": "rollout.sampling.max_new_tokens",
+    "rollout_temperature": "rollout.sampling.temperature",
+    "over_sampling_batch_size": "rollout.oversample",
     "max_prompt_length": "data.max_prompt_tokens",
     "output_dir": "run.dir",
+    "experiment_name": "run.name",
+    "project_name": "tracking.wandb.project",
     "max_steps": "training.steps",
+    "num_rollout": "training.steps",
     "num_train_epochs": "training.epochs",
+    "total_epochs": "training.epochs",
     "total_episodes": "training.episodes",
     "save_steps": "checkpoint.every",
+    "save_freq": "checkpoint.every",
+    "save_interval": "checkpoint.every",
+    "test_freq": "evaluation.every",
+    "eval_interval": "evaluation.every",
+    "n_gpus_per_node": "cluster.processes_per_node",
+    "nnodes": "cluster.nodes",
 }
 
 
 def field_section(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """(the section that a field holds, or None; whether it holds a map of named ones)."""
+    """Return the section that a field holds, or None, and whether it holds a map of them."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation, False
     origin = typing.get_origin(annotation)
@@ -59,7 +92,7 @@ def field_section(annotation: Any) -> tuple[type[Section] | None, bool]:
 
 @cache
 def sections() -> dict[KeyPath, type[Section]]:
-    """Every section by its path, in the order declared."""
+    """Return every section by its path, in the order declared."""
     found: dict[KeyPath, type[Section]] = {}
 
     def walk(section: type[Section], path: KeyPath) -> None:
@@ -75,7 +108,7 @@ def sections() -> dict[KeyPath, type[Section]]:
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """Every declared key that holds a value, dotted."""
+    """Return every declared key that holds a value, dotted."""
     inner = sections()
     return tuple(
         ".".join((*path, name))
@@ -86,7 +119,7 @@ def known_keys() -> tuple[str, ...]:
 
 
 def section_at(path: KeyPath) -> type[Section] | None:
-    """The section at `path` of a configuration, where a map's own key may stand for `NAME`."""
+    """Return the section at `path`, where the key of a map may stand for `NAME`."""
     for pattern, section in sections().items():
         if len(pattern) == len(path) and all(p in (ANY, key) for p, key in zip(pattern, path)):
             return section
@@ -94,9 +127,7 @@ def section_at(path: KeyPath) -> type[Section] | None:
 
 
 def may_be_null(path: KeyPath) -> bool:
-    """Whether null at `path` says something: a section that may be absent, or one of a map of named
-    sections.
-    """
+    """Return whether null at `path` is a value: for optional sections and entries of maps."""
     parent = section_at(path[:-1])
     if parent is None:
         return True
@@ -105,9 +136,7 @@ def may_be_null(path: KeyPath) -> bool:
 
 
 def suggest(path: KeyPath) -> str | None:
-    """The known key nearest to an unknown one: beside it, by another name, or of the same name
-    elsewhere.
-    """
+    """Return the known key nearest to an unknown one: beside it, by alias, or elsewhere."""
     parent = path[:-1]
     leaf = path[-1]
     section = section_at(parent)
@@ -123,7 +152,7 @@ def suggest(path: KeyPath) -> str | None:
 
 
 def _likeness(path: KeyPath, key: str) -> float:
-    """Mostly the likeness of the last words; one section in common breaks ties."""
+    """Return the likeness of the last words; a common first section breaks ties."""
     parts = key.split(".")
     leaf = difflib.SequenceMatcher(None, path[-1], parts[-1]).ratio()
     return leaf + 0.05 * (path[0] == parts[0])

@@ -14,9 +14,7 @@ KeyPath = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """One value (a scalar or a whole list), its origin (`file:line` or "override") and, for a
-    scalar, its text.
-    """
+    """One value (scalar or list), its origin (`file:line` or "override"), and a scalar's text."""
 
     value: Any
     origin: str
@@ -27,7 +25,7 @@ Tree = dict[str, Union[Setting, "Tree"]]
 
 
 def merge(base: Tree, over: Tree) -> Tree:
-    """`over` on top of `base`: maps merge, everything else replaces."""
+    """Put `over` on top of `base`: maps merge, everything else replaces."""
     merged = dict(base)
     for key, new in over.items():
         old = merged.get(key)
@@ -36,14 +34,14 @@ def merge(base: Tree, over: Tree) -> Tree:
 
 
 def plain(tree: Tree) -> dict[str, Any]:
-    """The values alone."""
+    """Return the values alone."""
     return {
         key: plain(node) if isinstance(node, dict) else node.value for key, node in tree.items()
     }
 
 
 def settings(tree: Tree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Setting]]:
-    """Every leaf with its path, in the order written."""
+    """Yield every leaf with its path, in the order written."""
     for key, node in tree.items():
         if isinstance(node, dict):
             yield from settings(node, (*path, key))
@@ -52,7 +50,7 @@ def settings(tree: Tree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Setting]
 
 
 def find(tree: Tree, path: KeyPath) -> Setting | Tree | None:
-    """What stands at `path`; None if nothing does. The index of a list item finds the list."""
+    """Return the node at `path`, or None. The index of a list item finds the list."""
     node: Setting | Tree = tree
     for key in path:
         if isinstance(node, Setting):
@@ -64,9 +62,7 @@ def find(tree: Tree, path: KeyPath) -> Setting | Tree | None:
 
 
 def origin(tree: Tree, path: KeyPath) -> str:
-    """Where `path` was written. A map came from where its first setting did; what is not written is
-    "default".
-    """
+    """Return where `path` was written, for a map its first setting; else "default"."""
     node = find(tree, path)
     if isinstance(node, dict):
         node = next((setting for _, setting in settings(node)), None)

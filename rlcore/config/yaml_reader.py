@@ -1,7 +1,8 @@
 """YAML with line numbers, without YAML's traps.
 
 `1e-6` is a number, `2026-01-31` and `12:30` are text, `010` is not octal, and a key that is written
-twice is an error.
+twice is an error. ruamel.yaml is no replacement: dates stay dates, a number loses its text, tags
+and maps that contain themselves pass, and `yes` and `off`, which are booleans here, become text.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ class ConfigLoader(yaml.SafeLoader):
 
 
 class ConfigDumper(yaml.SafeDumper):
-    """The inverse: it quotes what `ConfigLoader` would take for something else."""
+    """The inverse of `ConfigLoader`: it quotes text that would be read as something else."""
 
     def represent_float(self, data: float) -> yaml.ScalarNode:
-        """`1e-06`, which PyYAML would write 1.0e-06."""
+        """Write `1e-06`, for which PyYAML has 1.0e-06."""
         if math.isfinite(data):
             return self.represent_scalar(_TAG + "float", repr(data))
         return super().represent_float(data)
 
     def ignore_aliases(self, data: Any) -> bool:
+        """Write every value out, without YAML's anchors."""
         return True
 
 
@@ -63,7 +65,7 @@ ConfigDumper.add_representer(float, ConfigDumper.represent_float)
 
 
 def read_file(path: Path) -> Tree:
-    """The settings of one file. Raises `ConfigError` naming file and line."""
+    """Return the settings of one file. Errors name file and line."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -79,7 +81,7 @@ def read_file(path: Path) -> Tree:
 
 
 def read_override(argument: str) -> Tree:
-    """The settings of one command-line argument, `a.b.c=value`; the value is YAML."""
+    """Return the settings of one argument `a.b.c=value`; the value is YAML."""
     dotted, _, text = argument.partition("=")
     keys = dotted.split(".")
     if not all(keys):
@@ -123,9 +125,7 @@ def _convert(
 
 
 def _check_keys(node: yaml.Node, where: Where, above: frozenset[int]) -> None:
-    """Refuse keys that are written twice or are no plain word, tags, and a map that contains
-    itself.
-    """
+    """Refuse repeated keys, keys that are no plain word, tags, and maps that contain themselves."""
     if id(node) in above:
         raise ConfigError(f"{where(node)}: this part contains itself")
     if isinstance(node, yaml.SequenceNode):

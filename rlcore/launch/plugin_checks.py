@@ -1,5 +1,4 @@
-"""Checks that need torch: the estimator, the loss and the user's own functions, built once before
-anything starts.
+"""Checks that need torch: estimator, loss and the user's functions, built before the start.
 
 Errors speak of configuration keys: `algorithm.estimator.lamda (site.yaml:12): ...`.
 """
@@ -17,11 +16,14 @@ from rlcore.algorithms import (
     build_estimator,
     build_policy_loss,
     estimator_keywords,
+    estimator_plugin,
     policy_loss_keywords,
 )
+from rlcore.algorithms.guard import ESTIMATOR_OPTIONAL, POLICY_LOSS_OPTIONAL
 from rlcore.algorithms.keywords import check_keywords
-from rlcore.algorithms.plugins import import_object
+from rlcore.algorithms.plugins import import_plugin
 from rlcore.config.checks.algorithm import coefficient_ignored
+from rlcore.config.checks.training import one_sample
 from rlcore.config.derived import (
     COEFFICIENTS,
     coefficients,
@@ -40,14 +42,6 @@ MADE = (
     "Every field that the estimator and the loss need can be produced",
     "Functions given as package.module:name can be imported",
 )
-
-# The optional fields that the trainer can produce; `teacher_logprobs` too where `teacher.path` is
-# given.
-FOR_ESTIMATORS = (
-    "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "baseline_rewards", "versions",
-    "rollout_ids",
-)  # fmt: skip
-FOR_LOSSES = ("entropy", "ref_logprobs", "rollout_logprobs", "versions", "weights", "sequence_ids")
 
 
 def check_plugins(loaded: Loaded) -> list[str]:
@@ -83,13 +77,14 @@ def _estimator_problems(loaded: Loaded, notes: list[Problem]) -> list[Problem]:
         name for name, value in coefficients(config).items() if value and name not in keywords
     ]
     problems += [coefficient_ignored(config, name) for name in unread]
+    if config.rollout.samples_per_prompt == 1 and estimator_plugin(section.name).compares_group:
+        problems.append(one_sample(f"estimator {section.name!r}"))
     if problems:
         return problems
     try:
         estimator = build_estimator(section.name, **estimator_options(config, keywords))
-        estimator.check_available(
-            [*FOR_ESTIMATORS, *(["teacher_logprobs"] if config.teacher.path else [])]
-        )
+        without_teacher = set(ESTIMATOR_OPTIONAL) - {"teacher_logprobs"}
+        estimator.check_available(ESTIMATOR_OPTIONAL if config.teacher.path else without_teacher)
     except (ValueError, TypeError) as error:  # also what the constructor thinks of its values
         return [Problem(path, str(error))]
     if config.critic != CriticConfig() and not needs_critic(estimator.needs):
@@ -109,7 +104,7 @@ def _loss_problems(loaded: Loaded) -> list[Problem]:
     if problems := _keyword_problems(path, section, keywords):
         return problems
     try:
-        build_policy_loss(section.name, **section.options).check_available(FOR_LOSSES)
+        build_policy_loss(section.name, **section.options).check_available(POLICY_LOSS_OPTIONAL)
     except (ValueError, TypeError) as error:
         return [Problem(path, str(error))]
     return []
@@ -156,7 +151,7 @@ def _function_problems(loaded: Loaded) -> list[Problem]:
         if ":" not in target or loaded.config.is_sft:
             continue
         try:
-            found: Callable[..., Any] = import_object(target, "function")
+            found: Callable[..., Any] = import_plugin(target, "function")
         except (AlgorithmError, ImportError) as error:
             problems.append(Problem(path, str(error)))
             continue

@@ -20,13 +20,14 @@ from rlcore.algorithms import (
     approx_kl,
     build_estimator,
     estimator_keywords,
+    estimator_plugin,
     loss_weights,
     mask_weights,
     normalize_advantages,
     stale_tokens,
 )
 from rlcore.config import Config
-from rlcore.config.derived import estimator_options, normalization
+from rlcore.config.derived import estimator_options
 from rlcore.config.passes import passes
 from rlcore.data.batch import RolloutBatch, ragged_index
 from rlcore.errors import EmptyBatch, RunFailed
@@ -66,7 +67,7 @@ class CreditAssignment:
         self.needs_teacher = self.passes.teacher
         self.needs_critic = self.passes.critic
         self.needs_baseline = not config.is_sft and "baseline_rewards" in needs
-        self.normalization = normalization(config)
+        self.normalization = algorithm.normalize_advantages or estimator_plugin(name).normalization
 
     def assign(
         self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]

@@ -8,9 +8,9 @@ import pytest
 from workspace import Workspace
 
 from rlcore.algorithms import metric_spec, policy_loss_names
-from rlcore.config.derived import GROUP_ESTIMATORS, SHAPED_REWARDS
+from rlcore.config.built_in import built_in_estimators
 
-ESTIMATORS = sorted(GROUP_ESTIMATORS | SHAPED_REWARDS)
+ESTIMATORS = sorted(built_in_estimators())
 LOSSES = [name for name in policy_loss_names() if name != "sft"]
 PAIRS = [
     (ESTIMATORS[i % len(ESTIMATORS)], LOSSES[i % len(LOSSES)])
@@ -31,7 +31,11 @@ def test_a_step(workspace: Workspace, estimator: str, loss: str) -> None:
         if loss == "decoupled_ppo"
         else ("algorithm.correction={name: icepop, max_staleness: 0}",)
     )
-    shaped = ("algorithm.kl.reward_coef=0.05",) if estimator in SHAPED_REWARDS else ()
+    shaped = (
+        ("algorithm.kl.reward_coef=0.05",)
+        if built_in_estimators()[estimator].shaped_rewards
+        else ()
+    )
     named = (f"algorithm.estimator.name={estimator}", f"algorithm.loss.name={loss}")
     run = workspace.train(f"{estimator} {loss}", *STEPS, *named, *corrected, *shaped)
     assert run.code == 0, run.err

@@ -14,11 +14,25 @@ from rlcore import cli
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_page_of_metrics_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["metrics", "--markdown"]) == 0
-    assert (DOCS / "metrics.md").read_text() == capsys.readouterr().out, (
-        "run: rlcore metrics --markdown > docs/metrics.md"
+@pytest.mark.parametrize(
+    ("command", "page"), [("metrics", "metrics.md"), ("config", "configuration-reference.md")]
+)
+def test_a_page_made_from_code_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], command: str, page: str
+) -> None:
+    assert cli.main([command, "--markdown"]) == 0
+    assert (DOCS / page).read_text() == capsys.readouterr().out, (
+        f"run: rlcore {command} --markdown > docs/{page}"
     )
+
+
+def test_every_key_of_the_configuration_has_a_meaning() -> None:
+    from rlcore.config.reference import list_keys
+    from rlcore.config.schema import known_keys
+
+    listed = {line.split()[0]: line for line in list_keys()}
+    assert listed.keys() == set(known_keys())
+    assert all(re.search(r"\S{2}  +\S.{8,}\S \(.+; .+\)$", line) for line in listed.values())
 
 
 def test_the_pages_name_every_algorithm_and_key() -> None:

@@ -8,7 +8,10 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
 @register_estimator(
-    "dr_grpo", formula="A = R - mean of the group", source="Liu et al., arXiv:2503.20783"
+    "dr_grpo",
+    compares_group=True,
+    formula="A = R - mean of the group",
+    source="Liu et al., arXiv:2503.20783",
 )
 class DrGRPO:
     """The reward of a sequence less the mean of its group, on each of its tokens.

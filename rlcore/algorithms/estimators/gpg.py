@@ -8,15 +8,20 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
 @register_estimator(
-    "gpg", formula="A = alpha * (R - mean of the group);  alpha = samples / samples of groups whose rewards differ",
+    "gpg",
+    compares_group=True,
+    formula=(
+        "A = alpha * (R - mean of the group);  alpha = samples / samples of groups whose rewards"
+        " differ"
+    ),
     source="Chu et al., arXiv:2504.02546",
-)  # fmt: skip
+)
 class GPG:
     """The reward of a sequence less the mean of its group, scaled up for the samples without a
     gradient.
 
-        alpha = samples / samples in groups whose rewards are not all equal          over the whole batch
-        A_t   = alpha * (R - mean of the group)                                      F_norm = 1 of the paper
+        alpha = samples / samples in groups whose rewards differ      over the whole batch
+        A_t   = alpha * (R - mean of the group)                       F_norm = 1 of the paper
 
     A group that is all right or all wrong adds nothing to the gradient but counts in its mean;
     alpha (the paper's B / (B - M)) takes it out again. So advantages depend on the whole batch.

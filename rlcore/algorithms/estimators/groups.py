@@ -1,6 +1,4 @@
-"""What the estimators that compare samples of one prompt share: the members of each group, and
-their returns.
-"""
+"""Groups of samples of one prompt and their returns, for the estimators that compare them."""
 
 from __future__ import annotations
 
@@ -15,9 +13,8 @@ class GroupedReturns:
     """The returns of the N sequences that have a trainable token, beside those of their groups.
 
     A sequence without trainable tokens is no member of its group: it has nothing to credit, and is
-        often an aborted
-    one whose reward means nothing (it may be NaN). Everything is float64, so that rewards of 1e4
-    that differ by 1e-2 keep their differences.
+    often an aborted one whose reward means nothing (it may be NaN). Everything is float64, so that
+    rewards of 1e4 that differ by 1e-2 keep their differences.
 
     Args:
         inputs: groups come from `group_ids` alone.
@@ -59,16 +56,13 @@ class GroupedReturns:
 
     @property
     def stds(self) -> Tensor:
-        """Unbiased, two-pass standard deviation of the group of each member, `[N]`; 0 in a group of
-        one.
-        """
+        """Unbiased, two-pass std of each member's group, `[N]`; 0 in a group of one."""
         variance = self._group_total(self.residuals.square()) / (self._group_sizes - 1).clamp(min=1)
         return self._per_member(variance.sqrt())
 
     @property
     def leave_one_out(self) -> Tensor:
-        """Return of each member less the mean of the *others* of its group, `[N]`; 0 in a group of
-        one.
+        """Return of each member less the mean of the *others*, `[N]`; 0 in a group of one.
 
         r - (sum - r) / (n - 1) = n / (n - 1) * (r - mean)
         """

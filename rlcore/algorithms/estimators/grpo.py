@@ -9,6 +9,7 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 @register_estimator(
     "grpo",
+    compares_group=True,
     formula="A = (R - mean of the group) / (std of the group + eps)",
     source="Shao et al., arXiv:2402.03300",
 )
@@ -16,15 +17,12 @@ class GRPO:
     """The reward of a sequence against those of its group, in units of their spread, on each of its
     tokens.
 
-        A_t = (R - mean of the group) / (std of the group + eps)          std with n - 1
-        A_t =  R - mean of the group                                      where normalize_std is False
-        with leave_one_out the baseline is the mean of the *others*: R - mean becomes n / (n - 1) *
-            (R - mean)
+        A_t = (R - mean of the group) / (std of the group + eps)      std with n - 1
+        A_t =  R - mean of the group                                  where normalize_std is False
 
-    The std is that of the whole group, the sample itself included, with leave_one_out as without:
-        only the baseline
-    leaves the sample out. In a group of one the advantage is 0, and so it is where all rewards are
-    equal.
+    With leave_one_out the baseline is the mean of the *others*: n / (n - 1) * (R - mean) replaces
+    R - mean. Only the baseline leaves the sample out; the std is that of the whole group. The
+    advantage is 0 in a group of one, and where all rewards are equal.
 
     Z. Shao et al., "DeepSeekMath", arXiv:2402.03300; the leave-one-out baseline: arXiv:2402.14740.
     """

@@ -1,4 +1,4 @@
-"""Maximum-likelihood reinforcement learning: rewards in units of the success rate of their prompt."""
+"""Maximum-likelihood reinforcement learning: rewards in units of a prompt's success rate."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 @register_estimator(
     "max_rl",
+    compares_group=True,
     formula="A = (R - mean of the group) / mean of the group",
     source="Tajwar et al., arXiv:2602.02710",
 )

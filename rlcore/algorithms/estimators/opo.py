@@ -9,6 +9,7 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 @register_estimator(
     "opo",
+    compares_group=True,
     formula="A = R - sum(length * R) / sum(length), sums over the group",
     source="Hao et al., arXiv:2505.23585",
 )

@@ -11,25 +11,24 @@ from rlcore.algorithms.shaping import (
     check_unit_interval,
     require,
     shaped_rewards,
-    shaping_needs,
 )
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 from rlcore.algorithms.wide import add_
 
 
-def _needs(estimator: PPO) -> set[str]:
-    return {"values"} | shaping_needs(estimator.kl_coef, estimator.distill_coef)
-
-
 @register_estimator(
-    "ppo", needs=_needs, optional={"token_rewards"},
+    "ppo",
+    needs={"values"},
+    shaped_rewards=True,
+    normalization="batch",
     formula="delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lam * A_{t+1}",
     source="Schulman et al., arXiv:1506.02438; KL in the reward: Ouyang et al., arXiv:2203.02155",
-)  # fmt: skip
+)
 class PPO:
     """GAE over the trainable tokens of each sequence.
 
-        r_t     = token_rewards_t - kl_coef * kl_t + distill_coef * (teacher_logprobs_t - logprobs_t)
+        r_t     = token_rewards_t - kl_coef * kl_t
+                  + distill_coef * (teacher_logprobs_t - logprobs_t)
                   + (reward of the sequence, where t is its last token)
         delta_t = r_t + gamma * V_{t+1} - V_t             with V = 0 behind the last token
         A_t     = delta_t + gamma * lam * A_{t+1}
@@ -73,8 +72,7 @@ class PPO:
 def temporal_differences_(
     rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float
 ) -> Tensor:
-    """Turn `rewards` into `r_t + gamma * V_{t+1} - V_t` inside each sequence, with V = 0 behind its
-    last token.
+    """Turn `rewards` into `r_t + gamma * V_{t+1} - V_t`, with V = 0 behind the last token.
 
     Args:
         rewards: float64 `[M]`, changed in place and returned.

@@ -8,20 +8,17 @@ from rlcore.algorithms.shaping import (
     check_coefficient,
     check_unit_interval,
     shaped_rewards,
-    shaping_needs,
 )
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
-def _needs(estimator: ReinforcePP) -> set[str]:
-    return shaping_needs(estimator.kl_coef, estimator.distill_coef)
-
-
 @register_estimator(
-    "reinforce++", needs=_needs, optional={"token_rewards"},
+    "reinforce++",
+    shaped_rewards=True,
+    normalization="batch",
     formula="A_t = r_t + gamma * A_{t+1};  r_t = -kl_coef * kl_t, plus R on the last token",
     source="Hu et al., arXiv:2501.03262",
-)  # fmt: skip
+)
 class ReinforcePP:
     """The discounted sum to go of the shaped rewards, on the trainable tokens of each sequence.
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from rlcore.algorithms.estimators.groups import GroupedReturns
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.shaping import check_coefficient, shaping_needs, token_terms
+from rlcore.algorithms.shaping import check_coefficient, token_terms
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
-def _needs(estimator: ReinforcePPBaseline) -> set[str]:
-    return shaping_needs(estimator.kl_coef, estimator.distill_coef)
-
-
 @register_estimator(
-    "reinforce++_baseline", needs=_needs, optional={"token_rewards"},
+    "reinforce++_baseline",
+    shaped_rewards=True,
+    compares_group=True,
+    normalization="batch",
     formula="A_t = (R - mean of the group) - kl_coef * kl_t",
     source="Hu et al., arXiv:2501.03262",
-)  # fmt: skip
+)
 class ReinforcePPBaseline:
     """The reward of a sequence less the mean of its group, and on each token what that token alone
     earns or costs.

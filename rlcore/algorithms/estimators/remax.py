@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from rlcore.algorithms.ragged import discounted_suffix_sum_, expand_to_tokens
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.shaping import check_coefficient, require, shaped_rewards, shaping_needs
+from rlcore.algorithms.shaping import check_coefficient, require, shaped_rewards
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
-def _needs(estimator: ReMax) -> set[str]:
-    return {"baseline_rewards"} | shaping_needs(estimator.kl_coef, estimator.distill_coef)
-
-
 @register_estimator(
-    "remax", needs=_needs, optional={"token_rewards"},
-    formula="A_t = r_t + r_{t+1} + ... - baseline_rewards;  r_t = -kl_coef * kl_t, plus R on the last token",
+    "remax",
+    needs={"baseline_rewards"},
+    shaped_rewards=True,
+    formula="A_t = r_t + r_{t+1} + ... - baseline_rewards;  r_t = -kl_coef * kl_t, plus R on the "
+    "last token",
     source="Li et al., arXiv:2310.10505",
-)  # fmt: skip
+)
 class ReMax:
     """The sum to go of the shaped rewards, less the reward of a baseline (greedy) sample of the
     same prompt.
 
-        r_t       = token_rewards_t - kl_coef * kl_t + distill_coef * (teacher_logprobs_t - logprobs_t)
+        r_t       = token_rewards_t - kl_coef * kl_t
+                    + distill_coef * (teacher_logprobs_t - logprobs_t)
                     + (reward of the sequence, where t is its last token)
         returns_t = r_t + returns_{t+1}
         A_t       = returns_t - baseline_rewards of the sequence
 
     Nothing is discounted: the reward is that of the whole sequence, and a discount would shrink it
-        but not the
-    baseline. (The authors' program differs from their paper: its gamma discounts the difference,
-    and a token pays for its own KL alone.) Groups play no part; a sample alone has its baseline.
+    but not the baseline. (The authors' program differs from their paper: its gamma discounts the
+    difference, and a token pays for its own KL alone.) Groups play no part; a sample alone has its
+    baseline.
 
     Z. Li et al., "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for
     Aligning Large Language Models", arXiv:2310.10505.

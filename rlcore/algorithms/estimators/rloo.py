@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from rlcore.algorithms.estimators.groups import GroupedReturns
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.shaping import check_coefficient, shaped_returns, shaping_needs
+from rlcore.algorithms.shaping import check_coefficient, shaped_returns
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
-def _needs(estimator: RLOO) -> set[str]:
-    return shaping_needs(estimator.kl_coef, estimator.distill_coef)
-
-
 @register_estimator(
-    "rloo", needs=_needs, optional={"token_rewards"},
+    "rloo",
+    shaped_rewards=True,
+    compares_group=True,
     formula="A = G - mean of the others' G;  G = R - kl_coef * sum of kl_t",
     source="Ahmadian et al., arXiv:2402.14740",
-)  # fmt: skip
+)
 class RLOO:
     """The return of a sequence less the mean of those of the *others* in its group, on each of its
     tokens.
@@ -26,8 +24,7 @@ class RLOO:
         A_t = G - mean of the G of the others  =  n / (n - 1) * (G - mean of the group)
 
     The sequence is one action: its whole KL is part of its return, and of the baseline of the
-        others. In a group of
-    one there are no others, and the advantage is 0.
+    others. In a group of one there are no others, and the advantage is 0.
 
     A. Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from
     Human Feedback in LLMs", arXiv:2402.14740.

@@ -1,6 +1,4 @@
-"""GAE with one lambda for the critic and another for the actor that adapts to the length of a
-sequence, for VAPO.
-"""
+"""GAE with a lambda for the critic and a length-adaptive lambda for the actor, for VAPO."""
 
 from __future__ import annotations
 
@@ -15,21 +13,19 @@ from rlcore.algorithms.shaping import (
     check_unit_interval,
     require,
     shaped_rewards,
-    shaping_needs,
 )
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 from rlcore.algorithms.wide import add_
 
 
-def _needs(estimator: VAPO) -> set[str]:
-    return {"values"} | shaping_needs(estimator.kl_coef, estimator.distill_coef)
-
-
 @register_estimator(
-    "vapo", needs=_needs, optional={"token_rewards"},
+    "vapo",
+    needs={"values"},
+    shaped_rewards=True,
+    normalization="batch",
     formula="GAE with lambda = 1 - 1 / (alpha * length) for the actor, critic_lam for the critic",
     source="Yue et al., arXiv:2504.05118",
-)  # fmt: skip
+)
 class VAPO:
     """Decoupled, length-adaptive GAE over the trainable tokens of each sequence.
 
@@ -50,9 +46,15 @@ class VAPO:
     """
 
     def __init__(
-        self, *, gamma: float = 1.0, critic_lam: float = 1.0, actor_lam: float | None = None, alpha: float = 0.05,
-        kl_coef: float = 0.0, distill_coef: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        gamma: float = 1.0,
+        critic_lam: float = 1.0,
+        actor_lam: float | None = None,
+        alpha: float = 0.05,
+        kl_coef: float = 0.0,
+        distill_coef: float = 0.0,
+    ) -> None:
         check_unit_interval("gamma", gamma)
         check_unit_interval("critic_lam", critic_lam)
         if actor_lam is not None:

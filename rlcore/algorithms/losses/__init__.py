@@ -1,6 +1,4 @@
-"""The losses that ship with rlcore, one file each; importing this package registers the policy
-losses.
-"""
+"""The losses of rlcore, one file each; importing this package registers the policy losses."""
 
 from rlcore.algorithms.losses import (  # noqa: F401
     cispo,

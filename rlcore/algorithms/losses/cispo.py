@@ -17,16 +17,15 @@ class CISPO:
     """REINFORCE with a clipped importance weight, so that no token loses its gradient to the clip.
 
         r   = exp(logprobs - old_logprobs), the log-ratio clamped to +-20 before exp
-        l_t = -sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * logprobs                    sg: no gradient
+        l_t = -sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * logprobs        sg: no gradient
 
     The paper has no lower limit and does not print its upper one. `clip_low: 1` is no lower limit,
-        `clip_high: 4` caps
-    the weight at 5, as TRL recommends after ScaleRL (arXiv:2510.13786). verl takes PPO's own
-    limits.
+    `clip_high: 4` caps the weight at 5, as TRL recommends after ScaleRL (arXiv:2510.13786). verl
+    takes PPO's own limits.
 
     Metrics, all `[M]`: `ratio`, `approxkl`, `clipfrac` (1 where the clip changes the weight and A
-        is not 0), of which
-    `clipfrac_high` (upper limit) and `clipfrac_low` (lower limit), whatever the sign of A.
+    is not 0), of which `clipfrac_high` (upper limit) and `clipfrac_low` (lower limit), whatever the
+    sign of A.
 
     MiniMax, "MiniMax-M1", arXiv:2506.13585, equations 4 and 5.
     """

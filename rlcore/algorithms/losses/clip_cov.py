@@ -13,23 +13,27 @@ from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
 
 
 @register_policy_loss(
-    "clip_cov", needs={"sequence_ids"},
-    formula="ppo_clip, but 0 on a random clip_cov_ratio of all tokens, taken from those with clip_cov_lb < cov < clip_cov_ub",
+    "clip_cov",
+    needs={"sequence_ids"},
+    formula="ppo_clip, but 0 on a random clip_cov_ratio of all tokens, taken from those with "
+    "clip_cov_lb < cov < clip_cov_ub",
     source="Cui et al., arXiv:2505.22617",
-)  # fmt: skip
+)
 class ClipCov:
     """PPO's clipped surrogate without some tokens whose covariance of log-prob and advantage is
     high.
 
-        cov_t = (A_t - mean of A) * (old_logprobs_t - mean of old_logprobs)       means over the optimizer step
-        S     = max(floor(clip_cov_ratio * tokens of the step), 1) tokens, or as many as there are, drawn from those
-                with clip_cov_lb < cov_t < clip_cov_ub
+        cov_t = (A_t - mean of A) * (old_logprobs_t - mean of old_logprobs)
+        S     = max(floor(clip_cov_ratio * tokens of the step), 1) tokens, or as many as there are,
+                drawn from those with clip_cov_lb < cov_t < clip_cov_ub
         l_t   = 0 in S, else max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
 
+    The means are over the optimizer step.
+
     S is fixed once an optimizer step, by `batch_stats`: among the eligible tokens those with the
-        smallest hash of
-    (sequence, position). So it depends neither on the split nor on the order nor on a generator.
-    Where no token is eligible, S is empty; two tokens of one hash are taken together.
+    smallest hash of (sequence, position). So it depends neither on the split nor on the order nor
+    on a generator. Where no token is eligible, S is empty; two tokens of one hash are taken
+    together.
 
     The authors' code, and verl's, differ: they take covariance, count and draw once a
     *micro-batch*, from the log-probs of the current policy, draw with torch's global generator, and
@@ -37,17 +41,21 @@ class ClipCov:
     and costs next to nothing: such a token has no gradient.
 
     Metrics, all `[M]`: `ratio`, `approxkl`, the clip fractions of `ppo_clip` (outside S),
-        `covariance`, and
-    `cov_clipfrac` (1 in S).
+    `covariance`, and `cov_clipfrac` (1 in S).
 
     G. Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models",
     arXiv:2505.22617.
     """
 
     def __init__(
-        self, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_cov_ratio: float = 2e-4, clip_cov_lb: float = 1.0,
+        self,
+        *,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        clip_cov_ratio: float = 2e-4,
+        clip_cov_lb: float = 1.0,
         clip_cov_ub: float = 5.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_clip(clip_low, clip_high)
         covariance.check_ratio("clip_cov_ratio", clip_cov_ratio)
         if not clip_cov_lb < clip_cov_ub:

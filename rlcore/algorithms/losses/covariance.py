@@ -1,5 +1,4 @@
-"""How `clip_cov` and `kl_cov` choose tokens: the covariance of log-prob and advantage, over one
-optimizer step.
+"""How `clip_cov` and `kl_cov` choose tokens: by the covariance of log-prob and advantage.
 
 A token's covariance is `(advantage - mean) * (old log-prob - mean)`, the means over all tokens of
 the step. Its mean is the covariance proper, whose size is how fast the step lowers the entropy.
@@ -20,9 +19,7 @@ NO_DRAW = -1.0  # below every draw: with it as the last draw, no token is chosen
 
 
 def step_means(inputs: PolicyLossInputs) -> dict[str, Tensor]:
-    """Return `advantage_mean` and `logprob_mean` over the tokens of the whole step, float64
-    scalars; 0 of no tokens.
-    """
+    """Return `advantage_mean` and `logprob_mean` of the whole step, float64; 0 of no tokens."""
     return {
         "advantage_mean": _mean(_as_held(inputs.advantages)),
         "logprob_mean": _mean(_as_held(inputs.old_logprobs)),
@@ -30,9 +27,7 @@ def step_means(inputs: PolicyLossInputs) -> dict[str, Tensor]:
 
 
 def token_covariance(inputs: PolicyLossInputs, means: Mapping[str, Tensor]) -> Tensor:
-    """Return the covariance of each token, float64 `[M]`: elementwise, so that no split can change
-    a bit of it.
-    """
+    """Return the covariance of each token, float64 `[M]`, elementwise: the same in every split."""
     advantages = _as_held(inputs.advantages)
     logprobs = _as_held(inputs.old_logprobs)
     return (advantages - means["advantage_mean"]) * (logprobs - means["logprob_mean"])
@@ -61,12 +56,13 @@ def check_ratio(name: str, ratio: float) -> None:
 
 
 def _as_held(x: Tensor) -> Tensor:
-    """Round as the ranks hold these vectors, in float32, before computing in float64."""
+    """Round to float32, as the ranks have these vectors, before computing in float64."""
     return x.detach().float().double()
 
 
 def _mean(x: Tensor) -> Tensor:
-    """Average; exact where all values are equal, since float64 holds the sum of fewer than 2^29
-    equal float32 numbers.
+    """Average in float64, which is exact where all values are equal.
+
+    float64 holds the sum of fewer than 2^29 equal float32 numbers.
     """
     return x.sum() / max(x.numel(), 1)

@@ -1,4 +1,4 @@
-"""PPO whose trust region lies around another policy than the one that made the tokens."""
+"""PPO with a trust region around another policy than that of the samples."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
 
 
 @register_policy_loss(
-    "decoupled_ppo", needs={"rollout_logprobs"},
+    "decoupled_ppo",
+    needs={"rollout_logprobs"},
     formula="sg(exp(old_logprobs - rollout_logprobs)) * ppo_clip, its ratio to old_logprobs",
     source="Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298",
-)  # fmt: skip
+)
 class DecoupledPPO:
     """Clipped surrogate around the proximal policy, weighted from the behaviour policy to it.
 
@@ -42,9 +43,14 @@ class DecoupledPPO:
     """
 
     def __init__(
-        self, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None,
-        behavior_cap: float | None = None, cap_mode: Literal["truncate", "mask"] = "truncate",
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        dual_clip: float | None = None,
+        behavior_cap: float | None = None,
+        cap_mode: Literal["truncate", "mask"] = "truncate",
+    ) -> None:
         if behavior_cap is not None and not behavior_cap > 0.0:
             raise ValueError(f"behavior_cap: expected a number > 0 or none, got {behavior_cap}")
         self.surrogate = PPOClip(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)

@@ -1,6 +1,4 @@
-"""Geometric-Mean Policy Optimization: clip each token, then take the geometric mean of the
-sequence.
-"""
+"""Geometric-Mean Policy Optimization: the geometric mean of the clipped ratios of a sequence."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ class GeoMean:
     paper's, gives the mean advantage times g, as in verl.
 
     Metrics, all `[M]`: `ratio` and `approxkl` of the tokens, `sequence_ratio` (g), `clipfrac` (1
-        where the clip changes
-    d), of which `clipfrac_high` (A > 0) and `clipfrac_low` (A < 0).
+    where the clip changes d), of which `clipfrac_high` (A > 0) and `clipfrac_low` (A < 0).
 
     Y. Zhao et al., "Geometric-Mean Policy Optimization", arXiv:2507.20673.
     """
@@ -66,9 +63,7 @@ class GeoMean:
         return PolicyLoss(loss, metrics)
 
     def _clip(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Keep the pessimistic side: a token never gains by going further in the direction that its
-        advantage asks for.
-        """
+        """Keep the pessimistic side: a token gains nothing by moving on the way it is pushed."""
         upper = log_ratio.clamp(max=self.clip_high)
         lower = log_ratio.clamp(min=-self.clip_low)
         return torch.where(advantages > 0, upper, torch.where(advantages < 0, lower, 0.0))

@@ -24,7 +24,7 @@ from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
 class GSPO:
     """Clipped surrogate of the length-normalised ratio of the sequence.
 
-        s   = exp(mean over the sequence of (logprobs - old_logprobs)), the mean clamped to +-20 before exp
+        s   = exp(mean over the sequence of (logprobs - old_logprobs)), clamped to +-20 before exp
         l_t = max(-A_t s, -A_t clip(s, 1 - clip_low, 1 + clip_high))
 
     Each token's loss has a gradient to every token of its sequence. Under `aggregation:
@@ -34,7 +34,7 @@ class GSPO:
     tokens may lie beyond it.
 
     Metrics, all `[M]`: `ratio` and `approxkl` of the tokens, `sequence_ratio` (s), and the clip
-        fractions of `ppo_clip`.
+    fractions of `ppo_clip`.
 
     C. Zheng et al., "Group Sequence Policy Optimization", arXiv:2507.18071.
     """

@@ -1,6 +1,4 @@
-"""The token variant of GSPO: the ratio of the sequence in the value, the token alone in the
-gradient.
-"""
+"""The token variant of GSPO: the value of the sequence ratio, the gradient of the token alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""KL-Cov: the tokens of the highest covariance are held near the old policy, to keep the entropy
-up.
-"""
+"""KL-Cov: a KL penalty on the tokens of the highest covariance keeps the entropy up."""
 
 from __future__ import annotations
 
@@ -15,27 +13,33 @@ from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
 
 
 @register_policy_loss(
-    "kl_cov", needs={"sequence_ids"},
-    formula="-A r, plus ppo_kl_coef * |log r| on the kl_cov_ratio of all tokens whose covariance is highest",
+    "kl_cov",
+    needs={"sequence_ids"},
+    formula="-A r, plus ppo_kl_coef * |log r| on the kl_cov_ratio of all tokens whose covariance "
+    "is highest",
     source="Cui et al., arXiv:2505.22617",
-)  # fmt: skip
+)
 class KLCov:
     """Surrogate without a clip, and a KL penalty on the tokens whose covariance of log-prob and
     advantage is highest.
 
-        cov_t = (A_t - mean of A) * (old_logprobs_t - mean of old_logprobs)       means over the optimizer step
-        S     = the max(floor(kl_cov_ratio * tokens of the step), 1) tokens of highest cov_t, of those with cov_t > 0
-        l_t   = -A r + ppo_kl_coef * |log r|  in S, else -A r;    r = exp(logprobs - old_logprobs), log r clamped to +-20
+        cov_t = (A_t - mean of A) * (old_logprobs_t - mean of old_logprobs)
+        S     = the max(floor(kl_cov_ratio * tokens of the step), 1) tokens of highest cov_t,
+                of those with cov_t > 0
+        r     = exp(logprobs - old_logprobs), the log-ratio clamped to +-20 before exp
+        l_t   = -A r + ppo_kl_coef * |log r|  in S, else -A r
+
+    The means are over the optimizer step.
 
     S is fixed once an optimizer step, by `batch_stats`. Of tokens with equal covariance those with
     the smaller hash of (sequence, position) come first, so S depends neither on the split nor on
     the order. Only a positive covariance lowers the entropy: where all advantages are equal, or
     there is one token, S is empty.
 
-    The paper asks for KL(old || policy); its code and verl's take |log r|, which pulls a token back from either side.
-    We take that too. Its gradient at r = 1 is 0, so the first update of a batch is not penalised.
-    The same code ranks once a *micro-batch*, by the log-probs of the current policy, and penalises
-    at least one token of each.
+    The paper asks for KL(old || policy); its code and verl's take |log r|, which pulls a token back
+    from either side. We take that too. Its gradient at r = 1 is 0, so the first update of a batch
+    is not penalised. The same code ranks once a *micro-batch*, by the log-probs of the current
+    policy, and penalises at least one token of each.
 
     Metrics, all `[M]`: `ratio`, `approxkl`, `covariance`, and `cov_klfrac` (1 in S).
 
@@ -51,9 +55,7 @@ class KLCov:
         self.ppo_kl_coef = ppo_kl_coef
 
     def batch_stats(self, inputs: PolicyLossInputs) -> dict[str, Tensor]:
-        """Return the means, the lowest covariance in S, and the last draw still in S of those that
-        have it.
-        """
+        """Return the means, the lowest covariance in S, and the last draw in S at it."""
         means = covariance.step_means(inputs)
         cov = covariance.token_covariance(inputs, means)
         positive = cov[cov > 0]

@@ -23,7 +23,7 @@ class PPOClip:
 
         r   = exp(logprobs - old_logprobs), the log-ratio clamped to +-20 before exp
         l_t = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
-        l_t = min(l_t, -dual_clip * A)                                where A < 0 and dual_clip is given
+        l_t = min(l_t, -dual_clip * A)              where A < 0 and dual_clip is given
 
     The gradient is finite everywhere, and 0 where the log-ratio is beyond its limits. Metrics, all
     `[M]`: `ratio`, `approxkl` (half the squared log-ratio), `clipfrac` (1 where the clip changes

@@ -1,6 +1,4 @@
-"""What the losses on a probability ratio share: the clipped surrogate, its limits, and the metrics
-of a ratio.
-"""
+"""The clipped surrogate, its limits, and the metrics of a ratio, for the losses on a ratio."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ def clipped_surrogate(
         l = min(l, -dual_clip * A)                            where A < 0 and dual_clip is given
 
     Metrics, `[M]`: `clipfrac`, of which `clipfrac_high` (A > 0) and `clipfrac_low` (A < 0), and
-        `dual_clipfrac` with
-    dual clip.
+    `dual_clipfrac` with dual clip.
     """
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -55,8 +52,7 @@ def clipped_surrogate(
 
 
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
-    """Return `ratio` and `approxkl` (half the squared log-ratio) of a clamped log-ratio of tokens,
-    `[M]`.
+    """Return `ratio` and `approxkl` (half the squared log-ratio) of a clamped log-ratio, `[M]`.
 
     Every loss reports these of the tokens, also one that works with the ratio of a sequence.
     """

@@ -29,9 +29,7 @@ def value_loss(
 def value_clipped(
     values: Tensor, old_values: Tensor | None, returns: Tensor, clip: float | None = None
 ) -> Tensor:
-    """Return 1 where the clip raises the loss, else 0, detached `[M]`: the vector behind
-    `val/clipfrac_avg`.
-    """
+    """Return 1 where the clip raises the loss, else 0, detached `[M]`: `val/clipfrac_avg`."""
     plain, clipped = _squared_errors(values.detach(), old_values, returns, clip)
     return torch.zeros_like(plain) if clipped is None else (clipped > plain).to(plain.dtype)
 

@@ -1,8 +1,7 @@
-"""Contract tests that the author of a plugin runs on it, from pytest or by hand. Needs torch and
-nothing else.
+"""Contract tests that the author of a plugin runs on it. They need torch and nothing else.
 
-    from rlcore.algorithms.testing import check_estimator
-    print(check_estimator("my_package.credit:MyCredit", scale=0.5))
+from rlcore.algorithms.testing import check_estimator
+print(check_estimator("my_package.credit:MyCredit", scale=0.5))
 """
 
 from rlcore.algorithms.testing.contract import ContractError, ContractReport

@@ -1,6 +1,4 @@
-"""Small batches for the contract tests: layouts from one token upwards, and ways to rearrange a
-batch.
-"""
+"""Small batches for the contract tests, from one token upwards, and ways to rearrange them."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ PER_SEQUENCE = frozenset(
 
 @dataclass(frozen=True)
 class Layout:
-    """How many tokens each sequence has, and which group it is of."""
+    """The number of tokens and the group of each sequence."""
 
     lengths: tuple[int, ...]
     groups: tuple[int, ...]
@@ -35,9 +33,7 @@ NO_TOKENS = (Layout((), ()), Layout((0,), (0,)), Layout((0, 0, 0), (4, -1, 4)))
 
 
 def peers(seed: int) -> list[Layout]:
-    """Layouts, smallest first, in which every group has two members or more and every sequence a
-    token.
-    """
+    """Layouts, smallest first, with two members or more in every group and no empty sequence."""
     small = [Layout((1, 1, 1, 1), (0, 1, 0, 1)), Layout((2, 1, 1, 3, 1), (7, -3, 7, -3, 7))]
     alternating = Layout(NEIGHBOURS.lengths, (0, 1) * 8)
     return [*small, _random(seed, [0] * 2 + [3] * 3 + [-9] * 6, longest=70), alternating]
@@ -154,7 +150,7 @@ def cast(record: Record, dtype: torch.dtype) -> Record:
 
 
 def take(record: Record, order: Sequence[int]) -> tuple[Record, Tensor]:
-    """Choose and order sequences; also return the index that does the same to a vector of tokens."""
+    """Choose and order sequences; also return the index that does so to a vector of tokens."""
     starts = record.cu_seqlens.tolist()
     lengths = record.cu_seqlens.diff().tolist()
     tokens = torch.tensor(

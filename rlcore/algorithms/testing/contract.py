@@ -1,6 +1,4 @@
-"""A rule of the contract, the error of a plugin that breaks it, and the report on one that keeps
-them all.
-"""
+"""The rules of the contract, the error of a plugin that breaks one, and the report."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """What must hold, in one sentence, and what the author of a plugin does where it does not."""
+    """One rule: the sentence that must hold, and what the author does if it does not."""
 
     name: str
     sentence: str
@@ -20,8 +18,7 @@ class Rule:
 
 
 class ContractError(AssertionError):
-    """A plugin breaks a rule; the message has the rule, the smallest batch that shows it, and what
-    to do.
+    """A plugin breaks a rule; the message has the rule, the smallest batch, and what to do.
 
     Attributes:
         rule: the rule that broke.
@@ -54,9 +51,7 @@ class ContractReport:
 
 
 def builds(thing: Callable[..., Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether `thing` can be called with just the keywords: then it makes an algorithm, else it is
-    one.
-    """
+    """Return whether `thing` called with the keywords makes an algorithm; else it is one."""
     if isinstance(thing, type):
         return True
     try:

@@ -258,9 +258,7 @@ def _check_optional(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
 
 
 def _check_permutation(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
-    """Two neighbours of one group change places: groups that are counted off by position survive
-    that.
-    """
+    """Swap two neighbours of one group: groups that are counted off by position survive that."""
     try:
         _swap_neighbours(subject, trial, NEIGHBOURS)
     except ContractError:

@@ -104,7 +104,7 @@ class _Subject:
         return self._with_stats(self.batch(layout))
 
     def call(self, inputs: PolicyLossInputs) -> Outputs:
-        """The loss and its gradient, for some weights that belong to the tokens; both are finite."""
+        """Return the loss and its gradient under some weights of the tokens; both are finite."""
         outputs, _ = self._evaluate(inputs)
         return outputs
 
@@ -138,7 +138,7 @@ class _Subject:
         return outputs, result
 
     def _with_stats(self, inputs: PolicyLossInputs) -> PolicyLossInputs:
-        """As the trainer does: from the whole step, with the log-probs of the policy before it."""
+        """Add statistics of the whole step, with the log-probs of the policy before it."""
         if inputs.batch_stats is not None or not self.guarded.has_batch_stats:
             return inputs
         stats = self.guarded.batch_stats(replace(inputs, logprobs=inputs.old_logprobs))
@@ -146,8 +146,9 @@ class _Subject:
 
 
 def _metrics(result: PolicyLoss, inputs: PolicyLossInputs) -> Outputs:
-    """The metrics as vectors of tokens; none where tokens and sequences are equal in number and
-    cannot be told apart.
+    """Return the metrics as vectors of tokens.
+
+    Returns none where tokens and sequences are equal in number and cannot be told apart.
     """
     if inputs.num_tokens == inputs.num_sequences:
         return {}

@@ -61,12 +61,16 @@ class Trial(Generic[Record]):
             self.fail(batch, change, f"{type(error).__name__}: {error}", error)
 
     def same(
-        self, batch: Record, change: str, expected: Outputs, got: Outputs, *,
-        places: Tensor | None = None, allowed: Mapping[str, float] | None = None,
-    ) -> None:  # fmt: skip
-        """Fail unless both results agree; entry i belongs to token `places[i]` of `batch`, by
-        default to token i.
-        """
+        self,
+        batch: Record,
+        change: str,
+        expected: Outputs,
+        got: Outputs,
+        *,
+        places: Tensor | None = None,
+        allowed: Mapping[str, float] | None = None,
+    ) -> None:
+        """Fail unless both results agree; entry i belongs to token `places[i]`, by default to i."""
         for name, wanted in expected.items():
             found = got.get(name)
             if found is None:
@@ -91,9 +95,7 @@ class Trial(Generic[Record]):
             )
 
     def as_good_as_rounding(self, batch: Record, change: str = "") -> None:
-        """Fail unless float32 gives what float64 gives, to what rounding the inputs to float32 does
-        to the result.
-        """
+        """Fail unless float32 gives what float64 gives, up to the rounding of the inputs."""
         change = f"{change}, " if change else ""
         narrow = cast(batch, torch.float32)
         wide = cast(narrow, torch.float64)
@@ -111,9 +113,7 @@ class Trial(Generic[Record]):
         self.same(narrow, f"{change}in float32 instead of float64", expected, got, allowed=allowed)
 
     def _roundings(self, batch: Record) -> list[Record]:
-        """Batches that float32 cannot tell from this one: each number moved by up to half a unit in
-        the last place.
-        """
+        """Batches that float32 cannot tell from this one: moved by up to half a unit."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def moved(value: Tensor) -> Tensor:
@@ -149,10 +149,10 @@ def at(outputs: Outputs, index: Tensor) -> Outputs:
 
 
 def same_numbers(a: Tensor, b: Tensor) -> bool:
-    """Whether both tensors hold the same, NaN being NaN."""
+    """Return whether both tensors hold the same, NaN being NaN."""
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def same_outputs(a: Outputs, b: Outputs) -> bool:
-    """Whether two results are equal to the last bit."""
+    """Return whether two results are equal to the last bit."""
     return a.keys() == b.keys() and all(same_numbers(a[name], b[name]) for name in a)

@@ -1,0 +1,1 @@
+"""Checks across sections of the configuration; `all_checks` lists them."""

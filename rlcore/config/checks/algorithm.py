@@ -1,12 +1,15 @@
-"""Checks of the algorithm: nothing that is given is left unused. Pure: no torch, no files, no
-network.
-"""
+"""Checks of the algorithm. Pure: no torch, no files, no network."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlcore.config.derived import COEFFICIENTS, coefficients, takes_coefficients
+from rlcore.config.derived import (
+    COEFFICIENTS,
+    coefficients,
+    takes_coefficients,
+    updates_per_step,
+)
 from rlcore.config.messages import Problem
 from rlcore.config.sections.algorithm import CorrectionConfig
 from rlcore.config.sections.root import Config
@@ -52,7 +55,7 @@ def reward_terms(config: Config) -> Iterator[Problem]:
 
 
 def coefficient_ignored(config: Config, keyword: str) -> Problem:
-    """A coefficient of the reward that the estimator has no keyword for."""
+    """Refuse a coefficient of the reward that the estimator has no keyword for."""
     name = config.algorithm.estimator.name
     got = f"got {coefficients(config)[keyword]:g}, but estimator "
     term, instead = {
@@ -144,3 +147,30 @@ def correction(config: Config) -> Iterator[Problem]:
             " apply it twice: set none"
         )
         yield Problem(f"{path}.name", message)
+
+
+def algorithm_notes(config: Config) -> Iterator[Problem]:
+    """Yield keys of loss and correction that change nothing."""
+    algorithm = config.algorithm
+    if (
+        algorithm.loss.name == "kl_cov"
+        and updates_per_step(config) == 1
+        and algorithm.old_logprobs != "rollout"
+    ):
+        message = (
+            "'kl_cov' penalises nothing: its |log ratio| has no gradient before the second"
+            " optimizer step of a batch"
+        )
+        yield Problem("algorithm.loss.name", message)
+    if algorithm.loss.per_rollout and config.rollout.workflow == "single_turn":
+        yield Problem(
+            "algorithm.loss.per_rollout",
+            "changes nothing: workflow single_turn makes one sample a rollout",
+        )
+    oldest = config.rollout.max_staleness
+    limit = algorithm.correction.max_staleness
+    if limit is not None and limit >= oldest and config.training.debug != "train_only":
+        message = (
+            f"masks nothing: rollout.max_staleness is {oldest}, so no token is older than that"
+        )
+        yield Problem("algorithm.correction.max_staleness", message)

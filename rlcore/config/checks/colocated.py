@@ -1,6 +1,4 @@
-"""Checks of `rollout.engine.colocated` and of the GPUs that engines get. Pure: no torch, no files,
-no network.
-"""
+"""Checks of `rollout.engine.colocated` and `rollout.engine.gpus`. Pure, as all checks."""
 
 from __future__ import annotations
 
@@ -82,7 +80,7 @@ def engine_gpus(config: Config) -> Iterator[Problem]:
 
 
 def colocated_notes(config: Config) -> Iterator[Problem]:
-    """What may not leave the trainer enough."""
+    """Yield a memory share that may not leave the trainer enough."""
     engine = config.rollout.engine
     share = server_argument(engine, "mem_fraction_static")
     if engine.colocated and isinstance(share, int | float) and share > MOST_OF_A_GPU:
@@ -94,9 +92,7 @@ def colocated_notes(config: Config) -> Iterator[Problem]:
 
 
 def server_argument(engine: EngineConfig, name: str) -> Any:
-    """The user's value of one of sglang's arguments, however its name is spelled; None where it is
-    not given.
-    """
+    """Return the user's value of an SGLang argument, however it is spelled; None if not given."""
     for given, value in engine.server.items():
         if argument_name(given) == name:
             return value

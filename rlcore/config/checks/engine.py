@@ -1,6 +1,4 @@
-"""Checks of `rollout.engine`: what is given is what this kind of engine reads. Pure: no torch, no
-files, no network.
-"""
+"""Checks of `rollout.engine`: each kind of engine reads what is given. Pure, as all checks."""
 
 from __future__ import annotations
 
@@ -15,12 +13,20 @@ from rlcore.config.sections.root import Config
 ENGINE = "rollout.engine"
 EMBEDDED_ONLY = ("in_process", "max_batch")
 SGLANG_ONLY = (
-    "python", "urls", "tensor_parallel", "gpus", "host", "server", "router_url", "transport", "weights_dir",
+    "python",
+    "urls",
+    "tensor_parallel",
+    "gpus",
+    "host",
+    "server",
+    "router_url",
+    "transport",
+    "weights_dir",
     "max_in_flight",
-)  # fmt: skip
-# beyond its limit, for an engine that does not answer to be given up and ended
+)
+# time beyond the limit to give up an engine that does not answer, and end it
 ENDING_S = 45.0
-# up to whoever starts it
+# set by the user who starts the engines
 MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device")
 
 
@@ -98,7 +104,7 @@ def engine_transport(config: Config) -> Iterator[Problem]:
 
 
 def engine_notes(config: Config) -> Iterator[Problem]:
-    """What of `rollout` was given and has no effect, or another than one may think."""
+    """Yield keys of `rollout` that have no effect, or not the expected one."""
     if not generates(config):
         return
     rollout = config.rollout
@@ -108,12 +114,12 @@ def engine_notes(config: Config) -> Iterator[Problem]:
             "changes nothing: with max_staleness 0 no response is unfinished when weights change"
         )
         yield Problem("rollout.on_update", message)
-    limit = rollout.engine.update_timeout_s
-    patience = config.cluster.collective_timeout_s
-    if world_size(config) > 1 and limit + ENDING_S > patience:
+    update_s = rollout.engine.update_timeout_s
+    collective_s = config.cluster.collective_timeout_s
+    if world_size(config) > 1 and update_s + ENDING_S > collective_s:
         message = (
-            f"got {limit:g}, but while an engine hangs the other ranks wait in a collective, for"
-            f" {patience:g} s at most: "
+            f"got {update_s:g}, but while an engine hangs the other ranks wait in a collective, for"
+            f" {collective_s:g} s at most: "
         )
         message += f"leave cluster.collective_timeout_s at least {ENDING_S:g} s more than this"
         yield Problem(f"{ENGINE}.update_timeout_s", message)

@@ -37,7 +37,7 @@ def ray_launcher(config: Config) -> Iterator[Problem]:
 
 
 def _gpu_shares(config: Config) -> Iterator[Problem]:
-    """Ray gives a share of one GPU, or whole ones."""
+    """Refuse shares that Ray does not give: it gives a share of one GPU, or whole GPUs."""
     ray = config.cluster.ray
     engine = config.rollout.engine
     if not (ray.rank_gpus < 1 or ray.rank_gpus.is_integer()):
@@ -73,6 +73,6 @@ def _gpu_shares(config: Config) -> Iterator[Problem]:
 
 
 def ray_notes(config: Config) -> Iterator[Problem]:
-    """What only Ray reads."""
+    """Yield `cluster.ray` where another launcher ignores it."""
     if config.cluster.launcher != "ray" and config.cluster.ray != RayConfig():
         yield Problem("cluster.ray", f"is ignored: cluster.launcher is {config.cluster.launcher}")

@@ -1,5 +1,6 @@
-"""Checks of the SGLang servers that a run starts: what rlcore decides itself is not the user's to
-say. Pure, as all checks.
+"""Checks of the SGLang servers that a run starts. Pure, as all checks.
+
+`OURS` lists the arguments that rlcore sets itself.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def managed_servers(config: Config) -> Iterator[Problem]:
 
 
 def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
-    """What no server can be started with."""
+    """Yield arguments, hosts and devices that no server can be started with."""
     for name in engine.server:
         if (instead := OURS.get(argument_name(name))) is not None:
             yield Problem(f"rollout.engine.server.{name}", f"not to be given here: {instead}")
@@ -97,5 +98,5 @@ def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
 
 
 def argument_name(given: str) -> str:
-    """sglang's own name of an argument, however it is spelled: `tp_size`, `tp-size`, `--tp-size`."""
+    """Return SGLang's name of an argument, spelled `tp_size`, `tp-size` or `--tp-size`."""
     return given.lstrip("-").replace("-", "_")

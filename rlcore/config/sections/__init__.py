@@ -1,0 +1,1 @@
+"""The sections of the configuration: one pydantic model a section, one docstring a key."""

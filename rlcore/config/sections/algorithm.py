@@ -1,3 +1,5 @@
+"""The section `algorithm`."""
+
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
@@ -23,80 +25,96 @@ _NO = {"false", "no", "off", "0"}
 
 
 class EstimatorConfig(Plugin):
-    """`name` and the estimator's own keywords."""
+    """The advantage estimator: its `name`, and its own keywords beside it."""
 
     name: str = "grpo"
+    """A name of `rlcore algorithms`, or `package.module:Name`."""
 
 
 class LossConfig(Plugin):
-    """`name`, how tokens are weighted, and the loss's own keywords."""
+    """The policy loss: its `name`, the weights of tokens, and its own keywords beside them."""
 
     name: str = "ppo_clip"
+    """A name of `rlcore algorithms`, or `package.module:Name`; `sft` is supervised fine-tuning."""
     aggregation: Aggregation = "token-mean"
-    norm_length: PositiveInt | None = None  # for seq-mean-token-sum-norm
-    # samples that came from one rollout count as one sequence
+    """Weight of a token in the loss of an optimizer step."""
+    norm_length: PositiveInt | None = None
+    """The constant length of `seq-mean-token-sum-norm`."""
     per_rollout: bool = False
+    """Count the samples that came from one rollout as one sequence."""
 
 
 class KLConfig(Section):
-    """KL against the reference: in the reward, in the loss, or only watched."""
+    """KL against the reference: in the reward, in the loss, or only logged."""
 
     reward_kind: KLKind = "k1"
+    """Estimate of the KL in the reward and in the log."""
     loss_kind: KLKind = "k3"
+    """Estimate of the KL in the loss."""
     reward_coef: NonNegativeFloat = 0.0
+    """Coefficient of the KL that is subtracted from the reward of each token."""
     loss_coef: NonNegativeFloat = 0.0
-    # weigh the loss's KL by the ratio to the policy before the step
+    """Coefficient of the KL that is added to the loss."""
     loss_unbiased: bool = False
-    monitor: bool = False  # load the reference for the metrics alone
+    """Weigh the loss's KL by the ratio to the policy before the step: an unbiased gradient."""
+    monitor: bool = False
+    """Load the reference for the metrics alone."""
 
 
 class DistillationConfig(Section):
-    """On-policy distillation: `+ coef * (teacher's log-prob - policy's)` in the reward of each
-    token.
-    """
+    """On-policy distillation from `teacher.path`."""
 
     coef: NonNegativeFloat = 0.0
+    """Adds `coef * (teacher's log-prob - policy's)` to the reward of each token."""
 
 
 class CorrectionConfig(Plugin):
-    """Correction of the policy loss for the ratio of the trainer's to the engine's probabilities,
-    and for old tokens.
-    """
+    """Correction of the policy loss for engine and trainer that differ, and for old tokens."""
 
     model_config = ConfigDict(extra="forbid")
     keywords: ClassVar[frozenset[str]] = frozenset({"level", "lower", "upper", "veto"})
 
     name: Literal["none", "tis", "mis", "icepop"] = "none"
+    """What is done with the ratio of the trainer's to the engine's probabilities."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    lower: Probability | None = None  # bounds of the ratio; defaults by name
+    """Take the ratio of each token, of the sequence, or its geometric mean."""
+    lower: Probability | None = None
+    """Lower bound of the ratio; default: by `name`."""
     upper: float | None = Field(default=None, ge=1)
-    # a token less likely than this drops its sequence
+    """Upper bound of the ratio; default: by `name`."""
     veto: float | None = Field(default=None, gt=0, lt=1)
-    # tokens that more versions than this lie behind are not trained on
+    """A token whose ratio is below this drops its sequence."""
     max_staleness: NonNegativeInt | None = None
+    """Do not train on tokens older than this many versions; default: no limit."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords for the correction's constructor."""
+        """The keywords of the correction's constructor."""
         return {name: getattr(self, name) for name in sorted(self.keywords)}
 
 
 class AlgorithmConfig(Section):
+    """From rewards to the loss."""
+
     estimator: EstimatorConfig = Field(default_factory=EstimatorConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
     distillation: DistillationConfig = Field(default_factory=DistillationConfig)
     entropy_coef: NonNegativeFloat = 0.0
+    """Coefficient of the entropy bonus in the loss."""
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
-    epochs: PositiveInt = 1  # passes over one batch
-    minibatches: PositiveInt = 1  # optimizer steps a pass
+    epochs: PositiveInt = 1
+    """Passes over one batch."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps a pass."""
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
-    # whole batch, each group, not; default: the estimator's custom
+    """Source of the old log-probs: a pass where needed, always a pass, or the engine."""
     normalize_advantages: Normalization | None = None
+    """Whiten advantages over the batch, over each group, or not; default: the estimator's."""
 
     @field_validator("normalize_advantages", mode="before")
     @classmethod
     def _yes_is_batch(cls, value: Any) -> Any:
-        """`true` and `false`, as YAML users write them, for `batch` and `none`."""
+        """Take `true` and `false`, as YAML users write them, for `batch` and `none`."""
         word = str(value).lower()
         return "batch" if word in _YES else "none" if word in _NO else value

@@ -1,4 +1,4 @@
-"""What every section shares: unknown keys are refused, values are checked on assignment too."""
+"""The base of all sections: unknown keys are refused, values are checked on assignment too."""
 
 from __future__ import annotations
 
@@ -24,18 +24,14 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _null_is_an_empty_map(cls, value: Any, info: ValidationInfo) -> Any:
-        """Maps of an earlier file merge with later ones; `rollout.engine.server=null` is how to be
-        rid of one.
-        """
+        """Maps of files merge, so `rollout.engine.server=null` is the way to empty one."""
         is_map = typing.get_origin(cls.model_fields[str(info.field_name)].annotation) is dict
         return {} if value is None and is_map else value
 
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python takes True for 1; a configuration that says `true` where a number belongs is
-        wrong.
-        """
+        """Refuse `true` where a number belongs; Python would take it for 1."""
         if isinstance(value, bool):
             annotation = cls.model_fields[str(info.field_name)].annotation
             if {annotation, *typing.get_args(annotation)} & {int, float}:
@@ -44,19 +40,15 @@ class Section(BaseModel):
 
 
 class Plugin(Section):
-    """A section that names a plugin; other keys are the plugin's own keywords, checked where the
-    plugin is built.
-    """
+    """A section that names a plugin; its other keys are keywords, checked at the build."""
 
     model_config = ConfigDict(extra="allow", validate_assignment=True)
 
     name: str
-    # declared keys that are the named plugin's, not the section's
+    # declared keys that belong to the named plugin, not to the section
     keywords: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords for the plugin's constructor: every key that this section does not declare
-        itself.
-        """
+        """The plugin's keywords: every key that this section does not declare."""
         return dict(self.model_extra or {})

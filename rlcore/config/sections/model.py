@@ -1,3 +1,5 @@
+"""The section `model`."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -9,9 +11,12 @@ class ModelConfig(Section):
     """The policy's architecture, tokenizer and initial weights: a Hugging Face folder."""
 
     path: str
-    tokenizer: str | None = None  # default: `path`
+    """Hugging Face folder of the policy."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer; default: `path`."""
     dtype: Literal["fp32", "bf16"] = "bf16"
-    # the vocabulary is padded to a multiple of this times TP
+    """Precision of the trained weights and activations."""
     vocab_divisible_by: PositiveInt = 1
-    # the package that knows the family, if not we
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
     bridge: Literal["none", "mbridge", "megatron-bridge"] = "none"
+    """Package that converts the model, for families that rlcore does not know."""

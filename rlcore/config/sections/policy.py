@@ -17,82 +17,106 @@ from rlcore.config.sections.base import (
 
 
 class ParallelConfig(Section):
-    """Sizes of Megatron's process groups. The data-parallel size is what is left of the world size."""
+    """Sizes of Megatron's process groups; the data-parallel size follows from the world size."""
 
     tensor: PositiveInt = 1
+    """Tensor-parallel ranks, which share each matrix."""
     pipeline: PositiveInt = 1
+    """Pipeline stages, which share the layers."""
     virtual_pipeline: PositiveInt = 1
-    # of the pipeline; default: all stages hold the same number of layers
+    """Model chunks of each pipeline stage."""
     first_stage_layers: PositiveInt | None = None
+    """Layers of the first pipeline stage; default: all stages hold the same number."""
     last_stage_layers: PositiveInt | None = None
-    context: PositiveInt = 1  # every sequence is cut over so many ranks
+    """Layers of the last pipeline stage; default: all stages hold the same number."""
+    context: PositiveInt = 1
+    """Context-parallel ranks, which share each sequence."""
     expert: PositiveInt = 1
-    expert_tensor: PositiveInt | None = None  # default: `tensor`
-    # sequence parallelism inside the tensor-parallel group
+    """Expert-parallel ranks, which share the experts of each layer."""
+    expert_tensor: PositiveInt | None = None
+    """Tensor-parallel ranks of each expert; default: `tensor`."""
     sequence: bool = False
+    """Sequence parallelism inside the tensor-parallel group."""
 
 
 class OptimizerConfig(Section):
     """AdamW with gradient clipping, warm-up and decay, counted in optimizer steps."""
 
     lr: NonNegativeFloat = 1e-6
+    """Highest learning rate."""
     min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after the warm-up."""
     warmup_steps: NonNegativeInt = 0
-    decay_steps: PositiveInt | None = None  # default: every optimizer step of the run
+    """Optimizer steps in which the learning rate grows from 0."""
+    decay_steps: PositiveInt | None = None
+    """Optimizer steps to the end of the decay; default: those of the run."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
     beta1: Probability = 0.9
+    """Decay of the mean of gradients."""
     beta2: Probability = 0.95
+    """Decay of the mean of squared gradients."""
     eps: PositiveFloat = 1e-8
-    clip_grad: NonNegativeFloat = 1.0  # global norm; 0 turns clipping off
-    distributed: bool = False  # shard optimizer state over data-parallel ranks
-    # sum gradients over them while the last backward pass still runs
+    """Added to the denominator of an update."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest global norm of the gradient; 0 turns clipping off."""
+    distributed: bool = False
+    """Shard the optimizer's state over the data-parallel ranks."""
     overlap: bool = False
-    offload: bool = False  # keep optimizer state in host memory between steps
+    """Sum gradients over the data-parallel ranks while the last backward pass still runs."""
+    offload: bool = False
+    """Keep the optimizer's state in host memory between steps."""
 
 
 def default_chunk_elements(device: str) -> int:
-    """2 MiB of fp32 logits on a CPU, for its caches; 64 MiB on "cuda", where a kernel has to be
-    worth its launch.
-    """
+    """Return 2 MiB of fp32 logits for a CPU's caches, 64 MiB for "cuda": fewer launches."""
     return 1 << 24 if device == "cuda" else 1 << 19
 
 
 class LogprobsConfig(Section):
-    """The LM head is worked through in chunks, so that `[tokens, vocabulary]` never exists."""
+    """Log-probs: the LM head works in chunks, so that `[tokens, vocabulary]` never exists."""
 
-    # logits that exist at one time; default: the device's, as above
     chunk_elements: PositiveInt | None = None
-    # log-probs over the tokens that top-p and top-k left, as they were sampled
+    """Logits that exist at one time; default: 2^19 on a CPU, 2^24 on CUDA."""
     keep_sets: bool = False
+    """Sampling masks: log-probs over the tokens that top-p and top-k left, as sampled."""
 
 
 class Fp8Config(Section):
     """Matmuls in FP8, with Transformer Engine. The names are Megatron's, without `fp8_`."""
 
     format: Literal["hybrid", "e4m3"] = "hybrid"
+    """Number format: `hybrid` has e5m2 gradients."""
     recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
-    # the last two and this one belong to recipe `delayed`
+    """How the scaling factors are made."""
     margin: NonNegativeInt = 0
+    """Recipe `delayed`: margin of the scaling factors."""
     amax_history: PositiveInt = 1
+    """Recipe `delayed`: how many largest values are remembered."""
     amax_compute: Literal["most_recent", "max"] = "most_recent"
+    """Recipe `delayed`: which of the remembered values counts."""
 
 
 class PolicyConfig(Section):
+    """The trained model: layout, optimizer, micro-batches, layers."""
+
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    # over all context-parallel ranks, with the pads that they need
     max_tokens_per_microbatch: PositiveInt = 16384
-    # weights from a training checkpoint instead of `model.path`
+    """Tokens of a micro-batch over all context-parallel ranks, padding included."""
     checkpoint: str | None = None
+    """Run, checkpoint or folder of shards with the initial weights; default: `model.path`."""
     logprobs: LogprobsConfig = Field(default_factory=LogprobsConfig)
-    # its layers, where it is installed on CUDA
     transformer_engine: Literal["auto", "off"] = "auto"
-    fp8: Fp8Config | None = None  # default: none
-    # whose choice of experts training repeats
+    """`auto`: Transformer Engine's layers where it is installed, on CUDA."""
+    fp8: Fp8Config | None = None
+    """FP8 matmuls; default: none."""
     routing_replay: Literal["none", "logprobs", "engine"] = "none"
-    # any field of megatron.core's TransformerConfig
+    """Whose choice of experts training repeats: the log-prob pass's or the engine's."""
     megatron: dict[str, Any] = Field(default_factory=dict)
+    """Any field of megatron.core's TransformerConfig."""
 
     @field_validator("transformer_engine", mode="before")
     @classmethod
@@ -104,25 +128,32 @@ class PolicyConfig(Section):
 class ReferenceConfig(Section):
     """The frozen model that KL is measured against."""
 
-    path: str | None = None  # default: the initial policy
-    offload: bool = False  # keep it in host memory between passes
+    path: str | None = None
+    """Hugging Face folder of the reference; default: the initial policy."""
+    offload: bool = False
+    """Keep the reference in host memory between passes."""
 
 
 class TeacherConfig(Section):
     """The frozen model that the policy learns from, token by token: `algorithm.distillation`."""
 
-    path: str | None = None  # a Hugging Face folder with the policy's vocabulary
-    offload: bool = False  # keep it in host memory between passes
+    path: str | None = None
+    """Hugging Face folder of the teacher, which has the policy's vocabulary."""
+    offload: bool = False
+    """Keep the teacher in host memory between passes."""
 
 
 class CriticConfig(Section):
     """The value model, laid out as the policy is. Used only when the estimator needs values."""
 
-    # default: the initial policy; a reward model brings its head
     path: str | None = None
+    """Hugging Face folder of the critic; default: the initial policy. A reward model has a head."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     value_clip: PositiveFloat | None = None
+    """Clip values to this distance from the old ones in the loss; default: no clip."""
     value_loss_coef: PositiveFloat = 1.0
-    warmup_steps: NonNegativeInt = 0  # steps that train the critic alone
-    # keep it, its gradients and optimizer in host memory between passes
+    """Coefficient of the value loss."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps, which train the critic alone."""
     offload: bool = False
+    """Keep the critic, its gradients and optimizer in host memory between passes."""

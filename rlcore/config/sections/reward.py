@@ -1,3 +1,5 @@
+"""The section `reward`."""
+
 from __future__ import annotations
 
 from pydantic import Field, model_validator
@@ -6,19 +8,25 @@ from rlcore.config.sections.base import PositiveFloat, PositiveInt, Section
 
 
 class RewardModelConfig(Section):
-    """A Hugging Face sequence-classification folder with one output."""
+    """A reward model: a Hugging Face sequence-classification folder with one output."""
 
     path: str
+    """Hugging Face folder of the reward model."""
     batch_size: PositiveInt = 16
+    """Samples that the model scores at a time."""
     device: str | None = None
+    """Torch device of the model; default: chosen by rlcore."""
 
 
 class RewardPartConfig(Section):
     """One named part of the reward: `function` or `model`."""
 
-    function: str | None = None  # exact_match | math | package.module:function
+    function: str | None = None
+    """`exact_match`, `math`, or `package.module:function`."""
     model: RewardModelConfig | None = None
+    """A reward model instead of a function."""
     weight: float = 1.0
+    """Factor of this part in the sum."""
 
     @model_validator(mode="after")
     def _one_source(self) -> RewardPartConfig:
@@ -33,9 +41,12 @@ class RewardConfig(Section):
     parts: dict[str, RewardPartConfig] = Field(
         default_factory=lambda: {"exact_match": RewardPartConfig(function="exact_match")}
     )
-    # replaces the score of a response that ended by length
+    """The parts by name; default: `exact_match` alone."""
     non_stop_penalty: float | None = None
-    timeout_s: PositiveFloat = 10.0  # for one call
-    # the score of a sample whose reward failed or timed out; counted
+    """Score of a response that ended by length, instead of its own; default: its own."""
+    timeout_s: PositiveFloat = 10.0
+    """Longest time for one call of a reward function."""
     on_error: float = 0.0
+    """Score of a sample whose reward failed or timed out; such samples are counted."""
     workers: PositiveInt = 2
+    """Processes that run reward functions."""

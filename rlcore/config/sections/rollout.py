@@ -1,3 +1,5 @@
+"""The section `rollout`."""
+
 from __future__ import annotations
 
 from typing import Any, Literal
@@ -14,85 +16,119 @@ from rlcore.config.sections.base import (
 
 
 class SamplingConfig(Section):
-    """How responses are drawn. `temperature: 0` is greedy."""
+    """How responses are sampled."""
 
     temperature: NonNegativeFloat = 1.0
+    """Temperature of the softmax; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = -1  # -1: off
+    """Sample from the most likely tokens whose probabilities reach this sum."""
+    top_k: int = -1
+    """Sample from so many most likely tokens; -1: from all."""
     max_new_tokens: PositiveInt = 1024
+    """Longest response."""
     stop: list[str] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)  # the tokenizer's eos is always one
+    """Strings that end a response."""
+    stop_token_ids: list[int] = Field(default_factory=list)
+    """Tokens that end a response, beside the tokenizer's eos."""
 
 
 class RestartConfig(Section):
-    """What becomes of an engine that failed: it is started again, after a pause that doubles until
-    it has served again.
-    """
+    """Restarts of failed engines, each after a pause that doubles until the engine serves."""
 
-    limit: NonNegativeInt = 10  # restarts of one engine in a run
-    backoff_s: PositiveFloat = 1.0  # before the first
+    limit: NonNegativeInt = 10
+    """Restarts of one engine in a run."""
+    backoff_s: PositiveFloat = 1.0
+    """Pause before the first restart."""
     max_backoff_s: PositiveFloat = 60.0
+    """Longest pause before a restart."""
 
 
 class EngineConfig(Section):
+    """The engines that generate: which, how many, and how they are reached and updated."""
+
     kind: Literal["embedded", "sglang"] = "embedded"
-    count: PositiveInt = 1  # engines that the run starts
-    # embedded: default true where the run has one process and one engine
+    """rlcore's own engine on torch, or SGLang."""
+    count: PositiveInt = 1
+    """Engines that the run starts."""
     in_process: bool | None = None
-    device: str | None = None  # default: cuda when there is one, else cpu
-    dtype: Literal["fp32", "bf16"] | None = None  # default: `model.dtype`
-    threads: PositiveInt | None = None  # torch threads of an engine process
-    max_batch: PositiveInt = 256  # embedded: sequences generated together
-    # weights are published in flat buckets of at most this size
+    """Embedded: in the trainer's process; default: where there is one process and one engine."""
+    device: str | None = None
+    """Device of the engines; default: cuda when there is one, else cpu."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Precision of the engines; default: `model.dtype`."""
+    threads: PositiveInt | None = None
+    """Torch threads of an engine process; default: torch's choice."""
+    max_batch: PositiveInt = 256
+    """Embedded: sequences generated together."""
     bucket_bytes: PositiveInt = 256 << 20
+    """Largest flat bucket in which weights are published."""
     start_timeout_s: PositiveFloat = 300.0
+    """Longest start of an engine."""
     request_timeout_s: PositiveFloat = 600.0
-    update_timeout_s: PositiveFloat = 300.0  # one bucket
+    """Longest time for one request."""
+    update_timeout_s: PositiveFloat = 300.0
+    """Longest time for one bucket of a weight update."""
 
-    # sglang: which servers, and what they are told
-    # interpreter of the engine's own environment; default: .venv-sglang's
+    # sglang: which servers, and their arguments
     python: str | None = None
-    urls: list[str] = Field(default_factory=list)  # engines that somebody else runs
-    tensor_parallel: PositiveInt = 1  # ranks of one engine
-    # of this machine, shared out in order; default: chosen by us
+    """SGLang: interpreter of the engine's own environment; default: that of .venv-sglang."""
+    urls: list[str] = Field(default_factory=list)
+    """SGLang: engines that somebody else runs, instead of engines that the run starts."""
+    tensor_parallel: PositiveInt = 1
+    """SGLang: tensor-parallel ranks of one engine."""
     gpus: list[NonNegativeInt] = Field(default_factory=list)
-    # the address that engines listen on, and are reached at
+    """SGLang: GPUs of this machine, dealt to engines in order; default: chosen by rlcore."""
     host: str = "127.0.0.1"
-    # any argument of `python -m sglang.launch_server`
+    """SGLang: address that engines listen on, and are reached at."""
     server: dict[str, Any] = Field(default_factory=dict)
-    # an sglang-router in front of the engines, for generation
+    """SGLang: any argument of `python -m sglang.launch_server`."""
     router_url: str | None = None
-    # sglang: requests that one engine is given at a time
+    """SGLang: an sglang-router in front of the engines, for generation."""
     max_in_flight: PositiveInt = 256
-    # times that a request is sent again when its engine fails
+    """SGLang: requests that one engine is given at a time."""
     retries: NonNegativeInt = 3
+    """How often a request is sent again when its engine fails."""
 
-    # log-probs against the trainer's: on the first step, where a difference ends the run; then it
-    # is a warning steps from one comparison to the next; 0: never compared
+    # the engine's log-probs against the trainer's
     logprobs_every: NonNegativeInt = 20
-    # mean over tokens, in nats; default: 0.001 in fp32, 0.1 in bf16
+    """Steps from one comparison with the trainer's log-probs to the next; 0: never."""
     max_logprob_diff: PositiveFloat | None = None
+    """Largest mean difference in nats; default: 0.001 in fp32, 0.1 in bf16."""
 
     # publication, health
     transport: Literal["auto", "distributed", "tensor", "disk", "delta"] = "auto"
-    # disk and delta: a folder that trainer and engines share; default: the run's
+    """How weights reach the engines."""
     weights_dir: str | None = None
-    # publications from one checksum of all weights to the next; 0: never
+    """Transports disk and delta: folder shared with the engines; default: the run's."""
     verify_every: NonNegativeInt = 0
+    """Publications from one checksum of all weights to the next; 0: never."""
     health_every_s: PositiveFloat = 5.0
+    """Time from one health check of an engine to the next."""
     health_timeout_s: PositiveFloat = 10.0
+    """Longest time for the answer to a health check."""
     restart: RestartConfig = Field(default_factory=RestartConfig)
-    colocated: bool = False  # trainer and engines take turns on the same GPUs
+    colocated: bool = False
+    """Trainer and engines take turns on the same GPUs."""
 
 
 class RolloutConfig(Section):
+    """Generation: engines, the size of a step, sampling, workflow, staleness."""
+
     engine: EngineConfig = Field(default_factory=EngineConfig)
     prompts_per_step: PositiveInt = 32
+    """Prompts, and so groups, of one training step."""
     samples_per_prompt: PositiveInt = 8
+    """Samples of one prompt: the size of a group."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     workflow: str = "single_turn"
+    """`single_turn`, or `package.module:Name`: from a prompt to samples."""
     max_staleness: NonNegativeInt = 0
+    """Training steps that generation may be ahead; 0: trainer and engines alternate."""
     on_update: Literal["drain", "retract", "in_place", "abort"] = "drain"
+    """What a weight update does to responses in flight."""
     filters: list[str] = Field(default_factory=list)
+    """`zero_variance` or `package.module:function`: only groups that pass are trained on."""
     oversample: float = Field(default=1.0, ge=1.0)
-    timeout_s: PositiveFloat = 1800.0  # the longest that a step may wait for its rollouts
+    """Groups that are started for each that is needed, as filters drop some."""
+    timeout_s: PositiveFloat = 1800.0
+    """Longest time that a step may wait for its rollouts."""

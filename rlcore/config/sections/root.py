@@ -1,6 +1,4 @@
-"""The whole configuration. Checks across sections are in `checks.py`; reading files is in
-`load.py`.
-"""
+"""The whole configuration. `rlcore.config.checks` checks across sections, `load` reads files."""
 
 from __future__ import annotations
 

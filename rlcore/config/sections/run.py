@@ -1,13 +1,20 @@
+"""The section `run`."""
+
 from __future__ import annotations
 
 from rlcore.config.sections.base import Section
 
 
 class RunConfig(Section):
-    """Who this run is and where it writes: `<dir>/<name>/`."""
+    """The name of the run and its folder: `<dir>/<name>/`."""
 
     name: str
+    """Name of the run, and of its folder."""
     dir: str = "runs"
+    """Folder that holds the folders of runs."""
     seed: int = 1
-    deterministic: bool = False  # torch deterministic algorithms: bit-equal reruns on one layout
-    threads: int | None = None  # torch intra-op threads a process; None leaves torch's choice
+    """Seed of every random number: data order, sampling, initial heads."""
+    deterministic: bool = False
+    """Use torch's deterministic algorithms: bit-equal reruns on one layout."""
+    threads: int | None = None
+    """Torch's intra-op threads a process; default: torch's choice."""

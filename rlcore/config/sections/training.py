@@ -1,3 +1,5 @@
+"""The sections `training`, `evaluation`, `checkpoint`, `tracking` and `cluster`."""
+
 from __future__ import annotations
 
 from typing import Any, Literal
@@ -14,97 +16,135 @@ from rlcore.config.sections.base import (
 
 
 class TrainingConfig(Section):
-    """How long to train. One of `steps`, `episodes` (samples) or `epochs` (passes over the
-    prompts).
-    """
+    """How long to train: one of `steps`, `episodes` or `epochs`."""
 
     steps: PositiveInt | None = None
+    """Length of the run in training steps."""
     episodes: PositiveInt | None = None
+    """Length of the run in samples."""
     epochs: PositiveFloat | None = None
-    batch_size: PositiveInt = 256  # sft: sequences a step
+    """Length of the run in passes over the prompts."""
+    batch_size: PositiveInt = 256
+    """Supervised fine-tuning: sequences a step."""
     early_stopping: bool = False
+    """End the run after a step whose KL exceeds `target_kl`."""
     target_kl: NonNegativeFloat | None = None
+    """Largest `objective/kl` (nats a sequence) under early stopping."""
     max_update_kl: PositiveFloat | None = None
+    """End the optimizer steps of a step when `policy/approxkl_avg` exceeds this."""
     debug: Literal["rollout_only", "train_only"] | None = None
-    # train_only: a rollouts/step_*.jsonl.zst file to train on again
+    """Generate and score alone, or train alone on a recorded step."""
     replay: str | None = None
-    # ... from this training checkpoint, its optimizer state included
+    """`train_only`: the rollouts/step_*.jsonl.zst file to train on again."""
     replay_from: str | None = None
+    """`train_only`: training checkpoint to start from, optimizer state included."""
 
 
 class EvaluationConfig(Section):
-    """Held-out prompts, scored with the run's reward before the first step, every `every` steps and
-    at the end.
-    """
+    """Held-out prompts, scored with the run's reward at the start, in between and at the end."""
 
-    # 0: only when `data` is given, at the start and the end
     every: NonNegativeInt = 0
+    """Steps from one evaluation to the next; 0: at the start and the end alone."""
     paths: list[str] = Field(default_factory=list)
+    """Files with the prompts; default: no evaluation."""
     samples_per_prompt: PositiveInt = 1
+    """Samples of one prompt."""
     temperature: NonNegativeFloat = 0.0
-    max_new_tokens: PositiveInt | None = None  # default: the rollouts'
+    """Temperature of the samples; 0 is greedy."""
+    max_new_tokens: PositiveInt | None = None
+    """Longest response; default: that of the rollouts."""
     max_prompts: PositiveInt | None = None
+    """Use the first prompts alone; default: all."""
 
 
 class CheckpointConfig(Section):
-    every: NonNegativeInt = 0  # 0: only at the end
+    """Training checkpoints, and the Hugging Face folder at the end."""
+
+    every: NonNegativeInt = 0
+    """Steps from one checkpoint to the next; 0: at the end alone."""
     keep: PositiveInt = 2
-    # written from a copy in host memory while training goes on
+    """Newest checkpoints that are kept."""
     async_save: bool = False
-    export_hf: bool = True  # a Hugging Face folder at the end
+    """Write from a copy in host memory while training goes on."""
+    export_hf: bool = True
+    """Write a Hugging Face folder at the end."""
 
 
 class HubConfig(Section):
-    """Push the final model to a hub. Off unless `repo` is given."""
+    """Push the final model to the Hugging Face hub."""
 
     repo: str | None = None
+    """Repository to push to; default: none."""
     private: bool = True
+    """Make the repository private."""
 
 
 class WandbConfig(Section):
+    """Metrics in Weights & Biases."""
+
     enabled: bool = False
+    """Send metrics to wandb."""
     project: str = "rlcore"
+    """Project of the run."""
     entity: str | None = None
+    """Team or user of the project; default: that of the login."""
     mode: Literal["online", "offline"] = "online"
+    """Send at once, or keep the records for `wandb sync`."""
     tags: list[str] = Field(default_factory=list)
+    """Tags of the run."""
 
 
 class TrackingConfig(Section):
-    """metrics.jsonl is always written."""
+    """What is logged, beside metrics.jsonl, which is always written."""
 
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     tensorboard: bool = False
+    """Write TensorBoard's event files."""
     hub: HubConfig = Field(default_factory=HubConfig)
-    show_samples: NonNegativeInt = 2  # generated samples shown at each report
+    show_samples: NonNegativeInt = 2
+    """Generated samples that are shown at each report."""
     show_every: PositiveInt = 10
+    """Steps from one report of samples to the next."""
     save_rollouts: bool = True
-    # of one GPU, for perf/mfu; default: the data sheet's, for a GPU that we know
+    """Write the samples of each step to rollouts/."""
     peak_tflops: PositiveFloat | None = None
+    """Peak of one GPU, for perf/mfu; default: its data sheet's, where rlcore knows it."""
 
 
 class RayConfig(Section):
-    """What the ray launcher asks a cluster for. CPUs and GPUs are Ray's: shares that it counts, and
-    does not enforce.
-    """
+    """What the ray launcher asks of a cluster; Ray counts CPUs and GPUs, it enforces neither."""
 
-    # HOST:PORT; default: the running cluster that Ray knows of, else a local one
     address: str | None = None
-    rank_cpus: NonNegativeFloat = 1.0  # of a trainer process
-    rank_gpus: NonNegativeFloat = 1.0  # ... where the cluster has GPUs
+    """HOST:PORT, or `local`; default: the running cluster that Ray knows of, else a local one."""
+    rank_cpus: NonNegativeFloat = 1.0
+    """CPUs of a trainer process."""
+    rank_gpus: NonNegativeFloat = 1.0
+    """GPUs of a trainer process, where the cluster has GPUs."""
     engine_cpus: NonNegativeFloat = 1.0
-    engine_gpus: NonNegativeFloat = 1.0  # of each tensor-parallel rank of an engine
-    service_cpus: NonNegativeFloat = 1.0  # of the rollout service
-    runtime_env: dict[str, Any] = Field(default_factory=dict)  # Ray's: env_vars, working_dir, ...
+    """CPUs of an engine."""
+    engine_gpus: NonNegativeFloat = 1.0
+    """GPUs of each tensor-parallel rank of an engine."""
+    service_cpus: NonNegativeFloat = 1.0
+    """CPUs of the rollout service."""
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    """Ray's runtime environment of all actors: env_vars, working_dir, ..."""
 
 
 class ClusterConfig(Section):
+    """Processes and machines of the trainer, and their limits of time."""
+
     launcher: Literal["local", "torchrun", "ray"] = "local"
+    """What starts the trainer's processes."""
     nodes: PositiveInt = 1
-    # local: more than one are started and supervised by us
+    """Machines of the trainer."""
     processes_per_node: PositiveInt = 1
-    collective_timeout_s: PositiveFloat = 600.0  # a collective that takes longer ends the run
-    # a process that is silent for longer is taken for hung and named
+    """Trainer processes on each machine, one a GPU."""
+    collective_timeout_s: PositiveFloat = 600.0
+    """A collective that takes longer ends the run."""
     heartbeat_timeout_s: PositiveFloat = 120.0
+    """A process that is silent for longer is taken for hung, and named."""
     start_timeout_s: PositiveFloat = 600.0
-    max_restarts: NonNegativeInt = 3  # ray: of the trainer's ranks, when one is lost
+    """Longest start of all processes."""
+    max_restarts: NonNegativeInt = 3
+    """Ray: how often all ranks start again when one is lost."""
     ray: RayConfig = Field(default_factory=RayConfig)

@@ -1,10 +1,11 @@
-"""What `rlcore metrics` and `rlcore algorithms` print."""
+"""The listings that `rlcore metrics` and `rlcore algorithms` print."""
 
 from __future__ import annotations
 
 import json
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rlcore.algorithms import (
@@ -22,7 +23,7 @@ from rlcore.algorithms import (
 )
 from rlcore.algorithms.keywords import Keyword, constructor_keywords
 from rlcore.algorithms.plugins import Plugin
-from rlcore.config.derived import COEFFICIENTS, NORMALIZED
+from rlcore.config.derived import COEFFICIENTS
 from rlcore.config.sections.algorithm import CorrectionConfig, KLConfig, LossConfig
 from rlcore.config.sections.base import Section
 
@@ -76,7 +77,7 @@ NORMALIZATION: Mapping[str, Mode] = {
 
 
 def list_metrics() -> Iterator[str]:
-    """One line a metric: name, unit, what it is averaged over, definition."""
+    """Yield one line a metric: name, unit, what it is averaged over, definition."""
     specs = list(METRICS.values())
     widths = [
         max(len(getattr(spec, column)) for spec in specs)
@@ -91,21 +92,27 @@ def list_metrics() -> Iterator[str]:
 
 
 def metrics_page() -> str:
-    """docs/metrics.md, made by `rlcore metrics --markdown`."""
+    """Return docs/metrics.md, for `rlcore metrics --markdown`."""
     rows = "\n".join(
         f"| `{spec.name}` | {spec.definition} | {spec.denominator} | {spec.unit} |"
         for spec in METRICS.values()
     )
     return f"""# Metrics
 
-Written by `rlcore metrics --markdown`; do not edit. One JSON object a step in `runs/<name>/metrics.jsonl`, the same names
+Written by `rlcore metrics --markdown`; do not edit. One JSON object a step in \
+`runs/<name>/metrics.jsonl`, the same names
 in TensorBoard and wandb.
 
-A *token* is a trainable token: prompts, tool output, observations and padding are in no metric. A *sequence* is one with
-at least one trainable token, unless a line says "all sequences". A metric whose inputs were not computed is absent, never
-0: without a reference model there is no KL, without a critic no value loss, without a correction no `correction/*`; with
-several optimizer steps a batch and no pass before them nothing compares the policy with the engine (`rollout/ess` and the
-`train_rollout_logprob_diff`s). Steps that train the critic alone (`critic.warmup_steps`) have no policy loss.
+A *token* is a trainable token: prompts, tool output, observations and padding are in no metric. A \
+*sequence* is one with
+at least one trainable token, unless a line says "all sequences". A metric whose inputs were not \
+computed is absent, never
+0: without a reference model there is no KL, without a critic no value loss, without a correction \
+no `correction/*`; with
+several optimizer steps a batch and no pass before them nothing compares the policy with the \
+engine (`rollout/ess` and the
+`train_rollout_logprob_diff`s). Steps that train the critic alone (`critic.warmup_steps`) have no \
+policy loss.
 
 | name | what it is | averaged over | unit |
 |---|---|---|---|
@@ -114,9 +121,7 @@ several optimizer steps a batch and no pass before them nothing compares the pol
 
 
 def list_algorithms() -> Iterator[str]:
-    """Every algorithm by the key that chooses it, in lines of at most WIDTH where no single word is
-    longer.
-    """
+    """Yield every algorithm by the key that chooses it, in lines of at most WIDTH."""
     yield (
         "estimators (algorithm.estimator.name): one advantage A_t a token, from the reward R of a"
         " sequence"
@@ -160,8 +165,16 @@ def list_algorithms() -> Iterator[str]:
     yield from _keys(KLConfig, *KLConfig.model_fields)
     yield ""
     yield "normalisation of the advantages (algorithm.normalize_advantages), after the estimator"
-    yield f"  batch by default for {', '.join(sorted(NORMALIZED))}; none for the others"
+    yield f"  batch by default for {', '.join(_normalized())}; none for the others"
     yield from _mode_entries(NORMALIZATION)
+
+
+def _normalized() -> Iterator[str]:
+    for name in estimator_names():
+        # an installed package that cannot be used says so in its own entry
+        with suppress(AlgorithmError, ImportError):
+            if estimator_plugin(name).normalization == "batch":
+                yield name
 
 
 def _mode_entries(modes: Mapping[str, Mode]) -> Iterator[str]:
@@ -190,17 +203,15 @@ def _plugin_entry(
         ("source", plugin.source),
         ("plugin", "" if module.startswith("rlcore.") else f"{module}:{qualname}"),
     ]
-    yield from _entry(
-        name, next(iter((plugin.factory.__doc__ or "").strip().splitlines()), ""), rows
-    )
+    # the first paragraph, on however many lines it stands
+    summary = (plugin.factory.__doc__ or "").strip().partition("\n\n")[0]
+    yield from _entry(name, " ".join(summary.split()), rows)
 
 
 def _fields(
     plugin: Plugin, keywords: Mapping[str, Keyword], build: Callable[..., Any]
 ) -> list[tuple[str, str]]:
-    """What it needs of the batch, and what it takes where the batch has it, beside the fields that
-    are always there.
-    """
+    """Return the fields that it needs of the batch, and those that it takes where present."""
     try:
         built = build(plugin.name)
         coefficients = {
@@ -229,7 +240,7 @@ def _keyword(keyword: Keyword) -> str:
 
 
 def _keys(section: type[Section], *names: str) -> Iterator[str]:
-    """Keys of a section of the configuration with their defaults."""
+    """Yield keys of a section with their defaults."""
     defaults = (f"{name} = {json.dumps(section.model_fields[name].default)}" for name in names)
     return _wrapped("  also: ", ", ".join(defaults))
 

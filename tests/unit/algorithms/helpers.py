@@ -23,9 +23,7 @@ def cu(lengths: tuple[int, ...] | list[int]) -> Tensor:
 def random_inputs(
     lengths: tuple[int, ...] | list[int] = LENGTHS, seed: int = 0, **changes: Tensor | None
 ) -> EstimatorInputs:
-    """Build a random float64 batch with every field an estimator may need; keyword arguments
-    replace fields.
-    """
+    """Build a random float64 batch with every optional field; keyword arguments replace fields."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(n: int) -> Tensor:
@@ -36,8 +34,10 @@ def random_inputs(
     # shuffled, negative ones too
     groups = torch.randint(-2, 2, (len(lengths),), generator=generator)
     fields = {
-        "rewards": noise(len(lengths)), "group_ids": groups, "values": noise(size), "kl": noise(size).abs(),
-        "token_rewards": noise(size) / 10, "logprobs": -noise(size).abs(), "teacher_logprobs": -noise(size).abs(),
+        "rewards": noise(len(lengths)), "group_ids": groups, "values": noise(size), "kl": noise(
+        size).abs(),
+        "token_rewards": noise(size) / 10, "logprobs": -noise(size).abs(), "teacher_logprobs": -
+        noise(size).abs(),
         "baseline_rewards": noise(len(lengths)),
     }  # fmt: skip
     return EstimatorInputs(cu_seqlens=cu_seqlens, **{**fields, **changes})
@@ -62,7 +62,8 @@ def in_float32(inputs: EstimatorInputs) -> EstimatorInputs:
     """Round every floating field to float32."""
     fields = {name: getattr(inputs, name) for name in inputs.__dataclass_fields__}
     return EstimatorInputs(**{
-        name: value.float() if value is not None and value.is_floating_point() else value for name, value in fields.items()
+        name: value.float() if value is not None and value.is_floating_point() else value for name,
+        value in fields.items()
     })  # fmt: skip
 
 

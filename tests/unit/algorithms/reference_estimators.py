@@ -1,5 +1,4 @@
-"""The estimators once more, slowly: Python floats, one sequence at a time, each written from its
-paper.
+"""Slow estimators: Python floats, one sequence at a time, each written from its paper.
 
 Nothing here shares code with `rlcore.algorithms`; sums over groups are exact. Every reference takes
 the sequences of a batch and returns, for each of them, the list of its advantages and that of its
@@ -25,9 +24,7 @@ Result = list[tuple[list[float], list[float] | None]]
 
 @dataclass(frozen=True)
 class Episode:
-    """One sequence: what it earned, and a row of numbers for each per-token field that the batch
-    has.
-    """
+    """One sequence: its reward, and a row of numbers for each per-token field of the batch."""
 
     length: int
     reward: float
@@ -106,7 +103,8 @@ def ppo(
 
 
 def vapo(
-    batch: list[Episode], gamma: float = 1.0, critic_lam: float = 1.0, actor_lam: float | None = None,
+    batch: list[Episode], gamma: float = 1.0, critic_lam: float = 1.0, actor_lam: float | None =
+    None,
     alpha: float = 0.05, kl_coef: float = 0.0, distill_coef: float = 0.0,
 ) -> Result:  # fmt: skip
     result: Result = []
@@ -144,9 +142,7 @@ def remax(batch: list[Episode], kl_coef: float = 0.0, distill_coef: float = 0.0)
 
 
 def group_of(batch: list[Episode], episode: Episode) -> list[Episode]:
-    """The members of an episode's group, itself included: those of its group that have a trainable
-    token.
-    """
+    """Return the members of an episode's group that have a trainable token, itself included."""
     return [other for other in batch if other.group == episode.group and other.length > 0]
 
 
@@ -240,8 +236,10 @@ def max_rl(batch: list[Episode]) -> Result:
 
 
 REFERENCES: dict[str, Callable[..., Result]] = {
-    "ppo": ppo, "vapo": vapo, "reinforce++": reinforce_pp, "reinforce++_baseline": reinforce_pp_baseline,
-    "remax": remax, "grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "opo": opo, "gpg": gpg, "max_rl": max_rl,
+    "ppo": ppo, "vapo": vapo, "reinforce++": reinforce_pp, "reinforce++_baseline":
+    reinforce_pp_baseline,
+    "remax": remax, "grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "opo": opo, "gpg": gpg,
+    "max_rl": max_rl,
 }  # fmt: skip
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -281,7 +279,7 @@ def case_id(case: object) -> str:
 
 
 def reference(name: str, inputs: EstimatorInputs, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Advantages and returns of a batch, float64 `[M]`, by the slow reference of estimator `name`."""
+    """Advantages and returns, float64 `[M]`, by the slow reference of estimator `name`."""
     rows = REFERENCES[name](episodes(inputs), **options)
     advantages = torch.tensor([a for row, _ in rows for a in row], dtype=torch.float64)
     if any(returns is None for _, returns in rows):

@@ -1,9 +1,8 @@
-"""Slow policy losses, written from the papers: Python floats, one sequence at a time, with
-gradients by hand.
+"""Slow policy losses from the papers: Python floats, one sequence at a time, hand-made gradients.
 
 Each returns, for every sequence, its losses and their Jacobian: `slopes[t][u]` is d loss_t / d
-    logprobs_u, with what the
-papers mark as "no gradient" held constant. Nothing here imports the code under test.
+logprobs_u, with what the papers mark as "no gradient" held constant. Nothing here imports the code
+under test.
 """
 
 from __future__ import annotations
@@ -175,7 +174,8 @@ def decoupled_ppo(
 
 
 def clip_cov(
-    step: list[Sequence], clip_low: float = 0.2, clip_high: float = 0.2, clip_cov_ratio: float = 2e-4,
+    step: list[Sequence], clip_low: float = 0.2, clip_high: float = 0.2, clip_cov_ratio: float =
+    2e-4,
     clip_cov_lb: float = 1.0, clip_cov_ub: float = 5.0,
 ) -> Rows:  # fmt: skip
     cov = covariances(step)
@@ -185,7 +185,8 @@ def clip_cov(
     chosen = {(b, t) for _, b, t in eligible[: max(int(clip_cov_ratio * len(cov)), 1)]}
     rows = ppo_clip(step, clip_low, clip_high)
     for b, t in chosen:
-        rows[b][0][t], rows[b][1][t] = 0.0, [0.0] * len(rows[b][0])
+        rows[b][0][t] = 0.0
+        rows[b][1][t] = [0.0] * len(rows[b][0])
     return rows
 
 
@@ -218,9 +219,7 @@ def covariances(step: list[Sequence]) -> dict[tuple[int, int], float]:
 
 
 def draw(identity: int, position: int) -> float:
-    """The number in [0, 1) of a token: output `position` of splitmix64 seeded with the scrambled
-    identity.
-    """
+    """Return the number in [0, 1) of a token: splitmix64 seeded with the scrambled identity."""
     state = (splitmix(identity % TWO_64) + (position + 1) * 0x9E3779B97F4A7C15) % TWO_64
     return (splitmix(state) >> 11) / (1 << 53)
 
@@ -233,6 +232,8 @@ def splitmix(z: int) -> int:
 
 
 REFERENCES: dict[str, Callable[..., Rows]] = {
-    "cispo": cispo, "clip_cov": clip_cov, "decoupled_ppo": decoupled_ppo, "geo_mean": geo_mean, "gspo": gspo,
-    "gspo_token": gspo_token, "kl_cov": kl_cov, "ppo_clip": ppo_clip, "reinforce": reinforce, "sapo": sapo, "sft": sft,
+    "cispo": cispo, "clip_cov": clip_cov, "decoupled_ppo": decoupled_ppo, "geo_mean": geo_mean,
+    "gspo": gspo,
+    "gspo_token": gspo_token, "kl_cov": kl_cov, "ppo_clip": ppo_clip, "reinforce": reinforce,
+    "sapo": sapo, "sft": sft,
 }  # fmt: skip

@@ -126,7 +126,7 @@ def test_a_sequence_keeps_its_weights_in_any_order(
 
 
 def test_a_rollout_in_pieces_weighs_what_one_rollout_does() -> None:
-    """Rollout 7 branched into three samples: as a mean over sequences it would count three times."""
+    """Rollout 7 branched into three samples: a mean over sequences would count it three times."""
     lengths = (4, 2, 6, 3)
     ids = torch.tensor([7, 1, 7, 7])
     shared = loss_weights("seq-mean-token-mean", cu(lengths), rollout_ids=ids)
@@ -140,9 +140,7 @@ def test_a_rollout_in_pieces_weighs_what_one_rollout_does() -> None:
 
 
 def test_weights_taken_after_the_split_are_others() -> None:
-    """So they are computed once, from the whole optimizer step: a mean of micro-batch means is
-    another number.
-    """
+    """Weights come from the whole optimizer step: a mean of micro-batch means is another number."""
     whole = loss_weights("token-mean", cu((1, 9)))
     split = (
         torch.cat([loss_weights("token-mean", cu((1,))), loss_weights("token-mean", cu((9,)))]) / 2

@@ -1,6 +1,4 @@
-"""The contract tests for authors of estimators: ours keep every rule, and each wrong one is caught
-under the right one.
-"""
+"""The contract tests for estimators: ours keep every rule, each wrong one breaks its own."""
 
 from __future__ import annotations
 
@@ -71,7 +69,8 @@ def test_and_so_they_do_with_rewards_of_tokens(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "keywords"),
     [
-        ("grpo", {"leave_one_out": True}), ("grpo", {"normalize_std": False}), ("ppo", {"gamma": 0.99, "lam": 0.0}),
+        ("grpo", {"leave_one_out": True}), ("grpo", {"normalize_std": False}), ("ppo", {"gamma":
+         0.99, "lam": 0.0}),
         ("reinforce++", {"gamma": 0.9}),
     ],
 )  # fmt: skip
@@ -155,7 +154,8 @@ def test_the_report_can_be_printed() -> None:
 def test_an_estimator_comes_in_any_form() -> None:
     register_estimator("registered mean")(Mean)
     forms: list[Any] = [
-        Mean, Mean(), partial(Mean, scale=2.0), lambda: Mean(scale=3.0), "registered mean", f"{__name__}:Mean",
+        Mean, Mean(), partial(Mean, scale=2.0), lambda: Mean(scale=3.0), "registered mean",
+        f"{__name__}:Mean",
         build_estimator("registered mean"),
     ]  # fmt: skip
     for form in forms:

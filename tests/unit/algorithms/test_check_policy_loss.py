@@ -1,6 +1,4 @@
-"""The contract tests for authors of policy losses: ours keep every rule, and each wrong one is
-caught under the right one.
-"""
+"""The contract tests for losses: ours keep every rule, each wrong one breaks its own."""
 
 from __future__ import annotations
 

@@ -90,10 +90,12 @@ def test_a_missing_field_says_what_to_set(
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("ppo", {"gamma": 1.5}), ("ppo", {"lam": -0.1}), ("ppo", {"kl_coef": -1.0}), ("grpo", {"eps": 0.0}),
+        ("ppo", {"gamma": 1.5}), ("ppo", {"lam": -0.1}), ("ppo", {"kl_coef": -1.0}), ("grpo", {
+         "eps": 0.0}),
         ("reinforce++", {"gamma": float("nan")}), ("reinforce++", {"kl_coef": float("inf")}),
         ("reinforce++_baseline", {"distill_coef": -0.5}), ("remax", {"kl_coef": float("nan")}),
-        ("rloo", {"distill_coef": float("inf")}), ("vapo", {"alpha": 0.0}), ("vapo", {"actor_lam": 1.01}),
+        ("rloo", {"distill_coef": float("inf")}), ("vapo", {"alpha": 0.0}), ("vapo", {"actor_lam":
+         1.01}),
         ("vapo", {"critic_lam": -0.01}), ("vapo", {"gamma": 2.0}),
     ],
 )  # fmt: skip

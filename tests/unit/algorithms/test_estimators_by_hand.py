@@ -16,7 +16,7 @@ LENGTHS = (1, 1, 2, 3, 3, 1)
 
 
 def scores(name: str, rewards: list[float] = REWARDS, **options: float | bool) -> list[float]:
-    """The advantage of each sequence of the batch above, which must be the same on all its tokens."""
+    """Return the advantage of each sequence of the batch above, the same on all its tokens."""
     inputs = EstimatorInputs(
         cu_seqlens=cu(LENGTHS),
         rewards=torch.tensor(rewards, dtype=torch.float64),
@@ -110,7 +110,8 @@ def test_gae_across_a_tool_call() -> None:
 def test_vapo_takes_lambda_from_the_length() -> None:
     # alpha 0.5: lambda is 1 - 1 / (0.5 * 4) = 0.5 with four tokens, 0 with two or one
     inputs = EstimatorInputs(
-        cu_seqlens=cu((4, 2, 1)), rewards=torch.tensor([1.0, 1.0, 1.0]), group_ids=torch.tensor([0, 0, 0]),
+        cu_seqlens=cu((4, 2, 1)), rewards=torch.tensor([1.0, 1.0, 1.0]), group_ids=torch.tensor([0,
+        0, 0]),
         values=torch.tensor([0.2, 0.3, 0.33, 0.4, 0.5, 0.6, 0.7]),
     )  # fmt: skip
     result = build_estimator("vapo", alpha=0.5)(inputs)
@@ -125,7 +126,8 @@ def test_vapo_takes_lambda_from_the_length() -> None:
 
 def test_reinforce_pp_rewards_the_first_turn() -> None:
     inputs = EstimatorInputs(
-        cu_seqlens=cu((3, 0, 1)), rewards=torch.tensor([1.0, 9.0, -2.0]), group_ids=torch.tensor([0, 1, 2]),
+        cu_seqlens=cu((3, 0, 1)), rewards=torch.tensor([1.0, 9.0, -2.0]), group_ids=torch.tensor([0,
+        1, 2]),
         kl=torch.tensor([0.1, 0.2, 0.3, 0.0]),
     )  # fmt: skip
     result = build_estimator("reinforce++", kl_coef=1.0)(inputs)
@@ -137,7 +139,8 @@ def turns() -> EstimatorInputs:
     return EstimatorInputs(
         cu_seqlens=cu((2, 1)), rewards=torch.tensor([1.0, 0.0]), group_ids=torch.tensor([4, 4]),
         kl=torch.tensor([0.1, 0.2, 0.4]), logprobs=torch.tensor([-1.0, -2.0, -1.0]),
-        teacher_logprobs=torch.tensor([-1.5, -1.0, -1.0]), baseline_rewards=torch.tensor([0.25, 0.5]),
+        teacher_logprobs=torch.tensor([-1.5, -1.0, -1.0]), baseline_rewards=torch.tensor([0.25,
+        0.5]),
     )  # fmt: skip
 
 

@@ -125,7 +125,8 @@ def long_batch() -> EstimatorInputs:
 
     size = MILLION + 5
     return EstimatorInputs(
-        cu_seqlens=cu((2, MILLION, 3)), rewards=torch.tensor([1.0, 1e4, -1.0]), group_ids=torch.tensor([0, 0, 0]),
+        cu_seqlens=cu((2, MILLION, 3)), rewards=torch.tensor([1.0, 1e4, -1.0]), group_ids=torch.
+        tensor([0, 0, 0]),
         values=noise(size), kl=noise(size).abs() / 100,
     )  # fmt: skip
 

@@ -37,9 +37,7 @@ GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce++_baselin
 
 @st.composite
 def batches(draw: st.DrawFn) -> EstimatorInputs:
-    """Up to 10 sequences of up to 40 tokens, empty ones among them, in up to 4 groups; rewards that
-    often repeat.
-    """
+    """Draw up to 10 sequences of up to 40 tokens in up to 4 groups; rewards often repeat."""
     lengths = draw(
         st.lists(st.one_of(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=10)
     )
@@ -49,7 +47,8 @@ def batches(draw: st.DrawFn) -> EstimatorInputs:
     groups = draw(st.lists(st.integers(-2, 1), min_size=size, max_size=size))
     return random_inputs(
         lengths, draw(st.integers(0, 2**16)),
-        rewards=torch.tensor(rewards, dtype=torch.float64), group_ids=torch.tensor(groups, dtype=torch.int64),
+        rewards=torch.tensor(rewards, dtype=torch.float64), group_ids=torch.tensor(groups, dtype=
+        torch.int64),
     )  # fmt: skip
 
 

@@ -1,6 +1,4 @@
-"""Every estimator against its slow reference, on ragged random batches and on those with gaps for
-tools.
-"""
+"""Every estimator against its slow reference, on ragged batches and on those with tool gaps."""
 
 from __future__ import annotations
 
@@ -95,9 +93,7 @@ def test_the_order_of_sequences_does_not_matter(name: str, options: dict[str, An
 
 
 def with_gaps(seed: int) -> tuple[EstimatorInputs, list[list[bool]], dict[str, list[list[float]]]]:
-    """Samples like [a a obs obs a a]: the batch of their trainable tokens, their masks, and all
-    their numbers.
-    """
+    """Return samples like [a a obs obs a a]: the batch of trainable tokens, masks, all numbers."""
     masks = [
         [True, True, False, False, True, True],
         [True, False, True, False, False, True, False],  # ends in an observation
@@ -131,9 +127,7 @@ def with_gaps(seed: int) -> tuple[EstimatorInputs, list[list[bool]], dict[str, l
 def masked_gae(
     rewards: list[float], values: list[float], mask: list[bool], gamma: float, lam: float
 ) -> list[float]:
-    """GAE on the whole sample, gaps included: an observation hands on the value and the advantage
-    behind it.
-    """
+    """GAE on the whole sample: an observation passes on the value and the advantage behind it."""
     advantages = []
     value = 0.0
     advantage = 0.0
@@ -148,7 +142,8 @@ def masked_gae(
 @pytest.mark.parametrize(
     ("name", "options", "gamma", "lam"),
     [
-        ("ppo", {"gamma": 0.9, "lam": 0.95}, 0.9, 0.95), ("vapo", {"gamma": 0.9, "actor_lam": 0.5}, 0.9, 0.5),
+        ("ppo", {"gamma": 0.9, "lam": 0.95}, 0.9, 0.95), ("vapo", {"gamma": 0.9, "actor_lam": 0.5},
+         0.9, 0.5),
         ("reinforce++", {"gamma": 0.9}, 0.9, 1.0), ("remax", {}, 1.0, 1.0),
     ],
     ids=case_id,

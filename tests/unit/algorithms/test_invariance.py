@@ -1,5 +1,4 @@
-"""Neither the order of sequences nor their split into micro-batches changes a gradient, for every
-estimator, loss and mode.
+"""Neither the order of sequences nor their split into micro-batches changes a gradient.
 
 Parametrised over the registries: a new estimator or loss is tested by being registered.
 """
@@ -73,8 +72,10 @@ def step() -> dict[str, Tensor]:
         return x + 0.3 * torch.randn(x.shape, generator=generator, dtype=torch.float64)
 
     return {
-        "logprobs": near(old), "old_logprobs": old, "ref_logprobs": near(old), "rollout_logprobs": near(old),
-        "advantages": torch.randn(old.shape, generator=generator, dtype=torch.float64), "entropy": near(old).abs(),
+        "logprobs": near(old), "old_logprobs": old, "ref_logprobs": near(old), "rollout_logprobs":
+        near(old),
+        "advantages": torch.randn(old.shape, generator=generator, dtype=torch.float64), "entropy":
+        near(old).abs(),
         "versions": torch.zeros(old.numel(), dtype=torch.int64),
         "sequence_ids": torch.arange(len(LENGTHS)) + 100,
     }  # fmt: skip
@@ -96,9 +97,7 @@ def select(fields: dict[str, Tensor], order: list[int]) -> dict[str, Tensor]:
 
 
 def weights_of(mode: AggregationMode, order: list[int], rollout_ids: Tensor | None) -> Tensor:
-    """The weights of the step, computed with its sequences in this order and handed back in the
-    order of LENGTHS.
-    """
+    """Compute the weights of the step in this order; return them in the order of LENGTHS."""
     ids = None if rollout_ids is None else rollout_ids[torch.tensor(order)]
     weights = loss_weights(mode, cu([LENGTHS[b] for b in order]), norm_length=16, rollout_ids=ids)
     return torch.empty_like(weights).index_copy(0, tokens_of(order), weights).double()
@@ -112,8 +111,9 @@ def built(name: str) -> GuardedPolicyLoss:
 def gradient(
     name: str, fields: dict[str, Tensor], weights: Tensor, order: list[int], pieces: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Gradient `[M]` and value of `sum(w * l)`, its micro-batches one after the other; statistics
-    from the whole step.
+    """Return the gradient `[M]` and the value of `sum(w * l)`, one micro-batch after the other.
+
+    Statistics come from the whole step.
     """
     loss = built(name)
     stats = loss.batch_stats(PolicyLossInputs(**select(fields, order)))  # type: ignore[arg-type]
@@ -178,9 +178,7 @@ def credit(name: str, order: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("loss", policy_loss_names())
 @pytest.mark.parametrize("estimator", estimator_names())
 def test_every_estimator_with_every_loss_and_aggregation(estimator: str, loss: str) -> None:
-    """From rewards to the gradient: estimated in one order and trained in one piece, or in another
-    and in many.
-    """
+    """From rewards to the gradient, in one order and one piece, or in another and in many."""
     straight, one = as_it_is(len(LENGTHS))
     runs = []
     for order, pieces in ((straight, one), (ORDER, PIECES)):
@@ -208,7 +206,7 @@ def test_this_file_would_see_a_mean_of_micro_batch_means(mode: AggregationMode) 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_this_file_would_see_statistics_of_a_micro_batch(name: str) -> None:
-    """The defect of the first implementation: covariance and threshold taken in each micro-batch."""
+    """The defect of the first implementation: covariance and threshold of each micro-batch."""
     straight, one = as_it_is(len(LENGTHS))
     weights = weights_of("token-mean", straight, None)
     whole, _ = gradient(name, step(), weights, straight, one)

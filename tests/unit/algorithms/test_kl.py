@@ -93,9 +93,7 @@ KINDS = get_args(KLKind)
 
 
 def policies(seed: int = 0, vocabulary: int = 7) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits with grad, and the log-probs of a reference and of an old policy, all of them far
-    apart.
-    """
+    """Return logits with grad, and the distant log-probs of a reference and an old policy."""
     logits, reference, old = torch.randn(
         3, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
@@ -167,13 +165,11 @@ def test_for_any_three_policies(kind: KLKind, rows: list[tuple[float, float, flo
 
 
 def test_the_plain_terms_have_other_gradients() -> None:
-    """On policy: k1 none at all, k2 that of the KL, k3 that of the reverse KL. Each is stated in
-    the docstring.
-    """
+    """On policy k1 has no gradient, k2 that of the KL, k3 that of the reverse KL."""
     logits, reference, _ = policies()
     own = logits.detach().log_softmax(-1)
     found = {
-        kind: gradient(logits, lambda p: (own.exp() * loss_kl(p, reference, kind)).sum())
+        kind: gradient(logits, lambda p, kind=kind: (own.exp() * loss_kl(p, reference, kind)).sum())
         for kind in KINDS
     }
     forward = gradient(logits, lambda p: exact_kl(p, reference))
@@ -211,9 +207,7 @@ def test_the_weighted_term_is_finite_in_float32(kind: KLKind, d: float, r: float
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_gradcheck_of_the_weighted_term(kind: KLKind) -> None:
-    """k2 holds its ratio constant, which finite differences do not: the expectations above are its
-    proof.
-    """
+    """Finite differences do not hold the ratio of k2 constant: the tests above are its proof."""
     logprobs, reference, old = torch.randn(
         3, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )

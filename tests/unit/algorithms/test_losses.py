@@ -22,7 +22,8 @@ def policy_loss(
 ) -> PolicyLoss:
     logprobs = torch.tensor(ratios, dtype=torch.float64).log()
     return build_policy_loss(name, **kwargs)(PolicyLossInputs(
-        cu_seqlens=torch.tensor([0, len(ratios)]), logprobs=logprobs, old_logprobs=torch.zeros_like(logprobs),
+        cu_seqlens=torch.tensor([0, len(ratios)]), logprobs=logprobs, old_logprobs=torch.zeros_like(
+        logprobs),
         advantages=torch.tensor(advantages, dtype=torch.float64),
     ))  # fmt: skip
 

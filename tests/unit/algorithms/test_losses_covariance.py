@@ -1,6 +1,4 @@
-"""`clip_cov` and `kl_cov`: which tokens they choose, once an optimizer step, whatever the split and
-the order.
-"""
+"""`clip_cov` and `kl_cov` choose the same tokens in every split and order."""
 
 from __future__ import annotations
 
@@ -23,13 +21,15 @@ each_loss = pytest.mark.parametrize("name", sorted(CHOSEN))
 
 
 def step(
-    old: list[float] | Tensor, advantages: list[float] | Tensor, lengths: tuple[int, ...] | None = None,
+    old: list[float] | Tensor, advantages: list[float] | Tensor, lengths: tuple[int, ...] | None =
+    None,
     dtype: torch.dtype = torch.float64, **changes: Any,
 ) -> PolicyLossInputs:  # fmt: skip
     old = torch.as_tensor(old, dtype=dtype)
     borders = cu(lengths if lengths is not None else (old.numel(),))
     fields: dict[str, Any] = {
-        "logprobs": old, "old_logprobs": old, "advantages": torch.as_tensor(advantages, dtype=dtype),
+        "logprobs": old, "old_logprobs": old, "advantages": torch.as_tensor(advantages, dtype=
+        dtype),
         "sequence_ids": torch.arange(borders.numel() - 1),
     }  # fmt: skip
     return PolicyLossInputs(cu_seqlens=borders, **{**fields, **changes})
@@ -77,8 +77,17 @@ def test_clip_cov_takes_a_random_part_of_those_between_the_bounds() -> None:
     assert not torch.equal(picked[eligible].nonzero().flatten(), torch.arange(20)), (
         "not simply the first"
     )
-    others = chosen("clip_cov", step(inputs.old_logprobs, inputs.advantages, (150, 0, 1, 249),
-                                     sequence_ids=torch.arange(4) + 99), **bounds, clip_cov_ratio=0.05)  # fmt: skip
+    others = chosen(
+        "clip_cov",
+        step(
+            inputs.old_logprobs,
+            inputs.advantages,
+            (150, 0, 1, 249),
+            sequence_ids=torch.arange(4) + 99,
+        ),
+        **bounds,
+        clip_cov_ratio=0.05,
+    )
     assert not torch.equal(picked, others), "other sequences, other draws"
     assert torch.equal(chosen("clip_cov", inputs, **bounds, clip_cov_ratio=1.0), eligible)
 

@@ -1,6 +1,4 @@
-"""Every policy loss against its slow reference: values, whole Jacobians, extremes; gradcheck;
-identities between losses.
-"""
+"""Every policy loss against its slow reference: values, whole Jacobians, extremes, identities."""
 
 from __future__ import annotations
 
@@ -87,8 +85,10 @@ def inputs_of(
         return torch.tensor([x for sequence in step for x in getattr(sequence, field)], dtype=dtype)
 
     fields = {
-        "logprobs": flat("logprobs"), "old_logprobs": flat("old"), "rollout_logprobs": flat("rollout"),
-        "advantages": flat("advantages"), "sequence_ids": torch.tensor([s.identity for s in step], dtype=torch.int64),
+        "logprobs": flat("logprobs"), "old_logprobs": flat("old"), "rollout_logprobs": flat(
+        "rollout"),
+        "advantages": flat("advantages"), "sequence_ids": torch.tensor([s.identity for s in step],
+        dtype=torch.int64),
     }  # fmt: skip
     return PolicyLossInputs(cu_seqlens=cu([len(s.old) for s in step]), **{**fields, **changes})
 
@@ -137,9 +137,7 @@ def test_every_loss_of_ours_has_a_reference_a_formula_and_a_source() -> None:
 @each_case()
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_values_and_gradients(name: str, kwargs: dict[str, Any], seed: int) -> None:
-    """The Jacobian is that of the reference, 0 between sequences; empty and one-token sequences are
-    among them.
-    """
+    """The Jacobian is that of the reference and 0 between sequences, short ones included."""
     step = ragged_step(seed=seed)
     values, jacobian = values_and_jacobian(name, kwargs, inputs_of(step))
     want_values, want_jacobian = expected(REFERENCES[name](step, **kwargs))
@@ -175,9 +173,7 @@ def test_any_finite_input(
 def test_extreme_log_ratios_in_float32(
     name: str, kwargs: dict[str, Any], gaps: tuple[float, ...], advantage: float
 ) -> None:
-    """Finite and right, in the loss and in the gradient, also where the engine is as far from the
-    trainer.
-    """
+    """Loss and gradient stay finite and right, also where the engine is far from the trainer."""
     n = len(gaps)
     step = [Sequence(3, [gap - 1.0 for gap in gaps], [-1.0] * n, [-1e4] * n, [advantage] * n)]
     values, jacobian = values_and_jacobian(name, kwargs, inputs_of(step, torch.float32))
@@ -287,9 +283,7 @@ def test_decoupled_ppo_around_the_behaviour_policy_is_ppo() -> None:
 
 
 def test_decoupled_ppo_is_unbiased_for_the_proximal_surrogate() -> None:
-    """Weighed by the behaviour policy's probabilities, the loss is that of tokens drawn from the
-    proximal one.
-    """
+    """Weighed by the behaviour policy's probabilities, the loss is that of proximal samples."""
     generator = torch.Generator().manual_seed(1)
     new, old, behaviour = torch.randn(3, 6, generator=generator, dtype=torch.float64).log_softmax(
         -1
@@ -329,9 +323,7 @@ def test_cispo_keeps_the_gradient_that_ppo_clips_away() -> None:
 
 
 def test_sapo_slope_peaks_at_one_and_fades_faster_below_zero_advantage() -> None:
-    """The gradient over that of the plain surrogate: 1 at r = 1, less on both sides, least for the
-    larger tau.
-    """
+    """The slope over that of the plain surrogate is 1 at r = 1 and less on both sides."""
     for advantage, tau in ((1.0, 1.0), (-1.0, 1.05)):
         shares = []
         for d in (-0.5, 0.0, 0.5):
@@ -385,9 +377,7 @@ def test_senseless_keywords_are_refused(name: str, kwargs: dict[str, Any], messa
 
 
 def test_long_sequences_do_not_lose_their_mean_in_float32() -> None:
-    """100,000 log-ratios of 1e-4 between log-probs of -12: s is e^1e-4, to the rounding of the
-    inputs.
-    """
+    """100,000 log-ratios of 1e-4 between log-probs of -12: s is e^1e-4, up to input rounding."""
     n = 100_000
     old = torch.full((n,), -12.0)
     logprobs = old + 1e-4

@@ -1,6 +1,4 @@
-"""Wrong metrics that were seen in use, each beside ours: the formula of the defect does not pass
-the test that ours passes.
-"""
+"""Wrong metrics seen in other trainers: each formula fails the test that ours passes."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ def padded(x: Tensor, fill: float) -> Tensor:
 
 @pytest.fixture
 def step() -> dict[str, Tensor]:
-    """Vectors of a step [M]: log-probs before and after it, of the reference; entropy and
-    advantages.
-    """
+    """Vectors of a step [M]: log-probs before, after and of the reference; entropy, advantages."""
     size = sum(LENGTHS)
     before = -noise(size, 0).abs()
     return {
@@ -59,8 +55,10 @@ def step() -> dict[str, Tensor]:
 def batch(step: dict[str, Tensor]) -> EstimatorInputs:
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.5], dtype=torch.float64)
     return EstimatorInputs(
-        cu_seqlens=cu(LENGTHS), rewards=rewards, group_ids=torch.tensor([0, 0, 1, 1]), logprobs=step["before"],
-        ref_logprobs=step["reference"], kl=approx_kl(step["before"], step["reference"], "k1"), values=noise(sum(LENGTHS), 5),
+        cu_seqlens=cu(LENGTHS), rewards=rewards, group_ids=torch.tensor([0, 0, 1, 1]), logprobs=step
+        ["before"],
+        ref_logprobs=step["reference"], kl=approx_kl(step["before"], step["reference"], "k1"),
+        values=noise(sum(LENGTHS), 5),
     )  # fmt: skip
 
 
@@ -74,9 +72,11 @@ def update(
     tokens = slice(int(borders[first]), int(borders[last]))
     inputs = PolicyLossInputs(
         cu_seqlens=borders[first : last + 1] - borders[first], logprobs=step["after"][tokens],
-        old_logprobs=step["before"][tokens], advantages=step["advantages"][tokens], entropy=step["entropy"][tokens],
+        old_logprobs=step["before"][tokens], advantages=step["advantages"][tokens], entropy=step[
+        "entropy"][tokens],
         rollout_logprobs=step["before"][tokens], ref_logprobs=step["reference"][tokens],
-        versions=torch.zeros(tokens.stop - tokens.start).long(), sequence_ids=torch.arange(first, last),
+        versions=torch.zeros(tokens.stop - tokens.start).long(), sequence_ids=torch.arange(first,
+        last),
     )  # fmt: skip
     inputs = replace(inputs, batch_stats=loss.batch_stats(inputs))
     moments.add_objective(loss(inputs), loss_weights("token-mean", borders)[tokens])
@@ -88,9 +88,7 @@ def per_sequence_mean(x: Tensor) -> float:
 
 
 def test_objective_entropy_counts_no_padding(step: dict[str, Tensor]) -> None:
-    """open-instruct and TRL: padded log-probs are filled with 1.0 and `(-logprobs).sum(1).mean()`
-    takes them in.
-    """
+    """open-instruct and TRL: padded log-probs are 1.0, and the sum counts them."""
     truth = per_sequence_mean(-step["before"])
     ours = rollout_metrics(batch(step), entropy=-step["before"])["objective/entropy"]
     defective = (-padded(step["before"], fill=1.0)).sum(1).mean().item()
@@ -112,7 +110,7 @@ def test_approxkl_is_not_diluted_by_padding(step: dict[str, Tensor]) -> None:
 
 
 def test_the_ratio_is_not_pulled_to_one_by_padding(step: dict[str, Tensor]) -> None:
-    """open-instruct and TRL: padding has ratio 1, so mean and variance say that nothing happened."""
+    """open-instruct and TRL: padding has ratio 1, which hides mean and variance of the tokens."""
     ratio = (step["after"] - step["before"]).exp()
     ours = update(step).reduce()
     defective = (padded(step["after"], 1.0) - padded(step["before"], 1.0)).exp()
@@ -124,7 +122,7 @@ def test_the_ratio_is_not_pulled_to_one_by_padding(step: dict[str, Tensor]) -> N
 
 @pytest.mark.parametrize("name", policy_loss_names())
 def test_policy_entropy_is_measured_for_every_loss(step: dict[str, Tensor], name: str) -> None:
-    """open-instruct: `policy/entropy_avg` is the mean of a table that nothing writes to, always 0."""
+    """open-instruct: `policy/entropy_avg` is the mean of a table that nothing fills, always 0."""
     truth = step["entropy"].mean().item()
     defective = torch.zeros(len(LENGTHS)).mean().item()
     assert update(step, name=name).reduce()["policy/entropy_avg"] == pytest.approx(truth, rel=1e-12)
@@ -132,9 +130,7 @@ def test_policy_entropy_is_measured_for_every_loss(step: dict[str, Tensor], name
 
 
 def test_non_score_reward_is_minus_the_penalty(step: dict[str, Tensor]) -> None:
-    """open-instruct's page: `beta * kl`. The reward that the policy gets for its KL is negative
-    where the KL is positive.
-    """
+    """open-instruct's page says `beta * kl`, but the reward of a positive KL is negative."""
     coef = 0.1
     inputs = batch(step)
     assert inputs.kl is not None
@@ -149,8 +145,9 @@ def test_non_score_reward_is_minus_the_penalty(step: dict[str, Tensor]) -> None:
 
 
 def test_rollout_kl_does_not_depend_on_context_parallelism(step: dict[str, Tensor]) -> None:
-    """slime: each of cp_size ranks reports the sum over the gathered sequence, unmasked, and the
-    sums are added.
+    """slime: each of cp_size ranks reports the unmasked sum of the gathered sequence.
+
+    The sums of the ranks are then added.
     """
     cp_size = 4
     inputs = batch(step)
@@ -171,9 +168,7 @@ def test_rollout_kl_does_not_depend_on_context_parallelism(step: dict[str, Tenso
 
 
 def test_rollout_kl_sees_no_tool_tokens() -> None:
-    """slime: the mean runs over the whole response, tool output included, where no policy chose
-    anything.
-    """
+    """slime: the mean is over the whole response, tool output included."""
     policy = torch.tensor([-1.0, -2.0, -9.0, -9.0, -1.0])
     reference = torch.tensor([-1.5, -2.5, -1.0, -1.0, -1.5])
     mask = torch.tensor([True, True, False, False, True])
@@ -187,9 +182,7 @@ def test_rollout_kl_sees_no_tool_tokens() -> None:
 
 
 def test_the_logged_kl_is_not_the_shaped_reward(step: dict[str, Tensor]) -> None:
-    """slime's PPO branch scaled the KL in place and added the reward, and the KL that was logged
-    was that.
-    """
+    """slime: the PPO branch scaled the KL in place, added the reward, and logged the result."""
     inputs = batch(step)
     assert inputs.kl is not None
     truth = inputs.kl.mean().item()
@@ -203,9 +196,7 @@ def test_the_logged_kl_is_not_the_shaped_reward(step: dict[str, Tensor]) -> None
 
 
 def test_a_metric_is_no_mean_of_micro_batch_means(step: dict[str, Tensor]) -> None:
-    """verl and others: each micro-batch is averaged, then the averages; a short one counts as much
-    as a long one.
-    """
+    """verl and others: the mean of micro-batch means counts a short micro-batch like a long one."""
     parts = [update(step, b, b + 1) for b in range(len(LENGTHS))]
     whole = update(step).reduce()
     means = [part.reduce() for part in parts]
@@ -219,9 +210,7 @@ def test_a_metric_is_no_mean_of_micro_batch_means(step: dict[str, Tensor]) -> No
 
 
 def test_an_effective_sample_size_is_no_mean_of_effective_sample_sizes() -> None:
-    """slime's `ess_ratio` averages those of the sequences: unequal sequences, each even in itself,
-    look perfect.
-    """
+    """slime: `ess_ratio` averages sequences: unequal ones, each even in itself, look perfect."""
     ratio = torch.cat([torch.full((50,), 2.0), torch.full((50,), 0.1)]).double()
     moments = Moments()
     for part in ratio.split(50):
@@ -236,9 +225,7 @@ def test_an_effective_sample_size_is_no_mean_of_effective_sample_sizes() -> None
 def test_a_sequence_without_tokens_is_in_no_mean_over_trained_sequences(
     step: dict[str, Tensor],
 ) -> None:
-    """Divided by all sequences, `objective/*` would fall with every response that was cut to
-    nothing.
-    """
+    """Over all sequences, `objective/*` would fall with every response that lost all tokens."""
     kl = batch(step).kl
     assert kl is not None
     more = EstimatorInputs(

@@ -38,7 +38,8 @@ Make = Callable[..., EstimatorInputs]
 
 def batch(**changes: torch.Tensor | None) -> EstimatorInputs:
     fields = {
-        "rewards": torch.tensor([1.0, 0.0, 3.0, 3.0, 5.0]), "group_ids": torch.tensor([8, 8, 2, 2, 7]),
+        "rewards": torch.tensor([1.0, 0.0, 3.0, 3.0, 5.0]), "group_ids": torch.tensor([8, 8, 2, 2,
+        7]),
         "kl": torch.tensor([0.1, 0.2, 0.3, 0.4, 1.0, 2.0]),
     }  # fmt: skip
     return EstimatorInputs(cu_seqlens=cu((3, 0, 1, 1, 1)), **{**fields, **changes})
@@ -120,8 +121,10 @@ def test_explained_variance() -> None:
 
 def test_what_was_not_measured_is_absent() -> None:
     assert set(rollout_metrics(batch(kl=None))) == {
-        "objective/scores", "val/sequence_lengths", "val/sequence_lengths_min", "val/sequence_lengths_max",
-        "rollout/reward", "rollout/reward_std", "rollout/singleton_groups", "rollout/zero_std_groups",
+        "objective/scores", "val/sequence_lengths", "val/sequence_lengths_min",
+        "val/sequence_lengths_max",
+        "rollout/reward", "rollout/reward_std", "rollout/singleton_groups",
+        "rollout/zero_std_groups",
     }  # fmt: skip
     assert "objective/rlhf_reward" not in rollout_metrics(batch(kl=None), reward_coef=0.1)
     assert rollout_metrics(batch(kl=None), reward_coef=0.0)["objective/rlhf_reward"] == 3.0
@@ -130,8 +133,14 @@ def test_what_was_not_measured_is_absent() -> None:
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
 def test_batches_without_tokens(make_inputs: Make, lengths: tuple[int, ...]) -> None:
     inputs = make_inputs(lengths=lengths)
-    metrics = rollout_metrics(inputs, entropy=inputs.kl, finish_reasons=["abort"] * len(lengths), returns=inputs.kl,
-                              reward_coef=0.1, version=3)  # fmt: skip
+    metrics = rollout_metrics(
+        inputs,
+        entropy=inputs.kl,
+        finish_reasons=["abort"] * len(lengths),
+        returns=inputs.kl,
+        reward_coef=0.1,
+        version=3,
+    )
     assert not any(name.startswith("objective") for name in metrics)
 
 
@@ -154,11 +163,13 @@ def test_every_definition_is_computed_and_everything_computed_is_defined(make_in
     noise = inputs.kl
     assert noise is not None
     full = EstimatorInputs(**{
-        **vars(inputs), "ref_logprobs": noise, "rollout_logprobs": noise, "versions": torch.zeros(176).long(),
+        **vars(inputs), "ref_logprobs": noise, "rollout_logprobs": noise, "versions": torch.zeros(
+        176).long(),
         "baseline_rewards": inputs.rewards,
     })  # fmt: skip
     made = rollout_metrics(
-        full, finish_reasons=["stop"] * 9, entropy=noise, correct=torch.ones(9), returns=noise, reward_coef=0.1, version=1,
+        full, finish_reasons=["stop"] * 9, entropy=noise, correct=torch.ones(9), returns=noise,
+        reward_coef=0.1, version=1,
         max_staleness=1,
     )  # fmt: skip
     moments = train(full.cu_seqlens, [(0, 9)])
@@ -200,7 +211,8 @@ def train(borders: torch.Tensor, micro_batches: list[tuple[int, int]]) -> Moment
         tokens = slice(int(borders[first]), int(borders[last]))
         logprobs, old, advantages, entropy, values, returns, engine, reference = vectors[:, tokens]
         inputs = PolicyLossInputs(
-            cu_seqlens=borders[first : last + 1] - borders[first], logprobs=logprobs, old_logprobs=old,
+            cu_seqlens=borders[first : last + 1] - borders[first], logprobs=logprobs, old_logprobs=
+            old,
             advantages=advantages, entropy=entropy.abs(),
         )  # fmt: skip
         plain = loss(inputs)
@@ -261,7 +273,8 @@ def test_moments_by_hand() -> None:
     )
     moments.add("policy_loss", torch.tensor([3.0, 1.0]))
     assert moments.reduce(optimizer_steps=2) == {
-        "val/ratio": 3.0, "val/ratio_max": 6.0, "val/ratio_var": 7.0, "mine/x": 1.0, "policy/y_avg": 1.0,
+        "val/ratio": 3.0, "val/ratio_max": 6.0, "val/ratio_var": 7.0, "mine/x": 1.0, "policy/y_avg":
+        1.0,
         "loss/policy_avg": 2.0,
     }  # fmt: skip
     assert Moments().reduce() == {}

@@ -49,7 +49,8 @@ def batch(
     **fields: Tensor,
 ) -> EstimatorInputs:
     return EstimatorInputs(
-        cu_seqlens=cu(lengths), rewards=torch.tensor(rewards), group_ids=torch.tensor(groups or list(range(len(lengths)))),
+        cu_seqlens=cu(lengths), rewards=torch.tensor(rewards), group_ids=torch.tensor(groups or list
+        (range(len(lengths)))),
         **fields,
     )  # fmt: skip
 
@@ -74,9 +75,7 @@ def gae_over_every_position(rewards: Tensor, values: Tensor) -> Tensor:
 
 
 def gae_that_zeroes_observations(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """The values of observations are 0 and their advantage is masked, but the recursion runs over
-    them.
-    """
+    """GAE with values 0 and masked advantages at observations, but a recursion over them."""
     return gae_over_every_position(rewards, values * mask) * mask
 
 
@@ -85,7 +84,8 @@ def test_gae_leaks_through_tool_tokens() -> None:
     # 1 - .4;  .4 - .33 + .95 * .6;  .33 - .3 + .95 * .64;  .3 - .2 + .95 * .638
     right = torch.tensor([0.7061, 0.638, 0.64, 0.6])
     for wrong in (
-        gae_over_every_position(rewards, TOOL_VALUES), gae_that_zeroes_observations(rewards, TOOL_VALUES, TOOL_MASK)
+        gae_over_every_position(rewards, TOOL_VALUES), gae_that_zeroes_observations(rewards,
+        TOOL_VALUES, TOOL_MASK)
     ):  # fmt: skip
         assert torch.equal(compact(wrong, TOOL_MASK)[2:], right[2:])  # the last turn is right
         # lambda^2 is lost on the way to the first
@@ -164,8 +164,9 @@ def test_the_critic_targets_leave_out_the_kl() -> None:
 
 
 def normalised_by_reshape(rewards: Tensor, samples_per_prompt: int, prompts: int) -> Tensor:
-    """slime: rows of n samples if the count is right, else the whole batch is one row; torch's std
-    of one value is NaN.
+    """slime: rows of n samples if the count is right, else one row.
+
+    torch's std of one value is NaN.
     """
     if rewards.numel() == samples_per_prompt * prompts:
         rows = rewards.view(-1, samples_per_prompt)
@@ -215,9 +216,7 @@ def test_one_sample_a_prompt_makes_every_reward_zero() -> None:
 
 
 def test_an_empty_rank_skips_the_collective_of_whitening() -> None:
-    """miles whitens on each rank what the rank has; ours runs once, on the whole batch, wherever
-    its tokens lie.
-    """
+    """miles whitens on each rank its own tokens; ours whitens the whole batch once."""
     advantages = torch.tensor([1.0, 2.0, 3.0, 6.0])
     ranks = [advantages[:2], advantages[2:], advantages[:0]]
     apart = torch.cat([whiten(part) for part in ranks])
@@ -232,9 +231,7 @@ def test_an_empty_rank_skips_the_collective_of_whitening() -> None:
 
 
 def zigzag(x: Tensor, ranks: int) -> list[Tensor]:
-    """Context parallelism: 2 * ranks chunks, rank r has chunks r and 2 * ranks - 1 - r; pads of 0
-    at the end.
-    """
+    """Context parallelism: rank r has chunks r and 2 * ranks - 1 - r; pads of 0 at the end."""
     size = -(-x.numel() // (2 * ranks))
     chunks = torch.cat([x, x.new_zeros(2 * ranks * size - x.numel())]).split(size)
     return [torch.cat([chunks[r], chunks[2 * ranks - 1 - r]]) for r in range(ranks)]
@@ -246,8 +243,9 @@ def undo_zigzag(parts: list[Tensor]) -> Tensor:
 
 
 def where_the_reward_lands(length: int, prompt: int, ranks: int) -> int | None:
-    """slime adds it to the last response token that rank 0 holds: rank 0 has the last chunk, but
-    that may be all padding.
+    """slime: the reward goes to the last response token of rank 0.
+
+    Rank 0 has the last chunk, but that may be all padding.
     """
     position = torch.arange(1, length + 1)  # 0 is a pad
     held = zigzag(position, ranks)[0]
@@ -405,10 +403,16 @@ def test_statistics_of_the_micro_batch_change_the_loss() -> None:
         return result.metrics["cov_klfrac"].tolist()
 
     parts = [
-        replace(step, cu_seqlens=cu((2,)), logprobs=old[rows], old_logprobs=old[rows], advantages=advantages[rows],
-                sequence_ids=step.sequence_ids[[b]])  # type: ignore[index]
+        replace(
+            step,
+            cu_seqlens=cu((2,)),
+            logprobs=old[rows],
+            old_logprobs=old[rows],
+            advantages=advantages[rows],
+            sequence_ids=step.sequence_ids[[b]],
+        )  # type: ignore[index]
         for b, rows in enumerate((slice(0, 2), slice(2, 4)))
-    ]  # fmt: skip
+    ]
     # covariance over the step, with means 1.5 and -0.9: 2, 1.05, 3.15 and a negative one
     assert [*chosen(parts[0], step), *chosen(parts[1], step)] == chosen(step, step) == [0, 0, 1, 0]
     # inside the second micro-batch no token has a positive one, and the first gives one of its own
@@ -418,9 +422,7 @@ def test_statistics_of_the_micro_batch_change_the_loss() -> None:
 
 
 def test_the_outcome_is_credited_to_each_token_of_its_sequence_alone() -> None:
-    """A running sum over the packed batch, without borders, gives the first sequence the rewards of
-    all behind it.
-    """
+    """A running sum without borders gives the first sequence the rewards of all behind it."""
     rewards = torch.tensor([0.0, 1.0, 0.0, 10.0])
     wrong = rewards.flip(0).cumsum(0).flip(0)
     assert wrong.tolist() == [11, 11, 10, 10]

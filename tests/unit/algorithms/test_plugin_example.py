@@ -1,6 +1,4 @@
-"""The package in examples/plugin: its own tests pass, its entry points work, and docs/plugins.md
-shows its code.
-"""
+"""The package in examples/plugin: its tests pass, its entry points work, docs show its code."""
 
 from __future__ import annotations
 
@@ -41,8 +39,15 @@ def test_its_own_tests_pass() -> None:
         str(EXAMPLE),
         "tests",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=EXAMPLE,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        cwd=EXAMPLE,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout
 

@@ -20,6 +20,7 @@ from rlcore.algorithms import (
     build_policy_loss,
     estimator_keywords,
     estimator_names,
+    estimator_plugin,
     policy_loss_names,
     register_estimator,
     register_policy_loss,
@@ -116,6 +117,30 @@ def test_needs_must_name_fields(needs: set[str], message: str) -> None:
     register_estimator("mine", needs=needs)(Plain)
     with pytest.raises(AlgorithmError, match=message):
         build_estimator("mine")
+
+
+class Shaped(Plain):
+    """An estimator with coefficients in its reward."""
+
+    def __init__(self, *, kl_coef: float = 0.0, distill_coef: float = 0.0) -> None:
+        super().__init__()
+        self.kl_coef = kl_coef
+        self.distill_coef = distill_coef
+
+
+def test_a_plugin_declares_what_built_in_estimators_declare() -> None:
+    register_estimator(
+        "mine", {"values"}, shaped_rewards=True, compares_group=True, normalization="group"
+    )(Shaped)
+    plugin = estimator_plugin("mine")
+    assert (plugin.compares_group, plugin.normalization) == (True, "group")
+    assert build_estimator("mine").needs == {"values"}
+    assert build_estimator("mine").optional == {"token_rewards"}
+    assert build_estimator("mine", kl_coef=0.1).needs == {"values", "kl"}
+    by_path = estimator_plugin(f"{__name__}:Shaped")
+    assert (by_path.compares_group, by_path.normalization) == (False, "none")
+    with pytest.raises(AlgorithmError, match="unknown normalization 'all'"):
+        register_estimator("theirs", normalization="all")  # type: ignore[arg-type]
 
 
 def test_an_import_path_needs_no_decorator() -> None:

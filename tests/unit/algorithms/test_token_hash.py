@@ -58,9 +58,7 @@ def test_known_size_changes_nothing() -> None:
 
 
 def test_uniform_and_uncorrelated() -> None:
-    """Counting identities and positions from 0, as batches do: 64 cells within five sigma,
-    neighbours unrelated.
-    """
+    """Identities and positions counted from 0: 64 cells within five sigma, neighbours unrelated."""
     sequences = 256
     n = 256
     grid = token_uniform(torch.arange(sequences), cu((n,) * sequences)).view(sequences, n)

@@ -1,6 +1,4 @@
-"""Estimators, right and wrong. `Mean` is right; every wrong one is `Mean` with one mistake, and the
-rule that it breaks.
-"""
+"""`Mean`, a right estimator, and wrong ones: `Mean` with one mistake, and the rule it breaks."""
 
 from __future__ import annotations
 
@@ -185,9 +183,7 @@ def no_eps(inputs: EstimatorInputs) -> Advantages:
 
 
 def global_running_sum(inputs: EstimatorInputs) -> Advantages:
-    """Reward-to-go as a difference of sums over the whole batch: small sequences drown in large
-    neighbours.
-    """
+    """Reward-to-go as a difference of batch-wide sums: small sequences drown in large ones."""
     shaped = inputs.rewards.new_zeros(inputs.num_tokens)
     shaped[last_token_index(inputs.cu_seqlens)] = inputs.rewards[
         segment_lengths(inputs.cu_seqlens) > 0

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from rlcore.config.checks.all_checks import notes_on
 from rlcore.config.checks.colocated import colocated
-from rlcore.config.checks.sections import notes_on
 from rlcore.config.load import Loaded
 
 SGLANG = "rollout.engine.kind=sglang"
@@ -18,15 +18,21 @@ COLOCATED = (SGLANG, "rollout.engine.colocated=true")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([*COLOCATED, "rollout.engine.urls=[http://x:1]"], "rollout.engine.colocated.*somebody else's"),
-        ([*COLOCATED, "cluster.nodes=2", "cluster.launcher=torchrun"], "cluster.nodes.*got 2, but .*colocated engines"),
-        ([*COLOCATED, "rollout.engine.transport=distributed"], "rollout.engine.transport.*got 'distributed', but NCCL"),
+        ([*COLOCATED, "rollout.engine.urls=[http://x:1]"], "rollout.engine.colocated.*somebody "
+         "else's"),
+        ([*COLOCATED, "cluster.nodes=2", "cluster.launcher=torchrun"],
+         "cluster.nodes.*got 2, but .*colocated engines"),
+        ([*COLOCATED, "rollout.engine.transport=distributed"], "rollout.engine.transport.*got "
+         "'distributed', but NCCL"),
         ([*COLOCATED, "rollout.engine.server={--enable-memory-saver: false}"],
          "rollout.engine.server.enable_memory_saver.*got false"),
-        ([SGLANG, "rollout.engine.gpus=[1]", "rollout.engine.device=cpu"], "rollout.engine.gpus.*device is 'cpu'"),
-        ([SGLANG, "rollout.engine.gpus=[1,2,1]", "rollout.engine.count=3"], "rollout.engine.gpus.*1 is named twice"),
-        ([SGLANG, "rollout.engine.gpus=[1,2,3]", "rollout.engine.count=2", "rollout.engine.tensor_parallel=2"],
-         "rollout.engine.gpus.*got 3, but count 2 x tensor_parallel 2 need 4"),
+        ([SGLANG, "rollout.engine.gpus=[1]", "rollout.engine.device=cpu"],
+         "rollout.engine.gpus.*device is 'cpu'"),
+        ([SGLANG, "rollout.engine.gpus=[1,2,1]", "rollout.engine.count=3"],
+         "rollout.engine.gpus.*1 is named twice"),
+        ([SGLANG, "rollout.engine.gpus=[1,2,3]", "rollout.engine.count=2",
+         "rollout.engine.tensor_parallel=2"], "rollout.engine.gpus.*got 3, but count 2 x "
+         "tensor_parallel 2 need 4"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(

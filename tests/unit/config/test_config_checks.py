@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlcore.config.checks.sections import CHECKS, describe_checks
+from rlcore.config.checks.all_checks import CHECKS, describe_checks
 
 SFT = "algorithm.loss.name=sft"
 PPO = "algorithm.estimator.name=ppo"

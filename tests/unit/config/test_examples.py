@@ -17,8 +17,9 @@ ON_TOP = re.compile(r"^#.*goes on top of (\S+\.yaml)", re.IGNORECASE | re.MULTIL
     "example", EXAMPLES, ids=[str(path.relative_to(REPOSITORY)) for path in EXAMPLES]
 )
 def test_a_shipped_configuration_is_valid(example, monkeypatch):
-    """Alone, or over the file that its comment names; what is named base.yaml is a part of others
-    and names no run.
+    """A configuration is valid alone, or over the file that its comment names.
+
+    base.yaml files are parts of others and name no run.
     """
     monkeypatch.syspath_prepend(str(REPOSITORY))
     below = [example.parent / name for name in ON_TOP.findall(example.read_text())]

@@ -1,6 +1,4 @@
-"""No key of the configuration is decoration: something reads it, or a value that would do nothing
-is refused.
-"""
+"""Every key is read by something, or a value that would do nothing is refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Each recipe in examples/recipes is valid for a model of the real sizes, and the plan says that
-its trainer fits 80 GB.
-"""
+"""Recipes are valid for models of the real sizes, and their trainers fit 80 GB by the plan."""
 
 from __future__ import annotations
 
@@ -149,7 +147,8 @@ def test_it_can_be_debugged(
 
 
 OTHERS = [
-    ["addition/sft.yaml"], *(["addition/base.yaml", f"addition/{name}.yaml"] for name in ("grpo", "ppo", "reinforce_pp")),
+    ["addition/sft.yaml"], *(["addition/base.yaml", f"addition/{name}.yaml"] for name in ("grpo",
+     "ppo", "reinforce_pp")),
     ["addition/base.yaml", "addition/grpo.yaml", "addition/sglang.yaml"], ["models/grpo.yaml"],
 ]  # fmt: skip
 

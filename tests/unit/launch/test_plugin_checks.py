@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlcore import cli
-from rlcore.algorithms import Advantages, EstimatorInputs
+from rlcore.algorithms import Advantages, EstimatorInputs, registry
+from rlcore.algorithms.plugins import Plugin
 from rlcore.config.load import load_config
 from rlcore.launch.plugin_checks import check_plugins
 
@@ -41,18 +42,24 @@ def validate(folder: Path, lines: Sequence[str], capsys: pytest.CaptureFixture[s
     ("lines", "key", "line", "said"),
     [
         # seen without torch
-        (["algorithm:", "  estimator: {name: gpg}", "  kl: {reward_coef: 0.1}"], "algorithm.kl.reward_coef", 7,
-         "got 0.1, but estimator 'gpg' takes no KL into its reward and would ignore it: set algorithm.kl.loss_coef"),
-        (["teacher: {path: t}", "algorithm:", "  distillation: {coef: 0.1}"], "algorithm.distillation.coef", 7,
-         "got 0.1, but estimator 'grpo' takes no distillation into its reward and would ignore it"),
-        (["algorithm:", "  estimator: {name: rloo}", "  distillation:", "    coef: 0.1"], "teacher.path", None,
-         "missing: algorithm.distillation.coef is not 0, so name the model to learn from"),
-        (["algorithm:", "  estimator: {name: rloo, distill_coef: 0.1}"], "algorithm.estimator.distill_coef", 6,
-         "set algorithm.distillation.coef instead; estimators are given it"),
-        (["algorithm:", "  old_logprobs: rollout", "  correction: {name: tis}"], "algorithm.correction.name", 7,
-         "'tis' compares the trainer's log-probs with the engine's, and algorithm.old_logprobs: rollout takes the engine's"),
-        (["algorithm:", "  loss: {name: decoupled_ppo}", "  correction: {name: mis}"], "algorithm.correction.name", 7,
-         "loss 'decoupled_ppo' has this ratio as a weight of its own, so 'mis' would apply it twice"),
+        (["algorithm:", "  estimator: {name: gpg}", "  kl: {reward_coef: 0.1}"],
+         "algorithm.kl.reward_coef", 7, "got 0.1, but estimator 'gpg' takes no KL into its reward "
+         "and would ignore it: set algorithm.kl.loss_coef"),
+        (["teacher: {path: t}", "algorithm:", "  distillation: {coef: 0.1}"],
+         "algorithm.distillation.coef", 7, "got 0.1, but estimator 'grpo' takes no distillation "
+         "into its reward and would ignore it"),
+        (["algorithm:", "  estimator: {name: rloo}", "  distillation:", "    coef: 0.1"],
+         "teacher.path", None, "missing: algorithm.distillation.coef is not 0, so name the model "
+         "to learn from"),
+        (["algorithm:", "  estimator: {name: rloo, distill_coef: 0.1}"],
+         "algorithm.estimator.distill_coef", 6, "set algorithm.distillation.coef instead; "
+         "estimators are given it"),
+        (["algorithm:", "  old_logprobs: rollout", "  correction: {name: tis}"],
+         "algorithm.correction.name", 7, "'tis' compares the trainer's log-probs with the "
+         "engine's, and algorithm.old_logprobs: rollout takes the engine's"),
+        (["algorithm:", "  loss: {name: decoupled_ppo}", "  correction: {name: mis}"],
+         "algorithm.correction.name", 7, "loss 'decoupled_ppo' has this ratio as a weight of its "
+         "own, so 'mis' would apply it twice"),
         (["algorithm:", "  correction:", "    level: sequence"], "algorithm.correction.level", 7,
          "got 'sequence', but algorithm.correction.name is none"),
         (["algorithm:", "  correction: {name: tis, lower: -1}"], "algorithm.correction.lower", 6,
@@ -63,13 +70,15 @@ def validate(folder: Path, lines: Sequence[str], capsys: pytest.CaptureFixture[s
          "would change nothing, as aggregation token-mean counts tokens alone"),
         (["algorithm: {normalize_advantages: whiten}"], "algorithm.normalize_advantages", 5,
          "got 'whiten', expected one of 'batch', 'group' or 'none'"),
-        (["rollout: {samples_per_prompt: 1}", "algorithm: {estimator: {name: ppo}, normalize_advantages: group}"],
-         "rollout.samples_per_prompt", 5, "algorithm.normalize_advantages: group compares the samples of one prompt"),
+        (["rollout: {samples_per_prompt: 1}", "algorithm: {estimator: {name: ppo}, "
+         "normalize_advantages: group}"], "rollout.samples_per_prompt", 5,
+         "algorithm.normalize_advantages: group compares the samples of one prompt"),
         # seen when the algorithms are built
-        (["algorithm:", f"  estimator: {{name: '{HERE}'}}", "  kl: {reward_coef: 0.1}"], "algorithm.kl.reward_coef", 7,
-         "takes no KL into its reward and would ignore it"),
-        (["teacher: {path: t}", "algorithm:", f"  estimator: {{name: '{HERE}'}}", "  distillation: {coef: 0.1}"],
-         "algorithm.distillation.coef", 8, "takes no distillation into its reward and would ignore it"),
+        (["algorithm:", f"  estimator: {{name: '{HERE}'}}", "  kl: {reward_coef: 0.1}"],
+         "algorithm.kl.reward_coef", 7, "takes no KL into its reward and would ignore it"),
+        (["teacher: {path: t}", "algorithm:", f"  estimator: {{name: '{HERE}'}}",
+         "  distillation: {coef: 0.1}"], "algorithm.distillation.coef", 8,
+         "takes no distillation into its reward and would ignore it"),
         (["algorithm:", f"  estimator: {{name: '{HERE}'}}"], "algorithm.estimator", 6,
          "'teacher_logprobs' is missing: set teacher.path"),
         (["algorithm:", "  loss: {name: clip_cov, clip_cov_ratio: 2.0}"], "algorithm.loss", 6,
@@ -90,6 +99,18 @@ def test_a_refusal_names_key_file_and_line(
     place = key if line is None else f"{key} (run.yaml:{line})"
     assert message.startswith(f"{place}: "), message
     assert said in message
+
+
+def test_a_plugin_that_compares_a_group_needs_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = Plugin("student", Student, (), (), compares_group=True)
+    monkeypatch.setitem(registry._ESTIMATORS._plugins, "student", entered)
+    lines = ["rollout: {samples_per_prompt: 1}", "algorithm: {estimator: {name: student}}"]
+    assert validate(tmp_path, lines, capsys) == [
+        "rollout.samples_per_prompt (run.yaml:5): got 1, but estimator 'student' compares the"
+        " samples of one prompt: use 2 or more"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,8 @@ def test_every_estimator_and_loss_of_ours_is_whole(listed: dict[str, Any]) -> No
             assert plugin.formula, name
             assert plugin.source, name
             text = " ".join(" ".join(entry).split())
-            assert text.startswith(
-                f"{name}: {(plugin.factory.__doc__ or '').splitlines()[0]} formula "
-            )
+            summary = (plugin.factory.__doc__ or "").partition("\n\n")[0]
+            assert text.startswith(f"{name}: {' '.join(summary.split())} formula ")
             assert " ".join(plugin.formula.split()) in text
             assert text.endswith(f"source {plugin.source}")
             assert all(str(keyword) in text for keyword in keywords_of(name).values())

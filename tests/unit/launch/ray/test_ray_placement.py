@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlcore.config import Config
-from rlcore.config.checks.sections import check
-from rlcore.config.checks.sections import notes_on as notes
+from rlcore.config.checks.all_checks import check
+from rlcore.config.checks.all_checks import notes_on as notes
 from rlcore.launch.ray.placement import NodeSlot, Placement, bundles, lacking, place
 
 

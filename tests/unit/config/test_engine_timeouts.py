@@ -1,4 +1,4 @@
-"""How long engines may take, and how long those wait who wait for them."""
+"""The time that engines may take, and the time that other ranks wait for them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the configuration knows of algorithms without torch is what the algorithms say of
-themselves.
-"""
+"""The configuration reads from the source of algorithms what they declare when imported."""
 
 from __future__ import annotations
 
@@ -12,27 +10,43 @@ import pytest
 import torch
 
 from rlcore.algorithms import (
+    Advantages,
     AggregationMode,
     EstimatorInputs,
     KLKind,
     build_estimator,
+    build_policy_loss,
     estimator_keywords,
     estimator_names,
     estimator_plugin,
     policy_loss_names,
+    policy_loss_plugin,
 )
 from rlcore.algorithms.corrections import CORRECTIONS, Correction, CorrectionLevel
+from rlcore.algorithms.estimators.ppo import PPO
 from rlcore.algorithms.guard import ESTIMATOR_OPTIONAL, POLICY_LOSS_OPTIONAL
 from rlcore.algorithms.normalization import NormalizationMode
 from rlcore.config import Config
+from rlcore.config.built_in import built_in_estimators, built_in_losses
 from rlcore.config.checks.algorithm import DECOUPLED
-from rlcore.config.derived import COEFFICIENTS, GROUP_ESTIMATORS, NORMALIZED, SHAPED_REWARDS
-from rlcore.config.passes import LOSSES, built_in_passes
+from rlcore.config.derived import COEFFICIENTS
+from rlcore.config.passes import built_in_passes
 from rlcore.config.sections.algorithm import Aggregation, CorrectionConfig, Normalization
 from rlcore.config.sections.algorithm import KLKind as ConfiguredKLKind
-from rlcore.launch.plugin_checks import FOR_ESTIMATORS, FOR_LOSSES
-from rlcore.trainer.credit import CreditAssignment
+from rlcore.trainer.credit import INPUT_FIELDS, LOSS_FIELDS, CreditAssignment
 from rlcore.trainer.objective import Objective
+
+
+class Own:
+    """An estimator of a user."""
+
+    def __call__(self, inputs: EstimatorInputs) -> Advantages:
+        return Advantages(torch.zeros(inputs.num_tokens))
+
+
+class OwnPPO(PPO):
+    """A subclass of a built-in estimator has no default of its own."""
+
 
 BUILT_IN = [
     name
@@ -42,10 +56,19 @@ BUILT_IN = [
 
 
 def make_inputs(count: int = 4) -> EstimatorInputs:
-    """Everything that an estimator may ask for; sequences of 2 tokens in groups of two neighbours."""
+    """Everything that an estimator may need; sequences of 2 tokens in groups of two neighbours."""
     generator = torch.Generator().manual_seed(1)
-    vectors = {name: torch.randn(2 * count, generator=generator) for name in (
-        "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "teacher_logprobs")}  # fmt: skip
+    vectors = {
+        name: torch.randn(2 * count, generator=generator)
+        for name in (
+            "logprobs",
+            "ref_logprobs",
+            "rollout_logprobs",
+            "kl",
+            "values",
+            "teacher_logprobs",
+        )
+    }
     return EstimatorInputs(
         cu_seqlens=torch.arange(count + 1) * 2,
         rewards=torch.rand(count, generator=generator) + 0.5,
@@ -55,34 +78,44 @@ def make_inputs(count: int = 4) -> EstimatorInputs:
     )
 
 
-def test_no_built_in_estimator_is_left_out() -> None:
-    assert set(BUILT_IN) == SHAPED_REWARDS | GROUP_ESTIMATORS
-    assert NORMALIZED <= SHAPED_REWARDS, "the others have a scale of their own"
+def test_every_built_in_algorithm_is_read_from_its_source() -> None:
+    assert set(BUILT_IN) == set(built_in_estimators())
+    assert {
+        name
+        for name in policy_loss_names()
+        if policy_loss_plugin(name).factory.__module__.startswith("rlcore.")
+    } == set(built_in_losses())
 
 
-@pytest.mark.parametrize("name", sorted(SHAPED_REWARDS | GROUP_ESTIMATORS))
-def test_who_takes_the_coefficients_of_the_reward(name: str) -> None:
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_an_estimator_declares_is_what_it_does(name: str) -> None:
+    declared = built_in_estimators()[name]
+    assert declared.needs == build_estimator(name).needs
     taken = COEFFICIENTS.keys() & estimator_keywords(name).keys()
-    assert taken == (set(COEFFICIENTS) if name in SHAPED_REWARDS else set())
-
-
-@pytest.mark.parametrize("name", sorted(SHAPED_REWARDS | GROUP_ESTIMATORS))
-def test_who_compares_the_samples_of_a_group(name: str) -> None:
+    assert taken == (set(COEFFICIENTS) if declared.shaped_rewards else set())
     estimator = build_estimator(name)
     inputs = make_inputs()
     regrouped = replace(inputs, group_ids=torch.tensor([0, 1, 1, 0]))
     differs = not torch.equal(estimator(inputs).advantages, estimator(regrouped).advantages)
-    assert differs is (name in GROUP_ESTIMATORS)
+    assert differs is declared.compares_group is estimator_plugin(name).compares_group
 
 
-@pytest.mark.parametrize("name", sorted(SHAPED_REWARDS))
-def test_a_coefficient_needs_the_vectors_that_it_multiplies(name: str) -> None:
-    without = build_estimator(name).needs
-    assert build_estimator(name, kl_coef=0.1).needs == without | {"kl"}
-    assert build_estimator(name, distill_coef=0.1).needs == without | {
-        "logprobs",
-        "teacher_logprobs",
-    }
+@pytest.mark.parametrize("name", sorted(built_in_losses()))
+def test_what_a_loss_declares_is_what_it_does(name: str) -> None:
+    loss = build_policy_loss(name)
+    declared = built_in_losses()[name]
+    assert (declared.needs, declared.batch_stats) == (loss.needs, loss.has_batch_stats)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("ppo", "batch"), ("vapo", "batch"), ("reinforce++", "batch"), ("reinforce++_baseline",
+     "batch"), ("grpo", "none"), ("dr_grpo", "none"), ("rloo", "none"), ("opo", "none"), ("remax",
+     "none"), ("gpg", "none"), ("max_rl", "none"), (f"{__name__}:Own", "none"), (
+     f"{__name__}:OwnPPO", "none")],
+)  # fmt: skip
+def test_advantages_are_whitened_where_the_field_does(name: str, expected: str):
+    assert estimator_plugin(name).normalization == expected
 
 
 def make_config(settings: dict[str, Any]) -> Config:
@@ -110,7 +143,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_passes_without_torch_are_those_of_a_step(settings: dict[str, Any]) -> None:
     pairs = [(estimator, "ppo_clip") for estimator in sorted(BUILT_IN)] + [
-        ("grpo", loss) for loss in sorted(LOSSES)
+        ("grpo", loss) for loss in sorted(built_in_losses())
     ]
     for estimator, loss in pairs:
         algorithm = {
@@ -125,7 +158,6 @@ def test_passes_without_torch_are_those_of_a_step(settings: dict[str, Any]) -> N
 
 
 def test_a_plugin_is_asked_for_its_passes() -> None:
-    assert set(policy_loss_names()) >= LOSSES
     for algorithm in ({"estimator": {"name": "mine:Mine"}}, {"loss": {"name": "mine:Mine"}}):
         assert built_in_passes(make_config({"algorithm": algorithm})) is None
 
@@ -160,5 +192,5 @@ def test_the_decoupled_loss_is_called_so() -> None:
 
 
 def test_every_field_can_be_produced() -> None:
-    assert {*FOR_ESTIMATORS, "teacher_logprobs"} == set(ESTIMATOR_OPTIONAL)
-    assert set(FOR_LOSSES) == set(POLICY_LOSS_OPTIONAL)
+    assert set(INPUT_FIELDS) == set(ESTIMATOR_OPTIONAL)
+    assert set(LOSS_FIELDS) >= set(POLICY_LOSS_OPTIONAL)

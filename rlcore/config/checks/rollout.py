@@ -1,0 +1,78 @@
+"""Checks of generation: staleness and sampling. Pure, as all checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlcore.config.derived import generates, truncates
+from rlcore.config.messages import Problem
+from rlcore.config.sections.root import Config
+
+_MAX_STALENESS = "rollout.max_staleness"
+
+
+def staleness(config: Config) -> Iterator[Problem]:
+    """Generation runs ahead of a trainer that trains."""
+    if (steps := config.rollout.max_staleness) > 0 and config.training.debug == "rollout_only":
+        yield Problem(
+            _MAX_STALENESS,
+            f"got {steps}, but training.debug: rollout_only trains nothing to run ahead of: set it"
+            " to 0",
+        )
+
+
+def staleness_notes(config: Config) -> Iterator[Problem]:
+    """Yield staleness that nothing corrects for."""
+    steps = config.rollout.max_staleness
+    algorithm = config.algorithm
+    compares = algorithm.correction.name != "none" or algorithm.loss.name == "decoupled_ppo"
+    if steps > 1 and generates(config) and not compares and algorithm.old_logprobs != "rollout":
+        message = (
+            f"'none' with {_MAX_STALENESS} {steps}: tokens count as if the weights before their"
+            " step had made them: consider tis, "
+        )
+        yield Problem("algorithm.correction.name", message + "or algorithm.old_logprobs: rollout")
+
+
+def sampling_masks(config: Config) -> Iterator[Problem]:
+    """Keep-sets are recorded by the engine that draws the tokens."""
+    if not config.policy.logprobs.keep_sets:
+        return
+    path = "policy.logprobs.keep_sets"
+    top_k = config.rollout.sampling.top_k
+    sglang = config.rollout.engine.kind == "sglang" and generates(config)
+    if config.is_sft:
+        yield Problem(
+            path, "supervised fine-tuning draws no tokens, its labels have no sets: turn it off"
+        )
+    elif sglang and truncates(config) and top_k < 2:
+        message = (
+            f"SGLang reports only sets that rollout.sampling.top_k bounds, got {top_k}: set it to 2"
+            " or more, "
+        )
+        yield Problem(path, message + "or turn keep-sets off")
+
+
+def sampling_notes(config: Config) -> Iterator[Problem]:
+    """Yield samples that are alike, and sampling masks that are missing or change nothing."""
+    if config.is_sft:
+        return
+    if config.rollout.sampling.temperature == 0:
+        yield Problem(
+            "rollout.sampling.temperature", "0 is greedy: the samples of a prompt are all alike"
+        )
+    elif config.training.debug != "train_only" and config.policy.logprobs.keep_sets != truncates(
+        config
+    ):
+        if config.policy.logprobs.keep_sets:
+            message = (
+                "changes nothing: rollout.sampling has top_p 1 and no top_k, tokens are drawn from"
+                " the whole vocabulary"
+            )
+            yield Problem("policy.logprobs.keep_sets", message)
+        else:
+            message = (
+                "tokens come from the truncated distribution and are trained on as if they came"
+                " from the whole one: "
+            )
+            yield Problem("rollout.sampling", message + "consider policy.logprobs.keep_sets: true")

@@ -1,0 +1,204 @@
+"""Checks of the length of a run, its batches, data, optimizers and debug modes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlcore.config.built_in import built_in_estimators
+from rlcore.config.derived import updates_per_step
+from rlcore.config.messages import Problem
+from rlcore.config.sections.algorithm import EstimatorConfig
+from rlcore.config.sections.policy import CriticConfig, ReferenceConfig, TeacherConfig
+from rlcore.config.sections.reward import RewardConfig
+from rlcore.config.sections.rollout import RolloutConfig
+from rlcore.config.sections.root import Config
+
+
+def length(config: Config) -> Iterator[Problem]:
+    """The run's length is given exactly once."""
+    kinds = ("steps", "epochs") if config.is_sft else ("steps", "episodes", "epochs")
+    given = [
+        kind
+        for kind in ("steps", "episodes", "epochs")
+        if getattr(config.training, kind) is not None
+    ]
+    names = ", ".join(f"training.{kind}" for kind in kinds)
+    if not given:
+        yield Problem("training", f"how long to train is missing: set one of {names}")
+    elif len(given) > 1:
+        yield Problem(
+            f"training.{given[1]}", f"{' and '.join(given)} are both given: keep one of {names}"
+        )
+    elif given[0] not in kinds:
+        yield Problem(
+            f"training.{given[0]}", f"supervised fine-tuning counts no episodes: set one of {names}"
+        )
+
+
+def early_stopping(config: Config) -> Iterator[Problem]:
+    """Early stopping has a positive target and a KL to compare with it."""
+    training = config.training
+    if not training.early_stopping:
+        return
+    if not training.target_kl:
+        got = "null" if training.target_kl is None else f"{training.target_kl:g}"
+        yield Problem(
+            "training.target_kl",
+            f"got {got}, expected a positive number, as training.early_stopping is on",
+        )
+    if config.is_sft or training.debug == "rollout_only":
+        why = "supervised fine-tuning" if config.is_sft else "training.debug: rollout_only"
+        yield Problem(
+            "training.early_stopping", f"{why} measures no KL against the reference: turn it off"
+        )
+
+
+def batch(config: Config) -> Iterator[Problem]:
+    """Every optimizer step has samples, and groups are large enough for the estimator."""
+    rollout = config.rollout
+    algorithm = config.algorithm
+    if config.is_sft:
+        if algorithm.minibatches > config.training.batch_size:
+            yield Problem(
+                "algorithm.minibatches",
+                f"more than training.batch_size ({config.training.batch_size})",
+            )
+        return
+    if algorithm.minibatches > rollout.prompts_per_step:
+        message = (
+            f"got {algorithm.minibatches}, at most rollout.prompts_per_step"
+            f" ({rollout.prompts_per_step}): "
+        )
+        yield Problem("algorithm.minibatches", message + "a group is never split")
+    estimator = built_in_estimators().get(algorithm.estimator.name)
+    if rollout.samples_per_prompt == 1:
+        if estimator is not None and estimator.compares_group:
+            yield one_sample(f"estimator {algorithm.estimator.name!r}")
+        if algorithm.normalize_advantages == "group":
+            yield one_sample("algorithm.normalize_advantages: group")
+
+
+def one_sample(comparer: str) -> Problem:
+    """Refuse one sample a prompt where something compares the samples of a prompt."""
+    message = f"got 1, but {comparer} compares the samples of one prompt: use 2 or more"
+    return Problem("rollout.samples_per_prompt", message)
+
+
+def data(config: Config) -> Iterator[Problem]:
+    """There are prompts, and labels or rewards where they are needed."""
+    if not config.data.paths:
+        yield Problem("data.paths", "got an empty list, expected one file or more")
+    if config.is_sft and config.data.label_key is None:
+        yield Problem("data.label_key", "missing: supervised fine-tuning trains on the labels")
+    if not config.is_sft and not config.reward.parts:
+        yield Problem(
+            "reward.parts", "empty: give one part or more, each with a `function` or a `model`"
+        )
+    if config.evaluation.every and not config.evaluation.paths:
+        yield Problem(
+            "evaluation.paths",
+            f"empty, but evaluation.every is {config.evaluation.every}: name the files",
+        )
+    if config.tracking.hub.repo and not config.checkpoint.export_hf:
+        yield Problem(
+            "tracking.hub.repo",
+            "only an exported folder can be pushed: set checkpoint.export_hf to true",
+        )
+
+
+def optimizers(config: Config) -> Iterator[Problem]:
+    """Learning-rate schedules run downhill and end after their warm-up."""
+    for path, optimizer in (
+        ("policy.optimizer", config.policy.optimizer),
+        ("critic.optimizer", config.critic.optimizer),
+    ):
+        if optimizer.min_lr > optimizer.lr:
+            yield Problem(
+                f"{path}.min_lr", f"got {optimizer.min_lr:g}, more than lr ({optimizer.lr:g})"
+            )
+        if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
+            message = (
+                f"got {optimizer.decay_steps}, not more than warmup_steps"
+                f" ({optimizer.warmup_steps})"
+            )
+            yield Problem(f"{path}.decay_steps", message)
+
+
+def debugging(config: Config) -> Iterator[Problem]:
+    """training.debug and training.replay go together."""
+    training = config.training
+    if training.debug == "train_only" and training.replay is None:
+        message = (
+            "train_only trains on a saved step again: name its rollouts/step_*.jsonl.zst in"
+            " training.replay"
+        )
+        yield Problem("training.debug", message)
+    for key in ("replay", "replay_from"):
+        if getattr(training, key) is not None and training.debug != "train_only":
+            yield Problem(
+                f"training.{key}", "a saved step is trained on only with training.debug: train_only"
+            )
+    if training.debug is not None and config.is_sft:
+        yield Problem(
+            "training.debug", f"{training.debug} is for runs with rollouts, not for the sft loss"
+        )
+
+
+def training_notes(config: Config) -> Iterator[Problem]:
+    """Yield limits that stop nothing."""
+    training = config.training
+    if training.target_kl and not training.early_stopping:
+        yield Problem(
+            "training.target_kl",
+            f"{training.target_kl:g} is ignored: training.early_stopping is off",
+        )
+    if training.max_update_kl is not None and updates_per_step(config) == 1:
+        message = (
+            "is ignored: a batch gets one optimizer step (algorithm.epochs x minibatches), nothing"
+            " is left to end"
+        )
+        yield Problem("training.max_update_kl", message)
+
+
+def optimizer_notes(config: Config) -> Iterator[Problem]:
+    """Yield keys that a constant schedule ignores."""
+    for path, optimizer in (
+        ("policy.optimizer", config.policy.optimizer),
+        ("critic.optimizer", config.critic.optimizer),
+    ):
+        if optimizer.schedule == "constant" and (optimizer.min_lr or optimizer.decay_steps):
+            unused = "min_lr" if optimizer.min_lr else "decay_steps"
+            yield Problem(f"{path}.{unused}", "is ignored: the schedule is constant")
+
+
+def evaluation_notes(config: Config) -> Iterator[Problem]:
+    """Yield evaluations that are not made, or whose samples are alike."""
+    if config.evaluation.samples_per_prompt > 1 and config.evaluation.temperature == 0:
+        yield Problem(
+            "evaluation.samples_per_prompt",
+            "the samples are all alike: evaluation.temperature is 0",
+        )
+    if config.evaluation.paths and (config.is_sft or config.training.debug == "train_only"):
+        why = "supervised fine-tuning" if config.is_sft else "train_only"
+        yield Problem(
+            "evaluation",
+            f"is ignored: {why} has no engine to generate with; score the result with `rlcore"
+            " eval`",
+        )
+
+
+def sft_notes(config: Config) -> Iterator[Problem]:
+    """Yield sections that supervised fine-tuning does not read."""
+    if not config.is_sft:
+        return
+    for path, differs in (
+        ("reward", config.reward != RewardConfig()),
+        ("rollout", config.rollout != RolloutConfig()),
+        ("critic", config.critic != CriticConfig()),
+        ("reference", config.reference != ReferenceConfig()),
+        ("teacher", config.teacher != TeacherConfig()),
+        ("algorithm.estimator", config.algorithm.estimator != EstimatorConfig()),
+        ("algorithm.normalize_advantages", config.algorithm.normalize_advantages is not None),
+    ):
+        if differs:
+            yield Problem(path, "is ignored: supervised fine-tuning trains on the labels alone")

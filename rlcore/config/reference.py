@@ -1,0 +1,119 @@
+"""Every key of the configuration with its type, default and meaning, read from the sections."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from pydantic.fields import FieldInfo
+
+from rlcore.config.schema import field_section, may_be_null, sections
+from rlcore.config.sections.base import Plugin, Section
+
+_TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text", Any: "anything"}
+_LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_INTRODUCTION = """# Configuration reference
+
+Written by `rlcore config --markdown`; do not edit. Every key, its type, its default and its
+meaning. `NAME` is a name of your own. How files, overrides and sections work together:
+[configuration](configuration.md).
+"""
+
+
+class Key(NamedTuple):
+    """One key that holds a value."""
+
+    path: str
+    type: str
+    default: str
+    meaning: str
+
+
+def keys(section: type[Section], path: tuple[str, ...]) -> list[Key]:
+    """Return the keys of `section`, which stands at `path`; inner sections are left out."""
+    meanings = _meanings(section)
+    return [
+        Key(".".join((*path, name)), _type(field), _default(field), meanings[name])
+        for name, field in section.model_fields.items()
+        if field_section(field.annotation)[0] is None
+    ]
+
+
+def list_keys() -> Iterator[str]:
+    """Yield one line a key, for `rlcore config`."""
+    found = [key for path, section in sections().items() for key in keys(section, path)]
+    width = max(len(key.path) for key in found)
+    for key in found:
+        yield f"{key.path.ljust(width)}  {key.meaning} ({key.type}; {key.default})"
+
+
+def reference_page() -> str:
+    """Return docs/configuration-reference.md, for `rlcore config --markdown`."""
+    return "\n".join([_INTRODUCTION, *(_part(*item) for item in sections().items() if item[0])])
+
+
+def _part(path: tuple[str, ...], section: type[Section]) -> str:
+    lines = [f"## {'.'.join(path)}", "", inspect.cleandoc(section.__doc__ or "")]
+    if may_be_null(path):
+        lines[-1] += " Default: null, no such section."
+    if issubclass(section, Plugin) and not section.keywords:
+        lines[-1] += " Keywords are listed by `rlcore algorithms`."
+    if rows := keys(section, path):
+        lines += ["", "| key | type | default | meaning |", "|---|---|---|---|"]
+        lines += [f"| `{k.path}` | {k.type} | {k.default} | {k.meaning} |" for k in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _meanings(section: type[Section]) -> dict[str, str]:
+    """Read the docstring behind each field."""
+    node = ast.parse(inspect.getsource(section)).body[0]
+    assert isinstance(node, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field, text in zip(node.body, node.body[1:]):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return found
+
+
+def _type(field: FieldInfo) -> str:
+    name, null, _ = _type_name(field.annotation).partition(" or null")
+    return name + _limits(field.metadata) + null
+
+
+def _type_name(annotation: Any) -> str:
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin is typing.Annotated:
+        first, *metadata = arguments
+        inner = [limit for item in metadata for limit in getattr(item, "metadata", [item])]
+        return _type_name(first) + _limits(inner)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_name(item) for item in arguments)
+    if origin is list:
+        return f"list of {_type_name(arguments[0])}"
+    if origin is dict:
+        return "map"
+    return "null" if annotation is type(None) else _TYPES[annotation]
+
+
+def _limits(metadata: list[Any]) -> str:
+    limits = [
+        f" {sign} {getattr(item, name):g}"
+        for item in metadata
+        for name, sign in _LIMITS.items()
+        if hasattr(item, name)
+    ]
+    return ",".join(limits)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return f"`{json.dumps(field.get_default(call_default_factory=True))}`"
