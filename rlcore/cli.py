@@ -15,7 +15,7 @@ from pathlib import Path
 from rlcore import __version__
 from rlcore.config.load import Loaded, load_config, split_arguments
 from rlcore.errors import BAD_INPUT, FAILED, INTERRUPTED, EmptyBatch, RunFailed, UserError
-from rlcore.launch.ranks import first_on_node, started_by_torchrun, under_torchrun, wait_for_speaker
+from rlcore.launch.environment import first_on_node, started_by_torchrun, under_torchrun, wait_for_speaker
 from rlcore.launch.signals import hearing
 
 _SETTINGS = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from rlcore.config.load import Loaded
 from rlcore.errors import ConfigError, UserError
 from rlcore.launch.rank import train_rank
-from rlcore.launch.ranks import under_torchrun
+from rlcore.launch.environment import under_torchrun
 
 
 def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[str] = ()) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from rlcore.errors import DeadlineExceeded
-from rlcore.launch.ranks import here_key, store_prefix
+from rlcore.launch.environment import here_key, store_prefix
 from rlcore.launch.run_folder import was_opened
 from rlcore.trainer.rank_sync import Store
 

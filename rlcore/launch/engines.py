@@ -16,7 +16,7 @@ from rlcore.interfaces import RolloutEngine
 from rlcore.launch.gpus import assign_gpus, names_of
 from rlcore.launch.logs import folder_of
 from rlcore.launch.process import Process
-from rlcore.launch.ranks import under_torchrun
+from rlcore.launch.environment import under_torchrun
 
 if TYPE_CHECKING:
     from rollout.engines.sglang.engine import SGLangEngine

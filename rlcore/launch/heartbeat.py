@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from rlcore.launch.ranks import here_key
+from rlcore.launch.environment import here_key
 from rlcore.trainer.rank_sync import Failure, RankSync, Store, post_failure, read_failure
 
 BEAT_S = 1.0

@@ -22,7 +22,7 @@ from rlcore.config import Config
 from rlcore.errors import BAD_INPUT, INTERRUPTED, RunFailed
 from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, HeartbeatMonitor, came_late, read_stuck
 from rlcore.launch.logs import LAST_LINES, LAST_LINES_OF_A_STACK, describe, folder_of, path_of
-from rlcore.launch.ranks import SUPERVISED, store_prefix
+from rlcore.launch.environment import SUPERVISED, store_prefix
 from rlcore.launch.run_folder import conclude_for, was_opened
 from rlcore.launch.signals import hearing
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure

@@ -21,7 +21,7 @@ from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
 from rlcore.launch.attempts import FIRST, Attempt, join_attempt
 from rlcore.launch.heartbeat import Heartbeat, HeartbeatMonitor
 from rlcore.launch.logs import RankLog, describe, rank_log
-from rlcore.launch.ranks import orphaned, supervised, under_torchrun
+from rlcore.launch.environment import orphaned, supervised, under_torchrun
 from rlcore.launch.signals import hearing
 from rlcore.runs.rng import seed_rng
 from rlcore.trainer.rank_sync import Failure, LocalStore, RankSync

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rlcore.config.load import Loaded
 from rlcore.errors import FAILED, RunFailed, exit_code
-from rlcore.launch.ranks import supervised, wait_for_speaker
+from rlcore.launch.environment import supervised, wait_for_speaker
 
 if TYPE_CHECKING:
     from rlcore.launch.compose import OpenService

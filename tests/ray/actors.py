@@ -14,7 +14,7 @@ from rlcore.config import Config
 from rlcore.data.sample import Sample, VersionSpan
 from rlcore.data.step import StepRollouts
 from rlcore.launch.ray.actor_env import log_to
-from rlcore.launch.ray.service import ServiceActor
+from rlcore.launch.ray.service_actor import ServiceActor
 
 
 def config_of_a_run(**sections: dict[str, Any]) -> Config:

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError
 from rlcore.errors import DeadlineExceeded
 from rlcore.launch.ray import engines
 from rlcore.launch.ray.actor_env import ActorEnv
-from rlcore.launch.ray.engines import EngineHost, HostedServer
+from rlcore.launch.ray.engine_hosts import EngineHost, HostedServer
 from rollout.engines.child_process import Child, ChildServer, members
 from rollout.engines.sglang.keys import Keys
 from tests.ray.actors import config_of_a_run

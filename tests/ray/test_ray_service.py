@@ -18,11 +18,11 @@ from ray.exceptions import RayActorError
 from torch.distributed import HashStore
 
 from rlcore.errors import PartLost
-from rlcore.launch.ray import service
+from rlcore.launch.ray import service_actor as service
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import ActorLost
 from rlcore.launch.ray.remote_service import RemoteParticipants
-from rlcore.launch.ray.service import ServiceActor
+from rlcore.launch.ray.service_actor import ServiceActor
 from rlcore.launch.ray.service_client import WORD_S, ServiceClient
 from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.rank_sync import RankSync

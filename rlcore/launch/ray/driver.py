@@ -34,11 +34,11 @@ from rlcore.launch.engines import engine_name
 from rlcore.launch.ray.actor_env import ActorEnv, LogRelay
 from rlcore.launch.ray.calls import NAMESPACE, actor_name, end_named
 from rlcore.launch.ray.cluster import Cluster, Room, connected, room
-from rlcore.launch.ray.engines import EngineHost
-from rlcore.launch.ray.heartbeat import Heartbeat
+from rlcore.launch.ray.engine_hosts import EngineHost
+from rlcore.launch.ray.hang_detector import Heartbeat
 from rlcore.launch.ray.placement import bundles
 from rlcore.launch.ray.ranks import Ranks
-from rlcore.launch.ray.service import ServiceActor
+from rlcore.launch.ray.service_actor import ServiceActor
 from rlcore.launch.ray.status import RunStatus
 from rlcore.launch.ray.stop_requests import EndRequests
 from rlcore.launch.run_folder import conclude_unless_written

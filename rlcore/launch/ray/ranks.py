@@ -32,12 +32,12 @@ from rlcore.errors import (
 from rlcore.launch.attempts import has_ended
 from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, HeartbeatMonitor, came_late, read_stuck
 from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe
-from rlcore.launch.ranks import store_prefix
+from rlcore.launch.environment import store_prefix
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import ActorLost, first_line, get, in_our_words
 from rlcore.launch.ray.cluster import Cluster
 from rlcore.launch.ray.placement import bundles
-from rlcore.launch.ray.rank import RankActor, RankEnv
+from rlcore.launch.ray.rank_actor import RankActor, RankEnv
 from rlcore.launch.run_folder import conclude_for, was_opened
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 

@@ -22,7 +22,7 @@ from rlcore.interfaces import RolloutEngine, WeightExpectation
 from rlcore.launch.compose import OpenService, RolloutHandles, patience_with_engines
 from rlcore.launch.process import Process
 from rlcore.launch.ray.calls import ActorLost
-from rlcore.launch.ray.service import EngineFacts
+from rlcore.launch.ray.service_actor import EngineFacts
 from rlcore.launch.ray.service_client import GRACE_S, ServiceClient
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import LoopThread

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlcore.config import Config
 from rlcore.config.derived import comeback_s, engine_place_s
 from rlcore.launch.ray.calls import ActorLost, answer, get, get_when_up
-from rlcore.launch.ray.service import Opened
+from rlcore.launch.ray.service_actor import Opened
 from rollout.rewards.pool import START_TIMEOUT_S as REWARD_START_TIMEOUT_S
 
 if TYPE_CHECKING:

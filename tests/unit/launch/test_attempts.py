@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rlcore.errors import DeadlineExceeded
 from rlcore.launch.attempts import Attempt, RunHasEnded, join_attempt, mark_ended
-from rlcore.launch.ranks import here_key, store_prefix
+from rlcore.launch.environment import here_key, store_prefix
 from rlcore.launch.run_folder import mark_opened
 
 WORLD = 3

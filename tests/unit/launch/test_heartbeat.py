@@ -9,7 +9,7 @@ import pytest
 
 from rlcore.launch import heartbeat as heartbeat
 from rlcore.launch.heartbeat import STALL_S, Heartbeat, HeartbeatMonitor, beat_key
-from rlcore.launch.ranks import here_key
+from rlcore.launch.environment import here_key
 from rlcore.trainer.rank_sync import LocalStore, RankSync, read_failure
 
 

@@ -14,10 +14,10 @@ from torch.distributed import HashStore
 
 import rlcore.launch.rank
 from rlcore.launch.attempts import mark_ended
-from rlcore.launch.ray import rank as rank_module
+from rlcore.launch.ray import rank_actor as rank_module
 from rlcore.launch.ray import ranks as ranks_module
 from rlcore.launch.ray.actor_env import ActorEnv
-from rlcore.launch.ray.rank import RankActor, RankEnv
+from rlcore.launch.ray.rank_actor import RankActor, RankEnv
 from rlcore.launch.ray.ranks import Ranks
 
 RANK_ENV = RankEnv(

@@ -27,7 +27,7 @@ from rlcore.interfaces import RolloutEngine
 from rlcore.launch.logs import folder_of
 from rlcore.launch.ray.actor_env import ActorEnv, log_to
 from rlcore.launch.ray.calls import NAMESPACE, ActorLost
-from rlcore.launch.ray.engines import cluster_engines
+from rlcore.launch.ray.engine_hosts import cluster_engines
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from rlcore.config.load import Loaded
-from rlcore.launch.ranks import SUPERVISED
+from rlcore.launch.environment import SUPERVISED
 from rlcore.launch.ray.actor_env import ActorEnv
 
 if TYPE_CHECKING:
