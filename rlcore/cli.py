@@ -15,8 +15,13 @@ from pathlib import Path
 from rlcore import __version__
 from rlcore.config.load import Loaded, load_config, split_arguments
 from rlcore.errors import BAD_INPUT, FAILED, INTERRUPTED, EmptyBatch, RunFailed, UserError
-from rlcore.launch.environment import first_on_node, started_by_torchrun, under_torchrun, wait_for_speaker
-from rlcore.launch.signals import hearing
+from rlcore.launch.environment import (
+    first_on_node,
+    started_by_torchrun,
+    under_torchrun,
+    wait_for_reporter,
+)
+from rlcore.launch.signals import handling_stop_signals
 
 _SETTINGS = (
     "FILE.yaml ... and overrides KEY=VALUE (policy.optimizer.lr=2e-6), later ones over earlier ones"
@@ -26,24 +31,22 @@ _ADDRESS = "of the cluster; default: the one that Ray knows of on this machine"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 the run failed, 2 bad input, 130
-    interrupted.
-    """
+    """Run a command. The exit code is 0 if done, 1 failed, 2 bad input, 130 interrupted."""
     arguments = _parse(argv)
     arguments.given = list(sys.argv[1:] if argv is None else argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         return command(arguments)
     except (UserError, RunFailed) as error:
-        if first_on_node():  # ranks that meet the same error say it once
+        if first_on_node():  # ranks that meet the same error print it once
             print(f"rlcore: {error}", file=sys.stderr)
         else:
-            wait_for_speaker()
+            wait_for_reporter()
         return BAD_INPUT if isinstance(error, UserError | EmptyBatch) else FAILED
     except KeyboardInterrupt:
         print("rlcore: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `rlcore metrics | head`: the reader has enough
+    except BrokenPipeError:  # the reader has read enough, as in `rlcore metrics | head`
         sys.stderr.close()
         return 0
 
@@ -52,9 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    # SIGTERM is as Ctrl-C until the run heeds both; but a rank may stand where no handler would be
-    # run.
-    with nullcontext() if under_torchrun() else hearing(signal.default_int_handler):
+    """Check the plugins and train with the configured launcher."""
+    # SIGTERM is like Ctrl-C until the run handles both. Not in a rank: native code, in which a rank
+    # may be, runs no Python handler.
+    with nullcontext() if under_torchrun() else handling_stop_signals(signal.default_int_handler):
         launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
         loaded = _load([*launcher, *arguments.settings])
         from rlcore import launch
@@ -70,6 +74,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def validate(arguments: argparse.Namespace) -> int:
+    """Print the configuration, and which checks were made and which left out."""
     loaded = _load(arguments.settings)
     from rlcore.config.checks.sections import describe_checks
     from rlcore.config.render import render
@@ -107,6 +112,7 @@ def validate(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
+    """Score a Hugging Face folder, a checkpoint, or the configured model."""
     chosen: list[str] = []
     if arguments.model is not None:
         path = json.dumps(str(arguments.model))
@@ -119,25 +125,28 @@ def evaluate(arguments: argparse.Namespace) -> int:
     loaded = _load([*arguments.settings, *chosen])
     if not loaded.config.evaluation.paths:
         raise loaded.error("evaluation.paths", "empty: name the files with the prompts to score")
-    from rlcore import launch
+    from rlcore.launch.commands.eval_export import evaluate_model
 
-    return launch.evaluate(loaded, output=arguments.output)
+    return evaluate_model(loaded, arguments.output)
 
 
 def engine(arguments: argparse.Namespace) -> int:
+    """Run SGLang engines without a trainer."""
     loaded = _load(arguments.settings)
-    from rlcore import launch
+    from rlcore.launch.commands.engine import serve_engines
 
-    return launch.engine(loaded, urls_file=arguments.urls_file)
+    return serve_engines(loaded.config, urls_file=arguments.urls_file)
 
 
 def export(arguments: argparse.Namespace) -> int:
-    from rlcore import launch
+    """Write a checkpoint as a Hugging Face folder."""
+    from rlcore.launch.commands.eval_export import export_checkpoint
 
-    return launch.export(arguments.source, arguments.folder)
+    return export_checkpoint(arguments.source, arguments.folder)
 
 
 def ledger(arguments: argparse.Namespace) -> int:
+    """Show the ledger of a run; exit code 1 if it does not balance."""
     from rlcore.launch.commands.ledger import show_ledger
 
     return show_ledger(
@@ -146,6 +155,7 @@ def ledger(arguments: argparse.Namespace) -> int:
 
 
 def plan_layouts(arguments: argparse.Namespace) -> int:
+    """Print the layouts that fit."""
     loaded = _load(arguments.settings)
     from rlcore.launch.commands.plan import plan
 
@@ -157,21 +167,30 @@ def plan_layouts(arguments: argparse.Namespace) -> int:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    from rlcore import launch
+    """Print the runs on a Ray cluster."""
+    from rlcore.launch import need_ray
 
-    for line in launch.status(arguments.address):
+    need_ray()
+    from rlcore.launch.ray import status as runs
+
+    for line in runs.status(arguments.address):
         print(line)
     return 0
 
 
 def stop(arguments: argparse.Namespace) -> int:
-    from rlcore import launch
+    """Ask a run on a Ray cluster for a clean end, and wait for it."""
+    from rlcore.launch import need_ray
 
-    print(launch.stop(arguments.run, arguments.address, timeout_s=arguments.timeout))
+    need_ray()
+    from rlcore.launch.ray import status as runs
+
+    print(runs.stop(arguments.run, arguments.address, timeout_s=arguments.timeout))
     return 0
 
 
 def init_model(arguments: argparse.Namespace) -> int:
+    """Write a small model with random weights."""
     from transformers.utils import logging
 
     from rlcore.launch.commands.init_model import ModelSpec
@@ -192,6 +211,7 @@ def init_model(arguments: argparse.Namespace) -> int:
 
 
 def metrics(arguments: argparse.Namespace) -> int:
+    """Print the definition of every metric."""
     from rlcore.launch.commands.catalogue import list_metrics, metrics_page
 
     if arguments.markdown:
@@ -202,6 +222,7 @@ def metrics(arguments: argparse.Namespace) -> int:
 
 
 def algorithms(arguments: argparse.Namespace) -> int:
+    """Print estimators and losses with their keywords."""
     from rlcore.launch.commands.catalogue import list_algorithms
 
     print("\n".join(list_algorithms()))
@@ -214,16 +235,21 @@ def _load(settings: Sequence[str]) -> Loaded:
 
 # --- their arguments ------------------------------------------------------------------------------
 
-_MODEL_OPTIONS = (
-    "family", "alphabet", "hidden", "layers", "heads", "kv_heads", "intermediate", "experts", "experts_per_token", "tied",
+_MODEL_SIZES = (
+    "hidden",
+    "layers",
+    "heads",
+    "kv_heads",
+    "intermediate",
+    "experts",
+    "experts_per_token",
     "seed",
-)  # fmt: skip
+)
+_MODEL_OPTIONS = ("family", "alphabet", "tied", *_MODEL_SIZES)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """argparse gathers files and overrides only up to the next flag; what follows one is gathered
-    here.
-    """
+    """Parse; argparse collects files and overrides only up to the next flag, so we add the rest."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and (any(argument.startswith("-") for argument in rest) or "settings" not in arguments):
@@ -358,17 +384,8 @@ def _add_model_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--alphabet", metavar="CHARACTERS", help="what the tokenizer knows, one token a character"
     )
-    for name in (
-        "hidden",
-        "layers",
-        "heads",
-        "kv-heads",
-        "intermediate",
-        "experts",
-        "experts-per-token",
-        "seed",
-    ):
-        sub.add_argument(f"--{name}", type=int, metavar="N")
+    for name in _MODEL_SIZES:
+        sub.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
     sub.add_argument(
         "--tied", action=argparse.BooleanOptionalAction, help="the LM head is the embedding"
     )

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlcore.errors import RunFailed
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import ActorLost, get
-from rlcore.launch.ray.hang_detector import Heartbeat
+from rlcore.launch.ray.hang_detector import HangDetector
 from rollout.engines.sglang.keys import Keys
 from tests.ray.actors import Hanging, Service, config_of_a_run
 
@@ -87,13 +87,13 @@ def test_a_service_that_hangs_is_ended_and_its_log_says_where_it_stood(tmp_path:
         .remote(here, config, (), Keys.from_environment())
     )
     first, _ = ray.get(actor.status.remote(), timeout=START_S)
-    heartbeat = Heartbeat(actor, limit_s=LIMIT_S)
+    detector = HangDetector(actor, limit_s=LIMIT_S)
     for _ in range(30):
-        assert heartbeat.look() is None, "it answers"
+        assert detector.check() is None, "it answers"
         time.sleep(0.1)
     actor.hang.remote(tmp_path / "service.log")
     began = time.monotonic()
-    while (silent_s := heartbeat.look()) is None:
+    while (silent_s := detector.check()) is None:
         assert time.monotonic() < began + 3 * LIMIT_S
         time.sleep(0.1)
     assert silent_s >= LIMIT_S

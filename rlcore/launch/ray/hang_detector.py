@@ -1,6 +1,4 @@
-"""Finds an actor that hangs. For Ray an actor lives as long as its process does, so one that
-answers nothing is ended here.
-"""
+"""Finds an actor that hangs, and ends it: for Ray an actor lives as long as its process does."""
 
 from __future__ import annotations
 
@@ -11,43 +9,46 @@ import ray
 from ray.exceptions import RayError
 
 BEAT_S = 1.0
-STALL_S = 10.0  # between two looks: it was this process that stood still
+STALL_S = 10.0  # between two checks: this process itself was stopped
 
 
-class Heartbeat:
-    """Of an actor that has a method `beat`, and that Ray starts again when it dies.
+class HangDetector:
+    """Calls `beat` of an actor, which Ray starts again when it dies.
 
-    Nothing is asked of one that has not answered yet: who needs it has a deadline for its start.
+    The time until the actor's first answer does not count: its start has a deadline elsewhere.
 
     Args:
-        limit_s: the silence after which it counts as hung.
+        limit_s: the silence after which the actor counts as hung.
     """
 
     def __init__(self, actor: Any, *, limit_s: float) -> None:
         self._actor = actor
         self._limit_s = limit_s
-        self._asked: Any = None  # a beat that is not answered yet
+        self._beat: Any = None  # the call that is not answered yet
         self._is_up = False
-        self._heard = self._looked = time.monotonic()
+        now = time.monotonic()
+        self._heard_at = now
+        self._checked_at = now
 
-    def look(self) -> float | None:
-        """End the actor if it hangs: the seconds for which it was silent then, else None. Call it
-        often; it never waits.
+    def check(self) -> float | None:
+        """End the actor if it hangs, and return for how many seconds it was silent, else None.
+
+        Call it often; it never waits.
         """
         now = time.monotonic()
-        if now - self._looked > STALL_S:
-            self._heard = now
-        self._looked = now
-        if self._asked is None:
-            if now - self._heard >= BEAT_S:
-                self._asked = self._actor.beat.remote()
+        if now - self._checked_at > STALL_S:
+            self._heard_at = now
+        self._checked_at = now
+        if self._beat is None:
+            if now - self._heard_at >= BEAT_S:
+                self._beat = self._actor.beat.remote()
             return None
-        if ray.wait([self._asked], timeout=0)[0]:
-            self._is_up = _answered(self._asked)
-            self._asked = None
-            self._heard = now
+        if ray.wait([self._beat], timeout=0)[0]:
+            self._is_up = _succeeded(self._beat)
+            self._beat = None
+            self._heard_at = now
             return None
-        silent_s = now - self._heard
+        silent_s = now - self._heard_at
         if not self._is_up or silent_s < self._limit_s:
             return None
         self._is_up = False
@@ -55,9 +56,9 @@ class Heartbeat:
         return silent_s
 
 
-def _answered(ref: Any) -> bool:
+def _succeeded(call: Any) -> bool:
     try:
-        ray.get(ref)
+        ray.get(call)
     except RayError:  # its process is gone, and is started again
         return False
     return True

@@ -1,9 +1,8 @@
-"""The rollout service as an actor. Rank 0 calls it through proxy.py; a new rank 0 finds it with its
-engines running.
+"""The rollout service as an actor, which rank 0 calls through `remote_service`.
 
-It is started again by Ray when it dies, and then knows nothing: every call carries the word that
-    `open` gave, so that nobody
-takes the new one for the old, and a rank 0 that was given up cannot take a step from the next.
+A new rank 0 finds it with its engines running. When it dies, Ray starts it again, without any
+state. Every call carries the token that `open` returned: a call that was meant for the service
+before fails, and a rank 0 that was given up cannot take a step from its successor.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rlcore.config import Config
 from rlcore.data.step import StepRollouts
 from rlcore.errors import PartLost
 from rlcore.interfaces import RolloutEngine
-from rlcore.launch.logs import folder_of
+from rlcore.launch.logs import log_folder
 from rlcore.launch.ray.actor_env import ActorEnv, log_to
 from rlcore.launch.ray.calls import NAMESPACE, ActorLost
 from rlcore.launch.ray.engine_hosts import cluster_engines
@@ -39,17 +38,17 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Opened:
-    """What rank 0 is told of the service."""
+class OpenedService:
+    """What rank 0 learns when it opens the service."""
 
-    life: str  # the word for every call
+    token: str  # the first argument of every call
     num_prompts: int
     prompt_lengths: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class EngineFacts:
-    """What the trainer's rank 0 must know of an engine to send it weights."""
+class EngineInfo:
+    """What rank 0 must know of an engine to send it weights."""
 
     name: str
     managed: bool
@@ -59,7 +58,8 @@ class EngineFacts:
     in_group: str | None
 
     @classmethod
-    def of(cls, engine: Any) -> EngineFacts:
+    def of(cls, engine: Any) -> EngineInfo:
+        """Read it from an engine of the service."""
         return cls(
             engine.name,
             engine.managed,
@@ -71,12 +71,11 @@ class EngineFacts:
 
 
 class ServiceActor:
-    """One `RolloutService`. An async actor: who waits for rollouts holds up nobody who asks for
-    something else.
+    """Has one `RolloutService`. An async actor: a call that waits for rollouts blocks no other.
 
     Args:
-        hosts: the names of the engines' actors, in their order: handles would not outlive the
-            process that was given them.
+        hosts: the names of the engines' actors, in order. Handles would not outlive the process
+            that was given them.
     """
 
     def __init__(
@@ -88,21 +87,19 @@ class ServiceActor:
         self._config = config
         self._hosts = hosts
         self._keys = keys
-        self._birth = secrets.token_hex(8)
-        self._life = f"{self._birth}/0"  # of the newest rank 0
+        self._instance = secrets.token_hex(8)
+        self._token = f"{self._instance}/0"  # of the newest rank 0
         self._service: RolloutService | None = None
         self._memory: FleetMemory | None = None
-        # a rank 0 may come while one that is gone by now has it build
+        # A rank 0 may call `open` while the service is built for its lost predecessor.
         self._opening = asyncio.Lock()
-        self._starting: asyncio.Future[None] | None = None  # of the engines: once, whoever asks
-        # what rank 0 has asked for and not got yet
-        self._working: set[asyncio.Future[Any]] = set()
+        self._starting: asyncio.Future[None] | None = None  # of the engines, which start once
+        self._pending: set[asyncio.Future[Any]] = set()  # rank 0's unfinished calls
 
-    # --- rank 0 comes -----------------------------------------------------------------------------
+    # --- opening and starting ---------------------------------------------------------------------
 
-    async def open(self, *, greedy_baseline: bool) -> Opened:
-        """Read and check what the service needs; one that served another rank 0 waits to be told
-        where to go on from.
+    async def open(self, *, greedy_baseline: bool) -> OpenedService:
+        """Read and check the service's input; one that served another rank 0 waits for `restore`.
 
         Raises UserError as `RolloutService`.
         """
@@ -110,13 +107,14 @@ class ServiceActor:
             if self._service is None:
                 self._service = await asyncio.to_thread(self._build, greedy_baseline)
             else:
-                self._life = f"{self._birth}/{secrets.token_hex(8)}"
+                self._token = f"{self._instance}/{secrets.token_hex(8)}"
                 await asyncio.to_thread(self._service.abandon)
-                if self._working:
-                    await asyncio.wait(self._working)
-                await self._in_loop(self._release_engines())
+                if self._pending:
+                    await asyncio.wait(self._pending)
+                await self._in_loop(self._abandon_publication())
                 await asyncio.to_thread(self._service.halt)
-            return Opened(self._life, len(self._service.prompts), self._service.prompts.lengths)
+            prompts = self._service.prompts
+            return OpenedService(self._token, len(prompts), prompts.lengths)
 
     def _build(self, greedy_baseline: bool) -> RolloutService:
         from rlcore.data.tokenizer import load_tokenizer
@@ -133,115 +131,116 @@ class ServiceActor:
         self._memory = FleetMemory(service.fleet, config.rollout.engine, service.thread)
         return service
 
-    async def _release_engines(self) -> None:
-        """A publication that nobody ends any more is given up."""
+    async def _abandon_publication(self) -> None:
+        """Give up a publication that the former rank 0 has left open."""
         fleet = self.service.fleet
         for engine in fleet.engines:
             fleet.missed(engine)
 
-    async def start(self, life: str) -> None:
-        """Engines and reward workers answer when this returns; who comes while they start waits for
-        the same start.
+    async def start(self, token: str) -> None:
+        """Start engines and reward workers, once: a call during the start waits for it.
 
-        One that is made anew has its engines start as `Fleet.start` says: its run may have gone on
-            without some.
+        After a restart of the actor, the run may have gone on without some engines: see
+        `Fleet.start`.
         """
-        self._check(life)
+        self._check(token)
         if self._starting is None:
-            self._actor_env.speak()
-            log_to(folder_of(self._config.run) / "service.log")
+            self._actor_env.redirect_output()
+            log_to(log_folder(self._config.run) / "service.log")
             again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
             self._starting = asyncio.ensure_future(
                 asyncio.to_thread(self.service.start, again=again)
             )
         await asyncio.shield(self._starting)
 
-    # --- what rank 0 asks -------------------------------------------------------------------------
+    # --- calls of rank 0 --------------------------------------------------------------------------
 
-    async def source(self, life: str, method: str, *arguments: Any) -> Any:
-        """A method of `RolloutSource`."""
-        self._check(life)
+    async def source(self, token: str, method: str, *arguments: Any) -> Any:
+        """Call a method of `RolloutSource`."""
+        self._check(token)
         work = asyncio.ensure_future(asyncio.to_thread(getattr(self.service, method), *arguments))
-        self._working.add(work)
-        work.add_done_callback(self._working.discard)
+        self._pending.add(work)
+        work.add_done_callback(self._pending.discard)
         return await work
 
-    async def next_step(self, life: str, step: int) -> tuple[StepRollouts, dict[str, Any]] | None:
-        """With the state after the hand-over, from which another service could go on."""
-        found = await self.source(life, "next_step", step)
-        return None if found is None else (found, await self.source(life, "snapshot"))
+    async def next_step(self, token: str, step: int) -> tuple[StepRollouts, dict[str, Any]] | None:
+        """Return a step's rollouts, and the state from which another service could continue."""
+        found = await self.source(token, "next_step", step)
+        return None if found is None else (found, await self.source(token, "snapshot"))
 
-    async def memory(self, life: str, method: str, *arguments: Any) -> Any:
-        """A method of `EngineMemory`."""
-        self._check(life)
+    async def memory(self, token: str, method: str, *arguments: Any) -> Any:
+        """Call a method of `EngineMemory`."""
+        self._check(token)
         return await asyncio.to_thread(getattr(self._memory, method), *arguments)
 
-    async def members(self, life: str, method: str) -> list[EngineFacts]:
-        """`Members.candidates` or `.stale`."""
-        self._check(life)
+    async def participants(self, token: str, method: str) -> list[EngineInfo]:
+        """Call `Participants.candidates` or `.stale`."""
+        self._check(token)
         asked: Callable[[], Coroutine[Any, Any, list[RolloutEngine]]] = getattr(
             self.service.fleet, method
         )
-        return [EngineFacts.of(engine) for engine in await self._in_loop(asked())]
+        return [EngineInfo.of(engine) for engine in await self._in_loop(asked())]
 
-    async def told(self, life: str, method: str, name: str, *arguments: Any) -> None:
-        """What rank 0 says of an engine: a method of `Members`."""
-        self._check(life)
+    async def notify(self, token: str, method: str, name: str, *arguments: Any) -> None:
+        """Call another method of `Participants`, which is about one engine."""
+        self._check(token)
 
-        async def tell() -> None:
-            said = getattr(self.service.fleet, method)(self._engine(name), *arguments)
-            if asyncio.iscoroutine(said):
-                await said
+        async def call() -> None:
+            result = getattr(self.service.fleet, method)(self._engine(name), *arguments)
+            if asyncio.iscoroutine(result):
+                await result
 
-        await self._in_loop(tell())
+        await self._in_loop(call())
 
-    async def engine(self, life: str, name: str, verb: str, *arguments: Any) -> Any:
-        """A step of a publication, by one engine."""
-        self._check(life)
+    async def engine(self, token: str, name: str, verb: str, *arguments: Any) -> Any:
+        """Call a method of an engine, for a publication."""
+        self._check(token)
         return await self._in_loop(getattr(self._engine(name), verb)(*arguments))
 
-    async def group_of(self, life: str, name: str) -> str | None:
-        """The process group for weights that an engine is in."""
-        self._check(life)
-        return EngineFacts.of(self._engine(name)).in_group
-
-    async def expectation(self, life: str, name: str) -> Any:
-        self._check(life)
+    async def expectation(self, token: str, name: str) -> Any:
+        """Call `RolloutEngine.expectation`."""
+        self._check(token)
         return self._engine(name).expectation()
 
     async def beat(self) -> None:
-        """Answered at once, unless this process hangs; half-way to its end it writes then where
-        every thread stands.
-        """
+        """Answer at once; a process that hangs cannot, and writes its stacks at half the limit."""
         faulthandler.dump_traceback_later(self._config.cluster.heartbeat_timeout_s / 2, file=STDERR)
 
     async def status(self) -> tuple[int, list[dict[str, Any]]]:
         """The process id, and a row for each engine."""
-        members = [] if self._service is None else self._service.fleet.members
+        engines = [] if self._service is None else self._service.fleet.members
         return os.getpid(), [
-            {"engine": member.name, "state": str(member.health.state), "version": member.version,
-             "restarts": member.health.restarts, "requests": sum(lease.requests for lease in member.leases)}
-            for member in members
-        ]  # fmt: skip
+            {
+                "engine": engine.name,
+                "state": str(engine.health.state),
+                "version": engine.version,
+                "restarts": engine.health.restarts,
+                "requests": sum(lease.requests for lease in engine.leases),
+            }
+            for engine in engines
+        ]
 
     async def close(self) -> None:
+        """End the service and its engines."""
         if self._service is not None:
             await asyncio.to_thread(self._service.close)
 
-    # --- small things -----------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     @property
     def service(self) -> RolloutService:
+        """The service, once it is open."""
         assert self._service is not None, "open comes first"
         return self._service
 
-    def _check(self, life: str) -> None:
-        """Raises ActorLost for another service's word; PartLost, which nobody recovers from, for
-        one of a former rank 0.
+    def _check(self, token: str) -> None:
+        """Raise ActorLost for a token of another instance.
+
+        For the token of a former rank 0 raise PartLost, from which that rank does not recover.
         """
-        if life == self._life:
+        if token == self._token:
             return
-        if life.startswith(self._birth):
+        if token.startswith(self._instance):
             raise PartLost("the rollout service has another rank 0 now")
         raise ActorLost("the rollout service died; there is a new one")
 
@@ -249,5 +248,5 @@ class ServiceActor:
         return next(engine for engine in self.service.fleet.engines if engine.name == name)
 
     async def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of what must run on the service's own loop."""
+        """Run a coroutine on the service's own loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.service.loop))

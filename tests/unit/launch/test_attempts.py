@@ -16,8 +16,8 @@ from rlcore.launch.environment import here_key, store_prefix
 from rlcore.launch.run_folder import mark_opened
 
 WORLD = 3
-FIRST = Attempt(0, goes_on=False)
-SECOND = Attempt(1, goes_on=False)
+FIRST = Attempt(0, resumes=False)
+SECOND = Attempt(1, resumes=False)
 
 
 class Ranks:
@@ -64,8 +64,8 @@ def test_who_waits_for_the_others_says_so_where_a_watch_looks(ranks: Ranks) -> N
 
 def test_a_later_attempt_goes_on_with_a_run_that_an_earlier_one_has_opened(ranks: Ranks) -> None:
     mark_opened(ranks.of(ranks.start_all()[0]))
-    assert ranks.start_all() == [Attempt(1, goes_on=True)] * WORLD
-    assert ranks.start_all() == [Attempt(2, goes_on=True)] * WORLD, (
+    assert ranks.start_all() == [Attempt(1, resumes=True)] * WORLD
+    assert ranks.start_all() == [Attempt(2, resumes=True)] * WORLD, (
         "also where the second opened nothing"
     )
 

@@ -50,7 +50,9 @@ def end(rank0: RankZero, store: dist.Store, train: Any) -> Outcome:
         tracking=SimpleNamespace(hub=SimpleNamespace(repo=None)),
     )  # fmt: skip
     trainer = SimpleNamespace(config=config, rank0=rank0, main=rank0, patience=5.0, train=train)
-    heartbeat = SimpleNamespace(alone=lambda: rank0.done.append("alone"), leaving=lambda: None)
+    heartbeat = SimpleNamespace(
+        ignore_peers=lambda: rank0.done.append("ignores peers"), allow_cleanup=lambda: None
+    )
     process = Process(
         0, 1, 0, torch.device("cpu"), sync, cast(Any, None), heartbeat=cast(Any, heartbeat)
     )
@@ -75,7 +77,7 @@ def test_who_is_started_again_once_there_is_a_result_is_told_so(
 
     rank0.on_close = start_again
     end(rank0, store, lambda: Outcome(status, 3))
-    assert rank0.done == [f"result: {status}", "alone", f"closed: {status}"]
+    assert rank0.done == [f"result: {status}", "ignores peers", f"closed: {status}"]
     assert told == [code]
 
 

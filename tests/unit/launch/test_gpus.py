@@ -8,7 +8,7 @@ import pytest
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
-from rlcore.launch.gpus import assign_gpus, names_of
+from rlcore.launch.gpus import assign_gpus, visible_names
 
 
 def assign(visible: int, ranks: int, **engine: Any) -> list[tuple[int, ...]]:
@@ -67,6 +67,6 @@ def test_what_cannot_be_had_is_refused_with_the_numbers(
 
 
 def test_a_child_is_told_the_names_that_this_process_was_told() -> None:
-    assert names_of((1, 0), {}) == ["1", "0"]
-    assert names_of((1, 0), {"CUDA_VISIBLE_DEVICES": "4, 6"}) == ["6", "4"]
-    assert names_of((1,), {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}) == ["GPU-b"]
+    assert visible_names((1, 0), {}) == ["1", "0"]
+    assert visible_names((1, 0), {"CUDA_VISIBLE_DEVICES": "4, 6"}) == ["6", "4"]
+    assert visible_names((1,), {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}) == ["GPU-b"]

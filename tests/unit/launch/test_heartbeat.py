@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlcore.launch import heartbeat as heartbeat
-from rlcore.launch.heartbeat import STALL_S, Heartbeat, HeartbeatMonitor, beat_key
 from rlcore.launch.environment import here_key
+from rlcore.launch.heartbeat import STALL_S, Heartbeat, HeartbeatMonitor, beat_key
 from rlcore.trainer.rank_sync import LocalStore, RankSync, read_failure
 
 
@@ -99,9 +99,9 @@ def test_who_needs_nobody_any_more_misses_nobody(
         [],
     )
     if alone:
-        beating.alone()
+        beating.ignore_peers()
     time.sleep(1.0)
-    beating.stop(in_peace=True)
+    beating.stop(clean=True)
     assert (read_failure(store) is None) == alone
 
 

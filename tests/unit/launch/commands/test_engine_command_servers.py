@@ -21,8 +21,7 @@ from rlcore.config.sections.rollout import RestartConfig
 from rlcore.errors import ConfigError, RunFailed
 from rlcore.launch import engines
 from rlcore.launch.commands import engine as serve
-from rlcore.launch.commands.engine import follower, serve_engines
-from rlcore.launch.commands.servers import run_servers
+from rlcore.launch.commands.engine import follower, run_servers, serve_engines
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
 QUICK = RestartConfig(limit=2, backoff_s=0.01)

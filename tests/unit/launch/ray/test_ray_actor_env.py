@@ -74,5 +74,5 @@ def test_when_nobody_speaks_any_more_nothing_is_waited_for(
 ) -> None:
     half_said(store)
     print("the last word", file=RemoteStdout(store, "out"))
-    lines.show(patience_s=0.0)
+    lines.show(wait_s=0.0)
     assert capsys.readouterr().out == "the last word\n"

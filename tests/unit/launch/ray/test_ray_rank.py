@@ -110,4 +110,4 @@ def test_after_the_end_of_the_run_only_rank_0_is_missed(
     monkeypatch.setattr(ranks_module.ray, "get", gone)
     ranks._collect()
     assert ranks._runs == {}
-    assert (ranks._gone() is not None) == counts
+    assert (ranks._first_lost() is not None) == counts
