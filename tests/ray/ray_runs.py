@@ -198,14 +198,17 @@ def command(*arguments: str, code: int = 0) -> str:
 
 
 def learned(run: Run) -> list[dict[str, Any]]:
-    """The rows of the log without what depends on the clock, and on engines that were started
-    again.
-    """
+    """The rows of the log, without what depends on the clock and on restarted engines."""
     return [
-        {name: value for name, value in row.items()
-         if not name.startswith(("time/", "perf/", "rollout/engine", "rollout/retried", "rollout/resumed"))}
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(
+                ("time/", "perf/", "rollout/engine", "rollout/retried", "rollout/resumed")
+            )
+        }
         for row in run.metrics
-    ]  # fmt: skip
+    ]
 
 
 def weights(run: Run) -> bytes:
@@ -214,9 +217,7 @@ def weights(run: Run) -> bytes:
 
 
 def balance(run: Run, step: int) -> dict[str, int]:
-    """Of the ledger, which agrees with the checkpoint of `step`, the newest, with the recordings
-    and with the versions.
-    """
+    """Check the ledger against the newest checkpoint, of `step`; count its draws by state."""
     from rlcore.runs.directory import RunDirectory
     from rollout.accounting.audit import audit
 

@@ -1,6 +1,4 @@
-"""Who starts an engine on a cluster, and who ends it: its actor and the service's view of it, as
-plain objects.
-"""
+"""Starts and ends of an engine on a cluster: its actor and the service's view, as objects."""
 
 from __future__ import annotations
 
@@ -152,9 +150,7 @@ def test_a_start_that_is_given_up_leaves_no_server(
 
 
 class Handle:
-    """Of an actor around `host`, which is there or not. Who stops waiting for an answer ends
-    nothing by that.
-    """
+    """The handle of an actor around `host`; to stop waiting for an answer ends no call."""
 
     def __init__(self, host: Any) -> None:
         self._host = host

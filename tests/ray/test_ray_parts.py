@@ -1,6 +1,4 @@
-"""Parts of the Ray launcher without a run: how a batch gets from one actor to another, and actors
-that hang or cannot begin.
-"""
+"""Parts of the Ray launcher without a run: batches between actors, hangs, and failed starts."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ def connected(cluster: Any) -> Iterator[None]:
 
 
 def test_a_batch_is_read_where_it_lies() -> None:
-    """On one node: every array is a view of the object store, read-only, the same one for whoever
-    reads it.
-    """
+    """On one node every array is a read-only view of the object store, the same for all."""
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     ref = (

@@ -135,11 +135,20 @@ def test_no_share_is_cut_over_two_gpus(
     gpu_runs: RayRuns, share: float, ranks: int, gpus: int
 ) -> None:
     """What a node of the trainer asks for is room for each of its ranks."""
-    config = Config.model_validate({
-        "run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["p"]}, "training": {"steps": 1},
-        "reward": {"parts": {"a": {"function": "exact_match"}}},
-        "cluster": {"launcher": "ray", "processes_per_node": ranks, "ray": {"rank_gpus": share, "rank_cpus": 0.1}},
-    })  # fmt: skip
+    config = Config.model_validate(
+        {
+            "run": {"name": "x"},
+            "model": {"path": "m"},
+            "data": {"paths": ["p"]},
+            "training": {"steps": 1},
+            "reward": {"parts": {"a": {"function": "exact_match"}}},
+            "cluster": {
+                "launcher": "ray",
+                "processes_per_node": ranks,
+                "ray": {"rank_gpus": share, "rank_cpus": 0.1},
+            },
+        }
+    )
     placement = place(config, has_gpus=True)
     with connected_to(gpu_runs.address), room(placement.trainer, "PACK", "the trainer") as asked:
         group = asked.wait(Cluster(placement, ""), limit_s=60, tick=lambda: None)

@@ -94,9 +94,7 @@ def new_service() -> ServiceActor:
 
 
 def test_a_call_of_a_former_rank_0_fails(rollouts: Rollouts) -> None:
-    """It may live on where the driver does not see it: it gets no step, and does not take the
-    service back.
-    """
+    """It may still run where the driver does not see it: it gets no step, nor the service back."""
     rollouts.may_encode.set()
 
     async def main() -> None:
@@ -240,9 +238,7 @@ class Dead:
 def test_a_publication_to_engines_that_take_turns_says_that_the_service_is_lost(
     tmp_path: Path,
 ) -> None:
-    """Not only why: the driver starts the ranks again for that, and for nothing that a rank fails
-    at by itself.
-    """
+    """Only a loss makes the driver restart the ranks; an error of a rank does not."""
     config = config_of_a_run(rollout={"engine": {"colocated": True}})
     thread = LoopThread("publication")
     sink = WeightPublication(

@@ -1,6 +1,4 @@
-"""Ranks that torchrun starts again find one another, and whether the run goes on, in a store that
-outlives them.
-"""
+"""Restarted ranks find one another, and whether to resume, in a store that survives."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ SECOND = Attempt(1, resumes=False)
 
 
 class Ranks:
-    """Each start of a rank is a thread; one that nobody asks for any more stands for a process that
-    died waiting.
-    """
+    """Each start of a rank is a thread; a forgotten thread is a process that died waiting."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.pool = pool
@@ -85,9 +81,7 @@ def test_a_rank_that_came_back_first_waits_for_the_next_attempt(ranks: Ranks) ->
 
 
 def test_an_attempt_whose_rank_0_is_dead_is_joined_by_nobody(ranks: Ranks) -> None:
-    """Rank 2 died before it came, so rank 0 was ended while it waited. Their successors come before
-    rank 0's.
-    """
+    """Rank 2 died before it came, so rank 0 was ended while it waited; rank 0 is replaced last."""
     dead = ranks.start(0, timeout_s=0.3)
     with pytest.raises(DeadlineExceeded):
         dead.result(10)

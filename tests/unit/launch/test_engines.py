@@ -32,8 +32,15 @@ def python(tmp_path: Path, tiny_model: Path) -> tuple[str, str]:
 
 
 def config_of(*overrides: str) -> Config:
-    given = ("run.name=x", "run.dir=runs", "model.path=m", "model.dtype=fp32", "data.paths=d.jsonl", "training.steps=1",
-             "reward.parts.a.function=exact_match")  # fmt: skip
+    given = (
+        "run.name=x",
+        "run.dir=runs",
+        "model.path=m",
+        "model.dtype=fp32",
+        "data.paths=d.jsonl",
+        "training.steps=1",
+        "reward.parts.a.function=exact_match",
+    )
     return load_config([], [*given, *overrides]).config
 
 

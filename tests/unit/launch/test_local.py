@@ -1,6 +1,4 @@
-"""Signals that come before ranks heed them: they die of it, and that is no failure. Ranks are
-sleeping processes here.
-"""
+"""Signals that end ranks which do not handle them yet are no failure; ranks only sleep here."""
 
 from __future__ import annotations
 
@@ -25,10 +23,15 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return Config.model_validate({
-        "run": {"name": "a", "dir": str(tmp_path)}, "model": {"path": "model"}, "data": {"paths": "train.jsonl"},
-        "training": {"steps": 1}, "cluster": {"processes_per_node": 2},
-    })  # fmt: skip
+    return Config.model_validate(
+        {
+            "run": {"name": "a", "dir": str(tmp_path)},
+            "model": {"path": "model"},
+            "data": {"paths": "train.jsonl"},
+            "training": {"steps": 1},
+            "cluster": {"processes_per_node": 2},
+        }
+    )
 
 
 def ask_to_end() -> None:

@@ -1,5 +1,4 @@
-"""The shell scripts: clean by shellcheck; those of torchrun and of several nodes tell each node the
-right thing.
+"""The shell scripts pass shellcheck, and tell each node the right thing.
 
 What they call is stubbed: `tests/script_stage.py`.
 """
@@ -99,14 +98,25 @@ def test_who_waits_for_engines_ends_with_its_script(stage: Stage) -> None:
     assert psutil.wait_procs(there, timeout=20)[1] == []
 
 
-@pytest.mark.parametrize(("script", "missing", "environment"), [
-    ("torchrun_multinode.sh", "RLCORE_ENGINE_API_KEY", {**NODE, "ENGINES": "/none", "ENGINE_NODES": "1"}),
-    ("torchrun_multinode.sh", "ENGINE_NODES", {**NODE, "ENGINES": "/none"}),
-    ("torchrun_multinode.sh", "MASTER_ADDR", {"NNODES": "1", "NODE_RANK": "0"}),
-    ("engines.sh", "RLCORE_ENGINE_ADMIN_KEY", {"ENGINES": "/none", "RLCORE_ENGINE_API_KEY": "x"}),
-    ("engines.sh", "ENGINES", {}),
-    ("ray_multinode.sh", "NODE_RANK", {"MASTER_ADDR": "10.0.0.1"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "missing", "environment"),
+    [
+        (
+            "torchrun_multinode.sh",
+            "RLCORE_ENGINE_API_KEY",
+            {**NODE, "ENGINES": "/none", "ENGINE_NODES": "1"},
+        ),
+        ("torchrun_multinode.sh", "ENGINE_NODES", {**NODE, "ENGINES": "/none"}),
+        ("torchrun_multinode.sh", "MASTER_ADDR", {"NNODES": "1", "NODE_RANK": "0"}),
+        (
+            "engines.sh",
+            "RLCORE_ENGINE_ADMIN_KEY",
+            {"ENGINES": "/none", "RLCORE_ENGINE_API_KEY": "x"},
+        ),
+        ("engines.sh", "ENGINES", {}),
+        ("ray_multinode.sh", "NODE_RANK", {"MASTER_ADDR": "10.0.0.1"}),
+    ],
+)
 def test_what_is_missing_is_named(
     stage: Stage, script: str, missing: str, environment: dict[str, str]
 ) -> None:
@@ -137,9 +147,12 @@ def test_ppo_on_two_nodes_trains_on_the_first_and_generates_on_the_second(stage:
     told = trainer["arguments"]
     assert [value_of(told, "--nnodes"), value_of(told, "--nproc-per-node")] == ["1", "8"]
     assert told[told.index("train") + 1 :] == [
-        f"{root / PPO}.yaml", "model.path=m", "cluster.launcher=torchrun", "rollout.engine.kind=sglang",
+        f"{root / PPO}.yaml",
+        "model.path=m",
+        "cluster.launcher=torchrun",
+        "rollout.engine.kind=sglang",
         'rollout.engine.urls=["http://10.0.0.2:30000"]',
-    ]  # fmt: skip
+    ]
     assert served["arguments"][3:6] == [
         f"{root / PPO}.yaml",
         f"{root / PPO}.servers.yaml",
@@ -202,10 +215,17 @@ def test_without_any_python_there_is_a_sentence(stage: Stage, tmp_path: Path) ->
 
 
 SERVERS = {
-    "python": "/envs/sglang/bin/python", "urls": ["http://10.0.0.9:1"], "tensor_parallel": 2, "gpus": [4, 5, 6, 7],
-    "host": "10.0.0.9", "server": {"mem_fraction_static": 0.8}, "router_url": "http://10.0.0.9:2", "transport": "disk",
-    "weights_dir": "/shared/weights", "max_in_flight": 8,
-}  # fmt: skip
+    "python": "/envs/sglang/bin/python",
+    "urls": ["http://10.0.0.9:1"],
+    "tensor_parallel": 2,
+    "gpus": [4, 5, 6, 7],
+    "host": "10.0.0.9",
+    "server": {"mem_fraction_static": 0.8},
+    "router_url": "http://10.0.0.9:2",
+    "transport": "disk",
+    "weights_dir": "/shared/weights",
+    "max_in_flight": 8,
+}
 
 
 def debugged(stage: Stage, *given: str) -> Config:
@@ -232,11 +252,20 @@ def test_any_file_becomes_one_process(stage: Stage, name: str) -> None:
         "first_stage_layers": 3,
     }
     file = stage.folder / "checkout" / name
-    file.write_text(json.dumps({
-        "run": {"name": "mine"}, "model": {"path": "m"}, "data": {"paths": "d.jsonl"}, "training": {"steps": 1},
-        "reward": {"parts": {"right": {"function": "math"}}}, "policy": {"parallel": layout},
-        "rollout": {"engine": engine, "max_staleness": 2}, "cluster": {"launcher": "ray", "nodes": 2, "processes_per_node": 8},
-    }))  # fmt: skip
+    file.write_text(
+        json.dumps(
+            {
+                "run": {"name": "mine"},
+                "model": {"path": "m"},
+                "data": {"paths": "d.jsonl"},
+                "training": {"steps": 1},
+                "reward": {"parts": {"right": {"function": "math"}}},
+                "policy": {"parallel": layout},
+                "rollout": {"engine": engine, "max_staleness": 2},
+                "cluster": {"launcher": "ray", "nodes": 2, "processes_per_node": 8},
+            }
+        )
+    )
     config = debugged(stage, str(file))
     assert config.run.name == "debug"
     assert config.rollout.engine == EngineConfig(in_process=True)

@@ -29,9 +29,7 @@ QUICK = RestartConfig(limit=2, backoff_s=0.01)
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_unsaid(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """asyncio says of an error that nobody took, once the future is freed: on the terminal of
-    somebody's `rlcore engine`.
-    """
+    """No error is left to asyncio, which reports it on the terminal of `rlcore engine`."""
     yield
     gc.collect()
     records = [*caplog.get_records("call"), *caplog.records]
@@ -136,9 +134,7 @@ def test_one_that_cannot_be_kept_up_is_left_alone_and_the_others_go_on(
 
 
 class Weak(FakeServer):
-    """Its second and third start fail; what came up lives a moment, but for the fourth, which lives
-    `life_s`.
-    """
+    """The second and third start fail; the others live a moment, the fourth for `life_s`."""
 
     life_s = 0.5
 
@@ -240,10 +236,15 @@ def test_what_does_not_run_alone_is_refused(engine: dict[str, object], message: 
 
 
 def served(run_dir: Path) -> Config:
-    return Config.model_validate({
-        "run": {"name": "test", "dir": str(run_dir)}, "model": {"path": "none"}, "data": {"paths": "none.jsonl"},
-        "training": {"steps": 1}, "rollout": {"engine": {"kind": "sglang"}},
-    })  # fmt: skip
+    return Config.model_validate(
+        {
+            "run": {"name": "test", "dir": str(run_dir)},
+            "model": {"path": "none"},
+            "data": {"paths": "none.jsonl"},
+            "training": {"steps": 1},
+            "rollout": {"engine": {"kind": "sglang"}},
+        }
+    )
 
 
 def test_keys_that_were_given_are_not_printed_and_made_ones_are(

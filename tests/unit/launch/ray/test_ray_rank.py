@@ -1,6 +1,4 @@
-"""The environment that a rank finds under Ray: torchrun's, and its own device's number; and when
-its loss counts.
-"""
+"""A rank under Ray: torchrun's environment, its device's number, and when its loss counts."""
 
 from __future__ import annotations
 
@@ -80,9 +78,16 @@ def test_a_rank_takes_the_gpu_that_is_its_own(
 
 def test_the_rest_is_what_torchrun_would_set(monkeypatch: pytest.MonkeyPatch) -> None:
     found = found_by_the_rank(monkeypatch, rank_gpus=1.0, visible="6")
-    assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")} == {
-        "RANK": "7", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2345",
-    }  # fmt: skip
+    assert {
+        name: found[name]
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    } == {
+        "RANK": "7",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "2345",
+    }
 
 
 @pytest.mark.parametrize(
