@@ -60,7 +60,7 @@ def test_a_service_that_hangs_is_found_and_made_anew(ray_runs: RayRuns, local: R
 def test_a_service_lost_while_an_engine_comes_up_finds_it_coming(
     ray_runs: RayRuns, local: Run
 ) -> None:
-    """The engine's server is held up until a new service has asked for it."""
+    """The engine's server is delayed until a new service has asked for it."""
     servers: list[int] = []
 
     def lose_both(going: Going) -> None:
@@ -91,7 +91,7 @@ def test_a_service_lost_while_an_engine_comes_up_finds_it_coming(
 def test_a_rank_lost_while_an_engine_comes_up_leaves_it_coming(
     ray_runs: RayRuns, local: Run
 ) -> None:
-    """The first start of the engine's server is held up until the restarted ranks wait for it."""
+    """The first start of the engine's server is delayed until the restarted ranks wait for it."""
     servers: list[int] = []
 
     def lose(going: Going) -> None:

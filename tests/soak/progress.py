@@ -84,7 +84,7 @@ class Timeline:
     seconds: float  # of the whole run
 
     def draw(self, chance: random.Random) -> Moment:
-        """Draw a moment of this run: a phase by WEIGHTS, then a moment of it, all equally likely."""
+        """Draw a moment of this run: first a phase, by WEIGHTS, then a moment of it, uniformly."""
         ends = [at for at, _ in self.changes[1:]] + [self.seconds]
         spans: dict[str, list[tuple[Progress, float]]] = {}
         for (at, progress), end in zip(self.changes, ends, strict=True):

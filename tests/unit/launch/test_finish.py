@@ -1,4 +1,4 @@
-"""The end of a run: what is told to whom, and when."""
+"""The end of a run: result, trackers, and what a restarted rank finds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlcore.trainer.rank_sync import RankSync
 
 
 class RankZero:
-    """What is done at it."""
+    """Records the calls."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -62,7 +62,7 @@ def end(rank0: RankZero, store: dist.Store, train: Any) -> Outcome:
 @pytest.mark.parametrize(
     ("status", "code"), [("completed", 0), ("early_stopped", 0), ("interrupted", 130)]
 )
-def test_who_is_started_again_once_there_is_a_result_is_told_so(
+def test_a_rank_that_is_restarted_after_the_result_finds_it(
     rank0: RankZero, status: Status, code: int
 ) -> None:
     """An upload takes minutes; a rank that dies meanwhile makes torchrun start them all."""

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder when its trainer cannot say how it ended."""
+"""The result of a run whose trainer cannot write it."""
 
 from __future__ import annotations
 

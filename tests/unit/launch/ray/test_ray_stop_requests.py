@@ -23,8 +23,8 @@ def test_a_second_signal_ends_the_run_at_once() -> None:
             ask()
 
 
-def test_signals_do_not_cut_the_closing_short() -> None:
-    """What the run was ended with, its exit code, stays."""
+def test_signals_do_not_interrupt_the_closing() -> None:
+    """The exit code of the run stays."""
     requests = StopRequests()
     with requests.counting_signals():
         with requests.interrupting_on_second():
@@ -33,7 +33,7 @@ def test_signals_do_not_cut_the_closing_short() -> None:
         assert requests.count == 2
 
 
-def test_afterwards_signals_are_whose_they_were() -> None:
+def test_afterwards_signals_have_their_old_handlers() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopRequests().counting_signals():
         assert signal.getsignal(signal.SIGTERM) != before
