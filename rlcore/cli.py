@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 from rlcore import __version__
 from rlcore.config.load import Loaded, load_config, split_arguments
@@ -23,6 +24,7 @@ from rlcore.launch.environment import (
 )
 from rlcore.launch.signals import handling_stop_signals
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _SETTINGS = (
     "FILE.yaml ... and overrides KEY=VALUE (policy.optimizer.lr=2e-6), later ones over earlier ones"
 )
@@ -265,33 +267,39 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rlcore {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_configured(commands)
+    _add_others(commands)
+    return parser
 
-    def command(
-        name: str, run: Callable[[argparse.Namespace], int], text: str
-    ) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(command=run)
-        return sub
 
-    def configured(
-        name: str, run: Callable[[argparse.Namespace], int], text: str
-    ) -> argparse.ArgumentParser:
-        sub = command(name, run, text)
-        sub.add_argument("settings", nargs="+", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
-        return sub
+def _command(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    sub = commands.add_parser(name, help=text, description=text)
+    sub.set_defaults(command=run)
+    return sub
 
-    sub = configured(
-        "train", train, "train a model by reinforcement learning or supervised fine-tuning"
-    )
+
+def _configured(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    sub = _command(commands, name, run, text)
+    sub.add_argument("settings", nargs="+", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
+    return sub
+
+
+def _add_configured(commands: Commands) -> None:
+    """Add the commands that take a configuration."""
+    text = "train a model by reinforcement learning or supervised fine-tuning"
+    sub = _configured(commands, "train", train, text)
     how = sub.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     how.add_argument(
         "--overwrite", action="store_true", help="delete what an earlier run of this name left"
     )
-    configured(
-        "validate", validate, "check a configuration and print it with the origin of each value"
-    )
-    sub = configured("eval", evaluate, "score a model on the evaluation prompts")
+    text = "check a configuration and print it with the origin of each value"
+    _configured(commands, "validate", validate, text)
+    sub = _configured(commands, "eval", evaluate, "score a model on the evaluation prompts")
     sub.add_argument(
         "--model",
         type=Path,
@@ -299,15 +307,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--output", type=Path, help="also write the scores to this JSON file")
     text = "run the SGLang engines of a configuration alone, for a trainer that is given their URLs"
-    sub = configured("engine", engine, text)
+    sub = _configured(commands, "engine", engine, text)
     sub.add_argument(
         "--urls-file", type=Path, help="a JSON file with their URLs, there while they are ready"
     )
-    sub = configured(
-        "plan",
-        plan_layouts,
-        "which layouts fit on so many GPUs, and about how fast; needs no weights",
-    )
+    text = "which layouts fit on so many GPUs, and about how fast; needs no weights"
+    sub = _configured(commands, "plan", plan_layouts, text)
     sub.add_argument("--gpus", type=_positive, required=True, metavar="N")
     sub.add_argument(
         "--gpu-memory",
@@ -322,22 +327,26 @@ def _parser() -> argparse.ArgumentParser:
         default="H100",
         help="whose speed to assume",
     )
-    sub = command("export", export, "write a training checkpoint as a Hugging Face folder")
+
+
+def _add_others(commands: Commands) -> None:
+    """Add the commands that take no configuration."""
+    text = "write a training checkpoint as a Hugging Face folder"
+    sub = _command(commands, "export", export, text)
     sub.add_argument("source", type=Path, help="a run (its last checkpoint) or a checkpoint folder")
     sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
-    sub = command(
-        "ledger",
-        ledger,
-        "what became of every prompt that a run has drawn; exit code 1 unless it balances",
-    )
+    text = "what became of every prompt that a run has drawn; exit code 1 unless it balances"
+    sub = _command(commands, "ledger", ledger, text)
     sub.add_argument("run", type=Path, help="the folder of a run, one that goes on too")
     how = sub.add_mutually_exclusive_group()
     how.add_argument("--draw", type=int, metavar="N", help="everything that happened to this draw")
     how.add_argument("--json", action="store_true", help="as one JSON object")
     sub.add_argument("--quick", action="store_true", help="do not read the recorded samples")
-    sub = command("status", status, "the runs on a Ray cluster: their step, processes and engines")
+    text = "the runs on a Ray cluster: their step, processes and engines"
+    sub = _command(commands, "status", status, text)
     sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
-    sub = command("stop", stop, "end a run on a Ray cluster cleanly, after its step at hand")
+    text = "end a run on a Ray cluster cleanly, after its step at hand"
+    sub = _command(commands, "stop", stop, text)
     sub.add_argument("run", metavar="RUN", help="its run.name")
     sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
     sub.add_argument(
@@ -347,13 +356,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="how long to wait for its end (600)",
     )
-    _add_model_options(
-        command("init-model", init_model, "write a small, randomly initialised Hugging Face folder")
-    )
-    sub = command("metrics", metrics, "define every metric that a run writes")
+    text = "write a small, randomly initialised Hugging Face folder"
+    _add_model_options(_command(commands, "init-model", init_model, text))
+    sub = _command(commands, "metrics", metrics, "define every metric that a run writes")
     sub.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")
-    command("algorithms", algorithms, "list estimators and losses with their keywords")
-    return parser
+    text = "list estimators and losses with their keywords"
+    _command(commands, "algorithms", algorithms, text)
 
 
 def _positive(text: str) -> int:

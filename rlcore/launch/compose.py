@@ -145,11 +145,9 @@ def run_rank(
         )
         rank0 = journal = None
         if run is not None:
-            known = run.resume_from.state if run.resume_from else {}
-            journal = VersionJournal(run.directory.versions_path, newest=known.get("version") or 0)
-            utilization = build_utilization(config, process, credit)
+            journal = run.version_journal()
             rank0 = build_rank0(
-                loaded, process, present(handles), run, journal, backend, steps, utilization
+                loaded, process, present(handles), run, journal, backend, credit, steps
             )
         publisher = build_weight_publisher(config, process, backend, handles, journal)
         return finish(
@@ -387,8 +385,8 @@ def build_rank0(
     run: OpenRun,
     journal: VersionJournal,
     backend: PolicyBackend,
+    credit: CreditAssignment,
     steps: int,
-    utilization: Utilization | None,
 ) -> RankZero:
     """Make what only rank 0 has, and start its trackers."""
     config = loaded.config
@@ -412,7 +410,7 @@ def build_rank0(
         resume_from=found,
         replay_from=_replay_from(config),
         origins=loaded.origins,
-        utilization=utilization,
+        utilization=build_utilization(config, process, credit),
     )
     for note in loaded.notes:
         tracker.note(note)

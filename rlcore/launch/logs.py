@@ -98,9 +98,11 @@ class Terminal(logging.Handler):
     """Prints our warnings on the current `sys.stderr`, which a progress display may replace."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Keep warnings of our own packages."""
         return record.levelno >= logging.WARNING and record.name.partition(".")[0] in OURS
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print the level and the message."""
         print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr, flush=True)
 
 

@@ -16,6 +16,7 @@ from rlcore.runs.checkpoints import Checkpoint, CheckpointStore, latest_checkpoi
 from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.files import remove_tree
 from rlcore.runs.metrics import read_metrics
+from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.early_stopping import EarlyStopping
 from rlcore.trainer.rank0 import FINISHED
 from rlcore.trainer.rank_sync import Failure, Store, in_one_line
@@ -31,6 +32,11 @@ class OpenRun:
     directory: RunDirectory
     checkpoints: CheckpointStore
     resume_from: Checkpoint | None
+
+    def version_journal(self) -> VersionJournal:
+        """The journal of published versions, continued from the checkpoint's."""
+        known = self.resume_from.state if self.resume_from else {}
+        return VersionJournal(self.directory.versions_path, newest=known.get("version") or 0)
 
     def end_with(self, error: BaseException) -> None:
         """Free the run's name after bad input, else write a failed result if there is none yet."""

@@ -42,23 +42,7 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
     from rlcore.launch.engines import managed_servers
     from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
-    engine = config.rollout.engine
-    if engine.kind != "sglang":
-        raise ConfigError(
-            f"rollout.engine.kind: got {engine.kind!r}, expected 'sglang': other engines are the"
-            " trainer's own"
-        )
-    if engine.urls:
-        raise ConfigError(
-            "rollout.engine.urls: these engines run already: leave it out to start others"
-        )
-    if engine.colocated:
-        raise ConfigError(
-            "rollout.engine.colocated: the trainer itself starts engines that share its GPUs: leave"
-            " it out"
-        )
-    if urls_file is not None and not urls_file.parent.is_dir():
-        raise ConfigError(f"--urls-file: there is no folder {urls_file.parent}")
+    _check(config, urls_file)
     follow = follower(config)
     keys = Keys.from_environment()
     generated = {
@@ -86,11 +70,31 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
     if urls_file is not None:
         urls_file.unlink(missing_ok=True)  # left by engines that were killed
     try:
-        asyncio.run(run_servers(servers, announce, follow, restart=engine.restart))
+        asyncio.run(run_servers(servers, announce, follow, restart=config.rollout.engine.restart))
     finally:
         if urls_file is not None:
             urls_file.unlink(missing_ok=True)
     return 0
+
+
+def _check(config: Config, urls_file: Path | None) -> None:
+    engine = config.rollout.engine
+    if engine.kind != "sglang":
+        raise ConfigError(
+            f"rollout.engine.kind: got {engine.kind!r}, expected 'sglang': other engines are the"
+            " trainer's own"
+        )
+    if engine.urls:
+        raise ConfigError(
+            "rollout.engine.urls: these engines run already: leave it out to start others"
+        )
+    if engine.colocated:
+        raise ConfigError(
+            "rollout.engine.colocated: the trainer itself starts engines that share its GPUs: leave"
+            " it out"
+        )
+    if urls_file is not None and not urls_file.parent.is_dir():
+        raise ConfigError(f"--urls-file: there is no folder {urls_file.parent}")
 
 
 def follower(config: Config) -> Follow | None:

@@ -99,9 +99,7 @@ def test_a_rank_that_died_before_all_had_come_is_replaced(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_restarted_after_the_end_finds_the_exit_code(
-    ranks: Ranks, rank: int
-) -> None:
+def test_a_rank_that_restarts_after_the_end_finds_the_exit_code(ranks: Ranks, rank: int) -> None:
     """It died on its way out; the others are gone."""
     mark_ended(ranks.of(ranks.start_all()[0]), 130)
     with pytest.raises(RunHasEnded) as ended:
