@@ -57,6 +57,6 @@ def sample(draw: int, length: int) -> Sample:
 
 class Hanging(ServiceActor):
     async def hang(self, log: Path) -> None:
-        """As native code does that never gives the interpreter back."""
+        """Hang like native code that never gives the interpreter back."""
         log_to(log)
         ctypes.PyDLL(None).sleep(1000)

@@ -14,7 +14,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from rlcore.errors import DeadlineExceeded
-from rlcore.launch.ray import engines
+from rlcore.launch.ray import engine_hosts
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.engine_hosts import EngineHost, HostedServer
 from rollout.engines.child_process import Child, ChildServer, members
@@ -61,9 +61,9 @@ class Loading(ChildServer):
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loading:
-    """Of every `EngineHost` that is made."""
+    """Replaces the server of every `EngineHost`."""
     loading = Loading(tmp_path)
-    monkeypatch.setattr(engines, "_server", lambda *arguments: loading)
+    monkeypatch.setattr(engine_hosts, "_server", lambda *arguments: loading)
     return loading
 
 
@@ -89,9 +89,7 @@ def on_host(use: Callable[[EngineHost], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("ends_slowly", [False, True])
-def test_who_comes_while_a_server_is_starting_waits_for_that_one(
-    server: Loading, ends_slowly: bool
-) -> None:
+def test_a_start_during_a_start_waits_for_it(server: Loading, ends_slowly: bool) -> None:
     """The service that had it started is gone by then; nobody hears the answer to its call."""
 
     async def use(host: EngineHost) -> None:
@@ -111,7 +109,7 @@ def test_who_comes_while_a_server_is_starting_waits_for_that_one(
     on_host(use)
 
 
-def test_one_that_ended_is_started_anew_and_nobody_gets_its_old_address(server: Loading) -> None:
+def test_a_server_that_ended_is_started_anew_at_a_new_address(server: Loading) -> None:
     async def use(host: EngineHost) -> None:
         server.may_be_ready.touch()
         first = await host.start()

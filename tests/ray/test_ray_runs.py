@@ -158,7 +158,7 @@ def test_bad_input_is_one_line(ray_runs: RayRuns, lab: Lab) -> None:
     assert not (run.folder / "config.yaml").exists()
 
 
-def test_what_the_cluster_has_no_room_for_is_said(ray_runs: RayRuns) -> None:
+def test_a_lack_of_room_on_the_cluster_is_reported(ray_runs: RayRuns) -> None:
     run = ray_runs.train(
         "large", *COMMON, "cluster.ray.engine_cpus=50", "cluster.start_timeout_s=2"
     )

@@ -47,7 +47,7 @@ class Prompts:
 
 
 class Rollouts:
-    """What the actor has of a `RolloutService`; a hand-over is a number."""
+    """Stands for a `RolloutService`; a hand-over is a number."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -77,7 +77,7 @@ class Rollouts:
 
 @pytest.fixture
 def rollouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollouts]:
-    """Of every `ServiceActor` that is opened."""
+    """Replaces the `RolloutService` of every `ServiceActor`."""
     for name in (API_KEY, ADMIN_KEY):  # which an actor sets in its process: this one
         monkeypatch.setenv(name, "")
     thread = LoopThread("rollouts")
@@ -209,7 +209,7 @@ def test_others_are_answered_while_a_hand_over_is_encoded(rollouts: Rollouts) ->
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_one_that_ray_has_started_again_may_go_on_without_some_engines(
+def test_a_restarted_service_may_go_on_without_some_engines(
     rollouts: Rollouts, restarted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = SimpleNamespace(was_current_actor_reconstructed=restarted)

@@ -64,11 +64,11 @@ class RemoteParticipants:
         self._engines: dict[str, RemoteEngineHandle] = {}
 
     async def candidates(self) -> Sequence[RolloutEngine]:
-        """As the protocol says; of the replacement if the service has died."""
+        """Implements the protocol; of the replacement if the service has died."""
         return await self._participants("candidates")
 
     async def stale(self) -> Sequence[RolloutEngine]:
-        """As the protocol says; of the replacement if the service has died."""
+        """Implements the protocol; of the replacement if the service has died."""
         return await self._participants("stale")
 
     async def _participants(self, method: str) -> Sequence[Any]:
@@ -86,19 +86,19 @@ class RemoteParticipants:
         return handle
 
     def draining(self, engine: RolloutEngine) -> None:
-        """As the protocol says."""
+        """Implements the protocol."""
         self._client.notify("draining", engine.name)
 
     def published(self, engine: RolloutEngine, version: int) -> None:
-        """As the protocol says."""
+        """Implements the protocol."""
         self._client.notify("published", engine.name, version)
 
     def missed(self, engine: RolloutEngine) -> None:
-        """As the protocol says."""
+        """Implements the protocol."""
         self._client.notify("missed", engine.name)
 
     async def out(self, engine: RolloutEngine, why: str) -> None:
-        """As the protocol says; a service that is lost has no engines to hold up."""
+        """Implements the protocol; a service that is lost has no engines to hold up."""
         try:
             await self._client.call_async("notify", "out", engine.name, why)
         # recovery: the next attempt finds the engine as the new service does
@@ -148,7 +148,7 @@ class RemoteEngineHandle:
         self.in_group = address.name
 
     def expectation(self) -> WeightExpectation:
-        """As the protocol says. Raises PublicationFailed where the service is gone.
+        """Implements the protocol. Raises PublicationFailed where the service is gone.
 
         The next attempt finds another service.
         """
@@ -178,7 +178,7 @@ class RemoteSource:
         self._client.start()
 
     def next_step(self, step: int) -> StepRollouts | None:
-        """As the protocol says; None also where the service was replaced."""
+        """Implements the protocol; None also where the service was replaced."""
         found: tuple[StepRollouts, Mapping[str, Any]] | None = self._work("next_step", step)
         if found is None:
             return None
@@ -187,12 +187,12 @@ class RemoteSource:
         return rollouts
 
     def evaluate(self) -> tuple[dict[str, float], list[Sample]] | None:
-        """As the protocol says; None also where the service was replaced."""
+        """Implements the protocol; None also where the service was replaced."""
         scored: tuple[dict[str, float], list[Sample]] | None = self._work("source", "evaluate")
         return scored
 
     def published(self, step: int, version: int, incarnation: int) -> None:
-        """As the protocol says."""
+        """Implements the protocol."""
         self._client.tell("published", step, version, incarnation)
 
     def snapshot(self) -> dict[str, Any]:
@@ -200,11 +200,11 @@ class RemoteSource:
         return dict(self._client.state or self._client.call("source", "snapshot"))
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """As the protocol says."""
+        """Implements the protocol."""
         self._client.tell("restore", state)
 
     def keep_ledger(self, path: Path) -> None:
-        """As the protocol says."""
+        """Implements the protocol."""
         self._client.tell("keep_ledger", path.absolute())
 
     def close(self) -> None:
@@ -229,15 +229,15 @@ class RemoteMemory:
         self._limit_s = all_engines_timeout_s(client.config) + GRACE_S
 
     def release(self, tags: Sequence[MemoryTag]) -> None:
-        """As the protocol says."""
+        """Implements the protocol."""
         self._call("release", tags)
 
     def restore(self, tags: Sequence[MemoryTag]) -> None:
-        """As the protocol says."""
+        """Implements the protocol."""
         self._call("restore", tags)
 
     def anyone(self) -> bool:
-        """As the protocol says."""
+        """Implements the protocol."""
         return bool(self._call("anyone"))
 
     def _call(self, method: str, *arguments: Any) -> Any:

@@ -66,7 +66,7 @@ def test_a_later_attempt_resumes_a_run_that_an_earlier_one_has_opened(ranks: Ran
     )
 
 
-def test_what_was_refused_before_the_run_was_opened_is_refused_again(ranks: Ranks) -> None:
+def test_a_refusal_before_the_run_was_opened_is_repeated(ranks: Ranks) -> None:
     ranks.start_all()
     assert ranks.start_all() == [SECOND] * WORLD
 

@@ -26,7 +26,7 @@ SGLANG = "rollout.engine.kind=sglang"
 
 @pytest.fixture
 def python(tmp_path: Path, tiny_model: Path) -> tuple[str, str]:
-    """What stands for the interpreter of the engines' environment, and a model."""
+    """Stand-ins for the interpreter of the engines' environment, and for a model."""
     (tmp_path / "python").touch()
     return f"rollout.engine.python={tmp_path / 'python'}", f"model.path={tiny_model}"
 

@@ -84,7 +84,7 @@ def test_a_rank_that_is_restarted_after_the_result_finds_it(
 @pytest.mark.parametrize(
     "second", [OSError("no space left"), DataError("metrics.jsonl:2: not JSON")]
 )
-def test_what_failed_first_is_raised_where_no_result_can_be_written(
+def test_the_first_error_is_raised_where_no_result_can_be_written(
     rank0: RankZero, second: Exception
 ) -> None:
     def fail() -> Outcome:

@@ -94,7 +94,7 @@ def test_each_engine_gets_its_own(
         ),
     ],
 )
-def test_what_cannot_be_had_is_refused_with_the_numbers(
+def test_too_few_gpus_are_refused_with_the_numbers(
     visible: int, ranks: int, engine: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -81,7 +81,7 @@ def test_engines_that_do_not_come_are_waited_for_until_a_deadline(stage: Stage) 
     assert stage.calls("torch.distributed.run") == []
 
 
-def test_who_waits_for_engines_ends_with_its_script(stage: Stage) -> None:
+def test_the_wait_for_engines_ends_with_its_script(stage: Stage) -> None:
     engines = stage.folder / "engines"
     engines.mkdir()
     apart = {**dict.fromkeys(KEYS, "x"), "ENGINES": str(engines), "ENGINE_NODES": "1"}
@@ -117,7 +117,7 @@ def test_who_waits_for_engines_ends_with_its_script(stage: Stage) -> None:
         ("ray_multinode.sh", "NODE_RANK", {"MASTER_ADDR": "10.0.0.1"}),
     ],
 )
-def test_what_is_missing_is_named(
+def test_missing_variables_are_named(
     stage: Stage, script: str, missing: str, environment: dict[str, str]
 ) -> None:
     done = stage.run(script, "run.yaml", **environment)
@@ -229,7 +229,7 @@ SERVERS = {
 
 
 def debugged(stage: Stage, *given: str) -> Config:
-    """What `debug.sh` would run."""
+    """The configuration that `debug.sh` would run."""
     done = stage.run("debug.sh", *given)
     assert done.returncode == 0, done.stderr
     [call] = stage.calls("train")
@@ -272,7 +272,7 @@ def test_any_file_becomes_one_process(stage: Stage, name: str) -> None:
     assert config.policy.parallel == ParallelConfig()
 
 
-def test_what_is_said_to_debug_sh_comes_last(stage: Stage) -> None:
+def test_arguments_of_debug_sh_come_last(stage: Stage) -> None:
     example = [str(ROOT / "examples" / "addition" / name) for name in ("base.yaml", "grpo.yaml")]
     config = debugged(stage, *example, "run.name=other", "rollout.max_staleness=1")
     assert (config.run.name, config.rollout.max_staleness) == ("other", 1)

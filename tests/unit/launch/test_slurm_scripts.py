@@ -109,9 +109,7 @@ def test_a_job_that_was_put_back_resumes(
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
-def test_what_the_trainer_does_with_an_earlier_run_is_nothing_to_engines(
-    stage: Stage, flag: str
-) -> None:
+def test_engines_ignore_resume_and_overwrite(stage: Stage, flag: str) -> None:
     done = stage.sbatch("torchrun.sbatch", 2, "run.yaml", flag, "a.b=1", ENGINE_NODES="1")
     assert done.returncode == 0, done.stderr
     [trainer] = stage.calls("torch.distributed.run")

@@ -18,7 +18,7 @@ def relay() -> LogRelay:
 
 @pytest.fixture
 def store(relay: LogRelay) -> dist.Store:
-    """As an actor has it."""
+    """The store as an actor opens it."""
     return dist.TCPStore(HOST, relay.port, None, False, wait_for_workers=False)
 
 

@@ -1,4 +1,4 @@
-"""What a run asks a Ray cluster for, without a cluster: bundles, ranks' places, what is lacking."""
+"""Placement on a Ray cluster, without one: bundles, ranks' places, missing resources."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_engines_given_by_url_need_no_place() -> None:
     assert not found.shares_gpus
 
 
-def test_what_generates_nothing_has_no_service() -> None:
+def test_a_run_that_generates_nothing_has_no_service() -> None:
     sft = config()
     sft.algorithm.loss.name = "sft"
     found = place(sft, has_gpus=False)
@@ -115,7 +115,7 @@ def test_what_generates_nothing_has_no_service() -> None:
     assert found.total == {"CPU": 1.0}
 
 
-def test_what_a_cluster_lacks_is_said_with_the_numbers() -> None:
+def test_missing_resources_are_named_with_the_numbers() -> None:
     found = placed(per_node=2)
     assert lacking(found, {"CPU": 4.0}) is None
     assert lacking(found, {"CPU": 3.5}) == "4 CPU (the cluster has 3.5)"
@@ -162,7 +162,7 @@ def test_what_a_cluster_lacks_is_said_with_the_numbers() -> None:
         ),
     ],
 )
-def test_what_ray_places_is_left_to_ray(given: dict[str, Any], said: str) -> None:
+def test_keys_of_other_launchers_are_refused_under_ray(given: dict[str, Any], said: str) -> None:
     (problem,) = check(config(**given))
     assert str(problem).startswith(said)
 
@@ -191,7 +191,7 @@ def test_too_few_processes_for_the_layout_are_refused() -> None:
     )
 
 
-def test_what_only_ray_reads_is_noted_elsewhere() -> None:
+def test_keys_that_only_ray_reads_are_noted_elsewhere() -> None:
     given = config(ray={"rank_cpus": 2})
     assert not list(notes(given))
     given.cluster.launcher = "local"

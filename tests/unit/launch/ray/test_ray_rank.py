@@ -97,7 +97,7 @@ def test_the_rest_is_what_torchrun_would_set(monkeypatch: pytest.MonkeyPatch) ->
 def test_after_the_end_of_the_run_only_rank_0_is_missed(
     monkeypatch: pytest.MonkeyPatch, rank: int, has_ended: bool, counts: bool
 ) -> None:
-    """It may be uploading: nobody else shall end it."""
+    """Rank 0 may be uploading, and the loss of another rank must not end it."""
 
     def gone(ref: object) -> int:
         raise RayActorError

@@ -71,7 +71,7 @@ NODE = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "HOST_ADDRESS": "10.0.0.2"}
 
 
 def send(process: subprocess.Popen[bytes], how: str) -> None:
-    """As Slurm or `kill` does, or as a terminal does: to all that was started there."""
+    """Signal one process, as Slurm and `kill` do, or all of a terminal, as Ctrl-C does."""
     if how == "SIGTERM":
         process.terminate()
     else:
