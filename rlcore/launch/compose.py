@@ -5,7 +5,6 @@ Only this folder and the command line may name a backend or an engine in `rlcore
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from rlcore.config.derived import (
 from rlcore.config.load import Loaded
 from rlcore.data.rows import check_file
 from rlcore.errors import ConfigError, ModelError, RunFailed
-from rlcore.interfaces import EngineMemory, PolicyBackend, RolloutEngine, RolloutSource, WeightSink
+from rlcore.interfaces import EngineMemory, PolicyBackend, RolloutSource, WeightSink
 from rlcore.launch.engines import build_engines
 from rlcore.launch.finish import finish
 from rlcore.launch.logs import log_folder
@@ -56,8 +55,6 @@ from rlcore.trainer.weight_publisher import WeightPublisher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from rollout.service import RolloutService
 
 
 @dataclass
@@ -285,29 +282,16 @@ def open_service(
 ) -> RolloutHandles:
     """Make the rollout service and its engines in this process; see `OpenService`."""
     from rollout.fleet.engine_memory import FleetMemory
+    from rollout.service import RolloutService
     from rollout.weight_sync.publication import WeightPublication
 
-    service = build_service(
-        config, tokenizer, build_engines(config, process), greedy_baseline=greedy_baseline
-    )
+    engines = build_engines(config, process)
+    service = RolloutService(config, tokenizer, engines, greedy_baseline=greedy_baseline)
     stack.callback(service.close)
     sink = WeightPublication(config, service.fleet, service.loop, device=process.device)
     stack.callback(sink.close)
     memory = FleetMemory(service.fleet, config.rollout.engine, service.thread)
     return RolloutHandles(service, sink, len(service.prompts), service.prompts.lengths, memory)
-
-
-def build_service(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    engines: Sequence[RolloutEngine],
-    *,
-    greedy_baseline: bool,
-) -> RolloutService:
-    """Make the rollout service, in rank 0's process or in a process of its own."""
-    from rollout.service import RolloutService
-
-    return RolloutService(config, tokenizer, engines, greedy_baseline=greedy_baseline)
 
 
 def build_weight_publisher(

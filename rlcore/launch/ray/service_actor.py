@@ -118,16 +118,16 @@ class ServiceActor:
 
     def _build(self, greedy_baseline: bool) -> RolloutService:
         from rlcore.data.tokenizer import load_tokenizer
-        from rlcore.launch.compose import build_service
         from rlcore.runs.rng import seed_rng
         from rollout.fleet.engine_memory import FleetMemory
+        from rollout.service import RolloutService
 
         config = self._config
         seed_rng(config.run.seed)
         tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
         hosts = [ray.get_actor(name, namespace=NAMESPACE) for name in self._hosts]
         engines = cluster_engines(config, hosts, self._keys)
-        service = build_service(config, tokenizer, engines, greedy_baseline=greedy_baseline)
+        service = RolloutService(config, tokenizer, engines, greedy_baseline=greedy_baseline)
         self._memory = FleetMemory(service.fleet, config.rollout.engine, service.thread)
         return service
 

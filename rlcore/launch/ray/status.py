@@ -30,11 +30,11 @@ def status(address: str | None) -> Iterator[str]:
     Raises UserError where there is no cluster.
     """
     with _connected(address):
-        runs = sorted(name for name in _actor_names() if name.endswith("/status"))
+        runs = _runs()
         if not runs:
             yield "no run goes on"
-        for name in runs:
-            yield from _describe(name.removesuffix("/status"))
+        for run in runs:
+            yield from _describe(run)
 
 
 def stop(run: str, address: str | None, *, timeout_s: float) -> str:
@@ -50,17 +50,11 @@ def stop(run: str, address: str | None, *, timeout_s: float) -> str:
         try:
             run_status = ray.get_actor(actor_name(run, "status"), namespace=NAMESPACE)
         except ValueError as error:
-            there = ", ".join(
-                sorted(
-                    name.removesuffix("/status")
-                    for name in _actor_names()
-                    if name.endswith("/status")
-                )
-            )
-            raise UserError(f"no run {run!r} goes on here; there is {there or 'none'}") from error
+            there = ", ".join(_runs()) or "none"
+            raise UserError(f"no run {run!r} goes on here; there is {there}") from error
         get(run_status.stop.remote(), limit_s=ANSWER_S, what=f"run {run}", key=KEY)
         deadline = time.monotonic() + timeout_s
-        while actor_name(run, "status") in _actor_names():
+        while run in _runs():
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"run {run} was asked to stop and goes on after {timeout_s:g} s (--timeout):"
@@ -93,13 +87,11 @@ def _connected(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def _actor_names() -> set[str]:
-    """The names of the named actors of all runs."""
-    return {
-        actor["name"]
-        for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["namespace"] == NAMESPACE
-    }
+def _runs() -> list[str]:
+    """The names of all runs on the cluster."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
+    return [name.removesuffix("/status") for name in names if name.endswith("/status")]
 
 
 def _describe(run: str) -> Iterator[str]:

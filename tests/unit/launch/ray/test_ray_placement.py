@@ -162,7 +162,7 @@ def test_missing_resources_are_named_with_the_numbers() -> None:
         ),
     ],
 )
-def test_keys_of_other_launchers_are_refused_under_ray(given: dict[str, Any], said: str) -> None:
+def test_settings_that_do_not_fit_ray_are_refused(given: dict[str, Any], said: str) -> None:
     (problem,) = check(config(**given))
     assert str(problem).startswith(said)
 
