@@ -129,7 +129,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise loaded.error("evaluation.paths", "empty: name the files with the prompts to score")
     from rlcore.launch.commands.eval_export import evaluate_model
 
-    return evaluate_model(loaded, arguments.output)
+    return evaluate_model(loaded, output=arguments.output)
 
 
 def engine(arguments: argparse.Namespace) -> int:

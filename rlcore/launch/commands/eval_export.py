@@ -30,7 +30,7 @@ from rlcore.tracking.samples import pick_samples
 from rlcore.trainer.gpu_sharing import GpuPhase
 
 
-def evaluate_model(loaded: Loaded, output: Path | None) -> int:
+def evaluate_model(loaded: Loaded, *, output: Path | None) -> int:
     """Score the configured weights on the evaluation prompts; print scores and a few samples."""
     config = _generating(_in_one_process(pin_initial_policy(loaded, resume=False).config))
     with ExitStack() as stack:
