@@ -11,13 +11,20 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 from rlcore import __version__
 from rlcore.config.load import Loaded, load_config, split_arguments
 from rlcore.errors import BAD_INPUT, FAILED, INTERRUPTED, EmptyBatch, RunFailed, UserError
-from rlcore.launch.ranks import first_on_node, started_by_torchrun, under_torchrun, wait_for_speaker
-from rlcore.launch.signals import hearing
+from rlcore.launch.environment import (
+    first_on_node,
+    started_by_torchrun,
+    under_torchrun,
+    wait_for_reporter,
+)
+from rlcore.launch.signals import handling_stop_signals
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _SETTINGS = (
     "FILE.yaml ... and overrides KEY=VALUE (policy.optimizer.lr=2e-6), later ones over earlier ones"
 )
@@ -26,24 +33,22 @@ _ADDRESS = "of the cluster; default: the one that Ray knows of on this machine"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 the run failed, 2 bad input, 130
-    interrupted.
-    """
+    """Run a command. The exit code is 0 if done, 1 failed, 2 bad input, 130 interrupted."""
     arguments = _parse(argv)
     arguments.given = list(sys.argv[1:] if argv is None else argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         return command(arguments)
     except (UserError, RunFailed) as error:
-        if first_on_node():  # ranks that meet the same error say it once
+        if first_on_node():  # ranks that meet the same error print it once
             print(f"rlcore: {error}", file=sys.stderr)
         else:
-            wait_for_speaker()
+            wait_for_reporter()
         return BAD_INPUT if isinstance(error, UserError | EmptyBatch) else FAILED
     except KeyboardInterrupt:
         print("rlcore: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `rlcore metrics | head`: the reader has enough
+    except BrokenPipeError:  # the reader has read enough, as in `rlcore metrics | head`
         sys.stderr.close()
         return 0
 
@@ -52,9 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    # SIGTERM is as Ctrl-C until the run heeds both; but a rank may stand where no handler would be
-    # run.
-    with nullcontext() if under_torchrun() else hearing(signal.default_int_handler):
+    """Check the plugins and train with the configured launcher."""
+    # SIGTERM is like Ctrl-C until the run handles both. Not in a rank: native code, in which a rank
+    # may be, runs no Python handler.
+    with nullcontext() if under_torchrun() else handling_stop_signals(signal.default_int_handler):
         launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
         loaded = _load([*launcher, *arguments.settings])
         from rlcore import launch
@@ -70,6 +76,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def validate(arguments: argparse.Namespace) -> int:
+    """Print the configuration, and which checks were made and which left out."""
     loaded = _load(arguments.settings)
     from rlcore.config.checks.all_checks import describe_checks
     from rlcore.config.render import render
@@ -107,6 +114,7 @@ def validate(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
+    """Score a Hugging Face folder, a checkpoint, or the configured model."""
     chosen: list[str] = []
     if arguments.model is not None:
         path = json.dumps(str(arguments.model))
@@ -119,25 +127,28 @@ def evaluate(arguments: argparse.Namespace) -> int:
     loaded = _load([*arguments.settings, *chosen])
     if not loaded.config.evaluation.paths:
         raise loaded.error("evaluation.paths", "empty: name the files with the prompts to score")
-    from rlcore import launch
+    from rlcore.launch.commands.eval_export import evaluate_model
 
-    return launch.evaluate(loaded, output=arguments.output)
+    return evaluate_model(loaded, output=arguments.output)
 
 
 def engine(arguments: argparse.Namespace) -> int:
+    """Run SGLang engines without a trainer."""
     loaded = _load(arguments.settings)
-    from rlcore import launch
+    from rlcore.launch.commands.engine import serve_engines
 
-    return launch.engine(loaded, urls_file=arguments.urls_file)
+    return serve_engines(loaded.config, urls_file=arguments.urls_file)
 
 
 def export(arguments: argparse.Namespace) -> int:
-    from rlcore import launch
+    """Write a checkpoint as a Hugging Face folder."""
+    from rlcore.launch.commands.eval_export import export_checkpoint
 
-    return launch.export(arguments.source, arguments.folder)
+    return export_checkpoint(arguments.source, arguments.folder)
 
 
 def ledger(arguments: argparse.Namespace) -> int:
+    """Show the ledger of a run; exit code 1 if it does not balance."""
     from rlcore.launch.commands.ledger import show_ledger
 
     return show_ledger(
@@ -146,6 +157,7 @@ def ledger(arguments: argparse.Namespace) -> int:
 
 
 def plan_layouts(arguments: argparse.Namespace) -> int:
+    """Print the layouts that fit."""
     loaded = _load(arguments.settings)
     from rlcore.launch.commands.plan import plan
 
@@ -157,21 +169,30 @@ def plan_layouts(arguments: argparse.Namespace) -> int:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    from rlcore import launch
+    """Print the runs on a Ray cluster."""
+    from rlcore.launch import need_ray
 
-    for line in launch.status(arguments.address):
+    need_ray()
+    from rlcore.launch.ray import status as runs
+
+    for line in runs.status(arguments.address):
         print(line)
     return 0
 
 
 def stop(arguments: argparse.Namespace) -> int:
-    from rlcore import launch
+    """Ask a run on a Ray cluster for a clean end, and wait for it."""
+    from rlcore.launch import need_ray
 
-    print(launch.stop(arguments.run, arguments.address, timeout_s=arguments.timeout))
+    need_ray()
+    from rlcore.launch.ray import status as runs
+
+    print(runs.stop(arguments.run, arguments.address, timeout_s=arguments.timeout))
     return 0
 
 
 def init_model(arguments: argparse.Namespace) -> int:
+    """Write a small model with random weights."""
     from transformers.utils import logging
 
     from rlcore.launch.commands.init_model import ModelSpec
@@ -192,6 +213,7 @@ def init_model(arguments: argparse.Namespace) -> int:
 
 
 def metrics(arguments: argparse.Namespace) -> int:
+    """Print the definition of every metric."""
     from rlcore.launch.commands.catalogue import list_metrics, metrics_page
 
     if arguments.markdown:
@@ -212,6 +234,7 @@ def config(arguments: argparse.Namespace) -> int:
 
 
 def algorithms(arguments: argparse.Namespace) -> int:
+    """Print estimators and losses with their keywords."""
     from rlcore.launch.commands.catalogue import list_algorithms
 
     print("\n".join(list_algorithms()))
@@ -224,16 +247,21 @@ def _load(settings: Sequence[str]) -> Loaded:
 
 # --- their arguments ------------------------------------------------------------------------------
 
-_MODEL_OPTIONS = (
-    "family", "alphabet", "hidden", "layers", "heads", "kv_heads", "intermediate", "experts", "experts_per_token", "tied",
+_MODEL_SIZES = (
+    "hidden",
+    "layers",
+    "heads",
+    "kv_heads",
+    "intermediate",
+    "experts",
+    "experts_per_token",
     "seed",
-)  # fmt: skip
+)
+_MODEL_OPTIONS = ("family", "alphabet", "tied", *_MODEL_SIZES)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """argparse gathers files and overrides only up to the next flag; what follows one is gathered
-    here.
-    """
+    """Parse; argparse collects files and overrides only up to the next flag, so we add the rest."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and (any(argument.startswith("-") for argument in rest) or "settings" not in arguments):
@@ -249,33 +277,39 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rlcore {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_configured(commands)
+    _add_others(commands)
+    return parser
 
-    def command(
-        name: str, run: Callable[[argparse.Namespace], int], text: str
-    ) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(command=run)
-        return sub
 
-    def configured(
-        name: str, run: Callable[[argparse.Namespace], int], text: str
-    ) -> argparse.ArgumentParser:
-        sub = command(name, run, text)
-        sub.add_argument("settings", nargs="+", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
-        return sub
+def _command(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    sub = commands.add_parser(name, help=text, description=text)
+    sub.set_defaults(command=run)
+    return sub
 
-    sub = configured(
-        "train", train, "train a model by reinforcement learning or supervised fine-tuning"
-    )
+
+def _configured(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    sub = _command(commands, name, run, text)
+    sub.add_argument("settings", nargs="+", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
+    return sub
+
+
+def _add_configured(commands: Commands) -> None:
+    """Add the commands that take a configuration."""
+    text = "train a model by reinforcement learning or supervised fine-tuning"
+    sub = _configured(commands, "train", train, text)
     how = sub.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     how.add_argument(
         "--overwrite", action="store_true", help="delete what an earlier run of this name left"
     )
-    configured(
-        "validate", validate, "check a configuration and print it with the origin of each value"
-    )
-    sub = configured("eval", evaluate, "score a model on the evaluation prompts")
+    text = "check a configuration and print it with the origin of each value"
+    _configured(commands, "validate", validate, text)
+    sub = _configured(commands, "eval", evaluate, "score a model on the evaluation prompts")
     sub.add_argument(
         "--model",
         type=Path,
@@ -283,15 +317,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--output", type=Path, help="also write the scores to this JSON file")
     text = "run the SGLang engines of a configuration alone, for a trainer that is given their URLs"
-    sub = configured("engine", engine, text)
+    sub = _configured(commands, "engine", engine, text)
     sub.add_argument(
         "--urls-file", type=Path, help="a JSON file with their URLs, there while they are ready"
     )
-    sub = configured(
-        "plan",
-        plan_layouts,
-        "which layouts fit on so many GPUs, and about how fast; needs no weights",
-    )
+    text = "which layouts fit on so many GPUs, and about how fast; needs no weights"
+    sub = _configured(commands, "plan", plan_layouts, text)
     sub.add_argument("--gpus", type=_positive, required=True, metavar="N")
     sub.add_argument(
         "--gpu-memory",
@@ -306,22 +337,26 @@ def _parser() -> argparse.ArgumentParser:
         default="H100",
         help="whose speed to assume",
     )
-    sub = command("export", export, "write a training checkpoint as a Hugging Face folder")
+
+
+def _add_others(commands: Commands) -> None:
+    """Add the commands that take no configuration."""
+    text = "write a training checkpoint as a Hugging Face folder"
+    sub = _command(commands, "export", export, text)
     sub.add_argument("source", type=Path, help="a run (its last checkpoint) or a checkpoint folder")
     sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
-    sub = command(
-        "ledger",
-        ledger,
-        "what became of every prompt that a run has drawn; exit code 1 unless it balances",
-    )
+    text = "what became of every prompt that a run has drawn; exit code 1 unless it balances"
+    sub = _command(commands, "ledger", ledger, text)
     sub.add_argument("run", type=Path, help="the folder of a run, one that goes on too")
     how = sub.add_mutually_exclusive_group()
     how.add_argument("--draw", type=int, metavar="N", help="everything that happened to this draw")
     how.add_argument("--json", action="store_true", help="as one JSON object")
     sub.add_argument("--quick", action="store_true", help="do not read the recorded samples")
-    sub = command("status", status, "the runs on a Ray cluster: their step, processes and engines")
+    text = "the runs on a Ray cluster: their step, processes and engines"
+    sub = _command(commands, "status", status, text)
     sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
-    sub = command("stop", stop, "end a run on a Ray cluster cleanly, after its step at hand")
+    text = "end a run on a Ray cluster cleanly, after its step at hand"
+    sub = _command(commands, "stop", stop, text)
     sub.add_argument("run", metavar="RUN", help="its run.name")
     sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
     sub.add_argument(
@@ -331,17 +366,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="how long to wait for its end (600)",
     )
-    _add_model_options(
-        command("init-model", init_model, "write a small, randomly initialised Hugging Face folder")
-    )
-    sub = command("metrics", metrics, "define every metric that a run writes")
+    text = "write a small, randomly initialised Hugging Face folder"
+    _add_model_options(_command(commands, "init-model", init_model, text))
+    sub = _command(commands, "metrics", metrics, "define every metric that a run writes")
     sub.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")
-    sub = command("config", config, "list every key of a configuration with its default")
+    text = "list every key of a configuration with its default"
+    sub = _command(commands, "config", config, text)
     sub.add_argument(
         "--markdown", action="store_true", help="as the page docs/configuration-reference.md"
     )
-    command("algorithms", algorithms, "list estimators and losses with their keywords")
-    return parser
+    text = "list estimators and losses with their keywords"
+    _command(commands, "algorithms", algorithms, text)
 
 
 def _positive(text: str) -> int:
@@ -372,17 +407,8 @@ def _add_model_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--alphabet", metavar="CHARACTERS", help="what the tokenizer knows, one token a character"
     )
-    for name in (
-        "hidden",
-        "layers",
-        "heads",
-        "kv-heads",
-        "intermediate",
-        "experts",
-        "experts-per-token",
-        "seed",
-    ):
-        sub.add_argument(f"--{name}", type=int, metavar="N")
+    for name in _MODEL_SIZES:
+        sub.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
     sub.add_argument(
         "--tied", action=argparse.BooleanOptionalAction, help="the LM head is the embedding"
     )

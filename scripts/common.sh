@@ -13,14 +13,14 @@ else
     python=$(type -P python3) || fail "no Python: neither $root/.venv/bin/python (./scripts/install.sh makes it) nor python3"
 fi
 
-# One address by which other nodes reach this one: HOST_ADDRESS, else the first that the machine names.
+# An address by which other nodes reach this node: HOST_ADDRESS, else the first that the machine names.
 own_address() {
     local address=${HOST_ADDRESS:-$(hostname -I 2>/dev/null | cut -d' ' -f1)}
     [ -n "$address" ] || fail "this machine names no address of its own: set HOST_ADDRESS to one that the other nodes reach"
     echo "$address"
 }
 
-# The engines' keys stand in the environment alone: no command line, no file.
+# The engines' keys are only in the environment, never on a command line or in a file.
 need_keys() {
     [ -n "${RLCORE_ENGINE_API_KEY:-}" ] && [ -n "${RLCORE_ENGINE_ADMIN_KEY:-}" ] ||
         fail "export RLCORE_ENGINE_API_KEY and RLCORE_ENGINE_ADMIN_KEY, the same two random words on every node"

@@ -3,9 +3,9 @@
 #
 #   ./scripts/debug.sh [--pdb] [CONFIG.yaml ...] [key=value ...]
 #
-# Without a file: GRPO on the addition problems, 3 steps, with a tiny model that it makes (MODEL=/models/Qwen2.5-0.5B: with that
-# one). Your own files are run with one rank, without layout, the engine embedded. --pdb starts under Python's debugger.
-# The run is named "debug", and starts anew each time; a name of your own (run.name=...) is overwritten just so.
+# Without a file it trains a tiny model for 3 steps by GRPO on addition problems (MODEL=/models/Qwen2.5-0.5B: that model).
+# Your own files run with one rank, without layout, and with the embedded engine. --pdb starts under Python's debugger.
+# The run is named "debug" and is overwritten each time, also under a name of your own (run.name=...).
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 . "$(dirname "$0")/common.sh"
@@ -29,7 +29,7 @@ if [ -z "$file" ]; then
     )
 fi
 
-# What lays the run out over ranks, GPUs and servers is as if it had not been given.
+# Reset whatever lays the run out over ranks, GPUs and servers.
 one_rank=(
     cluster.launcher=local cluster.nodes=1 cluster.processes_per_node=1
     policy.parallel.tensor=1 policy.parallel.pipeline=1 policy.parallel.virtual_pipeline=1 policy.parallel.context=1

@@ -1,8 +1,7 @@
-"""The URLs that `rlcore engine --urls-file` has written into a folder, as one JSON list:
-`engine_urls.py FOLDER NODES SECONDS`.
+"""`engine_urls.py FOLDER NODES SECONDS` prints the URLs in a folder as one JSON list.
 
-Waits until as many nodes have written theirs, or until the script that asked is gone. Needs nothing
-installed.
+`rlcore engine --urls-file` writes them. This waits until NODES nodes have done so, or until the
+calling script is gone. It needs nothing installed.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ POLL_S = 1.0
 
 
 def main(folder: Path, nodes: int, seconds: float) -> int:
+    """Wait for the files and print the list; return the exit code."""
     deadline = time.monotonic() + seconds
     while len(files := sorted(folder.glob("*.json"))) < nodes:
         if time.monotonic() > deadline:
@@ -28,7 +28,7 @@ def main(folder: Path, nodes: int, seconds: float) -> int:
                 file=sys.stderr,
             )
             return 1
-        if nobody_listens():
+        if output_is_closed():
             return 1
         time.sleep(POLL_S)
     if len(files) > nodes:
@@ -41,8 +41,8 @@ def main(folder: Path, nodes: int, seconds: float) -> int:
     return 0
 
 
-def nobody_listens() -> bool:
-    """Whether the other end of our output is closed: who asked was killed."""
+def output_is_closed() -> bool:
+    """Whether the other end of our output is closed: the caller was killed."""
     output = select.poll()
     output.register(sys.stdout, 0)
     return bool(output.poll(0))

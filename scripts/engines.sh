@@ -5,10 +5,10 @@
 #
 # ENGINES             a folder that all nodes share, new for each run: once the engines are ready, their URLs are put there
 # ENGINES_PER_NODE    rollout.engine.count of this node (default: as configured)
-# HOST_ADDRESS        of this node, as the trainer reaches it (default: its first)
+# HOST_ADDRESS        the address by which the trainer reaches this node (default: its first)
 # RLCORE_ENGINE_API_KEY and RLCORE_ENGINE_ADMIN_KEY must be exported, the same on every node.
-# It runs until SIGINT or SIGTERM, or until no engine can be kept up; its URLs are taken away then. The arguments may be those
-# of the trainer, --resume and --overwrite too, which are nothing to engines.
+# It runs until SIGINT or SIGTERM, or until no engine is left; then it deletes its URLs. The arguments may be the trainer's;
+# --resume and --overwrite are ignored.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 . "$(dirname "$0")/common.sh"

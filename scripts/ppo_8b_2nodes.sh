@@ -6,7 +6,7 @@
 #
 # MASTER_ADDR is the first node's address. With LAUNCHER=ray Ray connects the nodes; else (torchrun, the default) ENGINES is a new
 # folder that both share, and RLCORE_ENGINE_API_KEY and RLCORE_ENGINE_ADMIN_KEY are exported alike on both.
-# The recipe, and what in it is theirs and what ours: examples/recipes/llama-3.1-8b-ppo.yaml.
+# The recipe, and which values are the original's: examples/recipes/llama-3.1-8b-ppo.yaml.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 . "$(dirname "$0")/common.sh"

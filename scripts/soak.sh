@@ -5,7 +5,7 @@
 #   ./scripts/soak.sh --runs 4 --launcher torchrun --kind rank --folder runs/few
 #   ./scripts/soak.sh --launcher local torchrun --launcher ray-nodes --reference local      two runs at a time
 #
-# Prints the table of docs/soak.md. Exit code 1: a run did not end well, or its books or weights are wrong. Logs are in --folder.
+# Prints the table of docs/soak.md. Exit code 1: a run did not end well, or its ledger or weights are wrong. Logs are in --folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

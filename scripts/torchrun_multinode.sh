@@ -4,14 +4,14 @@
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 GPUS_PER_NODE=8 ./scripts/torchrun_multinode.sh CONFIG.yaml [key=value ...]
 #
 # NODE_RANK counts from 0 and MASTER_ADDR is node 0's address, the same everywhere. MASTER_PORT (29400) must be free on node 0.
-# MAX_RESTARTS (3): how often a node starts its ranks again when one fails; they go on from the last checkpoint by themselves.
+# MAX_RESTARTS (3): how often a node restarts its ranks when one fails; they resume from the last checkpoint by themselves.
 # PYTHON, a path or a name, picks the interpreter (default: .venv/bin/python of this checkout, else python3).
 #
-# Engines on other nodes: engines.sh there, and here the folder that they share and how many such nodes there are:
+# Engines on other nodes: run engines.sh there, and name here the shared folder and the number of those nodes:
 #
 #   ENGINES=/shared/run1/engines ENGINE_NODES=2 NNODES=... ./scripts/torchrun_multinode.sh CONFIG.yaml [key=value ...]
 #
-# They are waited for (ENGINES_TIMEOUT_S, 1800); their keys are exported as on their nodes. Or, where URLs are known:
+# This waits for them (ENGINES_TIMEOUT_S, 1800); export their keys as on their nodes. Or, if you know the URLs:
 # ENGINE_URLS=http://10.0.0.3:30000,http://10.0.0.4:30000
 set -euo pipefail
 # shellcheck source=scripts/common.sh

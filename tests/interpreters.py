@@ -1,11 +1,9 @@
-"""Python processes for scripts, forked from ones that have imported what all of them import: a rank
-costs no imports.
+"""Forks Python processes for scripts from parents that have imported all: a rank costs no imports.
 
-    process = start(script, [argument], environment, log)       # has `poll`, `wait`, `kill`, `returncode`, as a Popen
+    process = start(script, [argument], environment, log)
 
-There are two such parents, of different hash seeds, which take turns: ranks that iterate over a set
-    in an order of their own
-must still be seen.
+The result has `poll`, `wait`, `kill` and `returncode`, as a Popen. Two parents with different hash
+seeds take turns, so that ranks which iterate over a set in different orders are still found.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Parent:
-    """A process that forks others, one for each `start`; it ends with this one, and they with it."""
+    """A process that forks others, one for each `start`; all end with this process."""
 
     def __init__(self, hash_seed: int) -> None:
         environment = {

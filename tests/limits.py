@@ -8,9 +8,7 @@ from contextlib import contextmanager
 
 
 def forbid_large_files(num_bytes: int) -> None:
-    """From here on the system refuses to write more than this into a file: EFBIG. For a process
-    that ends with it.
-    """
+    """Refuse to write larger files (EFBIG) until this process ends."""
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
     )
@@ -18,7 +16,7 @@ def forbid_large_files(num_bytes: int) -> None:
 
 @contextmanager
 def no_large_files(num_bytes: int) -> Iterator[None]:
-    """Inside, larger files are refused: pytest's own output too, so no longer than it must."""
+    """Refuse larger files while open, pytest's own output too: keep it short."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     forbid_large_files(num_bytes)
     try:

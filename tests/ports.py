@@ -6,7 +6,7 @@ import socket
 
 
 def free_port() -> int:
-    """Of 127.0.0.1; nobody has it at the moment."""
+    """A port of 127.0.0.1 that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,6 +1,7 @@
-"""A stage for the shell scripts: srun, scontrol, ray and the interpreter are stubs that write down
-how they were called.
-"""
+"""A stage for the shell scripts: stubs of srun, scontrol, ray and python record their calls."""
+
+# The programs below are verbatim.
+# ruff: noqa: E501
 
 from __future__ import annotations
 
@@ -94,9 +95,13 @@ class Stage:
             if name not in KEYS and not name.startswith(("SLURM_", "RAY_AUTH_"))
         }  # fmt: skip
         self.environment = {
-            **kept, "HOME": str(self.folder), "PATH": f"{self.folder}:{os.environ['PATH']}", "RECORDS": str(self.records),
-            "PYTHON": str(self.folder / "python"), **self.environment,
-        }  # fmt: skip
+            **kept,
+            "HOME": str(self.folder),
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
+            "RECORDS": str(self.records),
+            "PYTHON": str(self.folder / "python"),
+            **self.environment,
+        }
 
     def script(self, name: str) -> str:
         return str(self.folder / "checkout" / "scripts" / name)
@@ -126,9 +131,12 @@ class Stage:
     def start(self, script: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         """In a process group of its own, which Ctrl-C reaches wherever the tests are run."""
         return subprocess.Popen(
-            [self.script(script), *arguments], env={**self.environment, **environment}, start_new_session=True,
-            cwd=self.folder / "checkout", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )  # fmt: skip
+            [self.script(script), *arguments],
+            env={**self.environment, **environment},
+            start_new_session=True,
+            cwd=self.folder / "checkout",
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
 
     def wait_for(self, seen: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + WAIT_S

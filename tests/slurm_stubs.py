@@ -1,8 +1,11 @@
 """Stand-ins for Slurm's commands, for a job whose nodes are addresses of this machine.
 
-`scontrol` names 10.0.0.N ($PREFIX.N) for each N of $NODES; `srun` starts its command once a node,
-here and at the same time, and heeds --kill-on-bad-exit.
+`scontrol` names 10.0.0.N ($PREFIX.N) for each N of $NODES; `srun` starts its command for each node
+at once, all on this machine, and knows --kill-on-bad-exit.
 """
+
+# The programs below are verbatim.
+# ruff: noqa: E501
 
 from __future__ import annotations
 
@@ -35,13 +38,13 @@ SCONTROL = """#!/usr/bin/env bash
 
 
 def write_stubs(folder: Path) -> None:
-    """`srun` and `scontrol` in `folder`, which goes in front of PATH."""
+    """Write `srun` and `scontrol` to `folder`, which goes in front of PATH."""
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
 
 
 def job(nodes: int) -> dict[str, str]:
-    """What Slurm says in the environment of a job with so many nodes."""
+    """The variables that Slurm sets for a job with so many nodes."""
     numbers = " ".join(map(str, range(1, nodes + 1)))
     return {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": f"gpu[1-{nodes}]", "NODES": numbers}

@@ -1,13 +1,13 @@
-"""Which start of the ranks this is, where torchrun starts them again (`--max-restarts`), and
-whether the run goes on in it.
+"""Attempts: the ranks agree which start this is, where torchrun restarts them (`--max-restarts`).
 
-torchrun counts restarts a node, and a node that came back counts from 0. So ranks do not go by
-    that: rank 0 announces an
-attempt in the launcher's store, which outlives the ranks, each other rank says there that it is
-here for the newest one, and rank 0 begins it when all are. Who enters an attempt has therefore met
-its rank 0 alive: one whose rank 0 is dead never begins, and who waits for it moves on to the next;
-one that has begun is closed to a rank that comes in the place of one that died. A rank that died
-when the run was over already, and is started again, has nobody to meet: it is told so there too.
+torchrun counts restarts per node, and a replaced node counts from 0, so its count is no use. Rank 0
+announces an attempt in the launcher's store, which outlives the ranks. Each other rank registers
+there for the newest attempt, and rank 0 begins it when all have registered.
+
+A rank thus joins an attempt only while its rank 0 is alive. If rank 0 died first, the attempt never
+begins, and the ranks that wait for it move on to the next. An attempt that has begun takes no
+replacement for a rank that died. A rank that is restarted after the end of the run finds the run's
+exit code in the store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from rlcore.errors import DeadlineExceeded
-from rlcore.launch.ranks import here_key, store_prefix
+from rlcore.launch.environment import here_key, store_prefix
 from rlcore.launch.run_folder import was_opened
 from rlcore.trainer.rank_sync import Store
 
@@ -30,16 +30,14 @@ _ENDED = "ended"
 
 @dataclass(frozen=True)
 class Attempt:
-    """A start of all ranks. `goes_on`: one before it had taken the run's folder, so that this one
-    resumes it.
-    """
+    """A start of all ranks."""
 
     number: int
-    goes_on: bool
+    resumes: bool  # an earlier attempt had taken the run's folder
 
     @property
     def prefix(self) -> str:
-        """Of everything that its ranks say in the store."""
+        """The prefix of this attempt's keys in the store."""
         return store_prefix(self.number)
 
 
@@ -47,7 +45,7 @@ FIRST = Attempt(0, False)
 
 
 class RunHasEnded(Exception):
-    """There is nothing to join. `code`: the exit code of the run."""
+    """The run has ended with exit code `code`: there is nothing to join."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the run has ended with exit code {code}")
@@ -55,38 +53,37 @@ class RunHasEnded(Exception):
 
 
 def mark_ended(store: Store, code: int) -> None:
-    """Said by rank 0, in the store of its attempt, once the result of the run is written."""
+    """Store the run's exit code; rank 0 does so once the result of the run is written."""
     store.set(_ENDED, str(code))
 
 
 def has_ended(store: Store) -> bool:
-    """Whether the result of the run is written, which this attempt's `store` knows."""
+    """Whether `mark_ended` was called in this attempt's `store`."""
     return store.check([_ENDED])
 
 
 def join_attempt(store: dist.Store, rank: int, world_size: int, *, timeout_s: float) -> Attempt:
-    """Rank 0 announces a new attempt and waits for everybody; another rank waits until one begins
-    that it is here for.
+    """Join the newest attempt, which rank 0 announces and begins when all ranks have registered.
 
     Raises:
-        DeadlineExceeded: somebody did not come (cluster.start_timeout_s); names who.
-        RunHasEnded: there is nothing to come for.
+        DeadlineExceeded: a rank did not come (cluster.start_timeout_s); names it.
+        RunHasEnded: the run is over.
     """
     return _announce(store, world_size, timeout_s) if rank == 0 else _follow(store, rank, timeout_s)
 
 
 def _announce(store: dist.Store, world_size: int, timeout_s: float) -> Attempt:
-    _leave_what_has_ended(store)
+    _raise_if_ended(store)
     number = store.add(_COUNT, 1) - 1
-    goes_on = any(
+    resumes = any(
         was_opened(dist.PrefixStore(store_prefix(before), store)) for before in range(number)
     )
-    store.set(_goes_on(number), str(int(goes_on)))
-    store.set(_here(number, 0), "")
+    store.set(_resumes_key(number), str(int(resumes)))
+    store.set(_registered_key(number, 0), "")
     store.set(_NEWEST, str(number))
     deadline = time.monotonic() + timeout_s
     missing = list(range(1, world_size))
-    while missing := [rank for rank in missing if not store.check([_here(number, rank)])]:
+    while missing := [rank for rank in missing if not store.check([_registered_key(number, rank)])]:
         if time.monotonic() > deadline:
             ranks = ", ".join(map(str, missing))
             raise DeadlineExceeded(
@@ -94,23 +91,23 @@ def _announce(store: dist.Store, world_size: int, timeout_s: float) -> Attempt:
                 " start: look at its node's output"
             )
         time.sleep(POLL_S)
-    store.set(_begun(number), "")
-    return Attempt(number, goes_on)
+    store.set(_begun_key(number), "")
+    return Attempt(number, resumes)
 
 
 def _follow(store: dist.Store, rank: int, timeout_s: float) -> Attempt:
     deadline = time.monotonic() + timeout_s
-    here_for: int | None = None
+    registered: int | None = None
     while time.monotonic() < deadline:
-        _leave_what_has_ended(store)
+        _raise_if_ended(store)
         if store.check([_NEWEST]):
             number = int(store.get(_NEWEST))
-            has_begun = store.check([_begun(number)])
-            if has_begun and here_for == number:
-                return Attempt(number, store.get(_goes_on(number)) == b"1")
-            if not has_begun and here_for != number:
-                store.set(_here(number, rank), "")
-                here_for = number
+            has_begun = store.check([_begun_key(number)])
+            if has_begun and registered == number:
+                return Attempt(number, store.get(_resumes_key(number)) == b"1")
+            if not has_begun and registered != number:
+                store.set(_registered_key(number, rank), "")
+                registered = number
         time.sleep(POLL_S)
     raise DeadlineExceeded(
         f"rank {rank} waited {timeout_s:g} s (cluster.start_timeout_s) for rank 0 to start: look at"
@@ -118,20 +115,20 @@ def _follow(store: dist.Store, rank: int, timeout_s: float) -> Attempt:
     )
 
 
-def _leave_what_has_ended(store: dist.Store) -> None:
+def _raise_if_ended(store: dist.Store) -> None:
     if store.check([_NEWEST]):
         attempt = dist.PrefixStore(store_prefix(int(store.get(_NEWEST))), store)
         if has_ended(attempt):
             raise RunHasEnded(int(attempt.get(_ENDED)))
 
 
-def _goes_on(number: int) -> str:
-    return f"{store_prefix(number)}/goes_on"
+def _resumes_key(number: int) -> str:
+    return f"{store_prefix(number)}/resumes"
 
 
-def _here(number: int, rank: int) -> str:
+def _registered_key(number: int, rank: int) -> str:
     return f"{store_prefix(number)}/{here_key(rank)}"
 
 
-def _begun(number: int) -> str:
+def _begun_key(number: int) -> str:
     return f"{store_prefix(number)}/begun"

@@ -1,13 +1,10 @@
-"""The composition root: which class stands behind each seam for a configuration. The same for every
-launcher.
+"""The composition root: builds the parts of one rank from a configuration, for every launcher.
 
-Only here, in the other files of this folder and in the command line may `rlcore` name a backend or
-an engine.
+Only this folder and the command line may name a backend or an engine in `rlcore`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +28,10 @@ from rlcore.config.derived import (
 from rlcore.config.load import Loaded
 from rlcore.data.rows import check_file
 from rlcore.errors import ConfigError, RunFailed
-from rlcore.interfaces import EngineMemory, PolicyBackend, RolloutEngine, RolloutSource, WeightSink
+from rlcore.interfaces import EngineMemory, PolicyBackend, RolloutSource, WeightSink
 from rlcore.launch.engines import build_engines
 from rlcore.launch.finish import finish
-from rlcore.launch.logs import folder_of
+from rlcore.launch.logs import log_folder
 from rlcore.launch.process import Process
 from rlcore.launch.run_folder import (
     OpenRun,
@@ -59,24 +56,20 @@ from rlcore.trainer.weight_publisher import WeightPublisher
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rollout.service import RolloutService
-
 
 @dataclass
 class RolloutHandles:
-    """What rank 0 alone holds beside its share of the model."""
+    """Rank 0's handles on what gives it samples and takes its weights; other ranks have none."""
 
     source: RolloutSource
-    sink: WeightSink | None
+    sink: WeightSink | None  # None where nothing generates
     num_prompts: int
     prompt_lengths: NDArray[np.int64] | None = None
     memory: EngineMemory | None = None
 
 
 class OpenService(Protocol):
-    """How rank 0 comes to its rollout service: in its own process by default, or as a launcher
-    knows.
-    """
+    """Opens the rollout service for rank 0: `open_service`, or `ray.remote_service.opener`."""
 
     def __call__(
         self,
@@ -86,7 +79,9 @@ class OpenService(Protocol):
         stack: ExitStack,
         *,
         greedy_baseline: bool,
-    ) -> RolloutHandles: ...
+    ) -> RolloutHandles:
+        """Make the service without starting it; `stack` closes it."""
+        ...
 
 
 def run_rank(
@@ -97,10 +92,10 @@ def run_rank(
     overwrite: bool,
     service: OpenService | None = None,
 ) -> Outcome:
-    """Everything that one rank does, from the configuration to the result.
+    """Build the parts of this rank, train, and end the run.
 
     Args:
-        service: opens the rollout service (rank 0); default: `open_service`.
+        service: opens the rollout service on rank 0; default: `open_service`.
     """
     check_input(loaded.config, process.world_size, resume=resume, overwrite=overwrite)
     loaded = pin_initial_policy(loaded, resume=resume)
@@ -108,8 +103,8 @@ def run_rank(
     sync = process.sync
     patience = loaded.config.cluster.start_timeout_s
     objective, credit = build_algorithm(config)
-    with ExitStack() as stack, process.blaming():
-        # What the user may have got wrong is looked at before a run of the same name is touched.
+    with ExitStack() as stack, process.reporting_errors():
+        # All input is checked before a run of the same name is touched.
         handles = sync.run_on_rank0(
             "reading the data",
             lambda: open_handles(
@@ -136,10 +131,10 @@ def run_rank(
             lambda: open_run(loaded, steps, stack, resume=resume, overwrite=overwrite),
             timeout_s=patience,
         )
-        process.log.open(folder_of(config.run))
+        process.log.open(log_folder(config.run))
         if run is not None:
             mark_opened(sync.store)
-            process.last_words.append(lambda failure: run.leave(RunFailed(str(failure))))
+            process.on_failure.append(lambda failure: run.end_with(RunFailed(str(failure))))
         # a large model loads for long
         starting = patience + comeback_s(config.rollout.engine, engine_place_s(config))
         sync.run_on_rank0(
@@ -147,11 +142,9 @@ def run_rank(
         )
         rank0 = journal = None
         if run is not None:
-            known = run.resume_from.state if run.resume_from else {}
-            journal = VersionJournal(run.directory.versions_path, newest=known.get("version") or 0)
-            utilization = build_utilization(config, process, credit)
+            journal = run.version_journal()
             rank0 = build_rank0(
-                loaded, process, present(handles), run, journal, backend, steps, utilization
+                loaded, process, present(handles), run, journal, backend, credit, steps
             )
         publisher = build_weight_publisher(config, process, backend, handles, journal)
         return finish(
@@ -160,6 +153,7 @@ def run_rank(
 
 
 def present(handles: RolloutHandles | None) -> RolloutHandles:
+    """Return the handles, which rank 0 has."""
     assert handles is not None, "only rank 0 has them"
     return handles
 
@@ -168,6 +162,7 @@ def present(handles: RolloutHandles | None) -> RolloutHandles:
 
 
 def build_algorithm(config: Config) -> tuple[Objective, CreditAssignment]:
+    """Make the loss and the credit assignment. Raises ConfigError for wrong keywords."""
     try:
         objective = Objective(config.algorithm)
         return objective, CreditAssignment(config, objective)
@@ -176,11 +171,11 @@ def build_algorithm(config: Config) -> tuple[Objective, CreditAssignment]:
 
 
 def check_input(config: Config, world_size: int, *, resume: bool, overwrite: bool) -> None:
-    """What can be said about the user's input at once, by every rank and by who starts them.
+    """Check the user's input; the launcher and every rank do so before anything else.
 
     Raises:
-        UserError: a model that cannot be converted or laid out so, a file or checkpoint that is not
-            there, a run that is.
+        UserError: the model cannot be converted or laid out like this, a file or a checkpoint is
+            missing, or the run exists already.
     """
     check_model(config, world_size)
     if config.training.replay is None:
@@ -194,11 +189,11 @@ def check_input(config: Config, world_size: int, *, resume: bool, overwrite: boo
 
 
 def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
-    """The model folder can be converted, and the layout and what else `policy` asks for fit it.
+    """Check that the model can be converted, and that the layout and the rest of `policy` fit it.
 
     Args:
-        here: the run will be on this machine; else what depends on its device is left out where it
-            has no GPU.
+        here: the run will be on this machine. If not, and this machine has no GPU, checks that
+            depend on the device are left out.
     """
     from backends.megatron.checks.layout import check_layout, check_others, check_vocabularies
     from backends.megatron.convert.read import read_architecture
@@ -224,6 +219,7 @@ def build_backend(
     *,
     optimizer_steps: int,
 ) -> PolicyBackend:
+    """Make the trainer's backend, Megatron; without `credit` the policy alone."""
     from backends.megatron.backend import MegatronBackend
 
     return MegatronBackend(
@@ -245,7 +241,10 @@ def open_handles(
     greedy_baseline: bool = False,
     service: OpenService | None = None,
 ) -> RolloutHandles:
-    """Read the prompts and make, without starting them, the engines and the service."""
+    """Read the prompts, and make what gives samples (an SFT file, a replay, the rollout service).
+
+    Nothing is started. `service` as for `run_rank`.
+    """
     from rlcore.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
@@ -276,30 +275,18 @@ def open_service(
     *,
     greedy_baseline: bool,
 ) -> RolloutHandles:
+    """Make the rollout service and its engines in this process; see `OpenService`."""
     from rollout.fleet.engine_memory import FleetMemory
+    from rollout.service import RolloutService
     from rollout.weight_sync.publication import WeightPublication
 
-    service = build_service(
-        config, tokenizer, build_engines(config, process), greedy_baseline=greedy_baseline
-    )
+    engines = build_engines(config, process)
+    service = RolloutService(config, tokenizer, engines, greedy_baseline=greedy_baseline)
     stack.callback(service.close)
     sink = WeightPublication(config, service.fleet, service.loop, device=process.device)
     stack.callback(sink.close)
     memory = FleetMemory(service.fleet, config.rollout.engine, service.thread)
     return RolloutHandles(service, sink, len(service.prompts), service.prompts.lengths, memory)
-
-
-def build_service(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    engines: Sequence[RolloutEngine],
-    *,
-    greedy_baseline: bool,
-) -> RolloutService:
-    """Made, not started: in rank 0's process, or in one of its own."""
-    from rollout.service import RolloutService
-
-    return RolloutService(config, tokenizer, engines, greedy_baseline=greedy_baseline)
 
 
 def build_weight_publisher(
@@ -309,9 +296,10 @@ def build_weight_publisher(
     handles: RolloutHandles | None,
     journal: VersionJournal | None,
 ) -> WeightPublisher | None:
+    """Make what publishes weights to the engines; None where nothing generates."""
     if not generates(config):
         return None
-    patience = patience_with_engines(config)
+    patience = all_engines_timeout_s(config)
     if handles is None:
         return WeightPublisher(backend, process.sync, sink=None, journal=None, timeout_s=patience)
     told = handles.source.published
@@ -328,21 +316,21 @@ def build_weight_publisher(
 def build_gpu_sharing(
     config: Config, process: Process, backend: PolicyBackend, handles: RolloutHandles | None
 ) -> GpuSharing | None:
-    """None where the engines have GPUs of their own. Else the trainer is offloaded: call it before
-    they start.
+    """Offload the trainer where engines share its GPUs; call this before they start.
+
+    Returns None where engines have GPUs of their own.
     """
     if not (config.rollout.engine.colocated and generates(config)):
         return None
     memory = None if handles is None else handles.memory
-    return GpuSharing(process.sync, backend, memory, timeout_s=patience_with_engines(config))
+    return GpuSharing(process.sync, backend, memory, timeout_s=all_engines_timeout_s(config))
 
 
-def patience_with_engines(config: Config) -> float:
-    """Seconds for a step that needs every engine: one may have to come back first, and requests in
-    flight to end.
+def all_engines_timeout_s(config: Config) -> float:
+    """Seconds for a step that needs every engine.
 
-    The end of a publication alone waits for six answers: to load (twice the limit), to close, to
-        compare, to set, to resume.
+    An engine may have to come back first, and requests in flight to end. The end of a publication
+    alone waits for six answers: to load (twice the limit), to close, to compare, to set, to resume.
     """
     engine = config.rollout.engine
     return (
@@ -355,9 +343,7 @@ def patience_with_engines(config: Config) -> float:
 def build_utilization(
     config: Config, process: Process, credit: CreditAssignment
 ) -> Utilization | None:
-    """What measures `perf/mfu`; None where neither the configuration nor the table of GPUs knows
-    the peak.
-    """
+    """Make what measures `perf/mfu`; None where the GPU's peak is not known."""
     from backends.megatron.convert.read import read_architecture
 
     peak = None
@@ -372,9 +358,16 @@ def build_utilization(
 
 
 def build_rank0(
-    loaded: Loaded, process: Process, handles: RolloutHandles, run: OpenRun, journal: VersionJournal, backend: PolicyBackend,
-    steps: int, utilization: Utilization | None,
-) -> RankZero:  # fmt: skip
+    loaded: Loaded,
+    process: Process,
+    handles: RolloutHandles,
+    run: OpenRun,
+    journal: VersionJournal,
+    backend: PolicyBackend,
+    credit: CreditAssignment,
+    steps: int,
+) -> RankZero:
+    """Make what only rank 0 has, and start its trackers."""
     config = loaded.config
     directory = run.directory
     found = run.resume_from
@@ -396,7 +389,7 @@ def build_rank0(
         resume_from=found,
         replay_from=_replay_from(config),
         origins=loaded.origins,
-        utilization=utilization,
+        utilization=build_utilization(config, process, credit),
     )
     for note in loaded.notes:
         tracker.note(note)

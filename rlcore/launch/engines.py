@@ -1,6 +1,4 @@
-"""Which engines a run has: embedded ones, SGLang servers that it starts, or servers that somebody
-else runs.
-"""
+"""Builds the engines of a run: embedded ones, SGLang servers that it starts, or given servers."""
 
 from __future__ import annotations
 
@@ -13,10 +11,10 @@ import torch
 
 from rlcore.config import Config
 from rlcore.interfaces import RolloutEngine
-from rlcore.launch.gpus import assign_gpus, names_of
-from rlcore.launch.logs import folder_of
+from rlcore.launch.environment import under_torchrun
+from rlcore.launch.gpus import assign_gpus, visible_names
+from rlcore.launch.logs import log_folder
 from rlcore.launch.process import Process
-from rlcore.launch.ranks import under_torchrun
 
 if TYPE_CHECKING:
     from rollout.engines.sglang.engine import SGLangEngine
@@ -25,12 +23,13 @@ if TYPE_CHECKING:
 
 
 def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
-    """Made, not started. One embedded engine is in this process where the run has no other, so that
-    a debugger reaches it.
+    """Make the engines, without starting them.
+
+    An embedded engine without others is in this process, where a debugger reaches it.
 
     Raises:
-        ConfigError: no environment for SGLang, too few GPUs, or a server argument that is not the
-            user's to set.
+        ConfigError: there is no environment for SGLang, there are too few GPUs, or a server
+            argument is given that the user may not set.
     """
     engine = config.rollout.engine
     model = config.model.path
@@ -58,23 +57,23 @@ def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
             dtype=config.model.dtype,
             tokenizer=tokenizer,
             name=engine_name(index),
-            log=engine_log(folder_of(config.run), index),
+            log=engine_log(log_folder(config.run), index),
         )
         for index in range(engine.count)
     ]
 
 
 def managed_engines(config: Config, *, ranks: int) -> list[SGLangEngine]:
-    """`rollout.engine.count` SGLang servers, with one pair of keys.
+    """Make `rollout.engine.count` SGLang engines with one pair of keys, without starting them.
 
     Args:
-        ranks: trainer processes on this machine, which have its first GPUs.
+        ranks: the number of trainer processes on this machine, which have its first GPUs.
     """
     from rollout.engines.sglang.engine import SGLangEngine
     from rollout.engines.sglang.keys import Keys
 
     keys = Keys.from_environment()
-    servers = managed_servers(config, keys, ranks=ranks, logs=folder_of(config.run))
+    servers = managed_servers(config, keys, ranks=ranks, logs=log_folder(config.run))
     return [
         SGLangEngine(server, config=config.rollout.engine, keys=keys, model_path=config.model.path)
         for server in servers
@@ -82,13 +81,16 @@ def managed_engines(config: Config, *, ranks: int) -> list[SGLangEngine]:
 
 
 def managed_servers(config: Config, keys: Keys, *, ranks: int, logs: Path) -> list[ManagedServer]:
-    """Made, not started. `ranks`: trainer processes on this machine, which have its first GPUs; 0
-    where there are none.
-    """
+    """Make SGLang servers; `ranks` trainer processes have this machine's first GPUs."""
     gpus = assign_gpus(config.rollout.engine, visible=torch.cuda.device_count(), ranks=ranks)
     return [
         managed_server(
-            config, keys, index, logs=logs, gpus=names_of(chosen, os.environ), on_gpu=bool(chosen)
+            config,
+            keys,
+            index,
+            logs=logs,
+            gpus=visible_names(chosen, os.environ),
+            on_gpu=bool(chosen),
         )
         for index, chosen in enumerate(gpus)
     ]
@@ -97,18 +99,24 @@ def managed_servers(config: Config, keys: Keys, *, ranks: int, logs: Path) -> li
 def managed_server(
     config: Config, keys: Keys, index: int, *, logs: Path, gpus: Sequence[str], on_gpu: bool
 ) -> ManagedServer:
-    """Engine `index`, made and not started, on GPUs of these names; none: on what is visible."""
+    """Make the server of engine `index` on the named `gpus`, or on all visible ones."""
     from rollout.engines.sglang.server_process import ManagedServer
 
     return ManagedServer(
-        engine_name(index), config.model.path, config=config.rollout.engine, dtype=config.model.dtype,
-        tokenizer=config.model.tokenizer, log=engine_log(logs, index), keys=keys, gpus=gpus,
+        engine_name(index),
+        config.model.path,
+        config=config.rollout.engine,
+        dtype=config.model.dtype,
+        tokenizer=config.model.tokenizer,
+        log=engine_log(logs, index),
+        keys=keys,
+        gpus=gpus,
         arguments=_arguments(config, on_gpu=on_gpu),
-    )  # fmt: skip
+    )
 
 
 def external_engines(config: Config) -> list[SGLangEngine]:
-    """Those of `rollout.engine.urls`; keys are in the environment."""
+    """Make engines for the servers of `rollout.engine.urls`; keys are in the environment."""
     from rollout.engines.sglang.engine import SGLangEngine
     from rollout.engines.sglang.external import ExternalServer
     from rollout.engines.sglang.keys import Keys
@@ -117,26 +125,27 @@ def external_engines(config: Config) -> list[SGLangEngine]:
     model = config.model.path
     keys = Keys.from_environment()
     servers = [
-        ExternalServer(f"engine-{index}", url, model, config=engine, keys=keys)
+        ExternalServer(engine_name(index), url, model, config=engine, keys=keys)
         for index, url in enumerate(engine.urls)
     ]
     return [SGLangEngine(server, config=engine, keys=keys, model_path=model) for server in servers]
 
 
 def _arguments(config: Config, *, on_gpu: bool) -> dict[str, Any]:
-    """Those of SGLang without which it does not do what the rest of the configuration asks for."""
+    """Arguments of SGLang that other parts of the configuration need."""
     needed = {
         "enable_return_routed_experts": config.policy.routing_replay == "engine",
-        # on a CPU there is nothing to release
+        # On a CPU there is no memory to release.
         "enable_memory_saver": config.rollout.engine.colocated and on_gpu,
     }
     return {name: True for name, is_needed in needed.items() if is_needed}
 
 
 def engine_name(index: int) -> str:
-    """Of an engine that we start."""
+    """The name of an engine in logs and metrics."""
     return f"engine-{index}"
 
 
 def engine_log(logs: Path, index: int) -> Path:
+    """The log file of an engine's process."""
     return logs / f"engine_{index}.log"

@@ -1,4 +1,4 @@
-"""The end of a run, from its first step on: what it leaves behind, and who is told."""
+"""Trains, and ends the run: export, result, uploads and trackers, whatever the outcome is."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 def finish(trainer: Trainer, process: Process) -> Outcome:
-    """Train, export, and leave a result behind, whatever the end is."""
+    """Train, export, and write the result of the run, also of one that fails."""
     config = trainer.config
     rank0 = trainer.rank0
     folder = Path(config.run.dir) / config.run.name / "hf"
     try:
-        with process.blaming():
+        with process.reporting_errors():
             outcome = trainer.train()
             if outcome.status in FINISHED and config.checkpoint.export_hf:
                 trainer.backend.export_hf(folder)
@@ -42,14 +42,14 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
 
     def conclude() -> None:
         on_rank0(rank0).conclude(outcome.status)
-        # who is started again from here on has nothing to do
+        # A rank that is restarted from here on has nothing to do.
         mark_ended(process.sync.store, exit_code(outcome.status))
 
     process.sync.run_on_rank0("the result of the run", conclude)
-    # the other ranks may leave meanwhile: an upload can take longer than they would wait
+    # The other ranks leave meanwhile: an upload can take longer than they would wait.
     if rank0 is not None:
         if process.heartbeat is not None:
-            process.heartbeat.alone()
+            process.heartbeat.ignore_peers()
         if outcome.status in FINISHED and config.tracking.hub.repo:
             push_run(config.tracking.hub, folder, rank0.directory, rank0.tracker)
         rank0.tracker.close(outcome.status)
@@ -59,6 +59,6 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
 def _conclude_failed(rank0: RankZero, status: Status, error: BaseException) -> None:
     try:
         rank0.conclude(status, reason=in_one_line(error))
-    # a full disk, damaged metrics: what failed first is what the user must hear
+    # A full disk or damaged metrics: the user must hear the first error, not this one.
     except (OSError, DataError) as second:
         logger.error("result.json could not be written: %s", second)

@@ -1,5 +1,4 @@
-"""Which GPUs of this machine the engines get: the trainer's own where they take turns, else those
-that it leaves free.
+"""Assigns GPUs of this machine to the engines: the trainer's own if colocated, else free ones.
 
 GPUs are numbered as the trainer's processes see them, 0 to the last of `CUDA_VISIBLE_DEVICES`; rank
 k of a machine is on GPU k.
@@ -14,16 +13,15 @@ from rlcore.errors import ConfigError
 
 
 def assign_gpus(config: EngineConfig, *, visible: int, ranks: int) -> list[tuple[int, ...]]:
-    """The GPUs of each engine, one for each of its tensor-parallel ranks, in their order; () for
-    engines on the CPU.
+    """Return each engine's GPUs, one for each tensor-parallel rank; () for engines on the CPU.
 
     Args:
-        visible: GPUs of this machine; 0 on a CPU.
-        ranks: trainer processes on it.
+        visible: the number of GPUs of this machine; 0 on a CPU.
+        ranks: the number of trainer processes on it.
 
     Raises:
-        ConfigError: there are too few, or `rollout.engine.gpus` names some that are not there or
-            not to be had.
+        ConfigError: there are too few GPUs, or `rollout.engine.gpus` names some that do not exist
+            or that an engine cannot have.
     """
     if not visible or config.device == "cpu":
         if config.gpus:
@@ -82,10 +80,8 @@ def _span(trainer: range) -> str:
     )
 
 
-def names_of(gpus: Sequence[int], environment: Mapping[str, str]) -> list[str]:
-    """What a child process is told in `CUDA_VISIBLE_DEVICES`, where this process may see a choice
-    of GPUs itself.
-    """
+def visible_names(gpus: Sequence[int], environment: Mapping[str, str]) -> list[str]:
+    """Name GPUs for a child's `CUDA_VISIBLE_DEVICES`; this process may see only some itself."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if not chosen:
         return [str(gpu) for gpu in gpus]

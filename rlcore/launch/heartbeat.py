@@ -1,6 +1,8 @@
-"""Signs of life. Every rank says that it runs; whoever watches takes silence for a hang; and when
-the run has failed, a rank that is stuck (in a collective, in a generation) and cannot leave by
-itself is ended.
+"""Heartbeats of the ranks, by which a hang is found.
+
+Every rank beats. A rank that is silent for too long counts as hung. When the run has failed, a rank
+that is stuck (in a collective, in a generation) and cannot leave is ended by its own heartbeat
+thread.
 """
 
 from __future__ import annotations
@@ -14,37 +16,41 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from rlcore.launch.ranks import here_key
+from rlcore.launch.environment import here_key
 from rlcore.trainer.rank_sync import Failure, RankSync, Store, post_failure, read_failure
 
 BEAT_S = 1.0
-NOTICE_S = 5.0  # from a failure of the run to the end of a rank that has not noticed it
-LEAVE_S = 45.0  # ... of one that has, but does not get done with closing what is open
-# silence that counts once this process was asked to end: torchrun asks when another one died
+# From a failure of the run to the end of a rank that has not noticed it ...
+NOTICE_S = 5.0
+# ... and of a rank that has, but does not finish closing what is open.
+LEAVE_S = 45.0
+# The silence that counts once this process was asked to end: torchrun asks when another one died.
 SIGNALLED_S = 5.0
-STALL_S = 10.0  # between two looks: it was the watcher that stood still
+STALL_S = 10.0  # between two checks: the monitor itself was stopped
 _LEFT = "left"
 _STUCK = "stuck"
 logger = logging.getLogger(__name__)
 
 
 def beat_key(rank: int) -> str:
+    """The key in the store under which a rank beats."""
     return f"beat/{rank}"
 
 
 def read_stuck(store: Store) -> int | None:
-    """The first rank that did not leave a failed run by itself."""
+    """Return the first rank that did not leave a failed run by itself, or None."""
     return int(store.get(_STUCK)) if store.check([_STUCK]) else None
 
 
-def came_late(rank: int) -> Failure:
-    """Of a rank that is stuck, where its peers waited for it until their deadline."""
+def stuck_failure(rank: int) -> Failure:
+    """The failure of a stuck rank for which its peers waited until their deadline."""
     return Failure(rank, "it did not come to where the others waited for it, and was ended")
 
 
 class HeartbeatMonitor:
-    """Which of `ranks` has been silent for too long. Only changes of a beat count, so no clocks are
-    compared.
+    """Finds ranks that have been silent for too long.
+
+    Only changes of a beat count, so no clocks are compared.
     """
 
     def __init__(
@@ -55,15 +61,15 @@ class HeartbeatMonitor:
         self.start_limit_s = start_limit_s
         now = time.monotonic()
         self._beats: dict[int, tuple[str, float]] = dict.fromkeys(ranks, ("", now))
-        self._looked = now
-        self.last: dict[int, float] = {}  # what `silence` last said
+        self._checked_at = now
+        self.last: dict[int, float] = {}  # the newest result of `silence`
 
     def silence(self) -> dict[int, float]:
-        """Seconds since each rank's last sign of life; ranks that left in peace are not among them."""
+        """Seconds since each rank's last beat, without ranks that have ended cleanly."""
         now = time.monotonic()
-        # stopped and continued, with all the others maybe
-        stalled = now - self._looked > STALL_S
-        self._looked = now
+        # This process, and perhaps all others too, was stopped and continued.
+        stalled = now - self._checked_at > STALL_S
+        self._checked_at = now
         silence: dict[int, float] = {}
         for rank, (before, since) in self._beats.items():
             beat = (
@@ -80,9 +86,7 @@ class HeartbeatMonitor:
         return silence
 
     def failure(self, *, limit_s: float | None = None) -> Failure | None:
-        """The rank that is silent for longer than it may, the longest first. `limit_s` lowers the
-        limit.
-        """
+        """The rank that has been silent longest, if longer than the limit; `limit_s` lowers it."""
         limit = self.limit_s if limit_s is None else min(limit_s, self.limit_s)
         late = []
         for rank, seconds in sorted(self.silence().items(), key=lambda item: -item[1]):
@@ -96,7 +100,7 @@ class HeartbeatMonitor:
                 late.append(rank)
         if not late:
             return None
-        # the others wait for it
+        # A late rank that has joined only waits for another one.
         missing = (rank for rank in late if not self.store.check([here_key(rank)]))
         why = (
             f"it has not joined the others within {self.start_limit_s:g} s"
@@ -106,75 +110,75 @@ class HeartbeatMonitor:
 
 
 class Heartbeat:
-    """One thread a rank: beats, watches (rank 0 all others, they rank 0), and ends this process
-    where it must.
+    """A thread of each rank: beats, monitors peers, and ends this process if it is stuck.
+
+    Rank 0 monitors all others, and they monitor rank 0.
 
     Args:
-        store: used by this thread alone. A store that another thread waits on would keep the beats
-            from going out.
-        last_words: called with the failure right before this process is ended from here; may grow.
+        store: used by this thread alone: a store that another thread waits on delays the beats.
+        on_failure: called with the failure right before this process is ended; the list may grow.
     """
 
     def __init__(
         self,
         store: Store,
         sync: RankSync,
-        watch: HeartbeatMonitor,
-        last_words: Sequence[Callable[[Failure], None]],
+        monitor: HeartbeatMonitor,
+        on_failure: Sequence[Callable[[Failure], None]],
     ) -> None:
         self._store = store
         self._sync = sync
-        self._watch = watch
-        self._last_words = last_words
+        self._monitor = monitor
+        self._on_failure = on_failure
         self._stopped = threading.Event()
-        self._leaving = threading.Event()
-        self._alone = threading.Event()
+        self._cleaning_up = threading.Event()
+        self._ignores_peers = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     @property
-    def quiet(self) -> list[int]:
-        """Watched ranks that have skipped a beat or two: where a peer is known to be gone, they are
-        who.
-        """
-        return [rank for rank, seconds in self._watch.last.items() if seconds > 2 * BEAT_S]
+    def silent_ranks(self) -> list[int]:
+        """Peers that have missed a beat or two; a peer that is lost is among them."""
+        return [rank for rank, seconds in self._monitor.last.items() if seconds > 2 * BEAT_S]
 
-    def leaving(self) -> None:
-        """The main thread knows that the run is over, and is closing what is open."""
-        self._leaving.set()
+    def allow_cleanup(self) -> None:
+        """Give the main thread LEAVE_S to close what is open: it knows that the run is over."""
+        self._cleaning_up.set()
 
-    def alone(self) -> None:
-        """Nobody else is needed from now on, or missed."""
-        self._alone.set()
+    def ignore_peers(self) -> None:
+        """Stop monitoring: no peer is needed from now on."""
+        self._ignores_peers.set()
 
-    def stop(self, *, in_peace: bool) -> None:
-        """No more beats; `in_peace` tells the watchers that this is no hang."""
+    def stop(self, *, clean: bool) -> None:
+        """Stop beating; `clean` tells the monitors that this is no hang."""
         self._stopped.set()
         self._thread.join(NOTICE_S)
-        if in_peace:
+        if clean:
             try:
                 self._sync.store.set(beat_key(self._sync.rank), _LEFT)
-            except dist.DistError as error:  # recovery: none is needed, nobody is left to watch
+            except dist.DistError as error:  # recovery: none is needed, nobody monitors any more
                 logger.info("the run's store is gone: %s", error)
 
     def _run(self) -> None:
         number = 0
         noticed = 0.0
         while not self._stopped.is_set():
-            failure = self._look(number)
+            failure = self._beat(number)
             if failure is not None:
                 noticed = noticed or time.monotonic()
-                if time.monotonic() - noticed > (LEAVE_S if self._leaving.is_set() else NOTICE_S):
+                limit_s = LEAVE_S if self._cleaning_up.is_set() else NOTICE_S
+                if time.monotonic() - noticed > limit_s:
                     self._end(failure)
             number += 1
             self._stopped.wait(BEAT_S)
 
-    def _look(self, number: int) -> Failure | None:
+    def _beat(self, number: int) -> Failure | None:
+        """Beat, and return the failure of the run: a posted one, or a silent peer."""
         try:
             self._store.set(beat_key(self._sync.rank), f"{number} {self._sync.doing}")
             known = read_failure(self._store)
-            if known is None and not self._alone.is_set():
-                silent = self._watch.failure(
+            if known is None and not self._ignores_peers.is_set():
+                silent = self._monitor.failure(
                     limit_s=SIGNALLED_S if self._sync.was_signalled else None
                 )
                 if silent is not None:
@@ -188,13 +192,14 @@ class Heartbeat:
             )
 
     def _end(self, failure: Failure) -> None:
+        """End this process: it is stuck."""
         if self._stopped.is_set():
             return
         try:
-            if not self._leaving.is_set():
+            if not self._cleaning_up.is_set():
                 with suppress(dist.DistError):
                     self._store.compare_set(_STUCK, "", str(self._sync.rank))
-            for say in self._last_words:
-                say(failure)
+            for report in self._on_failure:
+                report(failure)
         finally:
             os._exit(1)

@@ -1,9 +1,11 @@
-"""Several trainer processes on this machine, started and watched by us with the environment that
-torchrun gives.
+"""Starts and supervises several trainer processes on this machine, in torchrun's environment.
 
-The first process that dies or falls silent ends the run: the others are told why, leave or are
-    ended within a deadline, and
-the culprit's rank and the last lines of its log are what the user sees.
+The first process that dies or falls silent ends the run. The others are told why, and leave or are
+ended within a deadline. The user sees the rank that failed and the last lines of its log.
+
+torch's elastic agent is no replacement (tried): it knows no hangs, ends all ranks as soon as one
+has failed, kills a rank 30 s after SIGTERM although a step and a checkpoint take longer, and takes
+exit code 130 for a failure.
 """
 
 from __future__ import annotations
@@ -20,32 +22,38 @@ import torch.distributed as dist
 
 from rlcore.config import Config
 from rlcore.errors import BAD_INPUT, INTERRUPTED, RunFailed
-from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, HeartbeatMonitor, came_late, read_stuck
-from rlcore.launch.logs import LAST_LINES, LAST_LINES_OF_A_STACK, describe, folder_of, path_of
-from rlcore.launch.ranks import SUPERVISED, store_prefix
-from rlcore.launch.run_folder import conclude_for, was_opened
-from rlcore.launch.signals import hearing
+from rlcore.launch.environment import SUPERVISED, store_prefix
+from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, HeartbeatMonitor, read_stuck, stuck_failure
+from rlcore.launch.logs import (
+    LAST_LINES,
+    LAST_LINES_OF_A_STACK,
+    describe_failure,
+    log_folder,
+    rank_log_path,
+)
+from rlcore.launch.run_folder import conclude_if_opened, was_opened
+from rlcore.launch.signals import handling_stop_signals
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
 POLL_S = 0.1
 DUMP_S = 1.0  # for a stuck process to write its stacks
-END_S = 10.0  # from SIGTERM to SIGKILL, where we are the ones who end it
+END_S = 10.0  # from SIGTERM to SIGKILL, where we end it ourselves
 
 
 def supervise(config: Config, arguments: Sequence[str]) -> int:
-    """Run `python -m rlcore ARGUMENTS` once a rank. The exit code of the run.
+    """Run `python -m rlcore ARGUMENTS` for every rank, and return the exit code of the run.
 
     Raises:
         RunFailed: a process died or hung; names its rank and shows its log's last lines.
     """
-    ranks = _Ranks(config)
-    # to their very end: a second signal shall leave nobody behind
-    with hearing(ranks.pass_on):
+    ranks = _LocalRanks(config)
+    # Signals are handled until all ranks have ended, so that a second one leaves no process behind.
+    with handling_stop_signals(ranks.pass_on):
         try:
             ranks.start(arguments)
             failure = ranks.wait()
             if failure is not None:
-                ranks.wait_for_the_others(failure)
+                ranks.wait_for_peers(failure)
         finally:
             ranks.end()
     if failure is None:
@@ -53,8 +61,8 @@ def supervise(config: Config, arguments: Sequence[str]) -> int:
     return ranks.report(failure)
 
 
-class _Ranks:
-    """The processes, and the store in which they meet."""
+class _LocalRanks:
+    """The processes of all ranks, and the store in which they meet."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -65,7 +73,7 @@ class _Ranks:
         )
         self.store = dist.PrefixStore(store_prefix(), self._host)
         cluster = config.cluster
-        self._watch = HeartbeatMonitor(
+        self._monitor = HeartbeatMonitor(
             self.store,
             range(self.count),
             limit_s=cluster.heartbeat_timeout_s,
@@ -73,43 +81,43 @@ class _Ranks:
         )
         self.lines = LAST_LINES
         self.workers: list[subprocess.Popen[bytes]] = []
-        self._passed_on = 0  # the last signal that came while they ran
+        self._signal = 0  # the newest signal that was passed on
 
     def start(self, arguments: Sequence[str]) -> None:
         for rank in range(self.count):
-            self.workers.append(
-                worker := _start(rank, self.count, self._host.port, self.config, arguments)
-            )
-            if self._passed_on:
-                worker.send_signal(self._passed_on)  # it was not there yet
+            worker = _start(rank, self.count, self._host.port, self.config, arguments)
+            self.workers.append(worker)
+            if self._signal:  # which came before this rank was started
+                worker.send_signal(self._signal)
 
     def pass_on(self, number: int, _frame: object) -> None:
-        """SIGTERM and Ctrl-C go to every worker, and we wait for their end."""
-        self._passed_on = number
+        """Send a signal on to every worker; `wait` goes on until they have ended."""
+        self._signal = number
         for worker in self.workers:
             if worker.poll() is None:
                 worker.send_signal(number)
 
     def wait(self) -> Failure | None:
-        """Until all have ended well, or for what ends the run."""
+        """Wait until all ranks have ended; return a failure, which ends the run, at once."""
         while True:
             codes = [worker.poll() for worker in self.workers]
             failure = read_failure(self.store) or self._died(codes) or self._fell_silent(codes)
             if failure is not None:
-                post_failure(self.store, failure)  # the others are told
+                post_failure(self.store, failure)  # tells the other ranks
                 return failure
             if None not in codes:
                 return None
             time.sleep(POLL_S)
 
-    def wait_for_the_others(self, failure: Failure) -> None:
-        """They know of the failure: they close what is open and leave, or end themselves. One that
-        is stopped does neither.
+    def wait_for_peers(self, failure: Failure) -> None:
+        """Give the ranks, which know of the failure, time to close what is open and leave.
+
+        A rank that hangs is killed, after it has written its stacks.
         """
         culprit = self.workers[failure.rank]
         deadline = time.monotonic() + NOTICE_S + LEAVE_S
         while time.monotonic() < deadline and any(worker.poll() is None for worker in self.workers):
-            silent_s = self._watch.silence().get(failure.rank, 0.0)
+            silent_s = self._monitor.silence().get(failure.rank, 0.0)
             if culprit.poll() is None and silent_s > self.config.cluster.heartbeat_timeout_s:
                 self._dump_stacks(failure.rank)
                 culprit.kill()
@@ -120,34 +128,32 @@ class _Ranks:
         return [worker.returncode for worker in self.workers]
 
     def report(self, failure: Failure) -> int:
-        """The exit code, where rank 0 has told the user what went wrong: it keeps the terminal.
+        """Return the exit code if rank 0, which has the terminal, has told the user the reason.
 
         Raises:
-            RunFailed: it has not.
+            RunFailed: rank 0 has not.
         """
-        speaker = self.codes[0]
+        code_of_rank0 = self.codes[0]
         stuck = read_stuck(self.store)
-        if speaker in (BAD_INPUT, INTERRUPTED):
-            return int(speaker)
+        if code_of_rank0 in (BAD_INPUT, INTERRUPTED):
+            return int(code_of_rank0)
         if (
-            self._passed_on
-            and self.codes[failure.rank] == -self._passed_on
+            self._signal
+            and self.codes[failure.rank] == -self._signal
             and not was_opened(self.store)
         ):
-            return INTERRUPTED  # a rank that does not heed signals yet dies of them
-        conclude_for(self.config, self.store, failure, began=self._began)
+            return INTERRUPTED  # a rank that does not handle signals yet dies of them
+        conclude_if_opened(self.config, self.store, failure, began=self._began)
         if failure.waited and stuck is not None:
             raise RunFailed(
-                describe(came_late(stuck), self.config.run, lines=LAST_LINES_OF_A_STACK)
+                describe_failure(stuck_failure(stuck), self.config.run, lines=LAST_LINES_OF_A_STACK)
             )
-        if failure.rank == 0 and speaker is not None and speaker > 0:
-            return speaker
-        raise RunFailed(describe(failure, self.config.run, lines=self.lines))
+        if failure.rank == 0 and code_of_rank0 is not None and code_of_rank0 > 0:
+            return code_of_rank0
+        raise RunFailed(describe_failure(failure, self.config.run, lines=self.lines))
 
     def end(self) -> None:
-        """SIGTERM asks for a clean end that a rank stuck in a collective cannot give: SIGKILL
-        follows.
-        """
+        """End the ranks that still run, by SIGTERM and then SIGKILL."""
         for worker in self.workers:
             if worker.poll() is None:
                 worker.terminate()
@@ -160,7 +166,7 @@ class _Ranks:
                 worker.wait(timeout=END_S)
 
     def _died(self, codes: Sequence[int | None]) -> Failure | None:
-        """A process that was killed, or that ended without a word to the others."""
+        """The failure of a rank that was killed, or that ended without posting its error."""
         for rank, code in enumerate(codes):
             if code is not None and code < 0:
                 return Failure(rank, f"it was killed by {signal.Signals(-code).name}")
@@ -170,14 +176,15 @@ class _Ranks:
         return None
 
     def _fell_silent(self, codes: Sequence[int | None]) -> Failure | None:
-        failure = self._watch.failure()
+        failure = self._monitor.failure()
         return failure if failure is not None and codes[failure.rank] is None else None
 
     def _dump_stacks(self, rank: int) -> None:
-        """Ask a silent process for the stack of every thread: its fault handler answers where the
-        interpreter is stuck.
+        """Let a silent process write the stack of every thread.
+
+        Its fault handler does so even where the interpreter is stuck.
         """
-        if path_of(folder_of(self.config.run), rank).exists():
+        if rank_log_path(log_folder(self.config.run), rank).exists():
             self.workers[rank].send_signal(signal.SIGUSR1)
             self.lines = LAST_LINES_OF_A_STACK
             time.sleep(DUMP_S)
@@ -196,10 +203,11 @@ def _start(
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours: no port is chosen twice
+        # The store is ours, so no rank chooses a port.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": str(threads),
     }
-    # A session of its own: a Ctrl-C is ours to pass on, once, like a SIGTERM that only we get.
+    # A session of its own: only this process gets a Ctrl-C, and passes it on once.
     return subprocess.Popen(
         [sys.executable, "-m", "rlcore", *arguments], env=environment, start_new_session=True
     )

@@ -1,6 +1,4 @@
-"""Where one rank's records go: its file in the run's folder, and from rank 0 our own warnings to
-the terminal too.
-"""
+"""The log of one rank: a file in the run's folder; rank 0's warnings go to the terminal too."""
 
 from __future__ import annotations
 
@@ -24,16 +22,14 @@ OURS = ("rlcore", "backends", "rollout")
 EARLY_RECORDS = 10_000
 LAST_LINES = 15
 LAST_LINES_OF_A_STACK = 40
-# their INFO lists every parameter, and would be all that a log's end shows
+# Their INFO lists every parameter, and would fill the last lines of a log.
 CHATTY = ("megatron",)
-# faulthandler writes to the descriptor, also while the interpreter ends
+# faulthandler writes to the descriptor even while the interpreter ends.
 _kept_open: list[TextIO] = []
 
 
 class RankLog:
-    """Keeps records until `open` says which file they belong in: a run's folder is taken only when
-    all else is well.
-    """
+    """Buffers records until `open` names their folder, which a run takes after all checks."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -44,13 +40,13 @@ class RankLog:
         self._stream: TextIO | None = None
 
     def open(self, folder: Path) -> None:
-        """Write to `folder`/rank_N.log from here on, and what was said before.
+        """Write to `folder`/rank_N.log from now on, beginning with the buffered records.
 
-        The whole output of the ranks above 0 goes there. `kill -USR1 PID` writes the stack of every
-        thread into it.
+        The whole output of the ranks above 0 goes there too. `kill -USR1 PID` writes the stack of
+        every thread into it.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        file = path_of(folder, self.rank).open("a", buffering=1)
+        file = rank_log_path(folder, self.rank).open("a", buffering=1)
         _kept_open.append(file)
         self._stream = file
         self._file = logging.StreamHandler(file)
@@ -67,9 +63,10 @@ class RankLog:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
 
-    def last_words(self, error: BaseException) -> None:
-        """End the file with what ended this rank. Python itself writes the traceback of the others'
-        there.
+    def log_error(self, error: BaseException) -> None:
+        """End the file with the error that ended this rank.
+
+        Above rank 0 Python itself writes the traceback there.
         """
         if isinstance(error, RlcoreError):
             self._write(str(error))
@@ -77,13 +74,13 @@ class RankLog:
             self._write("this rank ends:", error)
 
     def dump_stacks(self, failure: Failure) -> None:
-        """What every thread is at: for a rank that is about to be ended because it does not leave."""
+        """Write every thread's stack, before a rank that does not leave is ended."""
         self._write(f"{failure}; this rank does not leave by itself and is ended, where it stands:")
         if self._stream is not None:
             faulthandler.dump_traceback(self._stream)
 
     def _write(self, text: str, error: BaseException | None = None) -> None:
-        """Into the file alone: somebody else tells the terminal."""
+        """Write to the file alone: another process tells the terminal."""
         trace = None if error is None else (type(error), error, error.__traceback__)
         if self._file is not None:
             self._file.handle(
@@ -91,26 +88,27 @@ class RankLog:
             )
 
     def close(self) -> None:
+        """Stop collecting records."""
         for handler in (self._early, self._file):
             if handler is not None:
                 logging.getLogger().removeHandler(handler)
 
 
 class Terminal(logging.Handler):
-    """Warnings of ours, on the standard error of the moment: a progress display may have put itself
-    before it.
-    """
+    """Prints our warnings on the current `sys.stderr`, which a progress display may replace."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Keep warnings of our own packages."""
         return record.levelno >= logging.WARNING and record.name.partition(".")[0] in OURS
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print the level and the message."""
         print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def rank_log(rank: int) -> Iterator[RankLog]:
-    """Collect this process's records, Python's warnings among them, while open."""
+    """Collect this process's records and Python's warnings while open."""
     root = logging.getLogger()
     log = RankLog(rank)
     handlers: list[logging.Handler] = [log._early] + ([Terminal()] if rank == 0 else [])
@@ -118,13 +116,14 @@ def rank_log(rank: int) -> Iterator[RankLog]:
     root.setLevel(logging.INFO)
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.captureWarnings(True)  # Megatron warns of every package that it can do without
+    # Megatron warns of every optional package that is missing.
+    logging.captureWarnings(True)
     for handler in handlers:
         root.addHandler(handler)
     try:
         yield log
     except BaseException as error:
-        log.last_words(error)
+        log.log_error(error)
         raise
     finally:
         log.close()
@@ -134,17 +133,19 @@ def rank_log(rank: int) -> Iterator[RankLog]:
             logging.getLogger(logger_name).setLevel(level)
 
 
-def path_of(folder: Path, rank: int) -> Path:
+def rank_log_path(folder: Path, rank: int) -> Path:
+    """The log file of a rank."""
     return folder / f"rank_{rank}.log"
 
 
-def folder_of(run: RunConfig) -> Path:
+def log_folder(run: RunConfig) -> Path:
+    """The folder of a run's logs."""
     return Path(run.dir) / run.name / "logs"
 
 
-def describe(failure: Failure, run: RunConfig, *, lines: int = LAST_LINES) -> str:
-    """What ended a run, for the user: the rank, what happened, and the end of its log."""
-    path = path_of(folder_of(run), failure.rank)
+def describe_failure(failure: Failure, run: RunConfig, *, lines: int = LAST_LINES) -> str:
+    """Tell the user what ended a run: the rank, its error, and the last lines of its log."""
+    path = rank_log_path(log_folder(run), failure.rank)
     tail = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
     if not tail:
         return f"trainer {failure}; its log {path} is empty"

@@ -1,4 +1,4 @@
-"""One trainer process: who it is, how it hears signals, and how it leaves."""
+"""One trainer process: it joins the other ranks, handles signals, and leaves."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rlcore.config import Config
 from rlcore.config.sections.run import RunConfig
 from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
 from rlcore.launch.attempts import FIRST, Attempt, join_attempt
+from rlcore.launch.environment import orphaned, supervised, under_torchrun
 from rlcore.launch.heartbeat import Heartbeat, HeartbeatMonitor
-from rlcore.launch.logs import RankLog, describe, rank_log
-from rlcore.launch.ranks import orphaned, supervised, under_torchrun
-from rlcore.launch.signals import hearing
+from rlcore.launch.logs import RankLog, describe_failure, rank_log
+from rlcore.launch.signals import handling_stop_signals
 from rlcore.runs.rng import seed_rng
 from rlcore.trainer.rank_sync import Failure, LocalStore, RankSync
 
 STORE_S = 60.0  # to reach a store that is known to be there
-# Read by libraries when they are first used on a GPU, so set before that.
+# Libraries read these when they are first used on a GPU, so they are set before that.
 DETERMINISTIC_LIBRARIES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS refuses
-    # else it chooses by measured times, and sums in another order
+    # Else NCCL chooses by measured times, and sums in another order.
     "NCCL_ALGO": "Ring",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention
 }
@@ -38,28 +38,31 @@ DETERMINISTIC_LIBRARIES = {
 
 @dataclass(frozen=True)
 class Process:
+    """This process's rank, its device, and its connections to the other ranks."""
+
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
     sync: RankSync
     log: RankLog
-    # said where the main thread cannot any more
-    last_words: list[Callable[[Failure], None]] = field(default_factory=list)
+    # called where the main thread cannot report the failure any more
+    on_failure: list[Callable[[Failure], None]] = field(default_factory=list)
     heartbeat: Heartbeat | None = None
     attempt: Attempt = FIRST
 
     @contextmanager
-    def blaming(self) -> Iterator[None]:
-        """An error in here is told to the other ranks at once; one that a peer's failure made
-        becomes `PeerFailed`.
+    def reporting_errors(self) -> Iterator[None]:
+        """Report an error in here to the other ranks at once.
+
+        An error that a peer's failure has caused becomes `PeerFailed`.
         """
         try:
             yield
         except Exception as error:
             if self.heartbeat is not None:
-                self.heartbeat.leaving()
-            cause = _in_our_words(self.sync.explain(error), self)
+                self.heartbeat.allow_cleanup()
+            cause = _translate_error(self.sync.explain(error), self)
             self.sync.fail(cause)
             if cause is error:
                 raise
@@ -67,6 +70,7 @@ class Process:
 
 
 def pick_device(local_rank: int) -> torch.device:
+    """Choose this rank's GPU, or the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     torch.cuda.set_device(local_rank)
@@ -75,7 +79,7 @@ def pick_device(local_rank: int) -> torch.device:
 
 @contextmanager
 def join(config: Config) -> Iterator[Process]:
-    """This process's place among the trainer's ranks; a run of one process needs no environment."""
+    """Join the trainer's other ranks while open; a run of one process needs no environment."""
     with rank_log(int(os.environ["RANK"]) if under_torchrun() else 0) as log:
         _set_up_torch(config.run)
         if under_torchrun():
@@ -94,8 +98,7 @@ def _set_up_torch(run: RunConfig) -> None:
         for name, value in DETERMINISTIC_LIBRARIES.items():
             os.environ.setdefault(name, value)
         torch.backends.cudnn.benchmark = False
-        # An operation that has only another kind is used all the same, with a warning in the log:
-        # sums in a metric, say.
+        # An operation without a deterministic kernel (a sum in a metric, say) only warns.
         torch.use_deterministic_algorithms(True, warn_only=True)
     seed_rng(run.seed)
 
@@ -105,49 +108,51 @@ def _among_ranks(config: Config, log: RankLog) -> Iterator[Process]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cluster = config.cluster
     device = pick_device(local_rank)
-    launcher, rank, world_size, attempt = _meet(
+    launcher, rank, world_size, attempt = _rendezvous(
         device, cluster.start_timeout_s, cluster.collective_timeout_s
     )
     store = dist.PrefixStore(attempt.prefix, launcher)
     sync = RankSync(store, rank, world_size, timeout_s=cluster.collective_timeout_s)
-    watched = [0] if rank else range(1, world_size)
-    last_words: list[Callable[[Failure], None]] = [log.dump_stacks]
+    peers = [0] if rank else range(1, world_size)
+    on_failure: list[Callable[[Failure], None]] = [log.dump_stacks]
     if rank == 0 and not supervised():
-        last_words.append(
+        on_failure.append(
             lambda failure: print(
-                f"rlcore: {describe(failure, config.run)}", file=sys.stderr, flush=True
+                f"rlcore: {describe_failure(failure, config.run)}", file=sys.stderr, flush=True
             )
         )
-    # A connection of its own: one that the main thread waits on would hold the beats back.
+    # A connection of its own: one that the main thread waits on would delay the beats.
     beats = store.clone()  # type: ignore[attr-defined]  # torch's type stub lacks it
-    watch = HeartbeatMonitor(
-        beats, watched, limit_s=cluster.heartbeat_timeout_s, start_limit_s=cluster.start_timeout_s
+    monitor = HeartbeatMonitor(
+        beats, peers, limit_s=cluster.heartbeat_timeout_s, start_limit_s=cluster.start_timeout_s
     )
-    heartbeat = Heartbeat(beats, sync, watch, last_words)
+    heartbeat = Heartbeat(beats, sync, monitor, on_failure)
     process = Process(
-        rank, world_size, local_rank, device, sync, log, last_words, heartbeat, attempt
+        rank, world_size, local_rank, device, sync, log, on_failure, heartbeat, attempt
     )
     try:
-        with process.blaming(), _signals(sync):
+        with process.reporting_errors(), _signals(sync):
             yield process
     except BaseException as error:
-        sync.fail(error)  # an interrupt is no failure that `blaming` sees
-        heartbeat.stop(in_peace=False)
-        # at once: a polite farewell would wait for peers that are stuck in a collective
+        sync.fail(error)  # `reporting_errors` does not see an interrupt
+        heartbeat.stop(clean=False)
+        # The process group is not destroyed: that would wait for peers stuck in a collective.
         raise
-    heartbeat.stop(in_peace=True)
+    heartbeat.stop(clean=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _meet(
+def _rendezvous(
     device: torch.device, start_timeout_s: float, collective_timeout_s: float
 ) -> tuple[dist.Store, int, int, Attempt]:
-    """Join the default process group; the launcher's store, this rank, the world size, and which
-    start of the ranks it is.
+    """Join the default process group.
+
+    Returns:
+        The launcher's store, this rank, the world size, and the attempt that it has joined.
 
     Raises:
-        RunFailed: the others cannot be reached, or do not come.
+        RunFailed: the other ranks cannot be reached, or do not come.
     """
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if orphaned():
@@ -175,9 +180,10 @@ def _meet(
     return store, rank, world_size, attempt
 
 
-def _in_our_words(error: BaseException, process: Process) -> BaseException:
-    """A collective that broke or took too long, without a peer that said why; anything else stays
-    as it is.
+def _translate_error(error: BaseException, process: Process) -> BaseException:
+    """Explain a broken or late collective for which no peer has posted a reason.
+
+    Any other error stays as it is.
     """
     text = str(error)
     if (
@@ -188,23 +194,21 @@ def _in_our_words(error: BaseException, process: Process) -> BaseException:
         return error
     if "gloo" not in text.lower() and not isinstance(error, dist.DistError):
         return error
-    # gloo begins with a place in its source and ends with advice.
+    # gloo's message begins with a place in its source and ends with advice.
     reason = re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0]).partition(". This is typically")[0]
     if "timed out" in text.lower() or "timeout" in text.lower():
         return DeadlineExceeded(
             f"rank {process.rank} waited for its peers in a collective for longer than"
             f" cluster.collective_timeout_s: {reason}"
         )
-    quiet = [] if process.heartbeat is None else process.heartbeat.quiet
-    gone = f"; not heard of any more: rank {', '.join(map(str, quiet))}" if quiet else ""
+    silent = [] if process.heartbeat is None else process.heartbeat.silent_ranks
+    gone = f"; not heard of any more: rank {', '.join(map(str, silent))}" if silent else ""
     return RunFailed(f"rank {process.rank} lost a peer in a collective: {reason}{gone}")
 
 
 @contextmanager
 def _signals(sync: RankSync) -> Iterator[None]:
-    """SIGTERM and the first Ctrl-C ask for a clean end after this step; a second Ctrl-C interrupts
-    at once.
-    """
+    """End the run after this step on SIGTERM or Ctrl-C; a second signal interrupts it at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -213,5 +217,5 @@ def _signals(sync: RankSync) -> Iterator[None]:
         sync.interrupt()
         signal.signal(number, signal.default_int_handler)
 
-    with hearing(ask):
+    with handling_stop_signals(ask):
         yield

@@ -1,4 +1,4 @@
-"""One rank of a run, from joining the others to its exit code."""
+"""Runs one rank, from joining the others to its exit code; the same for every launcher."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rlcore.config.load import Loaded
 from rlcore.errors import FAILED, RunFailed, exit_code
-from rlcore.launch.ranks import supervised, wait_for_speaker
+from rlcore.launch.environment import supervised, wait_for_reporter
 
 if TYPE_CHECKING:
     from rlcore.launch.compose import OpenService
@@ -15,35 +15,34 @@ if TYPE_CHECKING:
 def train_rank(
     loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenService | None = None
 ) -> int:
-    """One rank of a run, from joining the others to its exit code.
+    """Train as the rank that the environment names, or as the only one; return its exit code.
 
     Args:
-        service: how rank 0 opens the rollout service; default: in this process.
+        service: opens the rollout service on rank 0; default: in this process.
     """
     from rlcore.launch.attempts import RunHasEnded
     from rlcore.launch.compose import run_rank
-    from rlcore.launch.logs import describe
+    from rlcore.launch.logs import describe_failure
     from rlcore.launch.process import join
     from rlcore.trainer.rank_sync import PeerFailed
 
     rank = 0
     try:
         with join(loaded.config) as process:
-            # --overwrite has done its work then
             rank = process.rank
-            goes_on = process.attempt.goes_on
+            resumes = process.attempt.resumes
             outcome = run_rank(
                 process,
                 loaded,
-                resume=resume or goes_on,
-                overwrite=overwrite and not goes_on,
+                resume=resume or resumes,
+                overwrite=overwrite and not resumes,  # the first attempt has done it
                 service=service,
             )
     except RunHasEnded as ended:
         return ended.code
     except PeerFailed as error:
-        if rank != 0 or supervised():  # somebody else tells the user
-            wait_for_speaker()
+        if rank != 0 or supervised():  # another process tells the user
+            wait_for_reporter()
             return FAILED
-        raise RunFailed(describe(error.failure, loaded.config.run)) from error
+        raise RunFailed(describe_failure(error.failure, loaded.config.run)) from error
     return exit_code(outcome.status)

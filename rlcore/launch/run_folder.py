@@ -1,4 +1,4 @@
-"""Taking a run's folder: a new one, or one to go on with."""
+"""Takes a run's folder, new or resumed, and writes the result of a run whose trainer cannot."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rlcore.runs.checkpoints import Checkpoint, CheckpointStore, latest_checkpoi
 from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.files import remove_tree
 from rlcore.runs.metrics import read_metrics
+from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.early_stopping import EarlyStopping
 from rlcore.trainer.rank0 import FINISHED
 from rlcore.trainer.rank_sync import Failure, Store, in_one_line
@@ -26,16 +27,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenRun:
-    """The run's folder, its checkpoints, and the one to go on from."""
+    """The run's folder, its checkpoints, and the checkpoint to resume from."""
 
     directory: RunDirectory
     checkpoints: CheckpointStore
     resume_from: Checkpoint | None
 
-    def leave(self, error: BaseException) -> None:
-        """What `error` leaves behind, unless the run has its result: a free name after bad input,
-        else a failed run.
-        """
+    def version_journal(self) -> VersionJournal:
+        """The journal of published versions, continued from the checkpoint's."""
+        known = self.resume_from.state if self.resume_from else {}
+        return VersionJournal(self.directory.versions_path, newest=known.get("version") or 0)
+
+    def end_with(self, error: BaseException) -> None:
+        """Free the run's name after bad input, else write a failed result if there is none yet."""
         directory = self.directory
         if directory.has_ended:
             return
@@ -47,9 +51,7 @@ class OpenRun:
 
 
 def conclude(directory: RunDirectory, status: Status, reason: str) -> None:
-    """Leave a result behind for a run whose trainer cannot; what failed first is what the user must
-    hear.
-    """
+    """Write the result of a run whose trainer cannot; an error here must not hide the first one."""
     try:
         rows = read_metrics(directory.metrics_path)
         directory.write_result(status, rows[-1]["step"] if rows else 0, reason)
@@ -57,11 +59,11 @@ def conclude(directory: RunDirectory, status: Status, reason: str) -> None:
         logger.error("result.json could not be written: %s", second)
 
 
-def conclude_for(config: Config, store: Store, failure: Failure, *, began: float) -> None:
-    """The result of a run whose ranks have ended.
+def conclude_if_opened(config: Config, store: Store, failure: Failure, *, began: float) -> None:
+    """Write the result of a run whose ranks have ended, if they had taken its folder.
 
     Args:
-        store: of the ranks.
+        store: the ranks' store.
         began: see `conclude_unless_written`.
     """
     if was_opened(store):
@@ -69,10 +71,10 @@ def conclude_for(config: Config, store: Store, failure: Failure, *, began: float
 
 
 def conclude_unless_written(config: Config, status: Status, reason: str, *, began: float) -> None:
-    """A result, unless rank 0 has written one: it does, but not when it was killed.
+    """Write a result unless rank 0 has written one, which it does unless it is killed.
 
     Args:
-        began: when its ranks were started, in seconds since the epoch.
+        began: when the ranks were started, in seconds since the epoch.
     """
     directory = RunDirectory(Path(config.run.dir) / config.run.name)
     if directory.read_result(since=began) is None:
@@ -82,9 +84,7 @@ def conclude_unless_written(config: Config, status: Status, reason: str, *, bega
 def open_run(
     loaded: Loaded, steps: int, stack: ExitStack, *, resume: bool, overwrite: bool
 ) -> OpenRun:
-    """Take the run's folder and find the point to go on from; a refused resume leaves the folder as
-    it was.
-    """
+    """Take the run's folder and find its newest checkpoint; a refused resume changes nothing."""
     config = loaded.config
     directory = RunDirectory.create(
         config.run.dir, config.run.name, resume=resume, overwrite=overwrite
@@ -93,21 +93,22 @@ def open_run(
     checkpoints = CheckpointStore(directory.checkpoints, keep=config.checkpoint.keep)
     found = latest_checkpoint(checkpoints.folder) if directory.resumed else None
     run = OpenRun(directory, checkpoints, found)
-    stack.push(lambda _, error, __: run.leave(error) if error is not None else None)
+    stack.push(lambda _, error, __: run.end_with(error) if error is not None else None)
     if found is not None:
         check_unfinished(config, found, steps, directory.read_result() or {})
-    # a resumed run keeps its configuration until nothing can be refused any more
+    # A resumed run keeps its configuration until nothing can be refused any more.
     if found is None:
         directory.write_config(config.model_dump(mode="json"), loaded.origins)
     return run
 
 
 def mark_opened(store: Store) -> None:
-    """Tell who started the ranks that the folder is this run's: its result may be written there."""
+    """Tell the launcher that the ranks have taken the folder: a result may be written there."""
     store.set(_OPENED, "")
 
 
 def was_opened(store: Store) -> bool:
+    """Whether `mark_opened` was called."""
     return store.check([_OPENED])
 
 
@@ -117,11 +118,11 @@ def check_unfinished(
     """Refuse to resume a run that has nothing left to do.
 
     Args:
-        result: the content of result.json; a run that was killed after its last checkpoint has
-            none, and its end to do.
+        result: the content of result.json. A run that was killed after its last checkpoint has no
+            result, and may be resumed to end properly.
 
     Raises:
-        UserError: it has trained all its steps, or stopped early and would do so again.
+        UserError: the run has trained all its steps, or stopped early and would do so again.
     """
     name = config.run.name
     stopping = EarlyStopping.of(config.training)
@@ -142,8 +143,7 @@ def check_unfinished(
 
 
 def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
-    """The folder of shards that `path` means: a run (its newest checkpoint), a checkpoint, or the
-    shards themselves.
+    """Find the folder of shards of a run (its newest checkpoint), a checkpoint, or shards.
 
     Raises:
         UserError: there is none; the message begins with `key`.
@@ -163,10 +163,10 @@ def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
 
 
 def pin_initial_policy(loaded: Loaded, *, resume: bool) -> Loaded:
-    """`policy.checkpoint` down to its folder of shards, which config.yaml then holds.
+    """Resolve `policy.checkpoint` to its folder of shards, which config.yaml then holds.
 
-    A resumed run keeps the folder that it started from, whatever the run that `policy.checkpoint`
-    names has trained since.
+    A resumed run keeps the folder that it started from, even if the run that `policy.checkpoint`
+    names has newer checkpoints by now.
 
     Raises:
         UserError: that folder is gone.

@@ -1,4 +1,4 @@
-"""The two signals that ask a run to end, SIGTERM and Ctrl-C, and who hears them for a while."""
+"""Handles SIGTERM and Ctrl-C, the two signals that ask a run to end."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from types import FrameType
 
 
 @contextmanager
-def hearing(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """SIGTERM and SIGINT go to `handler` while open, and to those before it afterwards. In the main
-    thread alone.
-    """
+def handling_stop_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Send SIGTERM and SIGINT to `handler` while open. Only the main thread may call this."""
     previous = {
         number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)
     }

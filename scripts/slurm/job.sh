@@ -6,7 +6,7 @@ if [ $# -eq 0 ]; then say "usage: sbatch $0 CONFIG.yaml [SERVERS.yaml] [key=valu
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${nodes[0]}
 
-# A job that Slurm has put back into its queue goes on, whatever its first start was told.
+# A job that Slurm has requeued resumes, whatever its arguments were.
 settings=("$@")
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     settings=()
@@ -20,6 +20,6 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     settings+=(--resume)
 fi
 
-# Made here, passed on in the environment: keys stand in no command line and in no file.
+# Keys are passed on in the environment, never on a command line or in a file.
 key() { head -c 32 /dev/urandom | base64 | tr '+/' '-_' | tr -d '=\n'; }
 export RLCORE_ENGINE_API_KEY=${RLCORE_ENGINE_API_KEY:-$(key)} RLCORE_ENGINE_ADMIN_KEY=${RLCORE_ENGINE_ADMIN_KEY:-$(key)}

@@ -1,6 +1,4 @@
-"""Actors of tests, and what they are made with: in a module that workers can import, since Ray
-sends classes by their names.
-"""
+"""Actors of tests, in a module that workers can import: Ray sends classes by name."""
 
 from __future__ import annotations
 
@@ -14,16 +12,23 @@ from rlcore.config import Config
 from rlcore.data.sample import Sample, VersionSpan
 from rlcore.data.step import StepRollouts
 from rlcore.launch.ray.actor_env import log_to
-from rlcore.launch.ray.service import ServiceActor
+from rlcore.launch.ray.service_actor import ServiceActor
 
 
 def config_of_a_run(**sections: dict[str, Any]) -> Config:
-    """The least that is one; keyword arguments are whole sections, or more of `cluster`."""
+    """A minimal configuration; keyword arguments are whole sections, or more of `cluster`."""
     cluster = {"launcher": "ray", **sections.pop("cluster", {})}
-    return Config.model_validate({
-        "run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["p"]}, "training": {"steps": 1},
-        "reward": {"parts": {"a": {"function": "exact_match"}}}, "cluster": cluster, **sections,
-    })  # fmt: skip
+    return Config.model_validate(
+        {
+            "run": {"name": "x"},
+            "model": {"path": "m"},
+            "data": {"paths": ["p"]},
+            "training": {"steps": 1},
+            "reward": {"parts": {"a": {"function": "exact_match"}}},
+            "cluster": cluster,
+            **sections,
+        }
+    )
 
 
 class Service:
@@ -32,7 +37,7 @@ class Service:
 
 
 class Nobody:
-    """Takes what it asked for, and does nothing."""
+    """An actor that only takes resources."""
 
 
 def sample(draw: int, length: int) -> Sample:
@@ -52,6 +57,6 @@ def sample(draw: int, length: int) -> Sample:
 
 class Hanging(ServiceActor):
     async def hang(self, log: Path) -> None:
-        """As native code does that never gives the interpreter back."""
+        """Hang like native code that never gives the interpreter back."""
         log_to(log)
         ctypes.PyDLL(None).sleep(1000)

@@ -71,9 +71,7 @@ def lose_node(cluster: Any, node: Any) -> None:
 
 @contextmanager
 def late_node(cluster: Any, *, cpus: int) -> Iterator[Callable[[], None]]:
-    """What lets another node join, from any thread and without waiting for it: `add_node` is for
-    the main thread alone.
-    """
+    """Let another node join, without waiting, from any thread (`add_node`: the main thread)."""
     command = [
         *(
             sys.executable,

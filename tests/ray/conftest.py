@@ -1,6 +1,4 @@
-"""One Ray cluster for all tests here: a head and three nodes, each a raylet with its own workers on
-this machine.
-"""
+"""One Ray cluster for all tests here: a head and three nodes, each a raylet on this machine."""
 
 from __future__ import annotations
 

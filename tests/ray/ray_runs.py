@@ -30,7 +30,7 @@ COMMON = (*TWO_RANKS, f"training.steps={STEPS}", "checkpoint.every=2")  # of run
 
 
 class Going:
-    """A run that goes on, seen from a thread of the driver's own process."""
+    """A running run, seen from a thread of the driver's own process."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -74,11 +74,11 @@ class Going:
         return pid
 
     def engine_pid(self) -> int:
-        """Of the actor that owns the engine's server."""
+        """The process id of the actor that owns the engine's server."""
         return int(psutil.Process(self.server_pid()).ppid())
 
     def engine_states(self) -> list[str]:
-        """As the service sees them; none while there is no service."""
+        """The engines' states as the service sees them; empty without a service."""
         try:
             return [
                 row["state"]
@@ -100,7 +100,7 @@ class Going:
         os.kill(self.engine_pid(), signal.SIGKILL)
 
     def processes(self) -> set[int]:
-        """Of ranks, service and engine, with what they started."""
+        """The processes of ranks, service and engine, with their children."""
         actors = {*self.rank_pids(), self.service_pid(), self.engine_pid()}
         return actors | {
             child.pid for pid in actors for child in psutil.Process(pid).children(recursive=True)
@@ -108,7 +108,7 @@ class Going:
 
 
 class RayRuns:
-    """`rlcore train` on the cluster at `address`, in this process where nothing else is said."""
+    """Runs `rlcore train` on the cluster at `address`, by default in this process."""
 
     def __init__(self, lab: Workspace, address: str) -> None:
         self.lab = lab
@@ -122,7 +122,7 @@ class RayRuns:
         return Going(Run(0, "", "", self.lab.folder / "runs" / name))
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
-        """In a process of its own."""
+        """Start `rlcore train` in a process of its own."""
         command = (
             sys.executable,
             "-m",
@@ -166,7 +166,7 @@ class RayRuns:
 
 
 def until(reached: Callable[[], bool]) -> None:
-    """Wait for it."""
+    """Wait until a condition holds."""
     deadline = time.monotonic() + REACH_S
     while not reached():
         assert time.monotonic() < deadline, f"it did not come in {REACH_S} s"
@@ -174,7 +174,7 @@ def until(reached: Callable[[], bool]) -> None:
 
 
 def until_gone(pids: set[int], *, within_s: float) -> set[int]:
-    """Those that still run after so long."""
+    """Wait for processes to end; return those that still run after `within_s`."""
     deadline = time.monotonic() + within_s
     while (left := {pid for pid in pids if _runs(pid)}) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -189,7 +189,7 @@ def _runs(pid: int) -> bool:
 
 
 def command(*arguments: str, code: int = 0) -> str:
-    """What `rlcore ARGUMENTS` prints, in a process of its own that ends with `code`."""
+    """Run `rlcore ARGUMENTS` in a process that ends with `code`; return its output."""
     done = subprocess.run(
         [sys.executable, "-m", "rlcore", *arguments], capture_output=True, text=True, timeout=120
     )
@@ -198,14 +198,17 @@ def command(*arguments: str, code: int = 0) -> str:
 
 
 def learned(run: Run) -> list[dict[str, Any]]:
-    """The rows of the log without what depends on the clock, and on engines that were started
-    again.
-    """
+    """The rows of the log, without what depends on the clock and on restarted engines."""
     return [
-        {name: value for name, value in row.items()
-         if not name.startswith(("time/", "perf/", "rollout/engine", "rollout/retried", "rollout/resumed"))}
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(
+                ("time/", "perf/", "rollout/engine", "rollout/retried", "rollout/resumed")
+            )
+        }
         for row in run.metrics
-    ]  # fmt: skip
+    ]
 
 
 def weights(run: Run) -> bytes:
@@ -214,9 +217,7 @@ def weights(run: Run) -> bytes:
 
 
 def balance(run: Run, step: int) -> dict[str, int]:
-    """Of the ledger, which agrees with the checkpoint of `step`, the newest, with the recordings
-    and with the versions.
-    """
+    """Check the ledger against the newest checkpoint, of `step`; count its draws by state."""
     from rlcore.runs.directory import RunDirectory
     from rollout.accounting.audit import audit
 
@@ -227,7 +228,7 @@ def balance(run: Run, step: int) -> dict[str, int]:
 
 
 def check_as_undisturbed(run: Run, local: Run) -> None:
-    """Of a run of COMMON: metrics, weights and books are those of `local`."""
+    """Check that a run of COMMON has the metrics, weights and ledger of `local`."""
     assert run.code == 0, run.err
     assert run.result["status"] == "completed"
     assert learned(run) == learned(local)

@@ -1,6 +1,4 @@
-"""One configuration, three launchers: two torchrun agents learn what local processes and
-(test_ray_runs.py) Ray's actors do.
-"""
+"""Two torchrun agents learn what local processes and Ray's actors (test_ray_runs.py) learn."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Who starts an engine on a cluster, and who ends it: its actor and the service's view of it, as
-plain objects.
-"""
+"""Starts and ends of an engine on a cluster: its actor and the service's view, as objects."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ import pytest
 from ray.exceptions import RayActorError
 
 from rlcore.errors import DeadlineExceeded
-from rlcore.launch.ray import engines
+from rlcore.launch.ray import engine_hosts
 from rlcore.launch.ray.actor_env import ActorEnv
-from rlcore.launch.ray.engines import EngineHost, HostedServer
+from rlcore.launch.ray.engine_hosts import EngineHost, HostedServer
 from rollout.engines.child_process import Child, ChildServer, members
 from rollout.engines.sglang.keys import Keys
 from tests.ray.actors import config_of_a_run
@@ -63,9 +61,9 @@ class Loading(ChildServer):
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loading:
-    """Of every `EngineHost` that is made."""
+    """Replaces the server of every `EngineHost`."""
     loading = Loading(tmp_path)
-    monkeypatch.setattr(engines, "_server", lambda *arguments: loading)
+    monkeypatch.setattr(engine_hosts, "_server", lambda *arguments: loading)
     return loading
 
 
@@ -91,9 +89,7 @@ def on_host(use: Callable[[EngineHost], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("ends_slowly", [False, True])
-def test_who_comes_while_a_server_is_starting_waits_for_that_one(
-    server: Loading, ends_slowly: bool
-) -> None:
+def test_a_start_during_a_start_waits_for_it(server: Loading, ends_slowly: bool) -> None:
     """The service that had it started is gone by then; nobody hears the answer to its call."""
 
     async def use(host: EngineHost) -> None:
@@ -113,7 +109,7 @@ def test_who_comes_while_a_server_is_starting_waits_for_that_one(
     on_host(use)
 
 
-def test_one_that_ended_is_started_anew_and_nobody_gets_its_old_address(server: Loading) -> None:
+def test_a_server_that_ended_is_started_anew_at_a_new_address(server: Loading) -> None:
     async def use(host: EngineHost) -> None:
         server.may_be_ready.touch()
         first = await host.start()
@@ -152,9 +148,7 @@ def test_a_start_that_is_given_up_leaves_no_server(
 
 
 class Handle:
-    """Of an actor around `host`, which is there or not. Who stops waiting for an answer ends
-    nothing by that.
-    """
+    """The handle of an actor around `host`; to stop waiting for an answer ends no call."""
 
     def __init__(self, host: Any) -> None:
         self._host = host

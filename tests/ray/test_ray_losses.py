@@ -1,5 +1,6 @@
-"""Losses under Ray beyond that of a process: nodes, what hangs, two parts at once. Runs end as the
-undisturbed one does.
+"""Losses under Ray beyond that of a process: nodes, hangs, two parts at once.
+
+Runs end as the undisturbed one does.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def test_a_service_that_hangs_is_found_and_made_anew(ray_runs: RayRuns, local: R
 def test_a_service_lost_while_an_engine_comes_up_finds_it_coming(
     ray_runs: RayRuns, local: Run
 ) -> None:
-    """The engine's server is held up until a new service has asked for it."""
+    """The engine's server is delayed until a new service has asked for it."""
     servers: list[int] = []
 
     def lose_both(going: Going) -> None:
@@ -90,9 +91,7 @@ def test_a_service_lost_while_an_engine_comes_up_finds_it_coming(
 def test_a_rank_lost_while_an_engine_comes_up_leaves_it_coming(
     ray_runs: RayRuns, local: Run
 ) -> None:
-    """The first start of the engine's server is held up until the ranks that were started again
-    wait for it.
-    """
+    """The first start of the engine's server is delayed until the restarted ranks wait for it."""
     servers: list[int] = []
 
     def lose(going: Going) -> None:
@@ -207,8 +206,9 @@ def test_the_service_of_a_lost_node_is_made_anew_on_another(
 def test_rank_0_and_the_service_are_lost_with_one_node(
     ray_runs: RayRuns, cluster: Any, local: Run
 ) -> None:
-    """Only a large node has room for them. What rank 0 knew of the service is lost with it: the
-    run's folder has it, too.
+    """Only a large node has room for them, so rank 0's memory of the service's state is lost too.
+
+    The run's folder has it as well.
     """
     large = add_node(cluster, cpus=8)
     with late_node(cluster, cpus=8) as join:
@@ -227,9 +227,7 @@ def test_rank_0_and_the_service_are_lost_with_one_node(
 
 
 def test_ahead_of_the_trainer_nothing_is_lost_and_nothing_too_old(ray_runs: RayRuns) -> None:
-    """A service and then a rank are killed, two steps ahead: the books balance, and no token is
-    older than the bound.
-    """
+    """A service and then a rank are killed, two steps ahead; no token is too old."""
     run = ray_runs.train(
         "ahead",
         *COMMON,

@@ -1,6 +1,4 @@
-"""Parts of the Ray launcher without a run: how a batch gets from one actor to another, and actors
-that hang or cannot begin.
-"""
+"""Parts of the Ray launcher without a run: batches between actors, hangs, and failed starts."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlcore.errors import RunFailed
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import ActorLost, get
-from rlcore.launch.ray.heartbeat import Heartbeat
+from rlcore.launch.ray.hang_detector import HangDetector
 from rollout.engines.sglang.keys import Keys
 from tests.ray.actors import Hanging, Service, config_of_a_run
 
@@ -36,9 +34,7 @@ def connected(cluster: Any) -> Iterator[None]:
 
 
 def test_a_batch_is_read_where_it_lies() -> None:
-    """On one node: every array is a view of the object store, read-only, the same one for whoever
-    reads it.
-    """
+    """On one node every array is a read-only view of the object store, the same for all."""
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     ref = (
@@ -87,13 +83,13 @@ def test_a_service_that_hangs_is_ended_and_its_log_says_where_it_stood(tmp_path:
         .remote(here, config, (), Keys.from_environment())
     )
     first, _ = ray.get(actor.status.remote(), timeout=START_S)
-    heartbeat = Heartbeat(actor, limit_s=LIMIT_S)
+    detector = HangDetector(actor, limit_s=LIMIT_S)
     for _ in range(30):
-        assert heartbeat.look() is None, "it answers"
+        assert detector.check() is None, "it answers"
         time.sleep(0.1)
     actor.hang.remote(tmp_path / "service.log")
     began = time.monotonic()
-    while (silent_s := heartbeat.look()) is None:
+    while (silent_s := detector.check()) is None:
         assert time.monotonic() < began + 3 * LIMIT_S
         time.sleep(0.1)
     assert silent_s >= LIMIT_S

@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlcore.config import Config
-from rlcore.launch.ray.cluster import Cluster, room
+from rlcore.launch.ray.cluster import Cluster, reserve
 from rlcore.launch.ray.placement import place
 from tests.integration.workspace import Run, Workspace
 from tests.ray.actors import Nobody
@@ -134,14 +134,23 @@ def test_fractions_of_one_gpu(gpu_runs: RayRuns) -> None:
 def test_no_share_is_cut_over_two_gpus(
     gpu_runs: RayRuns, share: float, ranks: int, gpus: int
 ) -> None:
-    """What a node of the trainer asks for is room for each of its ranks."""
-    config = Config.model_validate({
-        "run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["p"]}, "training": {"steps": 1},
-        "reward": {"parts": {"a": {"function": "exact_match"}}},
-        "cluster": {"launcher": "ray", "processes_per_node": ranks, "ray": {"rank_gpus": share, "rank_cpus": 0.1}},
-    })  # fmt: skip
+    """A bundle of the trainer has room for each of its ranks."""
+    config = Config.model_validate(
+        {
+            "run": {"name": "x"},
+            "model": {"path": "m"},
+            "data": {"paths": ["p"]},
+            "training": {"steps": 1},
+            "reward": {"parts": {"a": {"function": "exact_match"}}},
+            "cluster": {
+                "launcher": "ray",
+                "processes_per_node": ranks,
+                "ray": {"rank_gpus": share, "rank_cpus": 0.1},
+            },
+        }
+    )
     placement = place(config, has_gpus=True)
-    with connected_to(gpu_runs.address), room(placement.trainer, "PACK", "the trainer") as asked:
+    with connected_to(gpu_runs.address), reserve(placement.trainer, "PACK", "the trainer") as asked:
         group = asked.wait(Cluster(placement, ""), limit_s=60, tick=lambda: None)
         inside = PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=0

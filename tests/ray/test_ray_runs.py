@@ -1,6 +1,4 @@
-"""Whole runs on a Ray cluster of several raylets: equal to the bit to a local one, whatever is lost
-on the way.
-"""
+"""Whole runs on a Ray cluster of several raylets: bit-equal to a local run, whatever is lost."""
 
 from __future__ import annotations
 
@@ -135,10 +133,18 @@ def test_sigterm_and_rlcore_stop_save_and_end_the_run(ray_runs: RayRuns) -> None
     assert run.checkpoint(run.result["steps"]).is_dir()
     said: list[str] = []
     run = ray_runs.train(
-        "signalled", *long, "--resume", acts=[
-            (run.result["steps"] + 2, lambda going: said.append(command("stop", "signalled", "--address", ray_runs.address))),
+        "signalled",
+        *long,
+        "--resume",
+        acts=[
+            (
+                run.result["steps"] + 2,
+                lambda going: said.append(
+                    command("stop", "signalled", "--address", ray_runs.address)
+                ),
+            ),
         ],
-    )  # fmt: skip
+    )
     assert run.code == 130
     assert said == ["run signalled has ended: continue it with --resume\n"]
 
@@ -152,7 +158,7 @@ def test_bad_input_is_one_line(ray_runs: RayRuns, lab: Workspace) -> None:
     assert not (run.folder / "config.yaml").exists()
 
 
-def test_what_the_cluster_has_no_room_for_is_said(ray_runs: RayRuns) -> None:
+def test_a_lack_of_room_on_the_cluster_is_reported(ray_runs: RayRuns) -> None:
     run = ray_runs.train(
         "large", *COMMON, "cluster.ray.engine_cpus=50", "cluster.start_timeout_s=2"
     )

@@ -1,6 +1,4 @@
-"""The service's actor and rank 0's line to it, as plain objects: whose word counts, and what is
-lost with whom.
-"""
+"""The service actor and rank 0's client, as plain objects: whose calls count, and what is lost."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ from ray.exceptions import RayActorError
 from torch.distributed import HashStore
 
 from rlcore.errors import PartLost
-from rlcore.launch.ray import service
+from rlcore.launch.ray import service_actor
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import ActorLost
 from rlcore.launch.ray.remote_service import RemoteParticipants
-from rlcore.launch.ray.service import ServiceActor
+from rlcore.launch.ray.service_actor import ServiceActor
 from rlcore.launch.ray.service_client import WORD_S, ServiceClient
 from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.rank_sync import RankSync
@@ -49,7 +47,7 @@ class Prompts:
 
 
 class Rollouts:
-    """What the actor has of a `RolloutService`; a hand-over is a number."""
+    """Stands for a `RolloutService`; a hand-over is a number."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -79,7 +77,7 @@ class Rollouts:
 
 @pytest.fixture
 def rollouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollouts]:
-    """Of every `ServiceActor` that is opened."""
+    """Replaces the `RolloutService` of every `ServiceActor`."""
     for name in (API_KEY, ADMIN_KEY):  # which an actor sets in its process: this one
         monkeypatch.setenv(name, "")
     thread = LoopThread("rollouts")
@@ -95,17 +93,15 @@ def new_service() -> ServiceActor:
     )
 
 
-def test_the_word_of_a_former_rank_0_counts_no_more(rollouts: Rollouts) -> None:
-    """It may live on where the driver does not see it: it gets no step, and does not take the
-    service back.
-    """
+def test_a_call_of_a_former_rank_0_fails(rollouts: Rollouts) -> None:
+    """It may still run where the driver does not see it: it gets no step, nor the service back."""
     rollouts.may_encode.set()
 
     async def main() -> None:
         actor = new_service()
-        former = (await actor.open(greedy_baseline=False)).life
+        former = (await actor.open(greedy_baseline=False)).token
         assert (await actor.next_step(former, 1)) == (1, {"encoded": True})
-        present = (await actor.open(greedy_baseline=False)).life
+        present = (await actor.open(greedy_baseline=False)).token
         with pytest.raises(PartLost, match="has another rank 0 now") as caught:
             await actor.next_step(former, 2)
         assert not isinstance(caught.value, ActorLost), "rank 0 would open the service again"
@@ -122,16 +118,18 @@ def test_a_rank_0_that_comes_while_the_engines_start_waits_for_that_start(
 ) -> None:
     """Its predecessor was lost meanwhile."""
     context = SimpleNamespace(was_current_actor_reconstructed=False)
-    monkeypatch.setattr(service.ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(service, "log_to", lambda path: None)
-    monkeypatch.setattr(ActorEnv, "speak", lambda self: None)
+    monkeypatch.setattr(service_actor.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(service_actor, "log_to", lambda path: None)
+    monkeypatch.setattr(ActorEnv, "redirect_output", lambda self: None)
     rollouts.may_start.clear()
 
     async def main() -> None:
         actor = new_service()
-        former = asyncio.ensure_future(actor.start((await actor.open(greedy_baseline=False)).life))
+        former = asyncio.ensure_future(actor.start((await actor.open(greedy_baseline=False)).token))
         await until(lambda: rollouts.started == [False])
-        present = asyncio.ensure_future(actor.start((await actor.open(greedy_baseline=False)).life))
+        present = asyncio.ensure_future(
+            actor.start((await actor.open(greedy_baseline=False)).token)
+        )
         await asyncio.sleep(0.1)
         assert not present.done()
         rollouts.may_start.set()
@@ -160,12 +158,12 @@ def test_a_rank_0_that_comes_while_the_prompts_are_read_gets_the_same_service(
         await until(lambda: bool(built))
         may_build.set()
         former, present = await asyncio.gather(*coming)
-        assert former.life != present.life
+        assert former.token != present.token
         assert built == [False]
         rollouts.may_encode.set()
-        await actor.next_step(present.life, 1)
+        await actor.next_step(present.token, 1)
         with pytest.raises(PartLost):
-            await actor.next_step(former.life, 1)
+            await actor.next_step(former.token, 1)
 
     asyncio.run(main())
 
@@ -175,28 +173,32 @@ def test_a_new_service_has_time_for_a_long_journal_and_a_large_buffer(
 ) -> None:
     asked: dict[Any, float] = {}
 
-    def ask(
-        line: ServiceClient, part: str, *given: Any, limit_s: float = WORD_S, key: str = ""
+    def call(
+        client: ServiceClient, part: str, *given: Any, limit_s: float = WORD_S, key: str = ""
     ) -> None:
         asked[given[0] if given else part] = limit_s
 
-    monkeypatch.setattr(ServiceClient, "open", lambda line: None)
-    monkeypatch.setattr(ServiceClient, "ask", ask)
-    line = ServiceClient(None, config_of_a_run(), greedy_baseline=False)
-    line.state = {}
-    line.ledger = Path("ledger.jsonl")
-    line.published = (1, 2, 0)
-    line.revive()
-    start_s = line.config.cluster.start_timeout_s
+    monkeypatch.setattr(ServiceClient, "open", lambda client: None)
+    monkeypatch.setattr(ServiceClient, "call", call)
+    client = ServiceClient(None, config_of_a_run(), greedy_baseline=False)
+    client.remember("published", 1, 2, 0)
+    client.remember("keep_ledger", Path("ledger.jsonl"))
+    client.remember("restore", {})
+    client.reopen()
+    start_s = client.config.cluster.start_timeout_s
     assert start_s > WORD_S
-    assert asked == {"restore": start_s, "keep_ledger": start_s, "published": WORD_S}
+    assert list(asked.items()) == [
+        ("restore", start_s),
+        ("keep_ledger", start_s),
+        ("published", WORD_S),
+    ]
 
 
 def test_others_are_answered_while_a_hand_over_is_encoded(rollouts: Rollouts) -> None:
     async def main() -> None:
         actor = new_service()
-        life = (await actor.open(greedy_baseline=False)).life
-        stepping = asyncio.ensure_future(actor.next_step(life, 1))
+        token = (await actor.open(greedy_baseline=False)).token
+        stepping = asyncio.ensure_future(actor.next_step(token, 1))
         await until(lambda: bool(rollouts.handed_over))
         await asyncio.sleep(0.1)
         assert (await actor.status())[0] == os.getpid()
@@ -207,17 +209,17 @@ def test_others_are_answered_while_a_hand_over_is_encoded(rollouts: Rollouts) ->
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_one_that_ray_has_started_again_may_go_on_without_some_engines(
+def test_a_restarted_service_may_go_on_without_some_engines(
     rollouts: Rollouts, restarted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = SimpleNamespace(was_current_actor_reconstructed=restarted)
-    monkeypatch.setattr(service.ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(service, "log_to", lambda path: None)
-    monkeypatch.setattr(ActorEnv, "speak", lambda self: None)
+    monkeypatch.setattr(service_actor.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(service_actor, "log_to", lambda path: None)
+    monkeypatch.setattr(ActorEnv, "redirect_output", lambda self: None)
 
     async def main() -> None:
         actor = new_service()
-        await actor.start((await actor.open(greedy_baseline=False)).life)
+        await actor.start((await actor.open(greedy_baseline=False)).token)
         assert rollouts.started == [restarted]
 
     asyncio.run(main())
@@ -236,9 +238,7 @@ class Dead:
 def test_a_publication_to_engines_that_take_turns_says_that_the_service_is_lost(
     tmp_path: Path,
 ) -> None:
-    """Not only why: the driver starts the ranks again for that, and for nothing that a rank fails
-    at by itself.
-    """
+    """Only a loss makes the driver restart the ranks; an error of a rank does not."""
     config = config_of_a_run(rollout={"engine": {"colocated": True}})
     thread = LoopThread("publication")
     sink = WeightPublication(

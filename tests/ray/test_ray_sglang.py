@@ -1,6 +1,4 @@
-"""Real SGLang on a Ray cluster: ranks, service and engine each on a node of its own, in lock-step
-and a step ahead.
-"""
+"""Real SGLang on a Ray cluster: ranks, service and engine on separate nodes, staleness 0 and 1."""
 
 from __future__ import annotations
 
@@ -22,10 +20,15 @@ from tests.ray.ray_runs import Going, RayRuns
 STEPS = 4
 # An engine takes a whole node and so do the ranks; for the service there is room on the head.
 SGLANG = (
-    *LEARNING, "policy.parallel.tensor=2", "cluster.processes_per_node=2", "cluster.ray.engine_cpus=2",
-    "rollout.engine={kind: sglang, threads: 1, device: cpu, start_timeout_s: 500}", f"training.steps={STEPS}",
-    "checkpoint.every=1", f"checkpoint.keep={STEPS}",
-)  # fmt: skip
+    *LEARNING,
+    "policy.parallel.tensor=2",
+    "cluster.processes_per_node=2",
+    "cluster.ray.engine_cpus=2",
+    "rollout.engine={kind: sglang, threads: 1, device: cpu, start_timeout_s: 500}",
+    f"training.steps={STEPS}",
+    "checkpoint.every=1",
+    f"checkpoint.keep={STEPS}",
+)
 
 
 def nodes_of(going: Going) -> dict[str, set[int]]:
@@ -45,9 +48,7 @@ def raylet_above(pid: int) -> int:
 
 
 def weights_by_version(lab: Workspace, run: Run) -> Iterator[tuple[int, Path]]:
-    """Each version with a Hugging Face folder of its weights; that of the last step is not asked
-    for.
-    """
+    """Yield each version, but the last step's, with a Hugging Face folder of its weights."""
     for version in read_versions(run.folder / "versions.jsonl"):
         if version.step == 0:
             yield version.version, lab.model
@@ -58,7 +59,7 @@ def weights_by_version(lab: Workspace, run: Run) -> Iterator[tuple[int, Path]]:
 
 
 def largest_gap(samples: list[Sample], version: int, folder: Path) -> float:
-    """Over the tokens of `version`: |log-prob that the engine gave - that of transformers with these weights|."""
+    """The largest |log-prob of the engine - log-prob of transformers| over tokens of `version`."""
     gaps = [torch.zeros(1)]
     for sample, found in zip(samples, logprobs(folder, samples), strict=True):
         own = torch.from_numpy(sample.token_versions() == version)
@@ -67,9 +68,7 @@ def largest_gap(samples: list[Sample], version: int, folder: Path) -> float:
 
 
 def check_books(run: Run, staleness: int) -> None:
-    """The ledger balances, versions only grow, no token is too old, and some are as old as they may
-    be.
-    """
+    """The ledger balances, versions only grow, and the oldest tokens are exactly at the bound."""
     assert max(check_async_run(run.folder, steps=STEPS, staleness=staleness)) == staleness
     assert version_faults([vars(one) for one in read_versions(run.folder / "versions.jsonl")]) == []
 
@@ -92,9 +91,12 @@ def test_three_nodes_share_a_run(ray_runs: RayRuns, staleness: int) -> None:
     lab = ray_runs.lab
     seen = []
     run = ray_runs.train(
-        f"sglang_{staleness}", *SGLANG, f"rollout.max_staleness={staleness}", "rollout.on_update=retract",
+        f"sglang_{staleness}",
+        *SGLANG,
+        f"rollout.max_staleness={staleness}",
+        "rollout.on_update=retract",
         acts=[(2, lambda going: seen.append(nodes_of(going)))],
-    )  # fmt: skip
+    )
     assert run.code == 0, run.err
     assert {len(raylets) for raylets in seen[0].values()} == {1}
     assert len(set.union(*seen[0].values())) == 3, "some parts shared a node"

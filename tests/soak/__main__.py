@@ -22,8 +22,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/soak.sh", description=__doc__)
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the others count on")
-    parser.add_argument("--launcher", nargs="+", action="append", choices=LAUNCHERS,
-                        help="in turn (default: all); given several times: so many runs at a time")  # fmt: skip
+    parser.add_argument(
+        "--launcher",
+        nargs="+",
+        action="append",
+        choices=LAUNCHERS,
+        help="in turn (default: all); given several times: so many runs at a time",
+    )
     parser.add_argument(
         "--kind", nargs="+", help="what is killed, in turn (default: all that a launcher knows)"
     )
@@ -77,17 +82,15 @@ def main() -> int:
 def run(
     soak: Soak, launchers: Sequence[Launcher], asked: Sequence[str] | None, seeds: Iterator[int]
 ) -> int:
-    """Runs with the next of the seeds, launchers and kinds in turn, until there is no seed any
-    more. How many have faults.
-    """
+    """Run the next seeds, launchers and kinds in turn until none is left; count faulty runs."""
     failed = 0
-    turns = Counter[str]()
+    counts = Counter[str]()
     for launcher, seed in zip(cycle(launchers), seeds):
         kinds = kinds_of(launcher, asked)
         survivor = soak.one(
-            f"seed_{seed}", launcher, kinds[turns[launcher.name] % len(kinds)], random.Random(seed)
+            f"seed_{seed}", launcher, kinds[counts[launcher.name] % len(kinds)], random.Random(seed)
         )
-        turns[launcher.name] += 1
+        counts[launcher.name] += 1
         failed += bool(survivor.faults)
         print("| " + " | ".join([str(seed), *survivor.cells()]) + " |", flush=True)
     return failed

@@ -1,6 +1,4 @@
-"""How a run of the soak is started, and which of its processes can be killed. A launcher is an
-entry in LAUNCHERS.
-"""
+"""Starts a run of the soak, and finds processes to kill; launchers are in LAUNCHERS."""
 
 from __future__ import annotations
 
@@ -20,22 +18,20 @@ from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "RLCORE_SOAK_RUN"  # environment of every process of a run: its folder
-GONE_S = 60.0  # in which everything must be gone after the end of what was started
-SETTLE_S = 5.0  # in which the others end too, if one's end is that of the run
+GONE_S = 60.0  # from the end of the nodes to the end of everything
+SETTLE_S = 5.0  # for the other nodes to end too, where the run has ended
 STORE_BYTES = 100 << 20  # of each Ray node's objects
 POLL_S = 0.01
 
-Command = tuple[list[str], dict[str, str]]  # with what it finds in its environment
+Command = tuple[list[str], dict[str, str]]  # with its environment
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """`commands` are the nodes of a run, each a process group of its own; they are given the
-    arguments of `rlcore train`.
-    """
+    """Makes the commands of a run's nodes, each a process group, for `rlcore train`'s arguments."""
 
     name: str
-    # what is killed, in turn: keys of VICTIMS, or with all that it runs a "node", or its "raylet"
+    # What is killed, in turn: keys of VICTIMS, or a "node" or its "raylet" with all that it runs.
     kinds: tuple[str, ...]
     commands: Callable[[Sequence[str]], list[Command]]
 
@@ -48,8 +44,13 @@ def _local(arguments: Sequence[str]) -> list[Command]:
 
 def _torchrun(arguments: Sequence[str]) -> list[Command]:
     script = [str(ROOT / "scripts" / "torchrun_multinode.sh"), *arguments]
-    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GPUS_PER_NODE": "1",
-              "PYTHON": sys.executable}  # fmt: skip
+    shared = {
+        "NNODES": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GPUS_PER_NODE": "1",
+        "PYTHON": sys.executable,
+    }
     return [(script, {**shared, "NODE_RANK": str(node)}) for node in range(2)]
 
 
@@ -60,18 +61,19 @@ def _ray(arguments: Sequence[str]) -> list[Command]:
 
 
 def _ray_nodes(arguments: Sequence[str]) -> list[Command]:
-    """A head and a node, each with an address of its own; together they have one CPU more than the
-    run takes.
-    """
+    """A head and a node, each with an address, and together one CPU more than the run takes."""
     from ray.util import get_node_ip_address
 
     head = get_node_ip_address()  # Ray takes no loopback address for a head's
     shared = {
-        "MASTER_ADDR": head, "RAY_PORT": str(free_port()), "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHON": sys.executable,
+        "MASTER_ADDR": head,
+        "RAY_PORT": str(free_port()),
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "PYTHON": sys.executable,
         "JOIN_TIMEOUT_S": "200",
         # a node ends so soon after the head, not after 60 s
         "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
-    }  # fmt: skip
+    }
     script = [
         str(ROOT / "scripts" / "ray_multinode.sh"),
         *arguments,
@@ -157,9 +159,7 @@ class Started:
         return started
 
     def tend(self) -> None:
-        """Start nodes again that were lost a while ago, as a cluster would, but for the first:
-        without it the others end.
-        """
+        """Restart lost nodes after a while, as a cluster would; the run ends with the first."""
         now = time.monotonic()
         for number, code in enumerate(self.codes):
             if (
@@ -194,7 +194,7 @@ class Started:
         return None not in self.codes
 
     def wait(self, seconds: float) -> bool:
-        """Whether all nodes have ended in time; those that have not are left alone."""
+        """Wait, without ending any node; return whether all have ended in time."""
         deadline = time.monotonic() + seconds
         while not self.ended and time.monotonic() < deadline:
             self.tend()
@@ -202,8 +202,9 @@ class Started:
         return self.ended
 
     def processes(self) -> list[psutil.Process]:
-        """All below the nodes, and what has lost its parents. (Ray's workers write their names over
-        their environment.)
+        """All processes below the nodes, and orphans.
+
+        Orphans have MARK in their environment, over which Ray's workers write their names.
         """
         below = {
             child.pid
@@ -220,7 +221,7 @@ class Started:
         return found
 
     def victims(self, kind: str) -> list[list[psutil.Process]]:
-        """Each is what one kill of this kind ends, in an order that does not change."""
+        """The processes that a kill of this kind ends, for each victim, in a fixed order."""
         if kind == "node":
             return [_with_children(node.pid) for node in self.nodes if node.poll() is None]
         if kind == "raylet":  # without the head's the run ends, as Ray has it
@@ -234,7 +235,7 @@ class Started:
                 _with_children(process.pid) for process in below if _is_there(process, _is_raylet)
             ]
         found: dict[int, psutil.Process] = {}
-        forked = set()  # by one of them, and looks like it
+        forked = set()  # children of victims, which look alike
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):
                 if VICTIMS[kind](process):
@@ -243,9 +244,7 @@ class Started:
         return [[process] for pid, process in sorted(found.items()) if pid not in forked]
 
     def left(self) -> list[str]:
-        """What outlives the nodes that have ended, which is a fault; nothing is left of it after
-        this call.
-        """
+        """Describe, and end, processes that outlive the ended nodes, which is a fault."""
         deadline = time.monotonic() + GONE_S
         while (processes := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -276,9 +275,7 @@ def _with_children(pid: int) -> list[psutil.Process]:
 
 
 def _agents_ports() -> str:
-    """Of what a Ray node starts beside its raylet, which gives them 15 s to say one where it is not
-    told.
-    """
+    """Name the ports of what a Ray node starts beside its raylet: else it waits 15 s for each."""
     agents = (
         "dashboard-agent-grpc",
         "dashboard-agent-listen",

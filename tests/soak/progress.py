@@ -1,6 +1,4 @@
-"""How far a run is, seen from its folder alone, and moments in it that mean the same on a machine
-of any speed.
-"""
+"""Reads a run's progress from its folder, and names moments that do not depend on speed."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from pathlib import Path
 from rlcore.runs.checkpoints import committed_steps
 from tests.soak.workload import STEPS
 
-# How many kills fall into each phase, on average: a checkpoint or a publication of a small model
-# takes no time to speak of.
+# The share of kills in each phase: a checkpoint or a publication of a small model is too short to
+# be hit by chance.
 WEIGHTS = {"start": 1, "step": 4, "publication": 2, "checkpoint": 2, "end": 1}
 
 
@@ -25,8 +23,8 @@ class Progress:
     versions: int = 0  # publications begun
     published: int = 0  # the step whose weights the last of them is of
     rows: int = 0  # steps in the log
-    begun: int = 0  # the last step of which a checkpoint was begun
-    committed: int = 0  # ... and of which one is whole
+    begun: int = 0  # the last step whose checkpoint was begun
+    committed: int = 0  # the last step whose checkpoint is complete
 
     @classmethod
     def of(cls, folder: Path) -> Progress:
@@ -72,7 +70,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Moment:
-    """So many seconds after a run has come so far."""
+    """A moment: `seconds` after a run has made the progress `after`."""
 
     after: Progress
     seconds: float
@@ -80,17 +78,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run that nothing disturbed: when each change of its progress was seen, in seconds from its
-    start.
-    """
+    """An undisturbed run: when its progress changed, in seconds from its start."""
 
     changes: Sequence[tuple[float, Progress]]  # the first at 0
     seconds: float  # of the whole run
 
     def draw(self, chance: random.Random) -> Moment:
-        """A moment of this run: first a phase, by WEIGHTS, then any moment of it as likely as any
-        other.
-        """
+        """Draw a moment of this run: first a phase, by WEIGHTS, then a moment of it, uniformly."""
         ends = [at for at, _ in self.changes[1:]] + [self.seconds]
         spans: dict[str, list[tuple[Progress, float]]] = {}
         for (at, progress), end in zip(self.changes, ends, strict=True):
@@ -105,5 +99,5 @@ class Timeline:
 
 
 def _lines(path: Path) -> list[str]:
-    """The whole ones."""
+    """The complete lines of a file."""
     return path.read_text().split("\n")[:-1] if path.exists() else []

@@ -1,6 +1,4 @@
-"""One run of the soak: started, struck once, resumed where it did not go on by itself, and looked
-through.
-"""
+"""One run of the soak: started, killed in part once, resumed if it has ended, and checked."""
 
 from __future__ import annotations
 
@@ -23,24 +21,26 @@ from tests.soak.progress import Moment, Progress, Timeline
 from tests.soak.workload import STEPS, prepare
 
 LIMIT_S = 300.0  # for one life of a run
-SLOWLY_S = 0.1  # from one look for victims to the next
-DRAWS = 20  # moments that may come to nothing before a kill is found that hits
+SLOWLY_S = 0.1  # between two searches for victims
+DRAWS = 20  # moments to try before giving up
 
 
 @dataclass(frozen=True)
 class Kill:
+    """Which process is killed, and when."""
+
     kind: str
-    which: int  # of the victims there are, in their order
+    which: int  # index among the victims
     moment: Moment
 
 
 @dataclass
 class Survivor:
-    """What became of one run."""
+    """The outcome of one run."""
 
     launcher: str
     kind: str
-    where: str  # it was hit
+    where: str  # the progress of the run at the kill
     outcome: str = "went on"
     seconds: float = 0.0  # of all its lives
     faults: list[str] = field(default_factory=list)
@@ -57,12 +57,11 @@ class Survivor:
 
 
 class Soak:
-    """A folder with a model, problems and runs, and under each launcher one run that nothing
-    disturbed.
+    """A folder with a model, problems and runs, with an undisturbed run for each launcher.
 
     Args:
         limit_s: for one life of a run.
-        reference: its undisturbed run serves every launcher; None: each has one of its own.
+        reference: its undisturbed run serves every launcher; None: each has its own.
 
     Raises RuntimeError where the undisturbed run fails: there is nothing to compare with then.
     """
@@ -78,7 +77,7 @@ class Soak:
         self._one_at_a_time = threading.Lock()
 
     def timeline(self, launcher: Launcher) -> Timeline:
-        """Of the undisturbed run, which the first call makes."""
+        """The timeline of the undisturbed run, which the first call makes."""
         launcher = self._reference or launcher
         with self._one_at_a_time:
             if launcher.name not in self._timelines:
@@ -86,8 +85,7 @@ class Soak:
         return self._timelines[launcher.name]
 
     def one(self, name: str, launcher: Launcher, kind: str, chance: random.Random) -> Survivor:
-        """A run with one kill of this kind. A moment that comes only after its end is drawn again,
-        for a run of its own.
+        """Run with one kill of this kind; after a moment that came too late, run again.
 
         Raises RuntimeError when none of the moments hits.
         """
@@ -119,7 +117,7 @@ class Soak:
         return timeline
 
     def _disturbed(self, name: str, launcher: Launcher, kill: Kill) -> Survivor | None:
-        """None when the run had ended well before it could be hit."""
+        """Run with one kill; None when the run ended well before the kill."""
         began = time.monotonic()
         started = self._start(name, launcher)
         victim = strike(started, kill, limit_s=self._limit_s)
@@ -158,7 +156,7 @@ class Soak:
         return faults
 
     def _end(self, started: Started) -> list[str]:
-        """Wait for the end; what is wrong with it but the exit codes. Nothing runs any more then."""
+        """Wait for the end, kill what is left, and return faults other than the exit codes."""
         ended = started.wait(self._limit_s)
         left = started.left() if ended else []
         started.kill()
@@ -184,9 +182,9 @@ class Soak:
 
 
 def strike(started: Started, kill: Kill, *, limit_s: float) -> tuple[str, str] | None:
-    """Kill at the moment, or once there is a victim: its kind and number, and where the run was.
+    """Kill at the moment, or later once there is a victim; return which, and the run's progress.
 
-    None: the run had ended, or did not come so far within the limit.
+    Returns None if the run ended before, or did not get so far within the limit.
     """
     deadline = time.monotonic() + limit_s
     while not Progress.of(started.folder).reached(kill.moment.after):

@@ -1,6 +1,4 @@
-"""What the soak trains: ten steps of GRPO on two tensor-parallel ranks, an embedded engine and a
-reward worker beside them.
-"""
+"""Ten steps of GRPO on two tensor-parallel ranks, with an embedded engine and a reward worker."""
 
 from __future__ import annotations
 
@@ -41,15 +39,13 @@ CONFIG: dict[str, Any] = {
     "training": {"steps": STEPS},
     "checkpoint": {"every": 2},
     "tracking": {"show_samples": 0},
-    # how long a rank waits for one that was killed on another node
+    # How long a rank waits for a rank that was killed on another node.
     "cluster": {"heartbeat_timeout_s": 30.0},
 }
 
 
 def prepare(folder: Path) -> Path:
-    """Makes a model and problems in `folder`, and the configuration of every run in `folder`/runs.
-    Returns its path.
-    """
+    """Make a model, problems, and the configuration of every run in `folder`; return its path."""
     from transformers.utils import logging
 
     from rlcore.launch.commands.init_model import ModelSpec, init_model

@@ -11,13 +11,14 @@ import pytest
 from rlcore import cli, launch
 from rlcore.config.load import load_config
 from rlcore.errors import DataError, DeadlineExceeded, RunFailed
+from rlcore.launch.commands import eval_export
 
 GIVEN = ["run.name=x", "model.path=m", "data.paths=d.jsonl", "training.steps=1"]
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Stand-ins for the launch functions that write down what they are called with."""
+    """Replaces the functions that commands call, and records their arguments."""
     calls: dict[str, Any] = {}
 
     def stand_in(name: str) -> Any:
@@ -27,8 +28,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         return call
 
-    for name in ("train", "evaluate", "export"):
-        monkeypatch.setattr(launch, name, stand_in(name), raising=False)
+    monkeypatch.setattr(launch, "train", stand_in("train"))
+    for name in ("evaluate_model", "export_checkpoint"):
+        monkeypatch.setattr(eval_export, name, stand_in(name))
     return calls
 
 
@@ -71,7 +73,7 @@ def test_errors_become_exit_codes_without_a_traceback(launched, monkeypatch, cap
     assert said == f"rlcore: {str(error) or 'interrupted'}\n"
 
 
-def test_sigterm_before_the_run_heeds_it_is_as_ctrl_c(launched, monkeypatch):
+def test_sigterm_before_the_run_handles_it_is_like_ctrl_c(launched, monkeypatch):
     def train(loaded: Any, **how: Any) -> int:
         signal.raise_signal(signal.SIGTERM)
         return 0
@@ -266,12 +268,12 @@ def test_a_plugin_that_takes_kl_gets_the_coefficient(capsys, plugins):
 def test_eval_takes_a_folder_or_a_checkpoint(launched, tiny_model, tmp_path):
     given = [*GIVEN, "evaluation.paths=[e.jsonl]"]
     assert cli.main(["eval", *given, "--model", str(tiny_model), "--output", "scores.json"]) == 0
-    (loaded,), how = launched["evaluate"]
+    (loaded,), how = launched["evaluate_model"]
     assert loaded.config.model.path == str(tiny_model)
     assert how == {"output": Path("scores.json")}
 
     assert cli.main(["eval", *given, "--model", str(tmp_path)]) == 0
-    (loaded,), _ = launched["evaluate"]
+    (loaded,), _ = launched["evaluate_model"]
     assert (loaded.config.model.path, loaded.config.policy.checkpoint) == ("m", str(tmp_path))
 
 
@@ -282,7 +284,7 @@ def test_eval_needs_prompts(launched, capsys):
 
 def test_export(launched):
     assert cli.main(["export", "runs/x", "out"]) == 0
-    assert launched["export"] == ((Path("runs/x"), Path("out")), {})
+    assert launched["export_checkpoint"] == ((Path("runs/x"), Path("out")), {})
 
 
 def test_metrics_and_algorithms_are_listed(capsys):

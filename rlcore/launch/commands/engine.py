@@ -1,38 +1,83 @@
-"""`rlcore engine`: the SGLang engines of a configuration without its trainer, which is told their
-URLs.
-"""
+"""`rlcore engine`: runs the SGLang engines of a configuration alone, for a trainer elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import orjson
 
 from rlcore.config import Config
-from rlcore.errors import ConfigError
-from rlcore.launch.commands.servers import Follow, run_servers
+from rlcore.config.sections.rollout import RestartConfig
+from rlcore.errors import ConfigError, RlcoreError, RunFailed
 from rlcore.runs.files import write_atomic
+from rollout.fleet.health import pause_before
+
+if TYPE_CHECKING:
+    from rollout.engines.sglang.server_process import ManagedServer
+
+Follow = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
 
 
 def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
-    """Run them until SIGINT or SIGTERM. The exit code, 0.
+    """Run the engines until SIGINT or SIGTERM; return the exit code, 0.
 
     Args:
-        urls_file: holds a JSON list of their URLs while they are ready, for a trainer that waits
-            for it.
+        urls_file: holds a JSON list of the URLs while the engines are ready, for a trainer that
+            waits for it.
 
     Raises:
-        ConfigError: the configuration has no SGLang engines for us to start.
-        RunFailed: an engine did not start, or none could be kept up; all have been ended. With the
-            last lines of a log.
+        ConfigError: the configuration has no SGLang engines to start.
+        RunFailed: an engine did not start, or none is left; all have been ended. Shows the last
+            lines of a log.
     """
     from rlcore.launch.engines import managed_servers
     from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
+    _check(config, urls_file)
+    follow = follower(config)
+    keys = Keys.from_environment()
+    generated = {
+        name: key
+        for name, key in ((API_KEY, keys.api), (ADMIN_KEY, keys.admin))
+        if not os.environ.get(name)
+    }
+    # Beside the run's own folder, which the trainer must be the first to make. Several machines may
+    # share it.
+    logs = Path(config.run.dir) / f"{config.run.name}-engines" / socket.gethostname()
+    servers = managed_servers(config, keys, ranks=0, logs=logs)
+    print(f"starting {len(servers)} engine{'s' * (len(servers) != 1)}; logs in {logs}", flush=True)
+
+    def announce(urls: Sequence[str]) -> None:
+        exports = [f"export {name}={key}" for name, key in generated.items()]
+        told = (
+            f"rollout.engine.kind=sglang rollout.engine.urls='{orjson.dumps(list(urls)).decode()}'"
+        )
+        print(
+            "ready. For the trainer:", *exports, f"rlcore train ... {told}", sep="\n  ", flush=True
+        )
+        if urls_file is not None:
+            write_atomic(urls_file, orjson.dumps(list(urls)))
+
+    if urls_file is not None:
+        urls_file.unlink(missing_ok=True)  # left by engines that were killed
+    try:
+        asyncio.run(run_servers(servers, announce, follow, restart=config.rollout.engine.restart))
+    finally:
+        if urls_file is not None:
+            urls_file.unlink(missing_ok=True)
+    return 0
+
+
+def _check(config: Config, urls_file: Path | None) -> None:
     engine = config.rollout.engine
     if engine.kind != "sglang":
         raise ConfigError(
@@ -50,44 +95,10 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
         )
     if urls_file is not None and not urls_file.parent.is_dir():
         raise ConfigError(f"--urls-file: there is no folder {urls_file.parent}")
-    follow = follower(config)
-    keys = Keys.from_environment()
-    generated = {
-        name: key
-        for name, key in ((API_KEY, keys.api), (ADMIN_KEY, keys.admin))
-        if not os.environ.get(name)
-    }
-    # Beside the run's own folder, which the trainer will want to be the first to make; several
-    # machines may share it.
-    logs = Path(config.run.dir) / f"{config.run.name}-engines" / socket.gethostname()
-    servers = managed_servers(config, keys, ranks=0, logs=logs)
-    print(f"starting {len(servers)} engine{'s' * (len(servers) != 1)}; logs in {logs}", flush=True)
-
-    def announce(urls: Sequence[str]) -> None:
-        exports = [f"export {name}={key}" for name, key in generated.items()]
-        told = (
-            f"rollout.engine.kind=sglang rollout.engine.urls='{orjson.dumps(list(urls)).decode()}'"
-        )
-        print(
-            "ready. For the trainer:", *exports, f"rlcore train ... {told}", sep="\n  ", flush=True
-        )
-        if urls_file is not None:
-            write_atomic(urls_file, orjson.dumps(list(urls)))
-
-    if urls_file is not None:
-        urls_file.unlink(missing_ok=True)  # of engines that were killed
-    try:
-        asyncio.run(run_servers(servers, announce, follow, restart=engine.restart))
-    finally:
-        if urls_file is not None:
-            urls_file.unlink(missing_ok=True)
-    return 0
 
 
 def follower(config: Config) -> Follow | None:
-    """What keeps whole weights on this machine for engines that are published changes alone; None
-    for other transports.
-    """
+    """Keep whole weights on this machine where only changes are published, else return None."""
     from rollout.weight_sync.choose import shared_folder
     from rollout.weight_sync.follower import keep_following
 
@@ -100,3 +111,92 @@ def follower(config: Config) -> Follow | None:
             " changes that engines follow"
         )
     return lambda urls: keep_following(shared_folder(config), urls)
+
+
+async def run_servers(
+    servers: Sequence[ManagedServer],
+    announce: Callable[[Sequence[str]], None],
+    follow: Follow | None = None,
+    *,
+    restart: RestartConfig,
+) -> None:
+    """Start all servers at once, and restart them as they end, until SIGINT or SIGTERM; then stop.
+
+    Args:
+        announce: called with the URLs once all have started.
+        follow: runs beside the servers; its end ends them too.
+        restart: how often and when a server is restarted; the command goes on while one is left.
+
+    Raises:
+        RunFailed: a server did not start the first time, or none is left.
+    """
+    stop = asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+    starting = [asyncio.ensure_future(server.start()) for server in servers]
+    all_started = asyncio.gather(*starting)
+    beside: list[asyncio.Future[Any]] = []
+    try:
+        await asyncio.wait({all_started, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            return
+        urls = all_started.result()
+        announce(urls)
+        keepers = [_keep(server, url, restart) for server, url in zip(servers, urls, strict=True)]
+        beside = [asyncio.ensure_future(asyncio.gather(*keepers))]
+        if follow is not None:
+            beside.append(asyncio.ensure_future(follow(urls)))
+        await asyncio.wait({stopping, *beside}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            return
+        if beside[0].done():
+            raise RunFailed("no engine is left: " + "; ".join(beside[0].result()))
+        beside[-1].result()
+    finally:
+        stopping.cancel()
+        for work in (*beside, *starting):  # a server that is starting ends by its cancellation
+            work.cancel()
+        await asyncio.gather(*beside, *starting, all_started, return_exceptions=True)
+        await asyncio.gather(*(server.stop() for server in servers))
+
+
+async def _keep(server: ManagedServer, url: str, restart: RestartConfig) -> str:
+    """Restart a server at the same `url` whenever it ends; return its last error."""
+    port = urlsplit(url).port or 0
+    failed_starts = 0
+    why = ""
+    for number in range(1, restart.limit + 1):
+        began = time.monotonic()
+        why = why or await _end(server)
+        if time.monotonic() - began > restart.max_backoff_s:
+            failed_starts = 0
+        pause_s = pause_before(restart, failed_starts)
+        _say(why)
+        _say(
+            f"{server.name} is started again in {pause_s:g} s: {number} of {restart.limit}"
+            " (rollout.engine.restart.limit)"
+        )
+        await asyncio.sleep(pause_s)
+        failed_starts += 1
+        try:
+            await server.start(port)
+        except RlcoreError as error:  # recovery: the next start, if one is left
+            why = str(error)
+        else:
+            why = ""
+            _say(f"{server.name} runs again at {url}")
+    why = why or await _end(server)
+    _say(why)
+    _say(f"{server.name} is left alone from now on (rollout.engine.restart.limit: {restart.limit})")
+    return why
+
+
+async def _end(server: ManagedServer) -> str:
+    if server.ended is not None:
+        await asyncio.wait({server.ended})
+    return f"{server.name} ended: {server.describe_end()}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

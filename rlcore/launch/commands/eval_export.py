@@ -1,6 +1,4 @@
-"""Commands that need the model once, in one process: scoring it, and writing it as a Hugging Face
-folder.
-"""
+"""`rlcore eval` scores a model, `rlcore export` writes it as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -31,10 +29,8 @@ from rlcore.tracking.format import pick_samples, sample_lines
 from rlcore.trainer.gpu_sharing import GpuPhase
 
 
-def evaluate_model(loaded: Loaded, output: Path | None) -> int:
-    """Publish the configured weights to an engine, score the evaluation prompts, print the scores
-    and a few samples.
-    """
+def evaluate_model(loaded: Loaded, *, output: Path | None) -> int:
+    """Score the configured weights on the evaluation prompts; print scores and a few samples."""
     config = _generating(_in_one_process(pin_initial_policy(loaded, resume=False).config))
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory()))
@@ -96,9 +92,7 @@ def export_checkpoint(source: Path, folder: Path) -> int:
 
 
 def _in_one_process(config: Config) -> Config:
-    """The same models without a layout; nothing is trained, so no optimizer has to be sharded
-    either.
-    """
+    """Return the configuration without a layout, for one process that trains nothing."""
     config = config.model_copy(deep=True)
     config.policy.parallel = ParallelConfig()
     config.policy.optimizer.distributed = False
@@ -108,8 +102,10 @@ def _in_one_process(config: Config) -> Config:
 
 
 def _generating(config: Config) -> Config:
-    """What is scored may be a supervised run or a replay, which have no engine of their own."""
-    config.training.debug = config.training.replay = config.training.replay_from = None
+    """Make a supervised run or a replay, which have no engine, one that generates."""
+    config.training.debug = None
+    config.training.replay = None
+    config.training.replay_from = None
     if config.is_sft:
         config.algorithm.loss = LossConfig()
     return config

@@ -1,7 +1,6 @@
-"""A small language model out of nothing: random weights and a tokenizer of single characters, as a
-Hugging Face folder.
+"""`rlcore init-model`: a small model with random weights and a tokenizer of single characters.
 
-For tests, examples and first runs, where no download should be needed.
+For tests, examples and first runs, which should need no download.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Family, sizes and alphabet. The defaults have 595,200 parameters and learn to add on two
-    cores.
-    """
+    """Family, sizes and alphabet; the default has 595,200 parameters and learns to add."""
 
     family: Family = "qwen3"
     alphabet: str = ALPHABETS["addition"]
@@ -44,7 +41,7 @@ class ModelSpec:
     heads: int = 4
     kv_heads: int = 2
     intermediate: int = 256
-    # of each layer, for the families that have them; half as wide as a dense net
+    # In each layer of a family with experts; half as wide as a dense network.
     experts: int = 8
     experts_per_token: int = 2
     tied: bool = True
@@ -88,17 +85,17 @@ class ModelSpec:
 
     @classmethod
     def preset(cls, name: str, **given: Any) -> ModelSpec:
-        """The defaults with the alphabet called `name`, and what is `given` over them."""
+        """The defaults with the alphabet called `name`, overridden by `given`."""
         return cls(**{"alphabet": ALPHABETS[name], **given})
 
     @property
     def vocab_size(self) -> int:
+        """The alphabet and two special tokens."""
         return len(self.alphabet) + 2
 
 
 def init_model(folder: Path, spec: ModelSpec | None = None, *, overwrite: bool = False) -> int:
-    """Write configuration, fp32 weights and tokenizer to `folder`; the same `spec` writes the same
-    weights.
+    """Write configuration, fp32 weights and tokenizer; the same `spec` makes the same weights.
 
     Returns:
         The number of parameters.
@@ -125,14 +122,15 @@ def init_model(folder: Path, spec: ModelSpec | None = None, *, overwrite: bool =
 
 
 def char_tokenizer(alphabet: str, max_length: int = 512) -> PreTrainedTokenizerFast:
-    """One token a character and nothing added: `decode(encode(text)) == text`. An unknown character
-    is an error.
+    """Make a tokenizer of one token a character: `decode(encode(text)) == text`.
+
+    It adds nothing, and an unknown character is an error.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {symbol: index for index, symbol in enumerate((PAD, EOS, *alphabet))}
-    # not in it: raises instead of skipping
+    # The unknown token is not in the vocabulary, so an unknown character raises.
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -186,9 +184,7 @@ def _architecture(spec: ModelSpec, *, eos: int, pad: int) -> Any:
 
 
 def _latent_sizes(spec: ModelSpec) -> dict[str, Any]:
-    """Queries of half, keys and values of a quarter of the hidden size; a dense layer first, and
-    one group of experts.
-    """
+    """Ranks of latent attention, a dense layer first, and one group of experts."""
     head = spec.hidden // spec.heads
     return {
         "num_key_value_heads": spec.heads,

@@ -1,4 +1,4 @@
-"""`rlcore ledger RUN`: what became of every prompt that a run has drawn, and whether it balances."""
+"""`rlcore ledger RUN`: what became of every drawn prompt, and whether the ledger balances."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from rollout.accounting.journal_reader import DETAILS, History, read_journal
 
 BALANCED = 0
 CONTRADICTED = 1
-MOST = 10  # contradictions that are shown
+MOST = 10  # contradictions to show
 
 
 def show_ledger(path: Path, *, draw: int | None, as_json: bool, recordings: bool) -> int:
-    """Print it. The exit code: 0 when everything agrees, 1 when something contradicts something;
-    always 0 with a `draw`.
+    """Print the ledger; return 0 if it balances or a `draw` was asked for, else 1.
 
     Raises:
         UserError: `path` is no run, has no ledger, or has not made that draw.
@@ -37,7 +36,7 @@ def show_ledger(path: Path, *, draw: int | None, as_json: bool, recordings: bool
 
 
 def describe(found: Audit) -> Iterator[str]:
-    """The whole ledger, in a few lines."""
+    """Yield the lines of a summary of the ledger."""
     states = ", ".join(f"{count} {state}" for state, count in found.states.items() if count)
     yield (
         f"draws            {found.draws}: {states}" if states else f"draws            {found.draws}"
@@ -56,16 +55,16 @@ def describe(found: Audit) -> Iterator[str]:
         yield "balanced"
         return
     yield "NOT balanced:"
-    yield from (f"  {one}" for one in found.contradictions[:MOST])
+    yield from (f"  {line}" for line in found.contradictions[:MOST])
     if len(found.contradictions) > MOST:
         yield f"  and {len(found.contradictions) - MOST} more"
 
 
 def life_of(history: History, draw: int) -> Iterator[str]:
-    """The state of one draw, and everything that happened to it, by line of the journal.
+    """Yield lines on the state of a draw and what happened to it, by line of the journal.
 
     Raises:
-        UserError: it was not made.
+        UserError: the draw was not made.
     """
     life = history.life(draw)
     yield f"draw {draw}: {_state_of(history, draw, rewound=bool(life))}"
@@ -79,7 +78,7 @@ def life_of(history: History, draw: int) -> Iterator[str]:
 def _state_of(history: History, draw: int, *, rewound: bool) -> str:
     try:
         ledger = history.at()
-    # recovery: what is written of the draw can be read all the same
+    # recovery: the draw's own lines can still be read
     except DataError as error:
         return f"in no one state, the journal contradicts itself: {error}"
     assert ledger is not None

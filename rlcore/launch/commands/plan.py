@@ -1,6 +1,4 @@
-"""`rlcore plan`: the configuration's models on so many GPUs. Reads `config.json` files, never
-weights.
-"""
+"""`rlcore plan`: which layouts of the models fit on the GPUs. It reads no weights."""
 
 from __future__ import annotations
 
@@ -23,15 +21,19 @@ from rlcore.planning.report import report
 from rlcore.planning.search import Job, judge, options
 
 _PROMPT = 1024  # tokens, where data.max_prompt_tokens does not say
-# of ParallelConfig and Layout
+# fields that ParallelConfig and Layout share
 _SHARED = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "sequence")
 
 
 def plan(config: Config, *, gpus: int, gpu_memory: int, gpu: str) -> Iterator[str]:
-    """Lines to print: the configuration's layout, and those that fit on `gpus` of `gpu_memory`
-    bytes, the fastest first.
+    """Yield lines on the configured layout, and on layouts that fit, the fastest first.
 
-    Raises ModelError for a `config.json` that is missing or not converted.
+    Args:
+        gpus: the number of GPUs.
+        gpu_memory: bytes of each.
+        gpu: a name in `rlcore.planning.devices.GPUS`.
+
+    Raises ModelError for a `config.json` that is missing or of a family that is not converted.
     """
     arch = read_architecture(config.model.path, weights=False, bridge=config.model.bridge)
     others = {
@@ -57,7 +59,7 @@ def plan(config: Config, *, gpus: int, gpu_memory: int, gpu: str) -> Iterator[st
 
 
 def configured_layout(config: Config, arch: Architecture, gpus: int) -> Layout:
-    """What the configuration says; what is left of the GPUs is data parallelism.
+    """The configured layout; the GPUs that it leaves are data parallelism.
 
     Raises ConfigError where the layers do not divide into the stages.
     """
@@ -74,28 +76,27 @@ def configured_layout(config: Config, arch: Architecture, gpus: int) -> Layout:
 
 
 def make_job(config: Config, arch: Architecture, others: Mapping[str, Architecture]) -> Job:
-    """The models that the run builds, and the work of one optimizer step with every sample at its
-    longest.
+    """The models that the run builds, and an optimizer step with every sample at its longest.
 
     Args:
-        others: the models with a folder of their own, by its key; one without has the policy's
+        others: the models with a folder of their own, by its key; a model without has the policy's
             sizes.
     """
     policy = config.policy
     shape = arch.shape
-    made = _passes(config)
+    passes = _passes(config)
     trained = [Trained("policy", shape, offload_optimizer=policy.optimizer.offload)]
-    if made.critic:
+    if passes.critic:
         given = config.critic
         other = others.get("critic.path", arch).shape
         trained.append(Trained("critic", other, True, given.offload, given.optimizer.offload))
     frozen: list[Frozen] = []
-    if made.reference:
+    if passes.reference:
         other = others.get("reference.path", arch).shape
         frozen.append(
             Frozen("reference", other, config.reference.offload, swapped_in=other == shape)
         )
-    if made.teacher:
+    if passes.teacher:
         other = others.get("teacher.path", arch).shape
         frozen.append(Frozen("teacher", other, config.teacher.offload, swapped_in=other == shape))
     prompt = config.data.max_prompt_tokens or min(_PROMPT, policy.max_tokens_per_microbatch // 2)
@@ -110,7 +111,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
         sequences=max(1, samples_per_step(config) // config.algorithm.minibatches),
         length=prompt + response,
         trainable=response,
-        scoring_passes=made.count,
+        scoring_passes=passes.count,
         pack_tokens=policy.max_tokens_per_microbatch,
         dtype_bytes=2 if config.model.dtype == "bf16" else 4,
         vocab_multiple=config.model.vocab_divisible_by,
@@ -120,7 +121,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
 
 def _passes(config: Config) -> Passes:
     found = built_in_passes(config)
-    if found is None:  # a plugin says what it needs; it is built, and torch imported
+    if found is None:  # a plugin must be built, with torch, to say what it needs
         from rlcore.trainer.credit import CreditAssignment
         from rlcore.trainer.objective import Objective
 

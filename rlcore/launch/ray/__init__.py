@@ -1,3 +1,4 @@
-"""Runs on a Ray cluster: trainer ranks, rollout service and engines as actors. Nothing else in
-rlcore imports ray.
+"""Runs on a Ray cluster, with trainer ranks, rollout service and engines as actors.
+
+Nothing outside this folder imports ray.
 """

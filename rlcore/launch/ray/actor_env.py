@@ -1,6 +1,4 @@
-"""What every actor of a run does first: go where the driver is, log into the run's folder, speak on
-the driver's terminal.
-"""
+"""Sets up an actor: its working directory, its log, and its output on the driver's terminal."""
 
 from __future__ import annotations
 
@@ -22,21 +20,21 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 CONNECT_S = 60.0
-# for the text of a line that is counted: its speaker may have been killed in between
+# For the text of a line that is counted: its process may have been killed in between.
 HALF_SAID_S = 2.0
 _COUNT = "lines"
 
 
 @dataclass(frozen=True)
 class ActorEnv:
-    """Where the driver is."""
+    """The driver's working directory, and the address of its `LogRelay`."""
 
-    folder: str  # its working directory: relative paths of the configuration begin there
-    host: str  # of its store of lines, see `LogRelay`
+    folder: str  # relative paths of the configuration begin there
+    host: str
     port: int
 
     def enter(self) -> None:
-        """Raises RunFailed where this node has no such folder."""
+        """Change to the driver's folder. Raises RunFailed where this node has no such folder."""
         try:
             os.chdir(self.folder)
         except OSError as error:
@@ -45,8 +43,8 @@ class ActorEnv:
                 " nodes share the folder that it is started in, under one path"
             ) from error
 
-    def speak(self) -> None:
-        """What this process prints from now on appears on the driver's terminal."""
+    def redirect_output(self) -> None:
+        """Print on the driver's terminal from now on."""
         import torch.distributed as dist
 
         lines = dist.TCPStore(
@@ -57,7 +55,7 @@ class ActorEnv:
 
 
 class RemoteStdout(io.TextIOBase):
-    """A stream whose text another process prints, line by line."""
+    """A stream whose lines the driver prints."""
 
     encoding = "utf-8"
 
@@ -67,18 +65,20 @@ class RemoteStdout(io.TextIOBase):
         self._line = ""
 
     def writable(self) -> bool:
+        """True, as for every output stream."""
         return True
 
     def write(self, text: str) -> int:
+        """Send the complete lines, and keep the rest."""
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
-            self._say(line + "\n")
+            self._send(line + "\n")
         return len(text)
 
     def flush(self) -> None:
-        """A line that is not whole yet is kept back: several processes speak."""
+        """Keep an incomplete line: other processes print too."""
 
-    def _say(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         from torch.distributed import DistError
 
         try:
@@ -88,11 +88,12 @@ class RemoteStdout(io.TextIOBase):
 
 
 def line_key(number: int) -> str:
+    """The key of a line in the relay's store."""
     return f"line/{number}"
 
 
 class LogRelay:
-    """The driver's end: prints what the actors say."""
+    """Prints, in the driver, the lines that actors send through a store."""
 
     def __init__(self, host: str) -> None:
         import torch.distributed as dist
@@ -102,33 +103,29 @@ class LogRelay:
         )
         self.port = self._store.port
         self._next = 1
-        self._missed_at: float | None = None  # when the next line was counted, and not there
+        self._missed_at: float | None = None  # when the next line was counted but missing
 
-    def show(self, *, patience_s: float = HALF_SAID_S) -> None:
-        """Everything that was said since the last time; a line that stays half said for
-        `patience_s` is passed over.
-        """
+    def show(self, *, wait_s: float = HALF_SAID_S) -> None:
+        """Print the new lines; skip a line that is counted but still missing after `wait_s`."""
         while self._next <= self._store.add(_COUNT, 0):
             key = line_key(self._next)
             if self._store.check([key]):
                 stream, _, text = self._store.get(key).decode(errors="replace").partition(" ")
                 self._store.delete_key(key)
                 print(text, end="", file=sys.stdout if stream == "out" else sys.stderr, flush=True)
-            elif not self._is_lost(patience_s):
+            elif not self._is_lost(wait_s):
                 return
-            self._next = self._next + 1
+            self._next += 1
             self._missed_at = None
 
-    def _is_lost(self, patience_s: float) -> bool:
+    def _is_lost(self, wait_s: float) -> bool:
         now = time.monotonic()
         self._missed_at = self._missed_at or now
-        return now >= self._missed_at + patience_s
+        return now >= self._missed_at + wait_s
 
 
 def log_to(path: Path) -> None:
-    """All records and everything that is printed below Python go to `path` from now on; SIGUSR1
-    writes all stacks there.
-    """
+    """Send records and the output of native code to `path`; SIGUSR1 writes all stacks there."""
     from rlcore.launch.logs import FORMAT, Terminal
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Calls of actors with deadlines, and what their failures mean in our words."""
+"""Calls of actors with deadlines; translates Ray's errors into ours."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rlcore.errors import DeadlineExceeded, PartLost, RlcoreError, RunFailed
 
 NAMESPACE = "rlcore"  # of all named actors
 END_S = 10.0
-POLL_S = 0.2  # from one question to the next, of an actor that is being started
+POLL_S = 0.2  # between two calls of an actor that is being started
 
 
 class ActorLost(PartLost):
-    """An actor's process or its node died; another one in its place knows nothing of what was."""
+    """An actor's process or its node died; its replacement has no state."""
 
 
 def get(ref: Any, *, limit_s: float, what: str, key: str) -> Any:
-    """The result of a call.
+    """Wait for the result of a call.
 
     Args:
-        what: who was asked what, for messages.
-        key: the configuration's key that sets the limit.
+        what: names the call in messages.
+        key: the configuration key that sets the limit.
 
     Raises:
         DeadlineExceeded: after `limit_s`.
@@ -38,11 +38,11 @@ def get(ref: Any, *, limit_s: float, what: str, key: str) -> Any:
     except GetTimeoutError as error:
         raise DeadlineExceeded(f"{what}: no answer within {limit_s:g} s ({key})") from error
     except RayError as error:
-        raise in_our_words(error, what) from error
+        raise translate_error(error, what) from error
 
 
 def get_when_up(call: Callable[[], Any], *, limit_s: float, what: str, key: str) -> Any:
-    """As `get`, of an actor that Ray may be starting again: it is asked until it is there."""
+    """As `get`, for an actor that Ray may be restarting: the call is repeated until it is up."""
     deadline = time.monotonic() + limit_s
     while True:
         left = max(POLL_S, deadline - time.monotonic())
@@ -61,7 +61,7 @@ async def answer(ref: Awaitable[Any], *, what: str) -> Any:
     try:
         return await ref
     except RayError as error:
-        raise in_our_words(error, what) from error
+        raise translate_error(error, what) from error
 
 
 async def answer_when_up(call: Callable[[], Awaitable[Any]], *, what: str) -> Any:
@@ -73,8 +73,8 @@ async def answer_when_up(call: Callable[[], Awaitable[Any]], *, what: str) -> An
             await asyncio.sleep(POLL_S)
 
 
-def in_our_words(error: RayError, what: str) -> RlcoreError:
-    """What the actor raised, where it did."""
+def translate_error(error: RayError, what: str) -> RlcoreError:
+    """Return the error that the actor raised, or ours for what Ray says of its end."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, RlcoreError):
@@ -91,12 +91,12 @@ def in_our_words(error: RayError, what: str) -> RlcoreError:
 
 
 def first_line(error: BaseException) -> str:
-    """Ray's messages have many."""
+    """The first line of an error; Ray's messages have many."""
     return _lines(error)[0]
 
 
 def last_line(error: BaseException) -> str:
-    """Where Ray says why an actor is gone."""
+    """The last line of an error, where Ray says why an actor is gone."""
     return _lines(error)[-1]
 
 
@@ -107,12 +107,12 @@ def _lines(error: BaseException) -> list[str]:
 
 
 def actor_name(run: str, part: str) -> str:
-    """Of a named actor of a run, in NAMESPACE."""
+    """The name of an actor of a run, in NAMESPACE."""
     return f"{run}/{part}"
 
 
 def end_named(names: Iterable[str]) -> None:
-    """End actors by their names, for good; returns when the names are free again, or after END_S."""
+    """End actors for good, by name; return when the names are free again, or after END_S."""
     left = set(names)
     deadline = time.monotonic() + END_S
     while left and time.monotonic() < deadline:

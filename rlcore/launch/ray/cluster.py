@@ -1,4 +1,4 @@
-"""The cluster of a run: a running one, or a local one that we start; and room in it."""
+"""Connects to a Ray cluster, running or started for the run, and reserves resources in it."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ NO_TOKEN = (
     " RAY_AUTH_TOKEN_PATH"
 )
 ROOT = Path(__file__).resolve().parents[3]
-# whole seconds: Ray takes less for nothing, and a loop of that keeps a core busy
+# Whole seconds: Ray rounds less to nothing, and such a loop keeps a core busy.
 WAIT_S = 1
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that this process is connected to."""
+    """The cluster that this process is connected to."""
 
     placement: Placement
-    address: str  # of this node, for the others
+    address: str  # of this node, for other nodes
 
 
 @contextmanager
 def connected(config: Config) -> Iterator[Cluster]:
-    """Connected to the cluster of `cluster.ray.address`; one that was started for it ends with it.
+    """Connect to `cluster.ray.address` while open; a cluster that is started here ends here.
 
     Raises:
-        UserError: there is none at that address, or it wants a token; or Ray does not take
+        UserError: there is no cluster at that address, it wants a token, or Ray does not take
             `cluster.ray.runtime_env`.
-        RunFailed: one of our own does not start.
+        RunFailed: a cluster of our own does not start.
     """
     try:
         try:
@@ -62,9 +62,11 @@ def connected(config: Config) -> Iterator[Cluster]:
 
 def _connect(address: str | None, config: Config) -> None:
     options: dict[str, Any] = {
-        "namespace": NAMESPACE, "runtime_env": runtime_env(config.cluster.ray.runtime_env), "log_to_driver": False,
+        "namespace": NAMESPACE,
+        "runtime_env": runtime_env(config.cluster.ray.runtime_env),
+        "log_to_driver": False,
         "logging_level": logging.ERROR,
-    }  # fmt: skip
+    }
     try:
         RuntimeEnv(**options["runtime_env"])
     except (TypeError, ValueError) as error:
@@ -80,16 +82,15 @@ def _connect(address: str | None, config: Config) -> None:
                 raise UserError(
                     f"cluster.ray.address: no Ray cluster at {address!r}: {first_line(error)}"
                 ) from error
-        except AuthenticationError as error:  # so there is one
+        except AuthenticationError as error:  # so there is a cluster
             raise UserError(
                 f"cluster.ray.address: the Ray cluster refuses us: {NO_TOKEN}"
             ) from error
-    # Ray counts CPUs, and has no more than it is told of: a machine with few runs a small job all
-    # the same.
+    # Ray only counts CPUs, so a machine with few can be told of more, and still runs a small job.
     cpus = max(
         os.cpu_count() or 1, *(place(config, has_gpus=some).total["CPU"] for some in (False, True))
     )
-    # as under the other launchers; Ray's own, 15, starves a run where others work too
+    # As under the other launchers; Ray's default, 15, starves a run on a machine that others use.
     niceness = {"worker_niceness": 0}
     try:
         ray.init(
@@ -99,7 +100,7 @@ def _connect(address: str | None, config: Config) -> None:
             _system_config=niceness,
             **options,
         )
-    # Ray has no narrower one where its own processes do not start in time
+    # Ray raises nothing narrower when its own processes do not start in time.
     except Exception as error:
         raise RunFailed(
             "no Ray cluster could be started on this machine (cluster.ray.address):"
@@ -109,30 +110,28 @@ def _connect(address: str | None, config: Config) -> None:
 
 
 def runtime_env(given: dict[str, Any]) -> dict[str, Any]:
-    """The user's, with this checkout importable where he says nothing of it."""
+    """Return the user's `runtime_env`, with this checkout on PYTHONPATH unless it sets that."""
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     }
     own = given.get("env_vars", {})
-    # Ray says what is wrong with it
+    # Where `env_vars` is no mapping, Ray words the error.
     return given | {"env_vars": variables | own} if isinstance(own, dict) else given
 
 
 @dataclass(frozen=True)
-class Room:
-    """Bundles on nodes of the cluster, ours from when they are there. Ray finds others for those of
-    a node that is lost.
-    """
+class Reservation:
+    """Bundles of resources on the cluster. Ray replaces those of a node that is lost."""
 
     group: PlacementGroup
     parts: Sequence[Resources]
-    what: str  # "the trainer"
+    what: str  # "the trainer", for messages
 
     def wait(self, cluster: Cluster, *, limit_s: float, tick: Callable[[], None]) -> PlacementGroup:
-        """Until all bundles are there.
+        """Wait until all bundles are reserved.
 
         Args:
-            tick: called while we wait.
+            tick: called all the time meanwhile.
 
         Raises RunFailed where there is no room within `limit_s` (cluster.start_timeout_s).
         """
@@ -145,15 +144,15 @@ class Room:
 
 
 @contextmanager
-def room(parts: Sequence[Resources], strategy: str, what: str) -> Iterator[Room]:
-    """Room for these bundles is asked for, and theirs while open.
+def reserve(parts: Sequence[Resources], strategy: str, what: str) -> Iterator[Reservation]:
+    """Ask for bundles, and keep them while open.
 
     Args:
         strategy: PACK | SPREAD.
     """
     group = placement_group(bundles(parts), strategy=strategy)
     try:
-        yield Room(group, parts, what)
+        yield Reservation(group, parts, what)
     finally:
         if ray.is_initialized():
             remove_placement_group(group)

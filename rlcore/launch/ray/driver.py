@@ -1,11 +1,10 @@
-"""`rlcore train` with `cluster.launcher: ray`: places the parts of a run, watches them, and starts
-again what is lost.
+"""`rlcore train` with `cluster.launcher: ray`: places the parts of a run and restarts lost ones.
 
-    this process    the ranks' store, the terminal, signals
-    run_status           a small actor: `rlcore status`, `rlcore stop`
-    engine hosts    an actor an engine; Ray starts it elsewhere when its node is lost
-    service         an actor; Ray starts it again, and rank 0 tells it where it was
-    ranks           an actor each; when one is lost all are started again, from the last checkpoint
+this process    the ranks' store, the terminal, signals
+run status      a small actor for `rlcore status` and `rlcore stop`
+engine hosts    an actor for each engine; Ray starts it elsewhere when its node is lost
+service         an actor; Ray restarts it, and rank 0 restores its state
+ranks           an actor each; when one is lost all restart from the last checkpoint
 """
 
 from __future__ import annotations
@@ -33,27 +32,27 @@ from rlcore.launch.compose import check_input
 from rlcore.launch.engines import engine_name
 from rlcore.launch.ray.actor_env import ActorEnv, LogRelay
 from rlcore.launch.ray.calls import NAMESPACE, actor_name, end_named
-from rlcore.launch.ray.cluster import Cluster, Room, connected, room
-from rlcore.launch.ray.engines import EngineHost
-from rlcore.launch.ray.heartbeat import Heartbeat
+from rlcore.launch.ray.cluster import Cluster, Reservation, connected, reserve
+from rlcore.launch.ray.engine_hosts import EngineHost
+from rlcore.launch.ray.hang_detector import HangDetector
 from rlcore.launch.ray.placement import bundles
 from rlcore.launch.ray.ranks import Ranks
-from rlcore.launch.ray.service import ServiceActor
+from rlcore.launch.ray.service_actor import ServiceActor
 from rlcore.launch.ray.status import RunStatus
-from rlcore.launch.ray.stop_requests import EndRequests
+from rlcore.launch.ray.stop_requests import StopRequests
 from rlcore.launch.run_folder import conclude_unless_written
 from rlcore.runs.directory import RunDirectory, wait_until_free
 from rlcore.trainer.rank0 import FINISHED
 from rlcore.trainer.rank_sync import Failure
 from rollout.engines.sglang.keys import Keys
 
-# for the service to end its engines, before they are ended with their actors
+# For the service to end its engines, before they are ended with their actors.
 CLOSE_S = 20.0
-CONCURRENT = 1000  # calls of the service at a time
+CONCURRENT = 1000  # calls of an actor at a time
 
 
 def drive(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
-    """Run on a Ray cluster. The exit code of the run.
+    """Run on a Ray cluster, and return the exit code of the run.
 
     Raises:
         UserError: bad input, or no cluster at `cluster.ray.address`.
@@ -61,25 +60,26 @@ def drive(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
             as under `local`.
     """
     check_input(loaded.config, world_size(loaded.config), resume=resume, overwrite=overwrite)
-    requests = EndRequests()
+    requests = StopRequests()
     with ExitStack() as last, connected(loaded.config) as cluster, ExitStack() as stack:
-        # until all is closed, and the exit code is the run's
-        last.enter_context(requests.heeding_signals())
+        # Signals are counted until all is closed, so that they do not change the exit code.
+        last.enter_context(requests.counting_signals())
         return Driver(loaded, cluster, stack, requests).run(resume=resume, overwrite=overwrite)
 
 
 def host_name(run: str, index: int) -> str:
-    """Of the actor of an engine."""
+    """The name of an engine's actor."""
     return actor_name(run, engine_name(index))
 
 
-def here(*, spills: bool = False) -> NodeAffinitySchedulingStrategy:
-    """On the driver's node, with which the run is lost anyway. `spills`: elsewhere, where that has
-    no room.
+def on_this_node(*, spills: bool = False) -> NodeAffinitySchedulingStrategy:
+    """Place an actor on the driver's node, with whose loss the run is lost anyway.
+
+    Args:
+        spills: place it elsewhere if this node has no room, and sometimes even if it has.
     """
     node = ray.get_runtime_context().get_node_id()
-    # By itself `soft` minds only whether the node is there: on one that is busy it would wait. What
-    # spills, does so sometimes where there is room, too.
+    # `soft` alone asks only whether the node is alive: on a busy node it would wait.
     return NodeAffinitySchedulingStrategy(node_id=node, soft=spills, _spill_on_unavailable=spills)
 
 
@@ -88,63 +88,64 @@ def _warn(text: str) -> None:
 
 
 class Driver:
-    """One run. What it makes ends with `stack`."""
+    """Drives one run. Whatever it makes ends with `stack`."""
 
     def __init__(
-        self, loaded: Loaded, cluster: Cluster, stack: ExitStack, requests: EndRequests
+        self, loaded: Loaded, cluster: Cluster, stack: ExitStack, requests: StopRequests
     ) -> None:
         self._loaded = loaded
         self._cluster = cluster
         self._stack = stack
         self.config = loaded.config
         self._folder = Path(self.config.run.dir) / self.config.run.name
-        self._lines = LogRelay(cluster.address)
-        self._actor_env = ActorEnv(os.getcwd(), cluster.address, self._lines.port)
+        self._log_relay = LogRelay(cluster.address)
+        self._actor_env = ActorEnv(os.getcwd(), cluster.address, self._log_relay.port)
         self._keys = Keys.from_environment()
         self._requests = requests
         self._ranks: Ranks | None = None
-        self._asked = False  # the ranks were asked to end
+        self._stopping = False  # the ranks were asked to end
         self._run_status: Any = None
         self._service: Any = None
-        self._heartbeat: Heartbeat | None = None  # the service's
+        self._hang_detector: HangDetector | None = None  # of the service
         self._hosts: list[Any] = []
         self._restarts = 0
         self._opened = False  # the ranks have taken the run's folder
-        self._resumes = False  # ... and this start of them goes on with it
-        self._began = time.time()  # this start of the ranks
+        self._resumes = False  # ... and this attempt resumes it
+        self._began = time.time()  # of this attempt
 
     def run(self, *, resume: bool, overwrite: bool) -> int:
-        with self._requests.ending_at_once(), self._leaving_a_result():
-            self._stack.callback(self._lines.show, patience_s=0.0)  # nobody speaks any more
+        """Place all parts, start the ranks until they end well, and return the exit code."""
+        with self._requests.interrupting_on_second(), self._writing_a_result():
+            self._stack.callback(self._log_relay.show, wait_s=0.0)  # when all actors have ended
             self._open_run_status()
             placement = self._cluster.placement
-            # The trainer's first, and for all its starts: it needs whole nodes, and engines go
-            # anywhere.
-            trainer = self._stack.enter_context(room(placement.trainer, "PACK", "the trainer"))
+            # The trainer's bundles come first and stay for all attempts: it needs whole nodes, and
+            # engines go anywhere.
+            trainer = self._stack.enter_context(reserve(placement.trainer, "PACK", "the trainer"))
             self._wait_for(trainer)
             engines = None
             if placement.engines:
                 engines = self._wait_for(
-                    self._stack.enter_context(room(placement.engines, "SPREAD", "the engines"))
+                    self._stack.enter_context(reserve(placement.engines, "SPREAD", "the engines"))
                 )
-            self._stack.callback(self._end_service)  # while the engines still have their bundles
+            self._stack.callback(self._end_service)  # before the engines' bundles are given back
             if not placement.shares_gpus:
                 self._host_engines(engines, [])
                 self._start_service()
             code = None
-            while code is None:  # what an attempt has begun, the next one goes on with
+            while code is None:  # an attempt resumes the run that an earlier one has begun
                 code = self._attempt(
                     trainer, resume=resume or self._opened, overwrite=overwrite and not self._opened
                 )
             return code
 
-    def _wait_for(self, room: Room) -> PlacementGroup:
-        return room.wait(
+    def _wait_for(self, reservation: Reservation) -> PlacementGroup:
+        return reservation.wait(
             self._cluster, limit_s=self.config.cluster.start_timeout_s, tick=self._tick
         )
 
-    def _attempt(self, trainer: Room, *, resume: bool, overwrite: bool) -> int | None:
-        """One start of the ranks: the run's exit code, or None for another one."""
+    def _attempt(self, trainer: Reservation, *, resume: bool, overwrite: bool) -> int | None:
+        """Start the ranks, and return the run's exit code, or None for another attempt."""
         self._resumes = self._opened
         if self._resumes:
             limit = self.config.cluster.start_timeout_s
@@ -160,15 +161,15 @@ class Driver:
             is_loss = ranks.is_loss(failure)
             result = RunDirectory(self._folder).read_result(since=self._began)
             status = None if result is None or not is_loss else result["status"]
-            if status in FINISHED or (status == "interrupted" and self._asked):
+            if status in FINISHED or (status == "interrupted" and self._stopping):
                 _warn(
                     f"trainer {failure}, after the end of the run: an upload, or the last word to a"
                     " tracker, may be missing"
                 )
                 return 0 if status in FINISHED else INTERRUPTED
-            if not self._goes_on(is_loss):
-                ranks.wait_for_the_others()
-                self._lines.show()
+            if not (is_loss and self._may_restart):
+                ranks.wait_for_peers()
+                self._log_relay.show()
                 return ranks.report(failure)
         finally:
             self._opened |= ranks.was_opened
@@ -186,7 +187,7 @@ class Driver:
     def _run(
         self, ranks: Ranks, group: PlacementGroup, *, resume: bool, overwrite: bool
     ) -> Failure | None:
-        """From ranks that have a place to their end."""
+        """Run the ranks, which have been placed, to their end."""
         if self._cluster.placement.shares_gpus:
             self._end_service()
             self._host_engines(group, ranks.gpus)
@@ -199,21 +200,25 @@ class Driver:
                 )
             ]
         )
-        self._ranks = ranks  # from here on they end cleanly
+        self._ranks = ranks  # from here on a stop request ends them cleanly
         return ranks.run(resume=resume, overwrite=overwrite, service=self._service)
 
-    def _goes_on(self, is_loss: bool) -> bool:
-        return is_loss and self._restarts < self.config.cluster.max_restarts and not self._asked
+    @property
+    def _may_restart(self) -> bool:
+        return self._restarts < self.config.cluster.max_restarts and not self._stopping
 
     # --- the parts --------------------------------------------------------------------------------
 
     def _open_run_status(self) -> None:
-        """Raises UserError where a run of this name goes on already."""
+        """Make the run status. Raises UserError where a run of this name goes on already."""
         name = self.config.run.name
         run_status = ray.remote(RunStatus).options(
-            name=actor_name(name, "status"), namespace=NAMESPACE, num_cpus=0, max_concurrency=CONCURRENT,
-            scheduling_strategy=here(),
-        )  # fmt: skip
+            name=actor_name(name, "status"),
+            namespace=NAMESPACE,
+            num_cpus=0,
+            max_concurrency=CONCURRENT,
+            scheduling_strategy=on_this_node(),
+        )
         try:
             self._run_status = run_status.remote()
         except ValueError as error:
@@ -221,7 +226,7 @@ class Driver:
                 f"run {name!r} goes on on this cluster already: end it with `rlcore stop {name}`,"
                 " or choose another run.name"
             ) from error
-        self._requests.heed(self._run_status)
+        self._requests.follow(self._run_status)
         self._stack.callback(lambda: end_named([actor_name(name, "status")]))
         facts = {
             "run": name,
@@ -236,21 +241,29 @@ class Driver:
         self._run_status.write.remote({"ranks": ranks, "restarts": self._restarts})
 
     def _host_engines(self, group: PlacementGroup | None, gpus: list[list[str]]) -> None:
-        """An actor an engine, in its bundle. `gpus`: of each rank, for engines that share them."""
+        """Make an actor for each engine, in its bundle.
+
+        Args:
+            gpus: those of each rank, for engines that share them.
+        """
         placement = self._cluster.placement
         width = self.config.rollout.engine.tensor_parallel
         resources = bundles([placement.engine])[0]
-        # ranks may have shares of one
-        theirs = list(dict.fromkeys(gpu for mine in gpus for gpu in mine))
+        # Without duplicates: several ranks may share a GPU.
+        rank_gpus = list(dict.fromkeys(gpu for names in gpus for gpu in names))
         for index, bundle in enumerate(placement.hosts):
-            shared = theirs[index * width : (index + 1) * width]
+            shared = rank_gpus[index * width : (index + 1) * width]
             host = ray.remote(EngineHost).options(
-                name=host_name(self.config.run.name, index), namespace=NAMESPACE, max_restarts=-1,
-                num_cpus=resources.get("CPU", 0.0), num_gpus=resources.get("GPU", 0.0), max_concurrency=CONCURRENT,
+                name=host_name(self.config.run.name, index),
+                namespace=NAMESPACE,
+                max_restarts=-1,
+                num_cpus=resources.get("CPU", 0.0),
+                num_gpus=resources.get("GPU", 0.0),
+                max_concurrency=CONCURRENT,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=group, placement_group_bundle_index=bundle
                 ),
-            )  # fmt: skip
+            )
             self._hosts.append(host.remote(self._actor_env, self.config, index, self._keys, shared))
 
     def _start_service(self) -> None:
@@ -258,16 +271,21 @@ class Driver:
             return
         resources = bundles([self._cluster.placement.service])[0]
         service = ray.remote(ServiceActor).options(
-            name=actor_name(self.config.run.name, "service"), namespace=NAMESPACE, max_restarts=-1,
-            num_cpus=resources.get("CPU", 0.0), max_concurrency=CONCURRENT, scheduling_strategy=here(spills=True),
-        )  # fmt: skip
+            name=actor_name(self.config.run.name, "service"),
+            namespace=NAMESPACE,
+            max_restarts=-1,
+            num_cpus=resources.get("CPU", 0.0),
+            max_concurrency=CONCURRENT,
+            scheduling_strategy=on_this_node(spills=True),
+        )
         names = [host_name(self.config.run.name, index) for index in range(len(self._hosts))]
         self._service = service.remote(self._actor_env, self.config, names, self._keys)
-        self._heartbeat = Heartbeat(self._service, limit_s=self.config.cluster.heartbeat_timeout_s)
+        limit_s = self.config.cluster.heartbeat_timeout_s
+        self._hang_detector = HangDetector(self._service, limit_s=limit_s)
 
     def _end_service(self) -> None:
-        """With its engines."""
-        self._heartbeat = None
+        """End the service and its engines."""
+        self._hang_detector = None
         if self._service is not None:
             with suppress(RayError):
                 ray.get(self._service.close.remote(), timeout=CLOSE_S)
@@ -284,28 +302,27 @@ class Driver:
     # --- meanwhile --------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Show what the actors print; end a service that hangs; pass on that the run shall end."""
-        self._lines.show()
-        if self._heartbeat is not None and (silent_s := self._heartbeat.look()) is not None:
+        """Print the actors' output, end a hanging service, and pass on requests to stop."""
+        self._log_relay.show()
+        silent_s = None if self._hang_detector is None else self._hang_detector.check()
+        if silent_s is not None:
             _warn(
                 f"the rollout service was silent for {silent_s:.0f} s"
                 " (cluster.heartbeat_timeout_s): it is made anew"
             )
-        self._requests.look()
+        self._requests.check()
         if not self._requests.count:
             return
-        # without ranks nothing is trained yet, or at the moment
+        # Without ranks no step is under way that could be finished.
         if self._ranks is None or self._requests.count > 1:
             raise KeyboardInterrupt
-        if not self._asked:
-            self._asked = True
+        if not self._stopping:
+            self._stopping = True
             self._ranks.interrupt()
 
     @contextmanager
-    def _leaving_a_result(self) -> Iterator[None]:
-        """Of a run that is ended at once, by a second signal or while its ranks are started again,
-        or that cannot be.
-        """
+    def _writing_a_result(self) -> Iterator[None]:
+        """Write the result of a run that is interrupted at once, or cannot be resumed."""
         try:
             yield
         except KeyboardInterrupt:

@@ -1,8 +1,7 @@
-"""What a run asks a Ray cluster for, and where its parts belong. Pure: no ray, no torch.
+"""Computes what a run asks a Ray cluster for, and where its parts go. Pure: no ray, no torch.
 
-A trainer node is one bundle, so that its ranks share a machine; the bundles are packed. Engines are
-a bundle each, spread, or they are in the trainer's only one where they take turns with it on the
-same GPUs.
+A trainer node is one bundle, so that its ranks share a machine; the bundles are packed. Each engine
+has a bundle of its own, and they are spread. Colocated engines are in the trainer's only bundle.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Resources = dict[str, float]
 
 @dataclass(frozen=True)
 class NodeSlot:
-    """Where a rank is."""
+    """The place of a rank."""
 
     rank: int
     node: int  # the trainer's bundle
@@ -27,31 +26,31 @@ class NodeSlot:
 
 @dataclass(frozen=True)
 class Placement:
-    """Resources by Ray's names; an engine without a bundle is in that of the trainer's node."""
+    """The resources of each part, by Ray's names."""
 
     ranks: tuple[NodeSlot, ...]
     rank: Resources  # of one rank
     trainer: tuple[Resources, ...]  # a bundle a node
     engine: Resources  # of one engine
-    # a bundle an engine; () where there are none, or they are in the trainer's
+    # a bundle for each engine; () where there are none, or they are in the trainer's
     engines: tuple[Resources, ...]
-    # the bundle of each engine: of `engines`, else of `trainer`
+    # the index of each engine's bundle, in `engines` or else in `trainer`
     hosts: tuple[int, ...]
     service: Resources  # {} where nothing generates
 
     @property
     def shares_gpus(self) -> bool:
-        """Engines are in the trainer's bundle."""
+        """Whether engines are in the trainer's bundle."""
         return bool(self.hosts) and not self.engines
 
     @property
     def total(self) -> Resources:
-        """Of everything together."""
+        """The resources of all parts together."""
         return added(*self.trainer, *self.engines, self.service)
 
 
 def place(config: Config, *, has_gpus: bool) -> Placement:
-    """The placement of a run on a cluster with GPUs, or of CPUs only."""
+    """Place a run on a cluster with GPUs, or with CPUs only."""
     cluster = config.cluster
     engine = config.rollout.engine
     asked = config.cluster.ray
@@ -66,7 +65,7 @@ def place(config: Config, *, has_gpus: bool) -> Placement:
     node = _resources(
         asked.rank_cpus * cluster.processes_per_node, gpus_of_a_node(config) if has_gpus else 0.0
     )
-    # on one node, on the GPUs of its ranks; CPUs are counted beside theirs
+    # Colocated engines are on one node, on the GPUs of its ranks, and need CPUs of their own.
     if engine.colocated and count:
         one_engine = _resources(asked.engine_cpus, 0.0)
         node = added(node, times(one_engine, count))
@@ -88,7 +87,7 @@ def place(config: Config, *, has_gpus: bool) -> Placement:
 
 
 def lacking(placement: Placement, cluster: Mapping[str, float]) -> str | None:
-    """What the whole cluster has too little of, or None.
+    """Say what the whole cluster has too little of, or None.
 
     Args:
         cluster: its resources, used and free.
@@ -103,6 +102,7 @@ def lacking(placement: Placement, cluster: Mapping[str, float]) -> str | None:
 
 
 def added(*parts: Resources) -> Resources:
+    """Add up resources by name."""
     return {
         name: sum(part.get(name, 0.0) for part in parts)
         for name in dict.fromkeys(n for part in parts for n in part)
@@ -110,11 +110,12 @@ def added(*parts: Resources) -> Resources:
 
 
 def times(one: Resources, count: int) -> Resources:
+    """Multiply resources."""
     return {name: amount * count for name, amount in one.items()}
 
 
 def bundles(parts: Sequence[Resources]) -> list[Resources]:
-    """As Ray takes them: it refuses an empty one, and amounts of nothing."""
+    """Leave out zero amounts, and fill an empty bundle: Ray refuses both."""
     return [
         {name: amount for name, amount in part.items() if amount} or {"CPU": 0.001}
         for part in parts

@@ -1,9 +1,7 @@
-"""One start of the trainer's ranks: their actors, the store in which they meet, and what their end
-means.
+"""One attempt of the trainer's ranks: their actors, their store, and what their end means.
 
-The first rank that dies or falls silent ends them all, as under our own supervisor
-(rlcore/launch/local.py). What was a loss (a process, a node, a hang) is worth another start; what a
-rank refused or failed at by itself would only fail again.
+The first rank that dies or falls silent ends them all, as in rlcore/launch/local.py. A loss (of a
+process, of a node, by a hang) is worth another attempt; an error of a rank would only repeat.
 """
 
 from __future__ import annotations
@@ -30,15 +28,15 @@ from rlcore.errors import (
     UserError,
 )
 from rlcore.launch.attempts import has_ended
-from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, HeartbeatMonitor, came_late, read_stuck
-from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe
-from rlcore.launch.ranks import store_prefix
+from rlcore.launch.environment import store_prefix
+from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, HeartbeatMonitor, read_stuck, stuck_failure
+from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe_failure
 from rlcore.launch.ray.actor_env import ActorEnv
-from rlcore.launch.ray.calls import ActorLost, first_line, get, in_our_words
+from rlcore.launch.ray.calls import ActorLost, first_line, get, translate_error
 from rlcore.launch.ray.cluster import Cluster
 from rlcore.launch.ray.placement import bundles
-from rlcore.launch.ray.rank import RankActor, RankEnv
-from rlcore.launch.run_folder import conclude_for, was_opened
+from rlcore.launch.ray.rank_actor import RankActor, RankEnv
+from rlcore.launch.run_folder import conclude_if_opened, was_opened
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
 POLL_S = 0.1
@@ -52,7 +50,7 @@ class Ranks:
 
     Args:
         group: the trainer's bundles.
-        tick: called all the time while we wait.
+        tick: called all the time while this waits.
     """
 
     def __init__(
@@ -75,20 +73,19 @@ class Ranks:
         )
         self.store = dist.PrefixStore(store_prefix(), self._host)
         limits = self.config.cluster
-        self._watch = HeartbeatMonitor(
+        self._monitor = HeartbeatMonitor(
             self.store,
             range(len(cluster.placement.ranks)),
             limit_s=limits.heartbeat_timeout_s,
             start_limit_s=limits.start_timeout_s,
         )
         self.actors: list[Any] = []
-        self.nodes: list[str] = []  # of each rank: its node's id
+        self.nodes: list[str] = []  # the id of each rank's node
         self.pids: list[int] = []
         self.gpus: list[list[str]] = []
-        # the call of each rank that has not ended -> the rank
-        self._runs: dict[Any, int] = {}
-        self.codes: dict[int, int] = {}  # of ranks that ended by themselves
-        self.errors: dict[int, RlcoreError] = {}  # ... with an error of ours
+        self._runs: dict[Any, int] = {}  # the unfinished call of each rank -> the rank
+        self.codes: dict[int, int] = {}  # exit codes of ranks that have ended
+        self.errors: dict[int, RlcoreError] = {}  # errors of ranks that have ended with one
         self._lost: dict[int, float] = {}  # ranks whose process is gone -> when that was seen
         self._silent = False
         self._failed_at = 0.0
@@ -96,25 +93,27 @@ class Ranks:
     # --- start ------------------------------------------------------------------------------------
 
     def place(self) -> Failure | None:
-        """Make the actors. A failure where one of them is lost before it begins.
+        """Make the actors; return a failure if one is lost before it begins.
 
-        Raises RunFailed where one of them cannot begin, or does not in time.
+        Raises RunFailed where an actor cannot begin, or does not in time.
         """
         limit = self.config.cluster.start_timeout_s
         resources = bundles([self._cluster.placement.rank])[0]
         for place in self._cluster.placement.ranks:
             actor = ray.remote(RankActor).options(
-                num_cpus=resources.get("CPU", 0.0), num_gpus=resources.get("GPU", 0.0), max_restarts=0,
+                num_cpus=resources.get("CPU", 0.0),
+                num_gpus=resources.get("GPU", 0.0),
+                max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._group, placement_group_bundle_index=place.node
                 ),
-            )  # fmt: skip
+            )
             self.actors.append(actor.remote(self._actor_env))
         asked = [actor.where.remote() for actor in self.actors]
         deadline = time.monotonic() + limit
-        while (
-            late := ray.wait(asked, num_returns=len(asked), timeout=POLL_S)[1]
-        ) and time.monotonic() < deadline:
+        late = asked
+        while late and time.monotonic() < deadline:
+            late = ray.wait(asked, num_returns=len(asked), timeout=POLL_S)[1]
             self._tick()
         if late:
             raise DeadlineExceeded(
@@ -128,14 +127,14 @@ class Ranks:
                 )
             except ActorLost:
                 self._lost[rank] = time.monotonic()
-                return self._gone()
+                return self._first_lost()
             self.nodes.append(node)
             self.pids.append(pid)
             self.gpus.append(gpus)
         return None
 
     def run(self, *, resume: bool, overwrite: bool, service: Any) -> Failure | None:
-        """Until all have ended well, or for what ends the run."""
+        """Run all ranks to their end; return a failure, which ends the run, at once."""
         places = self._cluster.placement.ranks
         address = self._cluster.address
         for place, actor in zip(places, self.actors, strict=True):
@@ -153,19 +152,19 @@ class Ranks:
             failure = read_failure(self.store) or self._died() or self._fell_silent()
             if failure is not None:
                 self._failed_at = time.monotonic()
-                post_failure(self.store, failure)  # the others are told
+                post_failure(self.store, failure)  # tells the other ranks
                 return self._cause(failure)
             if not self._runs:
                 return None
 
     def interrupt(self) -> None:
-        """Ask for a clean end after the step at hand."""
+        """Ask for a clean end after this step."""
         self.store.set("interrupt", "the driver")
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def wait_for_the_others(self) -> None:
-        """They know of the failure: they close what is open and leave, or end themselves."""
+    def wait_for_peers(self) -> None:
+        """Give the ranks, which know of the failure, time to close what is open and leave."""
         deadline = time.monotonic() + NOTICE_S + LEAVE_S
         while self._runs and time.monotonic() < deadline:
             self._tick()
@@ -174,15 +173,14 @@ class Ranks:
     def is_loss(self, failure: Failure) -> bool:
         """Whether a process or a node was lost, or hung: not what a rank failed at by itself.
 
-        Where that is not clear at once, the ranks are left to end: Ray takes a while to tell of a
-            lost node, and a rank to
-        say what it failed at.
+        Where that is not clear at once, this waits for the ranks to end: Ray takes a while to
+        report a lost node, and a rank to report its error.
         """
         if failure.rank in self._lost or self._silent:
             return True
-        self.wait_for_the_others()
+        self.wait_for_peers()
         if failure.waited and read_stuck(self.store) is not None:
-            return True  # it kept its peers waiting; else what was waited for is no rank
+            return True  # a stuck rank kept its peers waiting
         if isinstance(self.errors.get(failure.rank), PartLost):
             return True
         # A rank that ends itself because another one failed takes longer than this.
@@ -193,40 +191,40 @@ class Ranks:
 
     @property
     def was_opened(self) -> bool:
-        """These ranks have taken the run's folder: another start goes on with it."""
+        """Whether these ranks have taken the run's folder, so that another attempt resumes it."""
         return was_opened(self.store)
 
     def report(self, failure: Failure) -> int:
-        """The exit code, or what rank 0 raised.
+        """Return the exit code of an interrupted run, else raise the run's failure.
 
         Raises:
-            RlcoreError: the run's failure.
+            RlcoreError: what rank 0 raised, or a description of `failure`.
         """
-        spoken = self.errors.get(0)
-        if isinstance(spoken, UserError | EmptyBatch):
-            raise spoken
+        error = self.errors.get(0)
+        if isinstance(error, UserError | EmptyBatch):
+            raise error
         if self.codes.get(0) == INTERRUPTED:
             return INTERRUPTED
-        conclude_for(self.config, self.store, failure, began=self._began)
+        conclude_if_opened(self.config, self.store, failure, began=self._began)
         if (stuck := read_stuck(self.store)) is not None and failure.waited:
             raise RunFailed(
-                describe(came_late(stuck), self.config.run, lines=LAST_LINES_OF_A_STACK)
+                describe_failure(stuck_failure(stuck), self.config.run, lines=LAST_LINES_OF_A_STACK)
             )
-        if failure.rank == 0 and spoken is not None:
-            raise spoken
+        if failure.rank == 0 and error is not None:
+            raise error
         if failure.bad_input:
             raise UserError(f"rank {failure.rank}: {failure.error}")
-        raise RunFailed(describe(failure, self.config.run))
+        raise RunFailed(describe_failure(failure, self.config.run))
 
     def end(self) -> None:
-        """End every actor at once; returns when Ray says that they are gone."""
+        """End every actor at once, and wait until Ray says that they are gone."""
         for actor in self.actors:
             ray.kill(actor)
         if self._runs:
             ray.wait(list(self._runs), num_returns=len(self._runs), timeout=END_S)
         self.actors = []
 
-    # --- what happens -----------------------------------------------------------------------------
+    # --- finding failures -------------------------------------------------------------------------
 
     def _collect(self) -> None:
         """Note every rank that has ended."""
@@ -238,25 +236,23 @@ class Ranks:
             try:
                 self.codes[rank] = ray.get(ref)
             except RayActorError:
-                if rank == 0 or not has_ended(self.store):  # else nobody needs it any more
+                if rank == 0 or not has_ended(self.store):  # else it is not needed any more
                     self._lost[rank] = time.monotonic()
             except RayError as error:
-                self.errors[rank] = in_our_words(error, f"rank {rank}")
+                self.errors[rank] = translate_error(error, f"rank {rank}")
 
     def _cause(self, failure: Failure) -> Failure:
-        """A rank that is gone, where that is why another one failed: Ray may tell it a moment
-        later.
-        """
+        """Return the loss of a rank that caused this failure; Ray may report it a moment later."""
         deadline = self._failed_at + TELL_S
         while (
             self._runs and not self._lost and not failure.bad_input and time.monotonic() < deadline
         ):
             self._tick()
             self._collect()
-        return self._gone() or failure
+        return self._first_lost() or failure
 
-    def _gone(self) -> Failure | None:
-        """The first rank whose process is gone."""
+    def _first_lost(self) -> Failure | None:
+        """The failure of the first rank whose process is gone."""
         for rank in self._lost:
             known = rank < len(self.pids)
             where = (
@@ -268,9 +264,9 @@ class Ranks:
         return None
 
     def _died(self) -> Failure | None:
-        """A rank that is gone, or that ended without a word to the others."""
-        if (gone := self._gone()) is not None:
-            return gone
+        """The failure of a rank that is gone, or that ended without posting its error."""
+        if (lost := self._first_lost()) is not None:
+            return lost
         for rank, error in self.errors.items():
             return Failure(rank, first_line(error), bad_input=isinstance(error, UserError))
         for rank, code in self.codes.items():
@@ -279,7 +275,7 @@ class Ranks:
         return None
 
     def _fell_silent(self) -> Failure | None:
-        failure = self._watch.failure()
+        failure = self._monitor.failure()
         if failure is None or failure.rank not in self._runs.values():
             return None
         self._silent = True

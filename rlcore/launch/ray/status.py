@@ -1,6 +1,4 @@
-"""`rlcore status` and `rlcore stop RUN`: what other shells see of the runs on a cluster, and how
-they end one.
-"""
+"""`rlcore status` and `rlcore stop RUN`, and the actor that each run has for them."""
 
 from __future__ import annotations
 
@@ -27,39 +25,36 @@ KEY = "a fixed limit"
 
 
 def status(address: str | None) -> Iterator[str]:
-    """Lines to print: every run on the cluster, its processes and engines.
+    """Yield lines on every run of the cluster, its processes and engines.
 
     Raises UserError where there is no cluster.
     """
     with _connected(address):
-        runs = sorted(name for name in _named() if name.endswith("/status"))
+        runs = _runs()
         if not runs:
             yield "no run goes on"
-        for name in runs:
-            yield from _describe(name.removesuffix("/status"))
+        for run in runs:
+            yield from _describe(run)
 
 
 def stop(run: str, address: str | None, *, timeout_s: float) -> str:
-    """Ask a run for a clean end after its step at hand, or once more for its end at once, and wait
-    for it. A line to print.
+    """Ask a run for a clean end after its current step, and wait; return a line to print.
+
+    A second request ends the run at once.
 
     Raises:
-        UserError: no such run, or no cluster.
-        DeadlineExceeded: it goes on after `timeout_s`.
+        UserError: there is no such run, or no cluster.
+        DeadlineExceeded: the run goes on after `timeout_s`.
     """
     with _connected(address):
         try:
             run_status = ray.get_actor(actor_name(run, "status"), namespace=NAMESPACE)
         except ValueError as error:
-            there = ", ".join(
-                sorted(
-                    name.removesuffix("/status") for name in _named() if name.endswith("/status")
-                )
-            )
-            raise UserError(f"no run {run!r} goes on here; there is {there or 'none'}") from error
+            there = ", ".join(_runs()) or "none"
+            raise UserError(f"no run {run!r} goes on here; there is {there}") from error
         get(run_status.stop.remote(), limit_s=ANSWER_S, what=f"run {run}", key=KEY)
         deadline = time.monotonic() + timeout_s
-        while actor_name(run, "status") in _named():
+        while run in _runs():
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"run {run} was asked to stop and goes on after {timeout_s:g} s (--timeout):"
@@ -92,13 +87,11 @@ def _connected(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def _named() -> set[str]:
-    """The named actors of all runs."""
-    return {
-        actor["name"]
-        for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["namespace"] == NAMESPACE
-    }
+def _runs() -> list[str]:
+    """The names of all runs on the cluster."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
+    return [name.removesuffix("/status") for name in names if name.endswith("/status")]
 
 
 def _describe(run: str) -> Iterator[str]:
@@ -123,8 +116,7 @@ def _describe(run: str) -> Iterator[str]:
 def _describe_service(run: str) -> Iterator[str]:
     try:
         service = ray.get_actor(actor_name(run, "service"), namespace=NAMESPACE)
-    # nothing generates, or it is to be started, or the run has ended meanwhile
-    except ValueError:
+    except ValueError:  # nothing generates, or it is not started yet, or the run has ended
         return
     try:
         pid, engines = get(service.status.remote(), limit_s=ANSWER_S, what="service", key=KEY)
@@ -146,14 +138,14 @@ def _describe_service(run: str) -> Iterator[str]:
 
 
 def _step(folder: Path) -> str:
-    """The last one in metrics.jsonl, where this machine has it."""
+    """The last step in metrics.jsonl, if this machine has that file."""
     path = RunDirectory(folder).metrics_path
     rows = read_metrics(path) if path.is_file() else []
     return str(rows[-1]["step"]) if rows else "0"
 
 
 class RunStatus:
-    """Written by the driver, read by `rlcore status` and `rlcore stop`."""
+    """The actor in which a run's driver writes for `rlcore status`, and hears `rlcore stop`."""
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}
@@ -161,19 +153,20 @@ class RunStatus:
         self._asked = asyncio.Condition()
 
     async def write(self, facts: dict[str, Any]) -> None:
-        """These facts, beside those that were written before."""
+        """Add facts, or replace them."""
         self._facts |= facts
 
     async def read(self) -> dict[str, Any]:
+        """All facts."""
         return self._facts
 
     async def stop(self) -> None:
-        """Ask for a clean end after the step at hand; asked once more, the run ends at once."""
+        """Ask for a clean end after the current step; a second request ends the run at once."""
         async with self._asked:
             self._stops += 1
             self._asked.notify_all()
 
     async def until_stop(self, times: int) -> None:
-        """Returns when the run was asked to stop so many times."""
+        """Return when the run has been asked to stop so many times."""
         async with self._asked:
             await self._asked.wait_for(lambda: self._stops >= times)

@@ -1,6 +1,4 @@
-"""Requests to end a run: signals of the driver's process, and `rlcore stop` in any shell of the
-cluster.
-"""
+"""Counts requests to end a run: signals of the driver's process, and `rlcore stop`."""
 
 from __future__ import annotations
 
@@ -11,55 +9,53 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rlcore.launch.signals import hearing
+from rlcore.launch.signals import handling_stop_signals
 
 
-class EndRequests:
-    """How many came: the first asks for a clean end after the step at hand, a second one for the
-    end at once.
-    """
+class StopRequests:
+    """Counts requests: the first asks for a clean end after this step, the second ends at once."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._ends_at_once = False
+        self._interrupts = False
         self._run_status: Any = None
-        self._stops = 0  # of `count`, those that were said on the run_status
-        # the call that returns when the run_status has another one
+        self._stops = 0  # requests in `count` that came from the run status
+        # The call that returns when the run status has one more; none once that actor is lost.
         self._next_stop: list[Any] = []
 
     @contextmanager
-    def heeding_signals(self) -> Iterator[None]:
-        """Signals are counted, and end nothing by themselves: not what is being closed."""
+    def counting_signals(self) -> Iterator[None]:
+        """Only count signals while open, so that they do not interrupt what is being closed."""
 
-        def heed(_number: int, _frame: object) -> None:
+        def count(_number: int, _frame: object) -> None:
             self.count += 1
-            if self._ends_at_once and self.count > 1:
+            if self._interrupts and self.count > 1:
                 raise KeyboardInterrupt
 
-        with hearing(heed):
+        with handling_stop_signals(count):
             yield
 
     @contextmanager
-    def ending_at_once(self) -> Iterator[None]:
-        """A second signal raises KeyboardInterrupt wherever the main thread is."""
-        self._ends_at_once = True
+    def interrupting_on_second(self) -> Iterator[None]:
+        """Let a second signal raise KeyboardInterrupt in the main thread while open."""
+        self._interrupts = True
         try:
             yield
         finally:
-            self._ends_at_once = False
+            self._interrupts = False
 
-    def heed(self, run_status: Any) -> None:
-        """What is said on it from now on."""
+    def follow(self, run_status: Any) -> None:
+        """Count the requests that `rlcore stop` makes at this actor."""
         self._run_status = run_status
         self._await_stop()
 
-    def look(self) -> None:
-        """Count what the run_status has; never waits."""
+    def check(self) -> None:
+        """Count a new request of the run status; never waits."""
         if not self._next_stop or not ray.wait(self._next_stop, timeout=0)[0]:
             return
         try:
             ray.get(self._next_stop)
-        except RayError:  # the run_status is lost: nobody can say it any more
+        except RayError:  # the actor is lost, and `rlcore stop` with it
             self._next_stop = []
             return
         self.count += 1

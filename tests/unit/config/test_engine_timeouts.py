@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from rlcore.config.load import Loaded
-from rlcore.launch.compose import patience_with_engines
+from rlcore.launch.compose import all_engines_timeout_s
 
 TWO = ("policy.parallel.tensor=2", "cluster.processes_per_node=2")
 
@@ -36,4 +36,4 @@ def test_the_other_ranks_wait_for_every_answer_of_a_publication(
     config = load("rollout.engine.update_timeout_s=100").config
     engine = config.rollout.engine
     without = engine.start_timeout_s + engine.restart.max_backoff_s + engine.request_timeout_s
-    assert patience_with_engines(config) >= without + 6 * 100
+    assert all_engines_timeout_s(config) >= without + 6 * 100

@@ -1,6 +1,4 @@
-"""Ranks that torchrun starts again find one another, and whether the run goes on, in a store that
-outlives them.
-"""
+"""Restarted ranks find one another, and whether to resume, in a store that survives."""
 
 from __future__ import annotations
 
@@ -12,18 +10,16 @@ import torch.distributed as dist
 
 from rlcore.errors import DeadlineExceeded
 from rlcore.launch.attempts import Attempt, RunHasEnded, join_attempt, mark_ended
-from rlcore.launch.ranks import here_key, store_prefix
+from rlcore.launch.environment import here_key, store_prefix
 from rlcore.launch.run_folder import mark_opened
 
 WORLD = 3
-FIRST = Attempt(0, goes_on=False)
-SECOND = Attempt(1, goes_on=False)
+FIRST = Attempt(0, resumes=False)
+SECOND = Attempt(1, resumes=False)
 
 
 class Ranks:
-    """Each start of a rank is a thread; one that nobody asks for any more stands for a process that
-    died waiting.
-    """
+    """Each start of a rank is a thread; a forgotten thread is a process that died waiting."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.pool = pool
@@ -49,12 +45,12 @@ def is_waiting(joining: Future[Attempt]) -> bool:
     return bool(wait([joining], timeout=0.3).not_done)
 
 
-def test_the_first_attempt_goes_on_with_nothing(ranks: Ranks) -> None:
+def test_the_first_attempt_resumes_nothing(ranks: Ranks) -> None:
     assert ranks.start_all() == [FIRST] * WORLD
     assert FIRST.prefix == "rlcore/0"
 
 
-def test_who_waits_for_the_others_says_so_where_a_watch_looks(ranks: Ranks) -> None:
+def test_a_waiting_rank_says_so_where_a_monitor_looks(ranks: Ranks) -> None:
     for rank in (0, 2):
         with pytest.raises(DeadlineExceeded):
             ranks.start(rank, timeout_s=0.3).result()
@@ -62,15 +58,15 @@ def test_who_waits_for_the_others_says_so_where_a_watch_looks(ranks: Ranks) -> N
     assert [store.check([here_key(rank)]) for rank in range(WORLD)] == [True, False, True]
 
 
-def test_a_later_attempt_goes_on_with_a_run_that_an_earlier_one_has_opened(ranks: Ranks) -> None:
+def test_a_later_attempt_resumes_a_run_that_an_earlier_one_has_opened(ranks: Ranks) -> None:
     mark_opened(ranks.of(ranks.start_all()[0]))
-    assert ranks.start_all() == [Attempt(1, goes_on=True)] * WORLD
-    assert ranks.start_all() == [Attempt(2, goes_on=True)] * WORLD, (
+    assert ranks.start_all() == [Attempt(1, resumes=True)] * WORLD
+    assert ranks.start_all() == [Attempt(2, resumes=True)] * WORLD, (
         "also where the second opened nothing"
     )
 
 
-def test_what_was_refused_before_the_run_was_opened_is_refused_again(ranks: Ranks) -> None:
+def test_a_refusal_before_the_run_was_opened_is_repeated(ranks: Ranks) -> None:
     ranks.start_all()
     assert ranks.start_all() == [SECOND] * WORLD
 
@@ -84,10 +80,8 @@ def test_a_rank_that_came_back_first_waits_for_the_next_attempt(ranks: Ranks) ->
     assert [joining.result(10) for joining in (back, *others)] == [SECOND] * WORLD
 
 
-def test_an_attempt_whose_rank_0_is_dead_is_joined_by_nobody(ranks: Ranks) -> None:
-    """Rank 2 died before it came, so rank 0 was ended while it waited. Their successors come before
-    rank 0's.
-    """
+def test_no_rank_joins_an_attempt_whose_rank_0_is_dead(ranks: Ranks) -> None:
+    """Rank 2 died before it came, so rank 0 was ended while it waited; rank 0 is replaced last."""
     dead = ranks.start(0, timeout_s=0.3)
     with pytest.raises(DeadlineExceeded):
         dead.result(10)
@@ -105,7 +99,7 @@ def test_a_rank_that_died_before_all_had_come_is_replaced(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_started_again_after_the_end_is_told_so(ranks: Ranks, rank: int) -> None:
+def test_a_rank_that_restarts_after_the_end_finds_the_exit_code(ranks: Ranks, rank: int) -> None:
     """It died on its way out; the others are gone."""
     mark_ended(ranks.of(ranks.start_all()[0]), 130)
     with pytest.raises(RunHasEnded) as ended:

@@ -26,14 +26,21 @@ SGLANG = "rollout.engine.kind=sglang"
 
 @pytest.fixture
 def python(tmp_path: Path, tiny_model: Path) -> tuple[str, str]:
-    """What stands for the interpreter of the engines' environment, and a model."""
+    """Stand-ins for the interpreter of the engines' environment, and for a model."""
     (tmp_path / "python").touch()
     return f"rollout.engine.python={tmp_path / 'python'}", f"model.path={tiny_model}"
 
 
 def config_of(*overrides: str) -> Config:
-    given = ("run.name=x", "run.dir=runs", "model.path=m", "model.dtype=fp32", "data.paths=d.jsonl", "training.steps=1",
-             "reward.parts.a.function=exact_match")  # fmt: skip
+    given = (
+        "run.name=x",
+        "run.dir=runs",
+        "model.path=m",
+        "model.dtype=fp32",
+        "data.paths=d.jsonl",
+        "training.steps=1",
+        "reward.parts.a.function=exact_match",
+    )
     return load_config([], [*given, *overrides]).config
 
 

@@ -1,4 +1,4 @@
-"""The end of a run: what is told to whom, and when."""
+"""The end of a run: result, trackers, and what a restarted rank finds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlcore.trainer.rank_sync import RankSync
 
 
 class RankZero:
-    """What is done at it."""
+    """Records the calls."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -50,7 +50,9 @@ def end(rank0: RankZero, store: dist.Store, train: Any) -> Outcome:
         tracking=SimpleNamespace(hub=SimpleNamespace(repo=None)),
     )  # fmt: skip
     trainer = SimpleNamespace(config=config, rank0=rank0, train=train)
-    heartbeat = SimpleNamespace(alone=lambda: rank0.done.append("alone"), leaving=lambda: None)
+    heartbeat = SimpleNamespace(
+        ignore_peers=lambda: rank0.done.append("ignores peers"), allow_cleanup=lambda: None
+    )
     process = Process(
         0, 1, 0, torch.device("cpu"), sync, cast(Any, None), heartbeat=cast(Any, heartbeat)
     )
@@ -60,7 +62,7 @@ def end(rank0: RankZero, store: dist.Store, train: Any) -> Outcome:
 @pytest.mark.parametrize(
     ("status", "code"), [("completed", 0), ("early_stopped", 0), ("interrupted", 130)]
 )
-def test_who_is_started_again_once_there_is_a_result_is_told_so(
+def test_a_rank_that_is_restarted_after_the_result_finds_it(
     rank0: RankZero, status: Status, code: int
 ) -> None:
     """An upload takes minutes; a rank that dies meanwhile makes torchrun start them all."""
@@ -75,14 +77,14 @@ def test_who_is_started_again_once_there_is_a_result_is_told_so(
 
     rank0.on_close = start_again
     end(rank0, store, lambda: Outcome(status, 3))
-    assert rank0.done == [f"result: {status}", "alone", f"closed: {status}"]
+    assert rank0.done == [f"result: {status}", "ignores peers", f"closed: {status}"]
     assert told == [code]
 
 
 @pytest.mark.parametrize(
     "second", [OSError("no space left"), DataError("metrics.jsonl:2: not JSON")]
 )
-def test_what_failed_first_is_raised_where_no_result_can_be_written(
+def test_the_first_error_is_raised_where_no_result_can_be_written(
     rank0: RankZero, second: Exception
 ) -> None:
     def fail() -> Outcome:

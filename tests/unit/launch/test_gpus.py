@@ -8,7 +8,7 @@ import pytest
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
-from rlcore.launch.gpus import assign_gpus, names_of
+from rlcore.launch.gpus import assign_gpus, visible_names
 
 
 def assign(visible: int, ranks: int, **engine: Any) -> list[tuple[int, ...]]:
@@ -48,18 +48,53 @@ def test_each_engine_gets_its_own(
 @pytest.mark.parametrize(
     ("visible", "ranks", "engine", "message"),
     [
-        (1, 1, {}, r"rollout.engine.count: 1 x rollout.engine.tensor_parallel 1 need 1 GPUs, but of the 1 of this machine the "
-                   r"trainer has 1: .*colocated"),
-        (8, 6, {"count": 2, "tensor_parallel": 2}, r"need 4 GPUs, but of the 8 of this machine the trainer has 6"),
-        (8, 2, {"colocated": True, "count": 2, "tensor_parallel": 2}, r"need 4 GPUs, but the trainer, .* has 2 on"),
-        (8, 4, {"count": 2, "gpus": [5]}, r"rollout.engine.gpus: got 1, but rollout.engine.count 2 x .* 1 need 2"),
+        (
+            1,
+            1,
+            {},
+            r"rollout.engine.count: 1 x rollout.engine.tensor_parallel 1 need 1 GPUs, but of"
+            r" the 1 of this machine the trainer has 1: .*colocated",
+        ),
+        (
+            8,
+            6,
+            {"count": 2, "tensor_parallel": 2},
+            r"need 4 GPUs, but of the 8 of this machine the trainer has 6",
+        ),
+        (
+            8,
+            2,
+            {"colocated": True, "count": 2, "tensor_parallel": 2},
+            r"need 4 GPUs, but the trainer, .* has 2 on",
+        ),
+        (
+            8,
+            4,
+            {"count": 2, "gpus": [5]},
+            r"rollout.engine.gpus: got 1, but rollout.engine.count 2 x .* 1 need 2",
+        ),
         (4, 2, {"gpus": [4]}, r"rollout.engine.gpus: got 4, but this machine has GPUs 0 to 3"),
-        (0, 1, {"gpus": [0]}, r"rollout.engine.gpus: got \[0\], but torch sees no GPU here: leave it out"),
-        (8, 4, {"gpus": [5], "device": "cpu"}, r"rollout.engine.gpus: got \[5\], but engines are on the CPU"),
-        (8, 4, {"colocated": True, "gpus": [4]}, r"rollout.engine.gpus: got 4, which no trainer process is on \(.* 0 to 3"),
+        (
+            0,
+            1,
+            {"gpus": [0]},
+            r"rollout.engine.gpus: got \[0\], but torch sees no GPU here: leave it out",
+        ),
+        (
+            8,
+            4,
+            {"gpus": [5], "device": "cpu"},
+            r"rollout.engine.gpus: got \[5\], but engines are on the CPU",
+        ),
+        (
+            8,
+            4,
+            {"colocated": True, "gpus": [4]},
+            r"rollout.engine.gpus: got 4, which no trainer process is on \(.* 0 to 3",
+        ),
     ],
-)  # fmt: skip
-def test_what_cannot_be_had_is_refused_with_the_numbers(
+)
+def test_too_few_gpus_are_refused_with_the_numbers(
     visible: int, ranks: int, engine: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -67,6 +102,6 @@ def test_what_cannot_be_had_is_refused_with_the_numbers(
 
 
 def test_a_child_is_told_the_names_that_this_process_was_told() -> None:
-    assert names_of((1, 0), {}) == ["1", "0"]
-    assert names_of((1, 0), {"CUDA_VISIBLE_DEVICES": "4, 6"}) == ["6", "4"]
-    assert names_of((1,), {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}) == ["GPU-b"]
+    assert visible_names((1, 0), {}) == ["1", "0"]
+    assert visible_names((1, 0), {"CUDA_VISIBLE_DEVICES": "4, 6"}) == ["6", "4"]
+    assert visible_names((1,), {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}) == ["GPU-b"]

@@ -1,4 +1,4 @@
-"""Who is taken for hung, and who is not."""
+"""Which ranks count as hung."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlcore.launch import heartbeat as heartbeat
+from rlcore.launch.environment import here_key
 from rlcore.launch.heartbeat import STALL_S, Heartbeat, HeartbeatMonitor, beat_key
-from rlcore.launch.ranks import here_key
 from rlcore.trainer.rank_sync import LocalStore, RankSync, read_failure
 
 
@@ -29,13 +29,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Ranks:
-    """Two ranks that beat when they are told to, and a watch over them."""
+    """Two ranks that beat on request, and a monitor of them."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.store = LocalStore()
         self.number = 0
-        self.watch = HeartbeatMonitor(self.store, range(2), limit_s=20, start_limit_s=60)
+        self.monitor = HeartbeatMonitor(self.store, range(2), limit_s=20, start_limit_s=60)
 
     def beat(self, *ranks: int, doing: str = "training") -> None:
         self.number += 1
@@ -46,7 +46,7 @@ class Ranks:
         for _ in range(int(seconds)):
             self.clock.now += 1
             self.beat(*beating)
-            self.watch.silence()
+            self.monitor.silence()
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ def ranks(clock: Clock) -> Ranks:
 def test_a_rank_that_stops_beating_is_named_with_what_it_was_at(ranks):
     ranks.beat(0, 1)
     ranks.pass_time(20, 0)
-    assert ranks.watch.failure() is None
+    assert ranks.monitor.failure() is None
     ranks.pass_time(2, 0)
-    failure = ranks.watch.failure()
+    failure = ranks.monitor.failure()
     assert failure.rank == 1
     assert (
         failure.error
@@ -70,24 +70,24 @@ def test_a_rank_that_stops_beating_is_named_with_what_it_was_at(ranks):
 def test_a_shorter_limit_can_be_asked_for(ranks):
     ranks.beat(0, 1)
     ranks.pass_time(7, 0)
-    assert ranks.watch.failure() is None
-    assert ranks.watch.failure(limit_s=5).rank == 1
-    assert ranks.watch.failure(limit_s=500) is None
+    assert ranks.monitor.failure() is None
+    assert ranks.monitor.failure(limit_s=5).rank == 1
+    assert ranks.monitor.failure(limit_s=500) is None
 
 
 def test_a_rank_that_never_came_has_the_longer_limit(ranks):
     ranks.pass_time(60, 0)
-    assert ranks.watch.failure() is None
+    assert ranks.monitor.failure() is None
     ranks.pass_time(1, 0)
     assert (
-        ranks.watch.failure().error
+        ranks.monitor.failure().error
         == "it has not joined the others within 60 s (cluster.start_timeout_s)"
     )
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_who_needs_nobody_any_more_misses_nobody(
-    monkeypatch: pytest.MonkeyPatch, alone: bool
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_rank_that_ignores_its_peers_misses_none(
+    monkeypatch: pytest.MonkeyPatch, ignores: bool
 ) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
     monkeypatch.setattr(heartbeat, "NOTICE_S", 600.0)
@@ -98,46 +98,46 @@ def test_who_needs_nobody_any_more_misses_nobody(
         HeartbeatMonitor(store, [1], limit_s=20, start_limit_s=0.5),
         [],
     )
-    if alone:
-        beating.alone()
+    if ignores:
+        beating.ignore_peers()
     time.sleep(1.0)
-    beating.stop(in_peace=True)
-    assert (read_failure(store) is None) == alone
+    beating.stop(clean=True)
+    assert (read_failure(store) is None) == ignores
 
 
-def test_of_ranks_that_have_not_met_the_one_is_named_that_the_others_wait_for(ranks):
+def test_before_ranks_have_met_the_missing_one_is_named(ranks):
     ranks.store.set(here_key(0), "")
     ranks.pass_time(61)
-    assert ranks.watch.failure().rank == 1
+    assert ranks.monitor.failure().rank == 1
     ranks.store.set(here_key(1), "")
-    assert ranks.watch.failure().rank == 0, "all are there, and something else holds them up"
+    assert ranks.monitor.failure().rank == 0, "all are there, and something else holds them up"
 
 
 def test_a_rank_that_is_still_on_its_way_hides_no_other(ranks):
     ranks.beat(0)
     ranks.pass_time(30)
-    assert ranks.watch.failure().rank == 0
+    assert ranks.monitor.failure().rank == 0
 
 
-def test_a_rank_that_left_in_peace_is_not_missed(ranks):
+def test_a_rank_that_ended_cleanly_is_not_missed(ranks):
     ranks.beat(0, 1)
     ranks.pass_time(1, 0, 1)
     ranks.store.set(beat_key(1), "left")
     ranks.pass_time(200, 0)
-    assert ranks.watch.failure() is None
+    assert ranks.monitor.failure() is None
 
 
-def test_a_watcher_that_stood_still_starts_to_count_anew(ranks):
-    """A laptop that slept, or a run that was stopped and continued: everybody was silent."""
+def test_a_monitor_that_was_stopped_starts_to_count_anew(ranks):
+    """A laptop that slept, or a run that was stopped and continued: all were silent."""
     ranks.beat(0, 1)
-    ranks.watch.silence()
+    ranks.monitor.silence()
     ranks.clock.now += 3600
-    assert ranks.watch.failure() is None
+    assert ranks.monitor.failure() is None
     ranks.pass_time(19, 0)
-    assert ranks.watch.failure() is None
+    assert ranks.monitor.failure() is None
     ranks.pass_time(2, 0)
-    assert ranks.watch.failure().rank == 1
+    assert ranks.monitor.failure().rank == 1
 
 
-def test_what_counts_as_standing_still_is_longer_than_between_two_looks():
+def test_a_stall_is_longer_than_the_time_between_two_checks():
     assert STALL_S > 5 * heartbeat.BEAT_S

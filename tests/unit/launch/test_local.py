@@ -1,6 +1,4 @@
-"""Signals that come before ranks heed them: they die of it, and that is no failure. Ranks are
-sleeping processes here.
-"""
+"""Signals that end ranks which do not handle them yet are no failure; ranks only sleep here."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import pytest
 
 from rlcore.config import Config
 from rlcore.errors import INTERRUPTED, RunFailed
-from rlcore.launch import local as supervise
+from rlcore.launch import local
 
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -25,10 +23,15 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return Config.model_validate({
-        "run": {"name": "a", "dir": str(tmp_path)}, "model": {"path": "model"}, "data": {"paths": "train.jsonl"},
-        "training": {"steps": 1}, "cluster": {"processes_per_node": 2},
-    })  # fmt: skip
+    return Config.model_validate(
+        {
+            "run": {"name": "a", "dir": str(tmp_path)},
+            "model": {"path": "model"},
+            "data": {"paths": "train.jsonl"},
+            "training": {"steps": 1},
+            "cluster": {"processes_per_node": 2},
+        }
+    )
 
 
 def ask_to_end() -> None:
@@ -40,15 +43,15 @@ def test_a_signal_while_ranks_start_ends_the_run_as_asked(
     config: Config, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(
-        supervise, "_start", lambda *_: subprocess.Popen(SLEEPS, stderr=subprocess.DEVNULL)
+        local, "_start", lambda *_: subprocess.Popen(SLEEPS, stderr=subprocess.DEVNULL)
     )
     asking = threading.Timer(0.3, lambda: os.kill(os.getpid(), number))
     asking.start()
-    assert supervise.supervise(config, []) == INTERRUPTED
+    assert local.supervise(config, []) == INTERRUPTED
     asking.join()
 
 
-def test_a_rank_that_was_not_there_yet_hears_of_it(
+def test_a_rank_that_was_not_started_yet_gets_the_signal(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(rank: int, *_: object) -> subprocess.Popen[bytes]:
@@ -56,16 +59,16 @@ def test_a_rank_that_was_not_there_yet_hears_of_it(
             ask_to_end()
         return subprocess.Popen(SLEEPS)
 
-    monkeypatch.setattr(supervise, "_start", start)
+    monkeypatch.setattr(local, "_start", start)
     began = time.monotonic()
-    assert supervise.supervise(config, []) == INTERRUPTED
+    assert local.supervise(config, []) == INTERRUPTED
     assert time.monotonic() - began < 10
 
 
-def test_a_signal_while_ranks_are_ended_leaves_nobody_behind(
+def test_a_signal_while_ranks_are_ended_leaves_no_process(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 does not heed SIGTERM."""
+    """Rank 1 ignores SIGTERM."""
     workers: list[subprocess.Popen[bytes]] = []
 
     def start(rank: int, *_: object) -> subprocess.Popen[bytes]:
@@ -76,23 +79,23 @@ def test_a_signal_while_ranks_are_ended_leaves_nobody_behind(
         workers.append(subprocess.Popen(command))
         return workers[-1]
 
-    monkeypatch.setattr(supervise, "_start", start)
-    monkeypatch.setattr(supervise, "LEAVE_S", 0.0)
-    monkeypatch.setattr(supervise, "NOTICE_S", 0.5)
-    monkeypatch.setattr(supervise, "END_S", 2.0)
+    monkeypatch.setattr(local, "_start", start)
+    monkeypatch.setattr(local, "LEAVE_S", 0.0)
+    monkeypatch.setattr(local, "NOTICE_S", 0.5)
+    monkeypatch.setattr(local, "END_S", 2.0)
     asking = threading.Timer(1.5, ask_to_end)
     asking.start()
-    assert supervise.supervise(config, []) == 1
+    assert local.supervise(config, []) == 1
     asking.join()
     assert workers[1].returncode == -signal.SIGKILL
 
 
-def test_a_rank_that_somebody_else_ends_has_failed(
+def test_a_rank_that_others_kill_has_failed(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(rank: int, *_: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sh", "-c", "kill -TERM $$"] if rank == 1 else ["sleep", "0"])
 
-    monkeypatch.setattr(supervise, "_start", start)
+    monkeypatch.setattr(local, "_start", start)
     with pytest.raises(RunFailed, match="rank 1 failed: it was killed by SIGTERM"):
-        supervise.supervise(config, [])
+        local.supervise(config, [])

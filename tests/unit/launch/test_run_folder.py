@@ -1,4 +1,4 @@
-"""What a run leaves in its folder when its trainer cannot say how it ended."""
+"""The result of a run whose trainer cannot write it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ def test_damaged_metrics_do_not_hide_what_failed(
 ) -> None:
     directory = RunDirectory.create(tmp_path, "a")
     directory.metrics_path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    OpenRun(directory, CheckpointStore(directory.checkpoints), None).leave(RunFailed("the first"))
+    OpenRun(directory, CheckpointStore(directory.checkpoints), None).end_with(
+        RunFailed("the first")
+    )
     assert "result.json could not be written" in caplog.text
     assert "metrics.jsonl:2: not JSON" in caplog.text

@@ -1,5 +1,4 @@
-"""The shell scripts: clean by shellcheck; those of torchrun and of several nodes tell each node the
-right thing.
+"""The shell scripts pass shellcheck, and tell each node the right thing.
 
 What they call is stubbed: `tests/script_stage.py`.
 """
@@ -82,7 +81,7 @@ def test_engines_that_do_not_come_are_waited_for_until_a_deadline(stage: Stage) 
     assert stage.calls("torch.distributed.run") == []
 
 
-def test_who_waits_for_engines_ends_with_its_script(stage: Stage) -> None:
+def test_the_wait_for_engines_ends_with_its_script(stage: Stage) -> None:
     engines = stage.folder / "engines"
     engines.mkdir()
     apart = {**dict.fromkeys(KEYS, "x"), "ENGINES": str(engines), "ENGINE_NODES": "1"}
@@ -99,15 +98,26 @@ def test_who_waits_for_engines_ends_with_its_script(stage: Stage) -> None:
     assert psutil.wait_procs(there, timeout=20)[1] == []
 
 
-@pytest.mark.parametrize(("script", "missing", "environment"), [
-    ("torchrun_multinode.sh", "RLCORE_ENGINE_API_KEY", {**NODE, "ENGINES": "/none", "ENGINE_NODES": "1"}),
-    ("torchrun_multinode.sh", "ENGINE_NODES", {**NODE, "ENGINES": "/none"}),
-    ("torchrun_multinode.sh", "MASTER_ADDR", {"NNODES": "1", "NODE_RANK": "0"}),
-    ("engines.sh", "RLCORE_ENGINE_ADMIN_KEY", {"ENGINES": "/none", "RLCORE_ENGINE_API_KEY": "x"}),
-    ("engines.sh", "ENGINES", {}),
-    ("ray_multinode.sh", "NODE_RANK", {"MASTER_ADDR": "10.0.0.1"}),
-])  # fmt: skip
-def test_what_is_missing_is_named(
+@pytest.mark.parametrize(
+    ("script", "missing", "environment"),
+    [
+        (
+            "torchrun_multinode.sh",
+            "RLCORE_ENGINE_API_KEY",
+            {**NODE, "ENGINES": "/none", "ENGINE_NODES": "1"},
+        ),
+        ("torchrun_multinode.sh", "ENGINE_NODES", {**NODE, "ENGINES": "/none"}),
+        ("torchrun_multinode.sh", "MASTER_ADDR", {"NNODES": "1", "NODE_RANK": "0"}),
+        (
+            "engines.sh",
+            "RLCORE_ENGINE_ADMIN_KEY",
+            {"ENGINES": "/none", "RLCORE_ENGINE_API_KEY": "x"},
+        ),
+        ("engines.sh", "ENGINES", {}),
+        ("ray_multinode.sh", "NODE_RANK", {"MASTER_ADDR": "10.0.0.1"}),
+    ],
+)
+def test_missing_variables_are_named(
     stage: Stage, script: str, missing: str, environment: dict[str, str]
 ) -> None:
     done = stage.run(script, "run.yaml", **environment)
@@ -137,9 +147,12 @@ def test_ppo_on_two_nodes_trains_on_the_first_and_generates_on_the_second(stage:
     told = trainer["arguments"]
     assert [value_of(told, "--nnodes"), value_of(told, "--nproc-per-node")] == ["1", "8"]
     assert told[told.index("train") + 1 :] == [
-        f"{root / PPO}.yaml", "model.path=m", "cluster.launcher=torchrun", "rollout.engine.kind=sglang",
+        f"{root / PPO}.yaml",
+        "model.path=m",
+        "cluster.launcher=torchrun",
+        "rollout.engine.kind=sglang",
         'rollout.engine.urls=["http://10.0.0.2:30000"]',
-    ]  # fmt: skip
+    ]
     assert served["arguments"][3:6] == [
         f"{root / PPO}.yaml",
         f"{root / PPO}.servers.yaml",
@@ -202,14 +215,21 @@ def test_without_any_python_there_is_a_sentence(stage: Stage, tmp_path: Path) ->
 
 
 SERVERS = {
-    "python": "/envs/sglang/bin/python", "urls": ["http://10.0.0.9:1"], "tensor_parallel": 2, "gpus": [4, 5, 6, 7],
-    "host": "10.0.0.9", "server": {"mem_fraction_static": 0.8}, "router_url": "http://10.0.0.9:2", "transport": "disk",
-    "weights_dir": "/shared/weights", "max_in_flight": 8,
-}  # fmt: skip
+    "python": "/envs/sglang/bin/python",
+    "urls": ["http://10.0.0.9:1"],
+    "tensor_parallel": 2,
+    "gpus": [4, 5, 6, 7],
+    "host": "10.0.0.9",
+    "server": {"mem_fraction_static": 0.8},
+    "router_url": "http://10.0.0.9:2",
+    "transport": "disk",
+    "weights_dir": "/shared/weights",
+    "max_in_flight": 8,
+}
 
 
 def debugged(stage: Stage, *given: str) -> Config:
-    """What `debug.sh` would run."""
+    """The configuration that `debug.sh` would run."""
     done = stage.run("debug.sh", *given)
     assert done.returncode == 0, done.stderr
     [call] = stage.calls("train")
@@ -232,18 +252,27 @@ def test_any_file_becomes_one_process(stage: Stage, name: str) -> None:
         "first_stage_layers": 3,
     }
     file = stage.folder / "checkout" / name
-    file.write_text(json.dumps({
-        "run": {"name": "mine"}, "model": {"path": "m"}, "data": {"paths": "d.jsonl"}, "training": {"steps": 1},
-        "reward": {"parts": {"right": {"function": "math"}}}, "policy": {"parallel": layout},
-        "rollout": {"engine": engine, "max_staleness": 2}, "cluster": {"launcher": "ray", "nodes": 2, "processes_per_node": 8},
-    }))  # fmt: skip
+    file.write_text(
+        json.dumps(
+            {
+                "run": {"name": "mine"},
+                "model": {"path": "m"},
+                "data": {"paths": "d.jsonl"},
+                "training": {"steps": 1},
+                "reward": {"parts": {"right": {"function": "math"}}},
+                "policy": {"parallel": layout},
+                "rollout": {"engine": engine, "max_staleness": 2},
+                "cluster": {"launcher": "ray", "nodes": 2, "processes_per_node": 8},
+            }
+        )
+    )
     config = debugged(stage, str(file))
     assert config.run.name == "debug"
     assert config.rollout.engine == EngineConfig(in_process=True)
     assert config.policy.parallel == ParallelConfig()
 
 
-def test_what_is_said_to_debug_sh_comes_last(stage: Stage) -> None:
+def test_arguments_of_debug_sh_come_last(stage: Stage) -> None:
     example = [str(ROOT / "examples" / "addition" / name) for name in ("base.yaml", "grpo.yaml")]
     config = debugged(stage, *example, "run.name=other", "rollout.max_staleness=1")
     assert (config.run.name, config.rollout.max_staleness) == ("other", 1)

@@ -1,6 +1,4 @@
-"""scripts/slurm: which node is told what, what ends a job, and what a job that was put back goes on
-with. Slurm is stubbed.
-"""
+"""scripts/slurm: the calls on each node, the end of a job, and its requeue. Slurm is stubbed."""
 
 from __future__ import annotations
 
@@ -34,13 +32,24 @@ def test_slurm_nodes_are_split_into_trainers_and_engines(stage: Stage) -> None:
     assert len(trainers) == len(engines) == 2
     for node, call in enumerate(trainers):
         arguments = call["arguments"]
-        flags = {"--nnodes": "2", "--node-rank": str(node), "--nproc-per-node": "8", "--master-addr": "10.0.0.1",
-                 "--master-port": "29400", "--max-restarts": "3"}  # fmt: skip
+        flags = {
+            "--nnodes": "2",
+            "--node-rank": str(node),
+            "--nproc-per-node": "8",
+            "--master-addr": "10.0.0.1",
+            "--master-port": "29400",
+            "--max-restarts": "3",
+        }
         assert {flag: value_of(arguments, flag) for flag in flags} == flags
         assert arguments[arguments.index("rlcore") :] == [
-            "rlcore", "train", "run.yaml", "a.b=1", "cluster.launcher=torchrun", "rollout.engine.kind=sglang",
+            "rlcore",
+            "train",
+            "run.yaml",
+            "a.b=1",
+            "cluster.launcher=torchrun",
+            "rollout.engine.kind=sglang",
             'rollout.engine.urls=["http://10.0.0.3:30000", "http://10.0.0.4:30000"]',
-        ]  # fmt: skip
+        ]
     for call, address in zip(engines, ("10.0.0.3", "10.0.0.4"), strict=True):
         assert call["arguments"][:7] == [
             "-m", "rlcore", "engine", "run.yaml", "a.b=1", "servers.yaml", "rollout.engine.count=4",
@@ -100,9 +109,7 @@ def test_a_job_that_was_put_back_resumes(
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
-def test_what_the_trainer_does_with_an_earlier_run_is_nothing_to_engines(
-    stage: Stage, flag: str
-) -> None:
+def test_engines_ignore_resume_and_overwrite(stage: Stage, flag: str) -> None:
     done = stage.sbatch("torchrun.sbatch", 2, "run.yaml", flag, "a.b=1", ENGINE_NODES="1")
     assert done.returncode == 0, done.stderr
     [trainer] = stage.calls("torch.distributed.run")

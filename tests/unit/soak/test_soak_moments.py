@@ -1,6 +1,4 @@
-"""When the soak strikes: what a run's folder says of its progress, and moments drawn over all
-phases of it.
-"""
+"""When the soak strikes: progress from a run's folder, and moments drawn over all its phases."""
 
 from __future__ import annotations
 

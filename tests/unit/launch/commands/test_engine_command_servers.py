@@ -21,8 +21,7 @@ from rlcore.config.sections.rollout import RestartConfig
 from rlcore.errors import ConfigError, RunFailed
 from rlcore.launch import engines
 from rlcore.launch.commands import engine as serve
-from rlcore.launch.commands.engine import follower, serve_engines
-from rlcore.launch.commands.servers import run_servers
+from rlcore.launch.commands.engine import follower, run_servers, serve_engines
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
 QUICK = RestartConfig(limit=2, backoff_s=0.01)
@@ -30,9 +29,7 @@ QUICK = RestartConfig(limit=2, backoff_s=0.01)
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_unsaid(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """asyncio says of an error that nobody took, once the future is freed: on the terminal of
-    somebody's `rlcore engine`.
-    """
+    """No error is left to asyncio, which reports it on the terminal of `rlcore engine`."""
     yield
     gc.collect()
     records = [*caplog.get_records("call"), *caplog.records]
@@ -100,7 +97,7 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_one_that_dies_is_started_again_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dead_server_is_restarted_at_the_same_url(capsys: pytest.CaptureFixture[str]) -> None:
     servers = [FakeServer("a"), FakeServer("b")]
 
     def die_once() -> None:
@@ -118,7 +115,7 @@ def test_one_that_dies_is_started_again_where_it_was(capsys: pytest.CaptureFixtu
     assert all(server.stopped for server in servers)
 
 
-def test_one_that_cannot_be_kept_up_is_left_alone_and_the_others_go_on(
+def test_a_server_out_of_restarts_is_left_alone_and_the_others_go_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     servers = [FakeServer("a"), FakeServer("b")]
@@ -137,9 +134,7 @@ def test_one_that_cannot_be_kept_up_is_left_alone_and_the_others_go_on(
 
 
 class Weak(FakeServer):
-    """Its second and third start fail; what came up lives a moment, but for the fourth, which lives
-    `life_s`.
-    """
+    """The second and third start fail; the others live a moment, the fourth for `life_s`."""
 
     life_s = 0.5
 
@@ -190,7 +185,7 @@ def test_a_signal_while_one_is_started_again_ends_that_start() -> None:
     assert server.stopped
 
 
-def test_one_that_does_not_start_ends_the_start_of_the_others() -> None:
+def test_a_server_that_does_not_start_ends_the_start_of_the_others() -> None:
     servers = [FakeServer("a", never=True), FakeServer("b", fails="no memory for b")]
     with pytest.raises(RunFailed, match="no memory for b"):
         run(servers, lambda: None)
@@ -226,7 +221,7 @@ def test_a_signal_while_they_start_ends_the_start() -> None:
         ),
     ],
 )
-def test_what_does_not_run_alone_is_refused(engine: dict[str, object], message: str) -> None:
+def test_engines_that_cannot_run_alone_are_refused(engine: dict[str, object], message: str) -> None:
     config = Config.model_validate(
         {
             "run": {"name": "test"},
@@ -241,10 +236,15 @@ def test_what_does_not_run_alone_is_refused(engine: dict[str, object], message: 
 
 
 def served(run_dir: Path) -> Config:
-    return Config.model_validate({
-        "run": {"name": "test", "dir": str(run_dir)}, "model": {"path": "none"}, "data": {"paths": "none.jsonl"},
-        "training": {"steps": 1}, "rollout": {"engine": {"kind": "sglang"}},
-    })  # fmt: skip
+    return Config.model_validate(
+        {
+            "run": {"name": "test", "dir": str(run_dir)},
+            "model": {"path": "none"},
+            "data": {"paths": "none.jsonl"},
+            "training": {"steps": 1},
+            "rollout": {"engine": {"kind": "sglang"}},
+        }
+    )
 
 
 def test_keys_that_were_given_are_not_printed_and_made_ones_are(
@@ -303,7 +303,7 @@ def test_the_file_with_the_urls_is_there_only_while_the_engines_are_ready(
         serve_engines(served(tmp_path), urls_file=tmp_path / "none" / "urls.json")
 
 
-def test_what_runs_beside_the_servers_knows_their_urls_and_ends_with_them() -> None:
+def test_the_follower_knows_the_urls_and_ends_with_the_servers() -> None:
     told: list[str] = []
 
     async def follow(urls) -> None:

@@ -153,9 +153,7 @@ def test_a_critic_with_a_folder_of_its_own_has_its_sizes(
 def test_a_colocated_engine_has_the_gpu_but_its_weights_must_fit_beside_the_trainer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """7.616e9 parameters in bf16; K and V of 28 layers and 4 heads of 128, cut over TP 4: 14336
-    bytes a token.
-    """
+    """7.616e9 parameters in bf16; K, V: 28 layers x 4 heads x 128 over TP 4, 14336 B a token."""
     roomy = plan(capsys, "--gpus", "8")[1]
     left = 80 * 0.92 - 7.616e9 * 2 / 4 / 2**30
     (line,) = [line for line in roomy.splitlines() if "colocated" in line]

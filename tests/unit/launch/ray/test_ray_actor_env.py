@@ -1,4 +1,4 @@
-"""What actors say, on the driver's terminal."""
+"""Output of actors on the driver's terminal."""
 
 from __future__ import annotations
 
@@ -12,67 +12,67 @@ HOST = "127.0.0.1"
 
 
 @pytest.fixture
-def lines() -> LogRelay:
+def relay() -> LogRelay:
     return LogRelay(HOST)
 
 
 @pytest.fixture
-def store(lines: LogRelay) -> dist.Store:
-    """As an actor has it."""
-    return dist.TCPStore(HOST, lines.port, None, False, wait_for_workers=False)
+def store(relay: LogRelay) -> dist.Store:
+    """The store as an actor opens it."""
+    return dist.TCPStore(HOST, relay.port, None, False, wait_for_workers=False)
 
 
-def half_said(store: dist.Store) -> int:
-    """The number of a line whose speaker was killed before its text was there."""
+def half_sent(store: dist.Store) -> int:
+    """The number of a line whose process was killed before its text was there."""
     return store.add("lines", 1)
 
 
 def test_lines_come_in_their_order_each_on_its_stream(
-    lines: LogRelay, store: dist.Store, capsys: pytest.CaptureFixture[str]
+    relay: LogRelay, store: dist.Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     print("one", file=RemoteStdout(store, "out"))
     print("a warning", file=RemoteStdout(store, "err"))
     print("two", file=RemoteStdout(store, "out"))
-    lines.show()
+    relay.show()
     assert capsys.readouterr() == ("one\ntwo\n", "a warning\n")
-    lines.show()
+    relay.show()
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_line_that_stays_half_said_is_passed_over(
-    lines: LogRelay,
+def test_a_line_whose_text_never_comes_is_skipped(
+    relay: LogRelay,
     store: dist.Store,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
     monkeypatch.setattr(actor_env.time, "monotonic", lambda: now)
-    half_said(store)
+    half_sent(store)
     print("later", file=RemoteStdout(store, "out"))
-    lines.show()
+    relay.show()
     now += 0.9 * actor_env.HALF_SAID_S
-    lines.show()
+    relay.show()
     assert capsys.readouterr().out == "", "its text may be on its way"
     now += 0.2 * actor_env.HALF_SAID_S
-    lines.show()
+    relay.show()
     assert capsys.readouterr().out == "later\n"
 
 
 def test_a_line_whose_text_comes_late_is_shown(
-    lines: LogRelay, store: dist.Store, capsys: pytest.CaptureFixture[str]
+    relay: LogRelay, store: dist.Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    number = half_said(store)
-    lines.show()
+    number = half_sent(store)
+    relay.show()
     print("two", file=RemoteStdout(store, "out"))
     store.set(line_key(number), "out one\n")
-    lines.show()
+    relay.show()
     assert capsys.readouterr().out == "one\ntwo\n"
 
 
-def test_when_nobody_speaks_any_more_nothing_is_waited_for(
-    lines: LogRelay, store: dist.Store, capsys: pytest.CaptureFixture[str]
+def test_when_all_actors_have_ended_there_is_no_wait(
+    relay: LogRelay, store: dist.Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    half_said(store)
+    half_sent(store)
     print("the last word", file=RemoteStdout(store, "out"))
-    lines.show(patience_s=0.0)
+    relay.show(wait_s=0.0)
     assert capsys.readouterr().out == "the last word\n"

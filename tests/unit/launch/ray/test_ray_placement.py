@@ -1,4 +1,4 @@
-"""What a run asks a Ray cluster for, without a cluster: bundles, ranks' places, what is lacking."""
+"""Placement on a Ray cluster, without one: bundles, ranks' places, missing resources."""
 
 from __future__ import annotations
 
@@ -17,11 +17,22 @@ from rlcore.launch.ray.placement import NodeSlot, Placement, bundles, lacking, p
 def config(
     *, nodes: int = 1, per_node: int = 1, ray: dict[str, Any] | None = None, **engine: Any
 ) -> Config:
-    return Config.model_validate({
-        "run": {"name": "x"}, "model": {"path": "m"}, "data": {"paths": ["p"]}, "training": {"steps": 1},
-        "reward": {"parts": {"a": {"function": "exact_match"}}}, "rollout": {"engine": engine},
-        "cluster": {"launcher": "ray", "nodes": nodes, "processes_per_node": per_node, "ray": ray or {}},
-    })  # fmt: skip
+    return Config.model_validate(
+        {
+            "run": {"name": "x"},
+            "model": {"path": "m"},
+            "data": {"paths": ["p"]},
+            "training": {"steps": 1},
+            "reward": {"parts": {"a": {"function": "exact_match"}}},
+            "rollout": {"engine": engine},
+            "cluster": {
+                "launcher": "ray",
+                "nodes": nodes,
+                "processes_per_node": per_node,
+                "ray": ray or {},
+            },
+        }
+    )
 
 
 def placed(*, has_gpus: bool = False, **given: Any) -> Placement:
@@ -95,7 +106,7 @@ def test_engines_given_by_url_need_no_place() -> None:
     assert not found.shares_gpus
 
 
-def test_what_generates_nothing_has_no_service() -> None:
+def test_a_run_that_generates_nothing_has_no_service() -> None:
     sft = config()
     sft.algorithm.loss.name = "sft"
     found = place(sft, has_gpus=False)
@@ -104,7 +115,7 @@ def test_what_generates_nothing_has_no_service() -> None:
     assert found.total == {"CPU": 1.0}
 
 
-def test_what_a_cluster_lacks_is_said_with_the_numbers() -> None:
+def test_missing_resources_are_named_with_the_numbers() -> None:
     found = placed(per_node=2)
     assert lacking(found, {"CPU": 4.0}) is None
     assert lacking(found, {"CPU": 3.5}) == "4 CPU (the cluster has 3.5)"
@@ -114,20 +125,44 @@ def test_what_a_cluster_lacks_is_said_with_the_numbers() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"ray": {"address": "ray://head:10001"}}, "cluster.ray.address: got 'ray://head:10001', expected HOST:PORT"),
-        ({"in_process": True}, "rollout.engine.in_process: got true, but under Ray every engine is an actor"),
+        (
+            {"ray": {"address": "ray://head:10001"}},
+            "cluster.ray.address: got 'ray://head:10001', expected HOST:PORT",
+        ),
+        (
+            {"in_process": True},
+            "rollout.engine.in_process: got true, but under Ray every engine is an actor",
+        ),
         ({"kind": "sglang", "gpus": [0]}, "rollout.engine.gpus: got [0], but Ray chooses GPUs"),
-        ({"colocated": True, "nodes": 2}, "cluster.nodes: got 2, but rollout.engine.colocated engines are all started on"),
-        ({"ray": {"rank_gpus": 1.5}}, "cluster.ray.rank_gpus: got 1.5, but Ray gives a share of one GPU or a whole number"),
-        ({"kind": "sglang", "tensor_parallel": 3, "ray": {"engine_gpus": 0.5}}, "cluster.ray.engine_gpus: got 0.5, but"),
-        ({"ray": {"engine_gpus": 1.5}}, "cluster.ray.engine_gpus: got 1.5, but Ray gives a share of one GPU or a whole number"),
-        ({"kind": "sglang", "colocated": True, "count": 2, "tensor_parallel": 2, "per_node": 3},
-         "rollout.engine.count: 2 x rollout.engine.tensor_parallel 2 need 4 GPUs, but the ranks, whose GPUs they share"),
-        ({"colocated": True, "count": 2, "per_node": 2, "ray": {"rank_gpus": 0.5}},
-         "rollout.engine.count: 2 x rollout.engine.tensor_parallel 1 need 2 GPUs, but the ranks, whose GPUs they share"),
+        (
+            {"colocated": True, "nodes": 2},
+            "cluster.nodes: got 2, but rollout.engine.colocated engines are all started on",
+        ),
+        (
+            {"ray": {"rank_gpus": 1.5}},
+            "cluster.ray.rank_gpus: got 1.5, but Ray gives a share of one GPU or a whole number",
+        ),
+        (
+            {"kind": "sglang", "tensor_parallel": 3, "ray": {"engine_gpus": 0.5}},
+            "cluster.ray.engine_gpus: got 0.5, but",
+        ),
+        (
+            {"ray": {"engine_gpus": 1.5}},
+            "cluster.ray.engine_gpus: got 1.5, but Ray gives a share of one GPU or a whole number",
+        ),
+        (
+            {"kind": "sglang", "colocated": True, "count": 2, "tensor_parallel": 2, "per_node": 3},
+            "rollout.engine.count: 2 x rollout.engine.tensor_parallel 2 need 4 GPUs, but the ranks,"
+            " whose GPUs they share",
+        ),
+        (
+            {"colocated": True, "count": 2, "per_node": 2, "ray": {"rank_gpus": 0.5}},
+            "rollout.engine.count: 2 x rollout.engine.tensor_parallel 1 need 2 GPUs, but the ranks,"
+            " whose GPUs they share",
+        ),
     ],
-)  # fmt: skip
-def test_what_ray_places_is_left_to_ray(given: dict[str, Any], said: str) -> None:
+)
+def test_settings_that_do_not_fit_ray_are_refused(given: dict[str, Any], said: str) -> None:
     (problem,) = check(config(**given))
     assert str(problem).startswith(said)
 
@@ -156,7 +191,7 @@ def test_too_few_processes_for_the_layout_are_refused() -> None:
     )
 
 
-def test_what_only_ray_reads_is_noted_elsewhere() -> None:
+def test_keys_that_only_ray_reads_are_noted_elsewhere() -> None:
     given = config(ray={"rank_cpus": 2})
     assert not list(notes(given))
     given.cluster.launcher = "local"

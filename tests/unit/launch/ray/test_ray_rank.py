@@ -1,6 +1,4 @@
-"""The environment that a rank finds under Ray: torchrun's, and its own device's number; and when
-its loss counts.
-"""
+"""A rank under Ray: torchrun's environment, its device's number, and when its loss counts."""
 
 from __future__ import annotations
 
@@ -14,10 +12,10 @@ from torch.distributed import HashStore
 
 import rlcore.launch.rank
 from rlcore.launch.attempts import mark_ended
-from rlcore.launch.ray import rank as rank_module
+from rlcore.launch.ray import rank_actor as rank_module
 from rlcore.launch.ray import ranks as ranks_module
 from rlcore.launch.ray.actor_env import ActorEnv
-from rlcore.launch.ray.rank import RankActor, RankEnv
+from rlcore.launch.ray.rank_actor import RankActor, RankEnv
 from rlcore.launch.ray.ranks import Ranks
 
 RANK_ENV = RankEnv(
@@ -80,9 +78,16 @@ def test_a_rank_takes_the_gpu_that_is_its_own(
 
 def test_the_rest_is_what_torchrun_would_set(monkeypatch: pytest.MonkeyPatch) -> None:
     found = found_by_the_rank(monkeypatch, rank_gpus=1.0, visible="6")
-    assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")} == {
-        "RANK": "7", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2345",
-    }  # fmt: skip
+    assert {
+        name: found[name]
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    } == {
+        "RANK": "7",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "2345",
+    }
 
 
 @pytest.mark.parametrize(
@@ -92,7 +97,7 @@ def test_the_rest_is_what_torchrun_would_set(monkeypatch: pytest.MonkeyPatch) ->
 def test_after_the_end_of_the_run_only_rank_0_is_missed(
     monkeypatch: pytest.MonkeyPatch, rank: int, has_ended: bool, counts: bool
 ) -> None:
-    """It may be uploading: nobody else shall end it."""
+    """Rank 0 may be uploading, and the loss of another rank must not end it."""
 
     def gone(ref: object) -> int:
         raise RayActorError
@@ -110,4 +115,4 @@ def test_after_the_end_of_the_run_only_rank_0_is_missed(
     monkeypatch.setattr(ranks_module.ray, "get", gone)
     ranks._collect()
     assert ranks._runs == {}
-    assert (ranks._gone() is not None) == counts
+    assert (ranks._first_lost() is not None) == counts

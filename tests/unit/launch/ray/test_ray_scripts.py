@@ -1,6 +1,4 @@
-"""scripts/ray_multinode.sh and scripts/slurm/ray.sbatch: who starts which Ray node, and what a
-signal ends. Ray is stubbed.
-"""
+"""scripts/ray_multinode.sh and slurm/ray.sbatch: Ray nodes and signals, with Ray stubbed."""
 
 from __future__ import annotations
 
@@ -26,8 +24,14 @@ def test_the_first_node_is_the_head_and_runs_the_driver(stage: Stage) -> None:
     [call] = stage.calls("train")
     assert call["environment"]["NODE_RANK"] == "0"
     assert call["arguments"] == [
-        "-m", "rlcore", "train", "run.yaml", "servers.yaml", "cluster.launcher=ray", "cluster.ray.address=10.0.0.1:6379",
-    ]  # fmt: skip
+        "-m",
+        "rlcore",
+        "train",
+        "run.yaml",
+        "servers.yaml",
+        "cluster.launcher=ray",
+        "cluster.ray.address=10.0.0.1:6379",
+    ]
     said = (stage.records / "ray.txt").read_text().splitlines()
     assert (
         said.count("start --head --block --node-ip-address 10.0.0.1 --port 6379 --num-gpus 2") == 1
@@ -67,7 +71,7 @@ NODE = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "HOST_ADDRESS": "10.0.0.2"}
 
 
 def send(process: subprocess.Popen[bytes], how: str) -> None:
-    """As Slurm or `kill` does, or as a terminal does: to all that was started there."""
+    """Signal one process, as Slurm and `kill` do, or all of a terminal, as Ctrl-C does."""
     if how == "SIGTERM":
         process.terminate()
     else:

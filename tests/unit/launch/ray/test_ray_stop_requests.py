@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from rlcore.launch.ray.stop_requests import EndRequests
+from rlcore.launch.ray.stop_requests import StopRequests
 
 
 def ask() -> None:
@@ -15,26 +15,26 @@ def ask() -> None:
 
 
 def test_a_second_signal_ends_the_run_at_once() -> None:
-    requests = EndRequests()
-    with requests.heeding_signals(), requests.ending_at_once():
+    requests = StopRequests()
+    with requests.counting_signals(), requests.interrupting_on_second():
         ask()
         assert requests.count == 1
         with pytest.raises(KeyboardInterrupt):
             ask()
 
 
-def test_signals_do_not_cut_the_closing_short() -> None:
-    """What the run was ended with, its exit code, stays."""
-    requests = EndRequests()
-    with requests.heeding_signals():
-        with requests.ending_at_once():
+def test_signals_do_not_interrupt_the_closing() -> None:
+    """The exit code of the run stays."""
+    requests = StopRequests()
+    with requests.counting_signals():
+        with requests.interrupting_on_second():
             ask()
         ask()
         assert requests.count == 2
 
 
-def test_afterwards_signals_are_whose_they_were() -> None:
+def test_afterwards_signals_have_their_old_handlers() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with EndRequests().heeding_signals():
+    with StopRequests().counting_signals():
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before

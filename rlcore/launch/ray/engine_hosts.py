@@ -1,9 +1,7 @@
-"""Engines on a cluster. An actor owns an engine's server process; requests and weights go to that
-directly, by its URL.
+"""Engines on a cluster: an actor owns an engine's server, which is used directly, by its URL.
 
-Actors belong to the driver, so that an engine outlives the service. Ray starts an actor again whose
-node is lost, elsewhere; the server in it is started by the service's fleet, as any engine that
-failed.
+Actors belong to the driver, so that an engine outlives the service. When a node is lost, Ray starts
+its actors elsewhere; the service's fleet then starts the server in it, as for any failed engine.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -20,11 +18,15 @@ from rlcore.config import Config
 from rlcore.errors import DeadlineExceeded, RlcoreError
 from rlcore.interfaces import RolloutEngine
 from rlcore.launch.engines import engine_log, engine_name, external_engines, managed_server
-from rlcore.launch.logs import folder_of
+from rlcore.launch.logs import log_folder
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import answer, answer_when_up
 from rollout.asyncio_utils import within
 from rollout.engines.sglang.keys import Keys
+
+if TYPE_CHECKING:
+    from rollout.engines.embedded.server_process import EmbeddedServer
+    from rollout.engines.sglang.server_process import ManagedServer
 
 LOOPBACK = "127.0.0.1"
 KILL_S = 15.0  # for an actor to end its server, before it is ended with it
@@ -32,31 +34,12 @@ KILL_S = 15.0  # for an actor to end its server, before it is ended with it
 logger = logging.getLogger(__name__)
 
 
-class Server(Protocol):
-    """Of `ManagedServer` and `EmbeddedServer`, what is needed here."""
-
-    async def start(self) -> str: ...
-
-    @property
-    def ended(self) -> asyncio.Future[Any] | None: ...
-
-    def describe_end(self) -> str: ...
-
-    @property
-    def pid(self) -> int | None: ...
-
-    async def stop(self) -> None: ...
-
-    async def kill(self) -> None: ...
-
-
 class EngineHost:
-    """The actor of one engine: starts its server on this node, watches it, ends it. The server ends
-    with the actor.
+    """The actor of one engine: starts, watches and ends its server, which also ends with the actor.
 
     Args:
-        keys: of SGLang's servers; an embedded engine takes one of them.
-        gpus: by name, where Ray has not chosen them; empty: what Ray lets this process see.
+        keys: for SGLang's servers; an embedded engine takes one of them.
+        gpus: the names of its GPUs; empty for those that Ray lets this process see.
     """
 
     def __init__(
@@ -66,52 +49,55 @@ class EngineHost:
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._server = _server(config, index, keys, gpus)
-        self._starting: asyncio.Task[str] | None = None  # the newest start, which may be over
+        self._starting: asyncio.Task[str] | None = None  # the newest start, perhaps finished
 
     async def start(self) -> str:
-        """The server's URL. One that runs or comes up is left alone: the service that had it
-        started may be gone.
-        """
+        """Start the server, unless a lost service has started it already; return its URL."""
         ended = self._server.ended
         starting = self._starting
-        runs = ended is not None and not ended.done()  # which it does, too, while it comes up
+        runs = ended is not None and not ended.done()  # also while it is starting
         if starting is None or (starting.done() and not runs):
             starting = self._starting = asyncio.ensure_future(self._server.start())
         return await asyncio.shield(starting)
 
     async def wait_ended(self) -> str:
-        """Returns when the server has ended: how, with the last lines of its log."""
+        """Wait until the server has ended; tell how, with the last lines of its log."""
         ended = self._server.ended
         if ended is not None:
             await asyncio.wait({ended})
         return self._server.describe_end()
 
     async def pid(self) -> int | None:
+        """The server's process id."""
         return self._server.pid
 
     async def stop(self) -> None:
-        await self._give_up_start()
+        """Ask the server to end, and wait."""
+        await self._cancel_start()
         await self._server.stop()
 
     async def kill(self) -> None:
-        await self._give_up_start()
+        """Kill the server."""
+        await self._cancel_start()
         await self._server.kill()
 
-    async def _give_up_start(self) -> None:
-        """A server that comes up is ended by its start."""
+    async def _cancel_start(self) -> None:
+        """Cancel a start, which then ends the server."""
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait({self._starting})
 
 
-def _server(config: Config, index: int, keys: Keys, gpus: Sequence[str]) -> Server:
-    """Made, not started. It listens where other nodes reach it."""
+def _server(
+    config: Config, index: int, keys: Keys, gpus: Sequence[str]
+) -> ManagedServer | EmbeddedServer:
+    """Make a server, not started, that listens where other nodes reach it."""
     engine = config.rollout.engine.model_copy()
     if engine.host == LOOPBACK:
         engine.host = ray.util.get_node_ip_address()
     config = config.model_copy(deep=True)
     config.rollout.engine = engine
-    logs = folder_of(config.run)
+    logs = log_folder(config.run)
     if engine.kind == "sglang":
         import torch
 
@@ -121,20 +107,25 @@ def _server(config: Config, index: int, keys: Keys, gpus: Sequence[str]) -> Serv
     from rollout.engines.embedded.server_process import EmbeddedServer
 
     return EmbeddedServer(
-        engine_name(index), config.model.path, config=engine, dtype=config.model.dtype, tokenizer=config.model.tokenizer,
-        log=engine_log(logs, index), key=keys.api, host=engine.host,
-    )  # fmt: skip
+        engine_name(index),
+        config.model.path,
+        config=engine,
+        dtype=config.model.dtype,
+        tokenizer=config.model.tokenizer,
+        log=engine_log(logs, index),
+        key=keys.api,
+        host=engine.host,
+    )
 
 
 class HostedServer:
-    """The server behind an `EngineHost`, as the service sees it. Use it from one event loop.
+    """The server of an `EngineHost`, as the service uses it, from one event loop.
 
-    It is both a `rollout.engines.embedded.client.EngineProcess` and what `SGLangEngine` takes for a
-    server of ours.
+    `RemoteEngine` takes it for its process, and `SGLangEngine` for a managed server.
 
     Args:
-        place_timeout_s: for the actor to be there, before the server's own time begins: Ray may
-            miss a node for half a minute, and has to find another one.
+        place_timeout_s: for the actor to be up, before the server's own deadline begins: Ray may
+            notice a lost node after half a minute, and has to find another one.
     """
 
     managed = True
@@ -145,18 +136,19 @@ class HostedServer:
         self.key = key
         self._place_s = place_timeout_s
         self._begun = False  # the host was asked to start it
-        # of the present life; None while it comes up
+        # for the newest start; None while it is starting
         self._ended: asyncio.Task[str] | None = None
         self.pid: int | None = None
 
     async def start(self) -> str:
-        """Its URL. Raises what `EngineHost.start` raises, or DeadlineExceeded where Ray finds no
-        place for it.
+        """Start the server and return its URL.
+
+        Raises what `EngineHost.start` raises, or DeadlineExceeded where Ray finds no place for it.
         """
         await within(
             self._place_s,
             answer_when_up(self._host.pid.remote, what=f"engine {self.name}"),
-            self._homeless,
+            self._no_placement,
         )
         self._begun = True
         self._ended = None
@@ -167,7 +159,7 @@ class HostedServer:
         self._ended = asyncio.ensure_future(self._until_ended())
         return url
 
-    def _homeless(self) -> str:
+    def _no_placement(self) -> str:
         return (
             f"engine {self.name} has no process after {self._place_s:g} s"
             " (cluster.start_timeout_s): the cluster has no room for it (`ray status`)"
@@ -181,10 +173,11 @@ class HostedServer:
 
     @property
     def ended(self) -> asyncio.Future[Any] | None:
-        """Done once it has ended, or its actor has; None before it runs."""
+        """Done once the server or its actor has ended; None before it runs."""
         return self._ended
 
     def describe_end(self) -> str:
+        """Tell how the server has ended."""
         return (
             self._ended.result()
             if self._ended is not None and self._ended.done()
@@ -192,13 +185,15 @@ class HostedServer:
         )
 
     async def stop(self) -> None:
+        """Ask the server to end, and wait."""
         await self._end("stop")
 
     async def kill(self) -> None:
+        """Kill the server."""
         await self._end("kill")
 
     async def _end(self, how: str) -> None:
-        """Where the actor does not do it, it is ended itself; Ray starts it again, empty."""
+        """Let the actor end the server; an actor that does not answer is killed, and restarted."""
         if not self._begun or (self._ended is not None and self._ended.done()):
             return
         try:
@@ -214,10 +209,10 @@ class HostedServer:
 
 
 def cluster_engines(config: Config, hosts: Sequence[Any], keys: Keys) -> list[RolloutEngine]:
-    """The engines of a run on a cluster, not started.
+    """Make the engines of a run on a cluster, without starting them.
 
     Args:
-        hosts: the handles of their actors; none where they are given by URL.
+        hosts: the handles of their actors; none where engines are given by URL.
     """
     engine = config.rollout.engine
     if engine.urls:
@@ -232,8 +227,8 @@ def cluster_engines(config: Config, hosts: Sequence[Any], keys: Keys) -> list[Ro
         from rollout.engines.sglang.engine import SGLangEngine
 
         return [
-            SGLangEngine(one, config=engine, keys=keys, model_path=config.model.path)
-            for one in servers
+            SGLangEngine(server, config=engine, keys=keys, model_path=config.model.path)
+            for server in servers
         ]
     from rollout.engines.embedded.client import RemoteEngine
 
@@ -243,9 +238,9 @@ def cluster_engines(config: Config, hosts: Sequence[Any], keys: Keys) -> list[Ro
             config=engine,
             dtype=config.model.dtype,
             tokenizer=config.model.tokenizer,
-            name=one.name,
-            log=engine_log(folder_of(config.run), index),
-            process=one,
+            name=server.name,
+            log=engine_log(log_folder(config.run), index),
+            process=server,
         )
-        for index, one in enumerate(servers)
+        for index, server in enumerate(servers)
     ]

@@ -1,4 +1,4 @@
-"""A trainer rank as an actor: torchrun's environment, then the very loop that torchrun runs."""
+"""A trainer rank as an actor: it sets torchrun's environment, and runs what torchrun runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from rlcore.config.load import Loaded
-from rlcore.launch.ranks import SUPERVISED
+from rlcore.launch.environment import SUPERVISED
 from rlcore.launch.ray.actor_env import ActorEnv
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankEnv:
-    """One rank's place among the others, and where their store is."""
+    """A rank's place among the others, and the address of their store."""
 
     rank: int
     world_size: int
@@ -28,7 +28,7 @@ class RankEnv:
     port: int
 
     def environment(self) -> dict[str, str]:
-        """What torchrun would set."""
+        """The variables that torchrun would set."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -36,12 +36,12 @@ class RankEnv:
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the driver has it: no rank makes one
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the driver's
         }
 
 
 class RankActor:
-    """Runs one rank, in the main thread of a process of its own, once."""
+    """Runs one rank, once, in the main thread of its process."""
 
     def __init__(self, actor_env: ActorEnv) -> None:
         actor_env.enter()
@@ -55,7 +55,7 @@ class RankActor:
     def run(
         self, rank_env: RankEnv, loaded: Loaded, *, resume: bool, overwrite: bool, service: Any
     ) -> int:
-        """The rank's exit code.
+        """Train, and return the rank's exit code.
 
         Args:
             service: the handle of the service actor; None where nothing generates.
@@ -63,20 +63,17 @@ class RankActor:
         Raises:
             RlcoreError: as `rlcore.launch.rank.train_rank`.
         """
-        # A rank that Ray gave GPUs sees those alone, and numbers them from 0; without, it is as
-        # under torchrun.
+        # A rank that Ray gave GPUs sees only those, numbered from 0. Else it is as under torchrun.
         has_own = loaded.config.cluster.ray.rank_gpus > 0 and bool(self.where()[2])
         local = {"LOCAL_RANK": "0"} if has_own else {}
         os.environ.update(rank_env.environment() | local | {SUPERVISED: str(os.getppid())})
         from rlcore.launch.rank import train_rank
 
+        open_service: OpenService | None = None
         if rank_env.rank == 0:
-            self._actor_env.speak()
-        opener = None if service is None or rank_env.rank != 0 else _opener(service)
-        return train_rank(loaded, resume=resume, overwrite=overwrite, service=opener)
+            self._actor_env.redirect_output()
+            if service is not None:
+                from rlcore.launch.ray.remote_service import opener
 
-
-def _opener(service: Any) -> OpenService:
-    from rlcore.launch.ray.remote_service import opener
-
-    return opener(service)
+                open_service = opener(service)
+        return train_rank(loaded, resume=resume, overwrite=overwrite, service=open_service)

@@ -1,0 +1,252 @@
+"""The rollout service as an actor, which rank 0 calls through `remote_service`.
+
+A new rank 0 finds it with its engines running. When it dies, Ray starts it again, without any
+state. Every call carries the token that `open` returned: a call that was meant for the service
+before fails, and a rank 0 that was given up cannot take a step from its successor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from rlcore.config import Config
+from rlcore.data.step import StepRollouts
+from rlcore.errors import PartLost
+from rlcore.interfaces import RolloutEngine
+from rlcore.launch.logs import log_folder
+from rlcore.launch.ray.actor_env import ActorEnv, log_to
+from rlcore.launch.ray.calls import NAMESPACE, ActorLost
+from rlcore.launch.ray.engine_hosts import cluster_engines
+from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
+
+if TYPE_CHECKING:
+    from rollout.fleet.engine_memory import FleetMemory
+    from rollout.service import RolloutService
+
+STDERR = 2  # a descriptor: the service's log
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OpenedService:
+    """What rank 0 learns when it opens the service."""
+
+    token: str  # the first argument of every call
+    num_prompts: int
+    prompt_lengths: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What rank 0 must know of an engine to send it weights."""
+
+    name: str
+    managed: bool
+    transports: tuple[str, ...]
+    url: str
+    group_ranks: int
+    in_group: str | None
+
+    @classmethod
+    def of(cls, engine: Any) -> EngineInfo:
+        """Read it from an engine of the service."""
+        return cls(
+            engine.name,
+            engine.managed,
+            engine.transports,
+            engine.url,
+            engine.group_ranks,
+            engine.in_group,
+        )
+
+
+class ServiceActor:
+    """Has one `RolloutService`. An async actor: a call that waits for rollouts blocks no other.
+
+    Args:
+        hosts: the names of the engines' actors, in order. Handles would not outlive the process
+            that was given them.
+    """
+
+    def __init__(
+        self, actor_env: ActorEnv, config: Config, hosts: Sequence[str], keys: Keys
+    ) -> None:
+        actor_env.enter()
+        os.environ |= {API_KEY: keys.api, ADMIN_KEY: keys.admin}
+        self._actor_env = actor_env
+        self._config = config
+        self._hosts = hosts
+        self._keys = keys
+        self._instance = secrets.token_hex(8)
+        self._token = f"{self._instance}/0"  # of the newest rank 0
+        self._service: RolloutService | None = None
+        self._memory: FleetMemory | None = None
+        # A rank 0 may call `open` while the service is built for its lost predecessor.
+        self._opening = asyncio.Lock()
+        self._starting: asyncio.Future[None] | None = None  # of the engines, which start once
+        self._pending: set[asyncio.Future[Any]] = set()  # rank 0's unfinished calls
+
+    # --- opening and starting ---------------------------------------------------------------------
+
+    async def open(self, *, greedy_baseline: bool) -> OpenedService:
+        """Read and check the service's input; one that served another rank 0 waits for `restore`.
+
+        Raises UserError as `RolloutService`.
+        """
+        async with self._opening:
+            if self._service is None:
+                self._service = await asyncio.to_thread(self._build, greedy_baseline)
+            else:
+                self._token = f"{self._instance}/{secrets.token_hex(8)}"
+                await asyncio.to_thread(self._service.abandon)
+                if self._pending:
+                    await asyncio.wait(self._pending)
+                await self._in_loop(self._abandon_publication())
+                await asyncio.to_thread(self._service.halt)
+            prompts = self._service.prompts
+            return OpenedService(self._token, len(prompts), prompts.lengths)
+
+    def _build(self, greedy_baseline: bool) -> RolloutService:
+        from rlcore.data.tokenizer import load_tokenizer
+        from rlcore.runs.rng import seed_rng
+        from rollout.fleet.engine_memory import FleetMemory
+        from rollout.service import RolloutService
+
+        config = self._config
+        seed_rng(config.run.seed)
+        tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+        hosts = [ray.get_actor(name, namespace=NAMESPACE) for name in self._hosts]
+        engines = cluster_engines(config, hosts, self._keys)
+        service = RolloutService(config, tokenizer, engines, greedy_baseline=greedy_baseline)
+        self._memory = FleetMemory(service.fleet, config.rollout.engine, service.thread)
+        return service
+
+    async def _abandon_publication(self) -> None:
+        """Give up a publication that the former rank 0 has left open."""
+        fleet = self.service.fleet
+        for engine in fleet.engines:
+            fleet.missed(engine)
+
+    async def start(self, token: str) -> None:
+        """Start engines and reward workers, once: a call during the start waits for it.
+
+        After a restart of the actor, the run may have gone on without some engines: see
+        `Fleet.start`.
+        """
+        self._check(token)
+        if self._starting is None:
+            self._actor_env.redirect_output()
+            log_to(log_folder(self._config.run) / "service.log")
+            again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+            self._starting = asyncio.ensure_future(
+                asyncio.to_thread(self.service.start, again=again)
+            )
+        await asyncio.shield(self._starting)
+
+    # --- calls of rank 0 --------------------------------------------------------------------------
+
+    async def source(self, token: str, method: str, *arguments: Any) -> Any:
+        """Call a method of `RolloutSource`."""
+        self._check(token)
+        work = asyncio.ensure_future(asyncio.to_thread(getattr(self.service, method), *arguments))
+        self._pending.add(work)
+        work.add_done_callback(self._pending.discard)
+        return await work
+
+    async def next_step(self, token: str, step: int) -> tuple[StepRollouts, dict[str, Any]] | None:
+        """Return a step's rollouts, and the state from which another service could continue."""
+        found = await self.source(token, "next_step", step)
+        return None if found is None else (found, await self.source(token, "snapshot"))
+
+    async def memory(self, token: str, method: str, *arguments: Any) -> Any:
+        """Call a method of `EngineMemory`."""
+        self._check(token)
+        return await asyncio.to_thread(getattr(self._memory, method), *arguments)
+
+    async def participants(self, token: str, method: str) -> list[EngineInfo]:
+        """Call `Participants.candidates` or `.stale`."""
+        self._check(token)
+        asked: Callable[[], Coroutine[Any, Any, list[RolloutEngine]]] = getattr(
+            self.service.fleet, method
+        )
+        return [EngineInfo.of(engine) for engine in await self._in_loop(asked())]
+
+    async def notify(self, token: str, method: str, name: str, *arguments: Any) -> None:
+        """Call another method of `Participants`, which is about one engine."""
+        self._check(token)
+
+        async def call() -> None:
+            result = getattr(self.service.fleet, method)(self._engine(name), *arguments)
+            if asyncio.iscoroutine(result):
+                await result
+
+        await self._in_loop(call())
+
+    async def engine(self, token: str, name: str, verb: str, *arguments: Any) -> Any:
+        """Call a method of an engine, for a publication."""
+        self._check(token)
+        return await self._in_loop(getattr(self._engine(name), verb)(*arguments))
+
+    async def expectation(self, token: str, name: str) -> Any:
+        """Call `RolloutEngine.expectation`."""
+        self._check(token)
+        return self._engine(name).expectation()
+
+    async def beat(self) -> None:
+        """Answer at once; a process that hangs cannot, and writes its stacks at half the limit."""
+        faulthandler.dump_traceback_later(self._config.cluster.heartbeat_timeout_s / 2, file=STDERR)
+
+    async def status(self) -> tuple[int, list[dict[str, Any]]]:
+        """The process id, and a row for each engine."""
+        engines = [] if self._service is None else self._service.fleet.members
+        return os.getpid(), [
+            {
+                "engine": engine.name,
+                "state": str(engine.health.state),
+                "version": engine.version,
+                "restarts": engine.health.restarts,
+                "requests": sum(lease.requests for lease in engine.leases),
+            }
+            for engine in engines
+        ]
+
+    async def close(self) -> None:
+        """End the service and its engines."""
+        if self._service is not None:
+            await asyncio.to_thread(self._service.close)
+
+    # --- helpers ----------------------------------------------------------------------------------
+
+    @property
+    def service(self) -> RolloutService:
+        """The service, once it is open."""
+        assert self._service is not None, "open comes first"
+        return self._service
+
+    def _check(self, token: str) -> None:
+        """Raise ActorLost for a token of another instance.
+
+        For the token of a former rank 0 raise PartLost, from which that rank does not recover.
+        """
+        if token == self._token:
+            return
+        if token.startswith(self._instance):
+            raise PartLost("the rollout service has another rank 0 now")
+        raise ActorLost("the rollout service died; there is a new one")
+
+    def _engine(self, name: str) -> Any:
+        return next(engine for engine in self.service.fleet.engines if engine.name == name)
+
+    async def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the service's own loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.service.loop))
