@@ -349,7 +349,7 @@ def test_a_step_that_hangs_names_who_is_waited_for(
 
 def test_a_blocked_loop_is_no_hang(make_service, engine, monkeypatch):
     monkeypatch.setattr("rollout.asyncio_utils.GRACE_S", 0.2)
-    monkeypatch.setattr("rollout.collection.errand.DROP_S", 0.2)
+    monkeypatch.setattr("rollout.service.DROP_S", 0.2)
     service = make_service(rollout={"timeout_s": 0.2})
     release = threading.Event()
     engine.reply = lambda request, sample: release.wait(3) or [1]

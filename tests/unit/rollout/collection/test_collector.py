@@ -27,8 +27,8 @@ from rollout.collection.buffer import decode
 from rollout.collection.collector import Collector
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import Group
-from rollout.collection.lockstep_collector import DropCounts
 from rollout.collection.published_versions import Publication, PublishedVersions
+from rollout.collection.step_groups import DropCounts
 
 PROMPTS = 20
 Reply = Callable[[int], Coroutine[Any, Any, Group]]
@@ -374,7 +374,7 @@ def test_a_group_is_encoded_once_however_long_it_waits(make, monkeypatch):
         collector.published(0)
         await until(lambda: draws.ledger.balance()["finished"] == 4)
         for step, left in ((1, [1, 2, 3]), (2, [2, 3])):
-            state = (await collector.collect(step)).cut.encoded()
+            state = (await collector.collect(step)).snapshot.encoded()
             assert [group["draw"] for group in state["ahead"]["groups"]] == left
             assert [kept.group.draw for kept in decode(state["ahead"]["groups"])] == left
         assert encoded == [1, 2, 3]
