@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rlcore.config import Config
 from rlcore.config.derived import engine_place_s, total_steps
-from rlcore.data.prompts import PromptStream
+from rlcore.data.prompts import PromptSet, PromptStream
 from rlcore.data.sample import Sample
 from rlcore.data.step import StepRollouts
 from rlcore.errors import ConfigError, DeadlineExceeded
@@ -27,14 +27,13 @@ from rollout.collection.buffer import BufferedGroup, decode
 from rollout.collection.collector import Collector
 from rollout.collection.evaluation import Evaluation
 from rollout.collection.filters import FilterChain
-from rollout.collection.group_runner import Runners
-from rollout.collection.load_prompts import load_prompts
+from rollout.collection.group_runner import evaluation_runner, training_runner
 from rollout.collection.published_versions import Publication, PublishedVersions
 from rollout.collection.step_groups import StepGroups
 from rollout.engines.vocabulary import check_vocabulary
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
-from rollout.rewards.build import build_scorer
+from rollout.rewards.build import build_scorer, check_labels
 from rollout.rewards.pool import START_TIMEOUT_S as REWARD_START_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -65,12 +64,13 @@ class PendingWork(Generic[T]):
 
 
 class RolloutService:
-    """Implements `rlcore.interfaces.RolloutSource`. Construction reads and checks; `start` starts
-    engines and reward workers.
+    """Implements `rlcore.interfaces.RolloutSource`.
+
+    Construction reads and checks; `start` starts engines and reward workers.
 
     Args:
-        greedy_baseline: every prompt of a step gets one more response, at temperature 0 and for
-            nothing but the `baseline_reward` of its samples: it is not among them, in no count of
+        greedy_baseline: give every prompt of a step one more response, at temperature 0, that only
+            serves as the `baseline_reward` of its samples: it is not among them, is not counted in
             episodes, and no filter sees it.
 
     Raises:
@@ -90,10 +90,10 @@ class RolloutService:
         self._config = config
         self.fleet = Fleet(engines, config.rollout.engine, place_s=engine_place_s(config))
         vocab_size = check_vocabulary(config.model.path, tokenizer)
-        self.prompts = load_prompts(config, tokenizer, config.data.paths)
+        self.prompts = _load_prompts(config, tokenizer, config.data.paths)
         given = config.evaluation
         held_out = (
-            load_prompts(config, tokenizer, given.paths, max_prompts=given.max_prompts)
+            _load_prompts(config, tokenizer, given.paths, max_prompts=given.max_prompts)
             if given.paths
             else None
         )
@@ -113,15 +113,15 @@ class RolloutService:
         )
         self.ledger = self._queue.ledger
         self._dispatcher = Dispatcher(self.fleet, config.rollout.engine)
-        runners = Runners(config, tokenizer, self._dispatcher, self._scorer)
+        shared = (config, tokenizer, self._dispatcher, self._scorer)
         row_of = self._queue.stream.row
-        self._training = runners.training(
-            lambda draw: self.prompts[row_of(draw)], greedy_baseline=greedy_baseline
+        self._training = training_runner(
+            *shared, lambda draw: self.prompts[row_of(draw)], greedy_baseline=greedy_baseline
         )
         self._evaluation = (
             None
             if held_out is None
-            else Evaluation(runners.evaluation(held_out.__getitem__), len(held_out))
+            else Evaluation(evaluation_runner(*shared, held_out.__getitem__), len(held_out))
         )
         self._versions = PublishedVersions()
         self._collector = Collector(
@@ -143,10 +143,10 @@ class RolloutService:
         self.loop = self.thread.loop
 
     def start(self, *, again: bool = False) -> None:
-        """Engines and reward workers answer when this returns.
+        """Start engines and reward workers, and wait until they answer.
 
         Args:
-            again: in the place of a service that was lost; see `Fleet.start`.
+            again: this service takes the place of a lost one; see `Fleet.start`.
 
         Raises:
             RunFailed: one of them did not start; the service is closed then.
@@ -202,14 +202,14 @@ class RolloutService:
             self._config.run.seed, [group.draw for group in done.groups]
         )
         steps = self._versions.of_samples(done.samples)
-        return StepRollouts(done.samples, metrics, done.epoch, done.snapshot.draws, engines, steps)
+        return StepRollouts(done.samples, metrics, done.epoch, done.snapshot.queue, engines, steps)
 
     def published(self, step: int, version: int, incarnation: int) -> None:
-        """Weights of policy step `step` are in force as `version`.
+        """Note that weights of policy step `step` are in force as `version`.
 
-        No news where a later step was handed over before `restore`, which a service in the place of
-        a lost one may be told of: nothing is made with them any more, and generation begins with
-        the next.
+        Ignored where a later step was handed over before `restore`, as a service in the place of a
+        lost one may be told: nothing is made with those weights, and generation begins with the
+        next.
         """
 
         async def published() -> None:
@@ -273,7 +273,7 @@ class RolloutService:
             self._call(_cancelled(pending.task), DROP_S, f"giving up {pending.what}")
 
     def halt(self) -> None:
-        """Nothing is in flight when this returns, and nothing begins before the next publication."""
+        """End what is in flight, and begin nothing before the next publication."""
         self._call(self._collector.halt(), CLOSE_S, "ending what is in flight")
 
     def _dropped(self, done: StepGroups) -> dict[str, float]:
@@ -352,10 +352,11 @@ class RolloutService:
         self._restored_step = self.ledger.last_step
 
     def keep_ledger(self, path: Path) -> None:
+        """Append every draw's transitions to `path` from here on."""
         self._queue.keep_journal(path, max_staleness=self._config.rollout.max_staleness)
 
     def close(self) -> None:
-        """End engines' clients, reward workers and the thread. May be called twice."""
+        """End the engines' clients, the reward workers and the thread. May be called twice."""
         if self.loop.is_closed():
             return
         try:
@@ -385,3 +386,28 @@ class RolloutService:
 async def _cancelled(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.wait({task}, timeout=DROP_S)
+
+
+def _load_prompts(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    paths: Sequence[str],
+    *,
+    max_prompts: int | None = None,
+) -> PromptSet:
+    """The first `max_prompts` prompts of `paths`, tokenised.
+
+    Raises:
+        ConfigError, DataError: a bad row, or labels that a verifier cannot compare with.
+    """
+    data = config.data
+    prompts = PromptSet.load(
+        paths,
+        tokenizer,
+        prompt_key=data.prompt_key,
+        label_key=data.label_key,
+        max_prompt_tokens=data.max_prompt_tokens,
+        max_prompts=max_prompts,
+    )
+    check_labels(config, prompts)
+    return prompts

@@ -116,7 +116,7 @@ class Collector:
     def published(self, step: int) -> None:
         """Weights of policy step `step` are in force at the engines.
 
-        Generation begins, or goes on, with them; in lock-step not before the next step is asked for.
+        Generation begins, or goes on, with them; in lock-step once the next step is asked for.
         """
         if not self._lockstep:
             self._generate_with(step)
@@ -393,7 +393,7 @@ class Collector:
         self._failure = None
 
     async def halt(self) -> None:
-        """Nothing is in flight when this returns, and nothing begins before the next publication."""
+        """End what is in flight, and begin nothing before the next publication."""
         self._halted = True
         tasks = set(self._tasks.values())
         for task in tasks:
