@@ -88,7 +88,8 @@ class RolloutService:
         if not engines:
             raise ConfigError("the rollout service needs at least one engine")
         self._config = config
-        self.fleet = Fleet(engines, config.rollout.engine, place_s=engine_place_s(config))
+        rollout = config.rollout
+        self.fleet = Fleet(engines, rollout.engine, place_s=engine_place_s(config))
         vocab_size = check_vocabulary(config.model.path, tokenizer)
         self.prompts = _load_prompts(config, tokenizer, config.data.paths)
         given = config.evaluation
@@ -97,26 +98,22 @@ class RolloutService:
             if given.paths
             else None
         )
-        self._filters = FilterChain(
-            config.rollout.filters, samples_per_prompt=config.rollout.samples_per_prompt
-        )
+        self._filters = FilterChain(rollout.filters, samples_per_prompt=rollout.samples_per_prompt)
         self._scorer = build_scorer(
-            config.reward, vocab_size=vocab_size, device=config.rollout.engine.device
+            config.reward, vocab_size=vocab_size, device=rollout.engine.device
         )
-        self._queue = PromptQueue(
-            PromptStream(
-                len(self.prompts),
-                seed=config.run.seed,
-                shuffle=config.data.shuffle,
-                fingerprint=self.prompts.fingerprint(),
-            )
+        stream = PromptStream(
+            len(self.prompts),
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            fingerprint=self.prompts.fingerprint(),
         )
+        self._queue = PromptQueue(stream)
         self.ledger = self._queue.ledger
-        self._dispatcher = Dispatcher(self.fleet, config.rollout.engine)
+        self._dispatcher = Dispatcher(self.fleet, rollout.engine)
         shared = (config, tokenizer, self._dispatcher, self._scorer)
-        row_of = self._queue.stream.row
         self._training = training_runner(
-            *shared, lambda draw: self.prompts[row_of(draw)], greedy_baseline=greedy_baseline
+            *shared, lambda draw: self.prompts[stream.row(draw)], greedy_baseline=greedy_baseline
         )
         self._evaluation = (
             None
@@ -134,8 +131,7 @@ class RolloutService:
             busy_s=lambda: self._dispatcher.busy_s,
         )
         self.fleet.on_room = self._collector.room_changed
-        # of the newest step that the trainer was given
-        self._snapshot = self._collector.snapshot()
+        self._snapshot = self._collector.snapshot()  # of the newest step that the trainer has
         self._restored_step = 0  # the last step that was handed over before `restore`
         self._pending: PendingWork[Any] | None = None
         self._seen = self._so_far()  # at the last hand-over
