@@ -130,7 +130,7 @@ class RolloutService:
             steps=total_steps(config, len(self.prompts)),
             busy_s=lambda: self._dispatcher.busy_s,
         )
-        self.fleet.on_room = self._collector.room_changed
+        self.fleet.on_room = self._collector.wake
         self._snapshot = self._collector.snapshot()  # of the newest step that the trainer has
         self._restored_step = 0  # the last step that was handed over before `restore`
         self._pending: PendingWork[Any] | None = None

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from rlcore.config import Config
+from rlcore.errors import EmptyBatch
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.buffer import STALE, BufferedGroup, GroupBuffer, Snapshot, settle
 from rollout.collection.filters import FilterChain
@@ -107,7 +108,7 @@ class Collector:
             if self._failure is not None:
                 failure = self._failure
                 self._failure = None
-                self._wake()
+                self.wake()
                 raise failure
             if (chosen := self._scheduler.batch()) is not None:
                 return self._hand_over(sorted(chosen))
@@ -120,10 +121,6 @@ class Collector:
         """
         if not self._lockstep:
             self._generate_with(step)
-
-    def room_changed(self) -> None:
-        """An engine may have room that it had not before."""
-        self._wake()
 
     def stuck(self) -> str:
         """Whom the collector waits for, for error messages."""
@@ -146,10 +143,10 @@ class Collector:
         if self._lockstep or self._measured_from is None:
             self._measured_from = (time.perf_counter(), self._busy_s())
         self._scheduler.published(policy_step)
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
-        """See soon what may be started; several events of one loop iteration share one look."""
+    def wake(self) -> None:
+        """Start groups soon, if there is room; several calls in one loop iteration count once."""
         if not self._woken and not self._halted:
             self._woken = True
             asyncio.get_running_loop().call_soon(self._start)
@@ -222,7 +219,7 @@ class Collector:
             else:
                 self._failed(error)
         self._tell()
-        self._wake()
+        self.wake()
 
     @contextmanager
     def _errors_kept(self) -> Iterator[None]:
@@ -319,7 +316,7 @@ class Collector:
         if len(self._buffer) < wanted and lost >= DRAWS_PER_GROUP * wanted:
             raise self._too_little()
 
-    def _too_little(self) -> Exception:
+    def _too_little(self) -> EmptyBatch:
         counts = self._counts
         self._counts = DropCounts()
         found = len(self._buffer)
@@ -339,7 +336,7 @@ class Collector:
         counts = self._counts
         self._counts = DropCounts()
         self._halted = self._lockstep
-        self._wake()
+        self.wake()
         return StepGroups(groups, counts, epoch, self.snapshot(), metrics)
 
     async def _give_up_step(self) -> None:

@@ -126,7 +126,7 @@ def test_a_draw_that_is_given_up_before_it_has_begun_is_requeued(make):
         runner.free = 0
         await collector.collect(1)
         runner.free = 1
-        collector.room_changed()  # begins draw 2 in the next iteration,
+        collector.wake()  # begins draw 2 in the next iteration,
         ends.set()  # in which draw 1 ends,
         collected = await asyncio.create_task(collector.collect(2))  # and is taken
         assert [group.draw for group in collected.groups] == [1]
