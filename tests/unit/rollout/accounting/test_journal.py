@@ -454,4 +454,4 @@ def test_a_journal_that_was_not_started_keeps_its_entries() -> None:
     journal.record("drawn", 0, None)
     journal.cut(1)
     journal.close()
-    assert journal._held == [{"drawn": [0]}]
+    assert journal._unwritten == [{"drawn": [0]}]

@@ -13,7 +13,7 @@ from rlcore.data.sample import Sample, VersionSpan
 from rlcore.runs.rollouts import decode_samples
 from rollout.accounting.journal_reader import read_journal
 from rollout.accounting.prompt_queue import PromptQueue
-from rollout.collection.buffer import BufferedGroup, GroupBuffer, decode, encode, settle
+from rollout.collection.buffer import BufferedGroup, GroupBuffer, decode, settle
 from rollout.collection.group_runner import Group
 
 
@@ -66,7 +66,12 @@ def at_step(queue: PromptQueue, step: int, buffer: GroupBuffer) -> dict[str, obj
         buffer.put(buffered(draw, step - 1, step - 1))
     queue.hand_over(taken[:2], step)
     return json.loads(
-        json.dumps({**queue.snapshot(), "ahead": {"steps_done": step, "groups": encode(buffer)}})
+        json.dumps(
+            {
+                **queue.snapshot(),
+                "ahead": {"steps_done": step, "groups": [one.encoded for one in buffer]},
+            }
+        )
     )
 
 
@@ -76,7 +81,7 @@ def states(queue: PromptQueue) -> dict[int, str]:
 
 def test_a_group_comes_back_exactly():
     before = buffered(4, 1, 2)
-    (after,) = decode(json.loads(json.dumps(encode([before]))))
+    (after,) = decode(json.loads(json.dumps([before.encoded])))
     assert (after.oldest, after.newest, after.group.draw) == (1, 2, 4)
     for one, two in zip(before.group.samples, after.group.samples, strict=True):
         assert one.to_record() == two.to_record()
