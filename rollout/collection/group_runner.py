@@ -69,7 +69,7 @@ class GroupRunner:
     # Fields that every sample but the greedy ones must have, with the key that asks for them.
     recorded: Mapping[str, str] = field(default_factory=dict)
     failures: FailureCounts = field(default_factory=FailureCounts)  # of all draws so far
-    # of each workflow whose draw is unfinished
+    # stage of each workflow whose draw is unfinished
     _stage: dict[WorkflowKey, str] = field(default_factory=dict)
 
     async def run(self, draws: Sequence[int]) -> list[Group]:
@@ -109,7 +109,7 @@ class GroupRunner:
             samples = await workflow(prompt, draw, self._staged(key, generate))
         except RlcoreError:
             raise
-        # unnoticed, its draw would be started again and again
+        # if this went unnoticed, the draw would be started again and again
         except asyncio.CancelledError as error:
             if asked_to_end(asyncio.current_task()):
                 raise

@@ -104,6 +104,55 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
+# --- lock-step ------------------------------------------------------------------------------------
+
+
+def test_in_lock_step_a_step_is_refilled_in_whole_batches(make):
+    batches = []
+
+    class Batches(Runner):
+        async def run(self, draws: Sequence[int]) -> list[Group]:
+            batches.append(list(draws))
+            return await super().run(draws)
+
+    async def main() -> None:
+        given = {"max_staleness": 0, "prompts_per_step": 4, "filters": ["user_parts:even_draws"]}
+        collector, _, _ = make(Batches(), **given)
+        collector.published(0)
+        await asyncio.sleep(0.01)
+        assert batches == [], "no step is asked for yet"
+        found = await collector.collect(1)
+        assert batches == [[0, 1, 2, 3], [4, 5], [6]]
+        assert [group.draw for group in found.groups] == [0, 2, 4, 6]
+        assert found.metrics.keys() == {"time/engine"}
+        await asyncio.sleep(0.01)
+        assert len(batches) == 3, "nothing is made between two steps"
+        assert [group.draw for group in (await collector.collect(2)).groups] == [8, 10, 12, 14]
+
+    asyncio.run(main())
+
+
+def test_in_lock_step_an_interrupted_step_is_made_again_whole(make):
+    async def main() -> None:
+        async def stuck(draw: int) -> Group:
+            if draw == 5:
+                await asyncio.sleep(600)
+            return await at_once(draw)
+
+        given = {"max_staleness": 0, "prompts_per_step": 4, "filters": ["user_parts:even_draws"]}
+        collector, queue, runner = make(Runner(stuck), **given)
+        step = asyncio.create_task(collector.collect(1))
+        await until(lambda: runner.started == [0, 1, 2, 3, 4, 5])
+        step.cancel()
+        with suppress(asyncio.CancelledError):
+            await step
+        assert queue.ledger.requeued() == [0, 2, 4, 5]
+        runner.reply = at_once
+        assert [group.draw for group in (await collector.collect(1)).groups] == [0, 2, 4, 6]
+
+    asyncio.run(main())
+
+
 # --- what is given up -----------------------------------------------------------------------------
 
 
